@@ -1,0 +1,29 @@
+"""Attention whose every rounding is a name in the config. README.md beside this has the equations and the table of sites."""
+
+from attention.numerics import Numerics
+from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan
+
+__all__ = [
+    "PRESETS",
+    "AttentionConfig",
+    "AttentionRule",
+    "AttentionSpec",
+    "HeadGroup",
+    "LayerPlan",
+    "Numerics",
+    "check",
+    "run",
+]
+
+
+def __getattr__(name: str) -> object:
+    # The plan is plain Python: configs are read and checked without paying for torch, or having it.
+    if name == "run":
+        from attention.dispatch import run
+
+        return run
+    if name == "check":
+        from attention.registry import check
+
+        return check
+    raise AttributeError(f"module 'attention' has no attribute {name!r}")

@@ -1,0 +1,54 @@
+"""One call for all attention: groups of heads go to their backends, and come back in their places.
+
+Legend: B batch, H heads, T sequence, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attention import registry
+from attention.plan import HeadGroup, LayerPlan
+
+
+def run(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    plan: LayerPlan,
+    *,
+    rounding_seed: Tensor,
+    softcap: float = 0.0,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of one layer, O [B, T, H, D].
+
+    Args:
+        q_BTHD, k_BTHD, v_BTHD: one dtype, any strides (views of a fused projection need no copy).
+        plan: which heads use what; ``registry.check`` has said before that this machine can run it.
+        rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position.
+        softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
+        scale: of Q K^T; default 1 / sqrt(D).
+
+    Returns the dtype of q, or float32 where a group hands its O on unrounded.
+    """
+    scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
+    # An odd multiplier keeps the seeds of different layers and groups apart; Philox mixes the rest.
+    first = plan.layer * plan.n_head + 1
+
+    def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seed = rounding_seed + (first + group.heads[0]) * 0x9E3779B97F4A7C1
+        backend = registry.get(group.backend)
+        return backend.run(q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap)
+
+    if len(plan.groups) == 1:
+        return call(plan.groups[0], q_BTHD, k_BTHD, v_BTHD)
+    parts = [call(g, *(x[:, :, list(g.heads)] for x in (q_BTHD, k_BTHD, v_BTHD))) for g in plan.groups]
+    order = [head for group in plan.groups for head in group.heads]
+    back = [order.index(head) for head in range(plan.n_head)]
+    dtype = torch.float32 if any(part.dtype == torch.float32 for part in parts) else q_BTHD.dtype
+    return torch.cat([part.to(dtype) for part in parts], dim=2)[:, :, back]

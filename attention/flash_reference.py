@@ -1,0 +1,170 @@
+"""FlashAttention-2 forward and backward in PyTorch, tile by tile, with every rounding site of ``Numerics`` switchable.
+
+Source of the algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2. It runs on CPU and GPU, is slow, and is what
+the kernels are checked against. Both directions are opaque custom operators: a compiler that fuses casts away never sees them.
+
+Legend: B batch, H heads, T sequence, D head dim; tiles have R rows and C columns. All tiles are float32; values are rounded by ``Sites``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.exact import exact_float32
+from attention.numerics import Numerics, numerics_from_key
+from attention.rounding import storage_dtype
+from attention.stabilise import tile_row_max
+from attention.tiles import DELTA_STREAM, FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
+
+
+def _forward_rows(problem: Problem, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, and L [B, H, R, 1]."""
+    sites, v = problem.sites, problem.v
+    shape = (*problem.q[:, :, rows].shape[:3], 1)
+    m = torch.full(shape, -torch.inf, device=v.device)
+    row_sum = torch.zeros(shape, device=v.device)
+    o_bar = torch.zeros((*shape[:3], v.shape[3]), device=v.device)
+    coarse = sites.numerics.tile_product != "fp32" or sites.numerics.accumulator != "fp32"
+    o_exact = o_bar.clone() if coarse else o_bar
+    for columns in problem.column_tiles(rows):
+        s = problem.scores(rows, columns)
+        m_new = sites.statistics(torch.maximum(m, tile_row_max(s, sites.numerics)))
+        p_bar = torch.exp(s - m_new)
+        rescale = torch.exp(m - m_new)
+        row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True))
+        product = sites.probabilities(p_bar) @ v[:, :, columns]
+        o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
+        o_exact = rescale * o_exact + product if coarse else o_bar
+        m = m_new
+    lse = sites.logsumexp(m + torch.log(row_sum))
+    return o_bar / row_sum, o_exact / row_sum, lse
+
+
+@torch.library.custom_op("attention::flash_reference_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] float32)."""
+    with exact_float32(q.device):
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
+        parts = [_forward_rows(problem, rows) for rows in problem.row_tiles()]
+        o, o_exact, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        n = problem.sites.numerics
+        o, o_exact = o.transpose(1, 2).contiguous(), o_exact.transpose(1, 2).contiguous()
+        output = round_output(o, n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
+        if n.delta == "rowsum_do_o" and n.delta_output != "output":
+            delta_output = round_output(o_exact, n.delta_output, n.delta_rounding, seed, DELTA_STREAM, q.dtype)
+        else:
+            delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
+        return output, delta_output, lse.squeeze(-1)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float):  # type: ignore[no-untyped-def]
+    n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
+    output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
+    if n.delta == "rowsum_do_o" and n.delta_output != "output":
+        delta_output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.delta_output, q.dtype))
+    else:
+        delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device, dtype=torch.float32)
+    return output, delta_output, lse
+
+
+def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+    """delta of one tile of rows [B, H, R, 1]. Inputs are that tile's dO and O [B, H, R, D] and L [B, H, R, 1]."""
+    n = problem.sites.numerics
+    if n.delta == "rowsum_do_o":
+        return problem.sites.delta_sum((do * o).sum(dim=-1, keepdim=True))
+    total = torch.zeros_like(lse)
+    recomputed = torch.zeros_like(do)
+    for columns in problem.column_tiles(rows):
+        p = torch.exp(problem.scores(rows, columns) - lse)
+        if n.delta == "rowsum_p_dp":
+            dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
+            total += (p * dp).sum(dim=-1, keepdim=True)
+        else:
+            recomputed += p @ problem.v[:, :, columns]
+    if n.delta == "recomputed_o":
+        total = (do * recomputed).sum(dim=-1, keepdim=True)
+    return problem.sites.delta_sum(total)
+
+
+def _backward_tile(problem: Problem, rows: slice, columns: slice, do: Tensor, lse: Tensor, delta: Tensor):  # type: ignore[no-untyped-def]
+    """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
+    sites = problem.sites
+    s = problem.scores(rows, columns)
+    p = torch.exp(s - lse)
+    dp = sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
+    ds = p * (dp - delta)
+    ds = sites.score_gradients(problem.through_softcap(ds, s))
+    dq = problem.scale * (ds @ problem.k[:, :, columns])
+    dk = problem.scale * (ds.transpose(-1, -2) @ problem.q[:, :, rows])
+    dv = sites.probabilities(p).transpose(-1, -2) @ do
+    return dq, dk, dv
+
+
+@torch.library.custom_op("attention::flash_reference_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    numerics: str,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` is the O inside delta."""
+    with exact_float32(q.device):
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
+        do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
+        o_BHTD = o.transpose(1, 2).float()
+        dq, dk, dv = (torch.zeros_like(x) for x in (problem.q, problem.k, problem.v))
+        add = problem.sites.gradient_accumulator
+        for rows in problem.row_tiles():
+            do_rows, lse_rows = do_BHTD[:, :, rows], lse[:, :, rows, None]
+            delta = _delta_rows(problem, rows, do_rows, o_BHTD[:, :, rows], lse_rows)
+            for columns in problem.column_tiles(rows):
+                parts = _backward_tile(problem, rows, columns, do_rows, lse_rows, delta)
+                for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+                    total[:, :, where] = add(total[:, :, where] + part)
+        return problem.gradients(dq, dk, dv, q.dtype)
+
+
+@_backward.register_fake
+def _(do, q, k, v, o, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(3))
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, _, *ctx.settings = inputs
+    o, delta_output, lse = output
+    ctx.mark_non_differentiable(delta_output, lse)
+    ctx.save_for_backward(q, k, v, delta_output if delta_output.numel() else o, lse)
+
+
+def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
+    q, k, v, o, lse = ctx.saved_tensors
+    return *_backward(do, q, k, v, o, lse, *ctx.settings), None, None, None, None, None
+
+
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def flash_reference(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    numerics: Numerics,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> Tensor:
+    """Attention [B, T, H, D] with the roundings of ``numerics``; see ``attention.run`` for the arguments."""
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics.key(), scale, causal, softcap)[0]

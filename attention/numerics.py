@@ -1,0 +1,174 @@
+"""Every rounding of attention has a name: ``Numerics``, one field per site, and the bases experiments start from.
+
+Plain Python, no torch: a config can be read, checked and printed where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from errors import invalid
+
+DTYPE_FORMATS = ("fp32", "bf16", "fp16")
+MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
+FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
+ROUNDINGS = ("nearest", "toward_zero", "stochastic")
+DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
+ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """How one attention call rounds, site by site.
+
+    A format is ``input`` (the dtype of q), ``fp32``, ``bf16``, ``fp16``, or ``m1`` ... ``m22``: that many explicit mantissa
+    bits with FP32's exponent range, so that ``m7`` is BF16 and ``m10`` is TF32. All arithmetic between sites is FP32. The
+    final dq, dk and dv are stored in the dtype of q, nearest-even: autograd asks for it, so it is no site.
+
+    Raises ``UserError`` for an unknown format, rounding, delta or row maximum, and for sizes out of range.
+    """
+
+    inputs: str = "input"
+    """Q, K and V as the products read them."""
+    scores: str = "fp32"
+    """S = scale * Q K^T, after the soft-cap if there is one."""
+    statistics: str = "fp32"
+    """Running row maximum m and row sum l."""
+    logsumexp: str = "fp32"
+    """L = m + log l, from which the backward pass recomputes P."""
+    probabilities: str = "input"
+    """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
+    tile_product: str = "fp32"
+    """P_bar V of one tile."""
+    accumulator: str = "fp32"
+    """Running O_bar between tiles, rounded after the rescaling and after the addition."""
+    output: str = "input"
+    """O as handed to the next layer."""
+    output_rounding: str = "nearest"
+    """Rounding at ``output``."""
+    output_gradient: str = "input"
+    """dO as the backward pass reads it."""
+    delta: str = "rowsum_do_o"
+    """delta = rowsum(dO * O), or rowsum(P * dP), or rowsum(dO * O) with O recomputed in FP32 from P."""
+    delta_output: str = "output"
+    """The O inside rowsum(dO * O): the values of ``output``, or the FP32 accumulation of P_bar V / l in a format of its own."""
+    delta_rounding: str = "nearest"
+    """Rounding at ``delta_output``; a stochastic one draws independently of ``output_rounding``."""
+    delta_sum: str = "fp32"
+    """delta itself."""
+    probability_gradients: str = "fp32"
+    """dP = dO V^T."""
+    score_gradients: str = "input"
+    """dS = P * (dP - delta) as operand of dQ = dS K and dK = dS^T Q."""
+    gradient_accumulator: str = "fp32"
+    """Running dQ, dK and dV between tiles."""
+    row_max: str = "plain"
+    """Row normaliser: plain; stabilised (Algorithm 3 of arXiv 2510.04212); stabilised_safe (the same with a bounded shift)."""
+    row_max_beta: float = 2.0
+    """beta of the stabilised forms: tied positive maxima are shifted to beta * r_m."""
+    row_max_tolerance: float = 1e-3
+    """Scores this close to the row maximum count as tied; 0 is the exact comparison of the paper's first version."""
+    row_max_cap: float = 7.0
+    """Largest shift above the row maximum in ``stabilised_safe``: l >= exp(-cap)."""
+    tile_q: int = 512
+    """Rows of one tile; 0 is the whole sequence."""
+    tile_k: int = 512
+    """Columns of one tile; 0 is the whole sequence."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in _CHOICES and value not in _CHOICES[field.name]:
+                raise invalid(f"attention numerics {field.name}", value, _CHOICES[field.name])
+        if not self.row_max_beta > 1:
+            raise invalid("attention numerics row_max_beta", self.row_max_beta, "a number above 1")
+        if not 0 <= self.row_max_tolerance < 1:
+            raise invalid("attention numerics row_max_tolerance", self.row_max_tolerance, "0 <= tolerance < 1")
+        if not 0 < self.row_max_cap <= 80:
+            raise invalid(
+                "attention numerics row_max_cap", self.row_max_cap, "0 < cap <= 80 (exp(-cap) must be normal)"
+            )
+        for name in ("tile_q", "tile_k"):
+            if getattr(self, name) < 0:
+                raise invalid(f"attention numerics {name}", getattr(self, name), "a size, or 0 for the whole sequence")
+
+    def with_sites(self, sites: dict[str, Any]) -> Numerics:
+        """A copy with other values at some sites. Raises ``UserError`` for a site that does not exist."""
+        for name in sites:
+            if name not in _FIELDS:
+                raise invalid("attention numerics site", name, _FIELDS)
+        return dataclasses.replace(self, **sites)
+
+    def concrete(self, dtype: str) -> Numerics:
+        """``input`` replaced by the format of q's dtype (``fp32``, ``bf16`` or ``fp16``), ``delta_output`` kept if ``output``."""
+        changes = {name: dtype for name in _FIELDS if getattr(self, name) == "input"}
+        return dataclasses.replace(self, **changes)
+
+    def key(self) -> str:
+        """Canonical text, equal for equal values: what the custom operators carry. Inverse: ``numerics_from_key``."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    def differences(self, other: Numerics) -> tuple[str, ...]:
+        """Sites at which ``self`` differs from ``other``, as ``site=value``."""
+        return tuple(f"{n}={getattr(self, n)}" for n in _FIELDS if getattr(self, n) != getattr(other, n))
+
+
+_FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Numerics))
+_CHOICES: dict[str, tuple[str, ...]] = {
+    **{
+        name: FORMATS
+        for name in _FIELDS
+        if not name.startswith(("row_max", "tile_q", "tile_k")) and name not in ("delta", "delta_output")
+    },
+    "output_rounding": ROUNDINGS,
+    "delta_rounding": ROUNDINGS,
+    "delta": DELTAS,
+    "delta_output": ("output", *FORMATS),
+    "row_max": ROW_MAXES,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def numerics_from_key(key: str) -> Numerics:
+    """The ``Numerics`` that ``Numerics.key`` wrote."""
+    return Numerics(**json.loads(key))
+
+
+def parse_site(text: str) -> tuple[str, Any]:
+    """``"site=value"`` as typed on a command line, the value converted to the site's type.
+
+    Raises ``UserError`` for a missing ``=``, an unknown site, or a value of another type.
+    """
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise invalid("attention sites", text, "site=value, for example output=bf16")
+    if name not in _FIELDS:
+        raise invalid("attention sites", name, _FIELDS)
+    kind = type(getattr(Numerics(), name))
+    try:
+        return name, kind(value)
+    except ValueError:
+        raise invalid(f"attention sites {name}", value, f"a value of type {kind.__name__}") from None
+
+
+HARDWARE = Numerics()
+"""Flash attention as GPU kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype."""
+
+PAPER = Numerics(scores="input", statistics="input", tile_product="input", accumulator="input")
+"""The published code of arXiv 2510.04212: S, m, l, tile products and O_bar kept in the input's dtype, tiles of 512."""
+
+FP32 = Numerics(
+    probabilities="fp32", output_gradient="fp32", delta_output="fp32", score_gradients="fp32", logsumexp="fp32"
+)
+"""Everything in FP32 except O as handed on, which keeps the input's dtype."""
+
+MICROCOSM = Numerics(
+    inputs="m7", scores="m7", statistics="m7", probabilities="m7", accumulator="m1", output="m1", tile_q=0, tile_k=0
+)
+"""The CPU microcosm in FP32 tensors: Q, K, V, S, P, m, l at BF16's 7 bits, O_bar and O at a single mantissa bit."""
+
+BASES: dict[str, Numerics] = {"hardware": HARDWARE, "paper": PAPER, "fp32": FP32, "microcosm": MICROCOSM}

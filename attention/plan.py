@@ -1,0 +1,233 @@
+"""Which attention each layer and head uses: names a user types -> (backend, Numerics) -> groups of heads. Plain Python, no torch.
+
+Layers and heads count from 0; the paper counts from 1, so its "layer 2" is layer 1 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from attention.numerics import BASES, HARDWARE, Numerics, parse_site
+from errors import invalid
+
+BACKENDS = ("standard", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flash_reference")
+_SDPA = tuple(name for name in BACKENDS if name.startswith("sdpa_"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A name users type: a backend, and the sites it changes in the base numerics."""
+
+    backend: str
+    sites: Callable[[Numerics], dict[str, Any]]
+    summary: str
+
+
+def _fixed(**sites: Any) -> Callable[[Numerics], dict[str, Any]]:
+    return lambda base: dict(sites)
+
+
+def _standard_sites(base: Numerics) -> dict[str, Any]:
+    # Eager attention writes S and dP to memory in the input's dtype; a base that rounds S itself keeps its own format.
+    eager = {"scores": "input", "probability_gradients": "input"} if base in (HARDWARE, BASES["paper"]) else {}
+    unused = {"statistics": "fp32", "tile_product": "fp32", "accumulator": "fp32", "delta_output": "output"}
+    return {**eager, **unused, "delta": "rowsum_p_dp", "tile_q": 0, "tile_k": 0}
+
+
+_FP32_ACCUMULATION = {"tile_product": "fp32", "accumulator": "fp32"}
+
+
+def _apart(output_rounding: str, delta_rounding: str | None) -> Callable[[Numerics], dict[str, Any]]:
+    """O forward and O in delta rounded apart (None: the same values), from one FP32 accumulation."""
+
+    def sites(base: Numerics) -> dict[str, Any]:
+        delta = {"delta_output": "output"} if delta_rounding is None else {"delta_output": base.output}
+        return {
+            **_FP32_ACCUMULATION,
+            **delta,
+            "output_rounding": output_rounding,
+            "delta_rounding": delta_rounding or "nearest",
+        }
+
+    return sites
+
+
+def _flash(summary: str, sites: Callable[[Numerics], dict[str, Any]]) -> Preset:
+    return Preset(backend="flash_reference", sites=sites, summary=summary)
+
+
+PRESETS: dict[str, Preset] = {
+    "standard": Preset(backend="standard", sites=_standard_sites, summary="S and P as matrices; delta from P"),
+    **{name: Preset(backend=name, sites=_fixed(), summary="torch's kernel of that name") for name in _SDPA},
+    "flash": _flash("FlashAttention-2", _fixed()),
+    "flash_untiled": _flash("one tile, the whole sequence", _fixed(tile_q=0, tile_k=0)),
+    "flash_stable": _flash(
+        "Algorithm 3, later version: beta 2, ties within 1e-3",
+        _fixed(row_max="stabilised", row_max_beta=2.0, row_max_tolerance=1e-3),
+    ),
+    "flash_stable_exact_ties": _flash(
+        "Algorithm 3, first version: beta 7, exact ties",
+        _fixed(row_max="stabilised", row_max_beta=7.0, row_max_tolerance=0.0),
+    ),
+    "flash_stable_safe": _flash(
+        "Algorithm 3 with a bounded shift: l >= exp(-7) for any finite scores",
+        _fixed(row_max="stabilised_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
+    ),
+    "flash_fp32_pv": _flash("P V in FP32, O still rounded", _fixed(probabilities="fp32", **_FP32_ACCUMULATION)),
+    "flash_fp32_pv_o": _flash(
+        "P V in FP32, and an unrounded O in delta",
+        _fixed(probabilities="fp32", delta_output="fp32", **_FP32_ACCUMULATION),
+    ),
+    "flash_fp32_o": _flash("delta from an unrounded O kept for the backward pass", _fixed(delta_output="fp32")),
+    "flash_delta_from_p": _flash("delta = rowsum(P * dP)", _fixed(delta="rowsum_p_dp")),
+    "flash_recompute_o": _flash("delta from an O recomputed in FP32", _fixed(delta="recomputed_o")),
+    "flash_stochastic_o": _flash("O rounded stochastically, the same values in delta", _apart("stochastic", None)),
+    "flash_run_a": _flash("O stochastic; delta: the same values", _apart("stochastic", None)),
+    "flash_run_b": _flash("O stochastic; delta: nearest", _apart("stochastic", "nearest")),
+    "flash_run_c": _flash(
+        "O unrounded into an FP32 projection; delta: nearest",
+        lambda base: {**_FP32_ACCUMULATION, "output": "fp32", "delta_output": base.output},
+    ),
+    "flash_run_d": _flash("O nearest; delta: stochastic, drawn apart", _apart("nearest", "stochastic")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One attention: a preset on a base of roundings, single sites changed, and, if need be, another backend.
+
+    Raises ``UserError`` for unknown names and for roundings asked of a kernel that has its own.
+    """
+
+    preset: str = "flash"
+    """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md)."""
+    numerics: str = "hardware"
+    """Base roundings: hardware (as GPU kernels), paper (as the published code), fp32, microcosm."""
+    sites: tuple[str, ...] = ()
+    """Single sites changed after that, as site=value, for example accumulator=m1."""
+    backend: str = ""
+    """Implementation in place of the preset's own; empty keeps it."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise invalid("attention preset", self.preset, PRESETS)
+        if self.numerics not in BASES:
+            raise invalid("attention numerics", self.numerics, BASES)
+        if self.backend and self.backend not in BACKENDS:
+            raise invalid("attention backend", self.backend, BACKENDS)
+        if self.resolved_backend in _SDPA and (self.numerics != "hardware" or self.sites):
+            chosen = " ".join((self.numerics, *self.sites))
+            raise invalid(
+                f"attention numerics of {self.preset}", chosen, "hardware and no sites: it rounds as its kernel does"
+            )
+        if self.resolved_backend in _SDPA and self.backend and self.backend != self.preset:
+            raise invalid(
+                "attention backend", self.backend, f"empty: {self.preset} names roundings that a kernel has not"
+            )
+        self.resolve()
+
+    @property
+    def resolved_backend(self) -> str:
+        return self.backend or PRESETS[self.preset].backend
+
+    def resolve(self) -> Numerics:
+        """The roundings: base, then the preset's sites, then ``sites``."""
+        base = BASES[self.numerics]
+        return base.with_sites(PRESETS[self.preset].sites(base)).with_sites(dict(parse_site(s) for s in self.sites))
+
+    def label(self) -> str:
+        """Short name for curves and tables, for example ``flash_delta_from_p (paper)``."""
+        extra = ", ".join(
+            part
+            for part in (*([] if self.numerics == "hardware" else [self.numerics]), *self.sites, self.backend)
+            if part
+        )
+        return f"{self.preset} ({extra})" if extra else self.preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRule:
+    """An exception to the default: these heads of these layers use another attention. Empty means all."""
+
+    layers: tuple[int, ...] = ()
+    """Layers, from 0; empty: all."""
+    heads: tuple[int, ...] = ()
+    """Heads, from 0; empty: all."""
+    attention: AttentionSpec = field(default_factory=AttentionSpec)
+    """What they use."""
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Heads of one layer that share one call."""
+
+    heads: tuple[int, ...]
+    spec: AttentionSpec
+
+    @property
+    def backend(self) -> str:
+        return self.spec.resolved_backend
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.spec.resolve()
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The attention of one layer: its groups cover every head once."""
+
+    layer: int
+    n_head: int
+    groups: tuple[HeadGroup, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The attention of a model: a default, and rules for the layers and heads that differ."""
+
+    default: AttentionSpec = field(default_factory=AttentionSpec)
+    """What every layer and head uses unless a rule says otherwise."""
+    rules: tuple[AttentionRule, ...] = ()
+    """Exceptions; no two may name the same head of the same layer."""
+
+    def resolve(self, n_layer: int, n_head: int) -> tuple[LayerPlan, ...]:
+        """One plan per layer. Raises ``UserError`` for layers or heads that do not exist and for overlapping rules."""
+        specs = {(layer, head): self.default for layer in range(n_layer) for head in range(n_head)}
+        owner: dict[tuple[int, int], int] = {}
+        for index, rule in enumerate(self.rules):
+            for layer in _members(f"attention.rules.{index}.layers", rule.layers, n_layer):
+                for head in _members(f"attention.rules.{index}.heads", rule.heads, n_head):
+                    if (layer, head) in owner:
+                        clash = f"layer {layer} head {head}, which rule {owner[layer, head]} names already"
+                        raise invalid(f"attention.rules.{index}", clash, "rules that do not overlap")
+                    owner[layer, head] = index
+                    specs[layer, head] = rule.attention
+        return tuple(_plan_layer(layer, [specs[layer, head] for head in range(n_head)]) for layer in range(n_layer))
+
+    def label(self) -> str:
+        """Short name for curves: the default, then each rule as ``layers:heads spec``."""
+        parts = [self.default.label()]
+        for rule in self.rules:
+            where = ",".join(map(str, rule.layers)) or "*"
+            heads = ":" + ",".join(map(str, rule.heads)) if rule.heads else ""
+            parts.append(f"layer {where}{heads} {rule.attention.label()}")
+        return "; ".join(parts)
+
+
+def _members(name: str, chosen: tuple[int, ...], count: int) -> tuple[int, ...]:
+    for value in chosen:
+        if not 0 <= value < count:
+            raise invalid(name, value, f"0 to {count - 1}, counted from 0")
+    if len(set(chosen)) != len(chosen):
+        raise invalid(name, chosen, "each named once")
+    return chosen or tuple(range(count))
+
+
+def _plan_layer(layer: int, specs: list[AttentionSpec]) -> LayerPlan:
+    groups: dict[AttentionSpec, list[int]] = {}
+    for head, spec in enumerate(specs):
+        groups.setdefault(spec, []).append(head)
+    return LayerPlan(layer, len(specs), tuple(HeadGroup(tuple(heads), spec) for spec, heads in groups.items()))

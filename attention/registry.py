@@ -1,0 +1,92 @@
+"""The backends by name, and why one cannot run: a reason in words, never a silent substitute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention import sdpa
+from attention.flash_reference import flash_reference
+from attention.numerics import Numerics
+from attention.plan import BACKENDS, LayerPlan
+from attention.standard import standard
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backend is asked for: enough to say whether it can."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    numerics: Numerics
+    softcap: float
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``run`` has the signature of ``flash_reference.flash_reference``; ``obstacle`` says why it cannot serve a call, or None."""
+
+    run: Callable[..., Tensor]
+    obstacle: Callable[[Call], str | None]
+
+
+def _standard_obstacle(call: Call) -> str | None:
+    n = call.numerics
+    if n.delta != "rowsum_p_dp" or n.delta_output != "output":
+        return "it has delta = rowsum(P * dP) only"
+    if n.row_max != "plain" or n.tile_q or n.tile_k:
+        return "it has no tiles and no row normaliser of its own"
+    if (n.tile_product, n.accumulator, n.statistics) != ("fp32", "fp32", "fp32"):
+        return "it has no running sums to round"
+    return None
+
+
+def _sdpa_obstacle(name: str) -> Callable[[Call], str | None]:
+    def obstacle(call: Call) -> str | None:
+        if call.softcap:
+            return "torch's kernels have no soft-cap"
+        if name == "sdpa_math":
+            return None
+        if call.device.type != "cuda":
+            return None if name == "sdpa_flash" else "it needs a CUDA device"
+        if call.dtype == torch.float32 and name != "sdpa_efficient":
+            return "it takes bfloat16 or float16 and not float32"
+        if call.head_dim % 8:
+            return f"it takes head dims divisible by 8, not {call.head_dim}"
+        return None
+
+    return obstacle
+
+
+_REGISTRY: dict[str, Backend] = {
+    "standard": Backend(standard, _standard_obstacle),
+    "flash_reference": Backend(flash_reference, lambda call: None),
+    **{name: Backend(sdpa.make(name), _sdpa_obstacle(name)) for name in sdpa.KERNELS},
+}
+assert set(_REGISTRY) == set(BACKENDS), "plan.BACKENDS names the backends without importing torch; keep the two equal"
+
+
+def get(name: str) -> Backend:
+    """The backend of that name, as checked by ``plan``."""
+    return _REGISTRY[name]
+
+
+def check(
+    plans: Iterable[LayerPlan], *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
+) -> None:
+    """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can."""
+    for plan in plans:
+        for group in plan.groups:
+            call = Call(device, dtype, head_dim, group.numerics, softcap)
+            reason = get(group.backend).obstacle(call)
+            if reason:
+                able = [name for name, backend in _REGISTRY.items() if backend.obstacle(call) is None]
+                raise UserError(
+                    f"attention of layer {plan.layer} = {group.spec.label()!r}: backend {group.backend} cannot run on "
+                    f"{device.type} with {str(dtype).removeprefix('torch.')}: {reason}; backends that can: {', '.join(able)}"
+                )

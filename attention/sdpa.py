@@ -1,0 +1,53 @@
+"""torch's scaled_dot_product_attention with the kernel pinned by name: never "auto", which picks another one when shapes change.
+
+Legend: B batch, H heads, T sequence, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention.numerics import Numerics
+
+KERNELS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+
+
+def _sdpa(kernel: SDPBackend, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, scale: float, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+    with sdpa_kernel(kernel):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(1, 2)
+
+
+# The math kernel is ordinary PyTorch that a compiler would fuse, moving its roundings; the others are opaque by nature.
+_sdpa_uncompiled = torch.compiler.disable(_sdpa)
+
+
+def make(name: str) -> Callable[..., Tensor]:
+    """The backend of that name, with the call signature all backends share; ``numerics`` and ``seed`` are not for it."""
+    kernel = KERNELS[name]
+    call = _sdpa_uncompiled if kernel == SDPBackend.MATH else _sdpa
+
+    def sdpa(
+        q_BTHD: Tensor,
+        k_BTHD: Tensor,
+        v_BTHD: Tensor,
+        numerics: Numerics,
+        *,
+        seed: Tensor,
+        scale: float,
+        causal: bool,
+        softcap: float,
+    ) -> Tensor:
+        return call(kernel, q_BTHD, k_BTHD, v_BTHD, scale, causal)
+
+    return sdpa

@@ -1,0 +1,38 @@
+"""The row normaliser m of a tile: any m gives the same O = (P_bar V) / l in exact arithmetic; which P_bar are exactly 1 depends on it.
+
+Shapes: r_m and the result [..., rows, 1]; S [..., rows, columns], masked scores -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.numerics import Numerics
+
+
+def tile_row_max(scores: Tensor, numerics: Numerics) -> Tensor:
+    """Row normaliser of one tile, to be combined with the running one by ``maximum``.
+
+    ``plain``: r_m = rowmax(S).
+    ``stabilised``: Algorithm 3 of arXiv 2510.04212 (its line 10 prints m' where m'' is meant): where the maximum is attained
+    more than once, to the tolerance, m = beta * r_m if r_m > 0 and 0 if r_m < 0, so that no P_bar is exactly 1. It has a range
+    limit: every exp(S - m) of the row underflows once the shift (beta - 1) * r_m, or -r_m, passes about 88 in FP32.
+    ``stabilised_safe``: the same with the shift held to at most ``row_max_cap`` c, so that l >= exp(-c) > 0 after every tile, for
+    any finite scores: the largest running score r of a row satisfies m - r <= c, because each tile's m is at most its own r_m + c.
+    With m kept in BF16 (``statistics``) and S too, rounding m adds at most 1 to the shift for c = 7.
+    """
+    row_max = scores.amax(dim=-1, keepdim=True)
+    if numerics.row_max == "plain":
+        return row_max
+    close = scores >= row_max - numerics.row_max_tolerance
+    # A row that the mask hides from this tile has r_m = -inf; its "ties" are not scores.
+    tied = (close.sum(dim=-1, keepdim=True) > 1) & (row_max > -torch.inf)
+    return torch.where(tied, row_max + _shift(row_max, numerics), row_max)
+
+
+def _shift(row_max: Tensor, numerics: Numerics) -> Tensor:
+    shift = torch.where(row_max > 0, (numerics.row_max_beta - 1) * row_max, -row_max)
+    if numerics.row_max == "stabilised_safe":
+        shift = shift.clamp(max=numerics.row_max_cap)
+    return shift

@@ -1,0 +1,94 @@
+"""Standard attention as eager PyTorch code computes it, S and P as whole matrices, with its roundings named.
+
+O = softmax(S) V with P normalised *before* the product, and the exact softmax gradient dS = P * (dP - rowsum(P * dP)): O takes no
+part in the backward pass. An opaque custom operator, so that a compiler cannot fuse its roundings away; P is recomputed for the
+backward pass from the same S, which gives the same bits as keeping it.
+
+Legend: B batch, H heads, T sequence, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.exact import exact_float32
+from attention.numerics import Numerics, numerics_from_key
+from attention.rounding import storage_dtype
+from attention.tiles import FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
+
+
+def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:
+    """S and P = softmax(S), unrounded, [B, H, T, T]."""
+    whole = slice(0, problem.q.shape[2])
+    s = problem.scores(whole, whole)
+    return s, torch.softmax(s, dim=-1)
+
+
+@torch.library.custom_op("attention::standard_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+) -> Tensor:
+    with exact_float32(q.device):
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
+        n = problem.sites.numerics
+        o = problem.sites.probabilities(_probabilities(problem)[1]) @ problem.v
+        return round_output(o.transpose(1, 2).contiguous(), n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+) -> Tensor:
+    fmt = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]).output
+    return torch.empty(q.shape, device=q.device, dtype=storage_dtype(fmt, q.dtype))
+
+
+@torch.library.custom_op("attention::standard_backward", mutates_args=())
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    with exact_float32(q.device):
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
+        sites = problem.sites
+        do_BHTD = sites.output_gradient(do.transpose(1, 2).float())
+        s, p = _probabilities(problem)
+        dp = sites.probability_gradients(do_BHTD @ problem.v.transpose(-1, -2))
+        ds = p * (dp - sites.delta_sum((p * dp).sum(dim=-1, keepdim=True)))
+        ds = sites.score_gradients(problem.through_softcap(ds, s))
+        dq = scale * (ds @ problem.k)
+        dk = scale * (ds.transpose(-1, -2) @ problem.q)
+        dv = sites.probabilities(p).transpose(-1, -2) @ do_BHTD
+        return problem.gradients(dq, dk, dv, q.dtype)
+
+
+@_backward.register_fake
+def _(do, q, k, v, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(3))
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, _, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v)
+
+
+def _autograd_backward(ctx, do):  # type: ignore[no-untyped-def]
+    return *_backward(do, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+
+
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def standard(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    numerics: Numerics,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> Tensor:
+    """Attention [B, T, H, D] with the roundings of ``numerics``; see ``attention.run`` for the arguments."""
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics.key(), scale, causal, softcap)

@@ -1,0 +1,92 @@
+"""What the PyTorch backends share: operands in float32, named rounding sites, tiles and masked scores.
+
+Legend: B batch, H heads, T sequence, D head dim; a tile has R rows (queries) and C columns (keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.numerics import Numerics, numerics_from_key
+from attention.rounding import random_words, round_to, storage_dtype
+
+OUTPUT_STREAM, DELTA_STREAM = 0, 1
+"""Streams of random bits: O as handed on, and the O inside delta, are drawn independently."""
+
+FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Sites:
+    """Rounds a value at a named site: ``sites.scores(x)``."""
+
+    def __init__(self, numerics: Numerics, dtype: torch.dtype):
+        self.numerics = numerics.concrete(FORMAT_OF[dtype])
+
+    def __getattr__(self, site: str) -> Callable[[Tensor], Tensor]:
+        fmt = getattr(self.numerics, site)
+        return lambda x: round_to(x, fmt)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What both directions share: operands in float32 [B, H, T, D], the sites, and the shape of the mask."""
+
+    sites: Sites
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    causal: bool
+    softcap: float
+
+    def row_tiles(self) -> Iterator[slice]:
+        yield from _slices(self.q.shape[2], self.sites.numerics.tile_q)
+
+    def column_tiles(self, rows: slice) -> Iterator[slice]:
+        """Tiles of keys that some of these rows may see."""
+        for columns in _slices(self.k.shape[2], self.sites.numerics.tile_k):
+            if not self.causal or columns.start < rows.stop:
+                yield columns
+
+    def scores(self, rows: slice, columns: slice) -> Tensor:
+        """S of one tile [B, H, R, C], rounded; masked entries -inf."""
+        s = self.scale * (self.q[:, :, rows] @ self.k[:, :, columns].transpose(-1, -2))
+        if self.softcap:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        s = self.sites.scores(s)
+        if self.causal and columns.stop > rows.start + 1:
+            row = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
+            column = torch.arange(columns.start, columns.stop, device=s.device)
+            s = s.masked_fill(column > row, -torch.inf)
+        return s
+
+    def through_softcap(self, ds: Tensor, s: Tensor) -> Tensor:
+        """Gradient of the scores before the soft-cap: d/dx c tanh(x / c) = 1 - tanh(x / c)^2. Masked entries stay 0."""
+        if not self.softcap:
+            return ds
+        return ds * (1 - (s / self.softcap).square()).masked_fill(s == -torch.inf, 0.0)
+
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK, dV [B, H, T, D] as autograd wants them: [B, T, H, D] in the dtype of q."""
+        return tuple(x.transpose(1, 2).to(dtype).contiguous() for x in (dq, dk, dv))  # type: ignore[return-value]
+
+
+def _slices(length: int, tile: int) -> Iterator[slice]:
+    step = tile or length
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def make_problem(q: Tensor, k: Tensor, v: Tensor, key: str, scale: float, causal: bool, softcap: float) -> Problem:
+    sites = Sites(numerics_from_key(key), q.dtype)
+    q_BHTD, k_BHTD, v_BHTD = (sites.inputs(x.transpose(1, 2).float()) for x in (q, k, v))
+    return Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap)
+
+
+def round_output(o_BTHD: Tensor, fmt: str, rounding: str, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
+    bits = random_words(seed, stream, o_BTHD.shape) if rounding == "stochastic" and fmt != "fp32" else None
+    return round_to(o_BTHD, fmt, rounding, bits).to(storage_dtype(fmt, dtype))

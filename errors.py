@@ -1,0 +1,34 @@
+"""Mistakes of the user: one line that names the field, the value and the choices; exit code 2; nothing lost."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+
+
+class UserError(Exception):
+    """Something the user can mend. The message is one line and stands without a traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
+
+
+def invalid(field: str, value: object, expected: str | Iterable[object]) -> UserError:
+    """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices."""
+    choices = expected if isinstance(expected, str) else "one of " + ", ".join(str(e) for e in expected)
+    return UserError(f"{field} = {value!r}: expected {choices}")
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2."""
+
+    @functools.wraps(main)
+    def wrapped(*args: object, **kwargs: object) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return wrapped
