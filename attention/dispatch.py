@@ -37,11 +37,11 @@ def run(
     Returns the dtype of q, or float32 where a group hands its O on unrounded.
     """
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
-    # An odd multiplier keeps the seeds of different layers and groups apart; Philox mixes the rest.
-    first = plan.layer * plan.n_head + 1
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seed = rounding_seed + (first + group.heads[0]) * 0x9E3779B97F4A7C1
+        # Layers and groups get seeds far apart; Philox mixes the rest.
+        offset = (plan.layer * plan.n_head + group.heads[0] + 1) * 0x9E3779B97F4A7C15 & (2**62 - 1)
+        seed = rounding_seed ^ offset
         backend = registry.get(group.backend)
         return backend.run(q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap)
 

@@ -155,11 +155,38 @@ def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
+def row_deltas(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    do_BTHD: Tensor,
+    numerics: Numerics,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool = True,
+    softcap: float = 0.0,
+) -> Tensor:
+    """delta of every row, [B, H, T] float32, as the backward pass with ``numerics`` sees it. A probe: it records no graph."""
+    key = numerics.key()
+    with torch.no_grad():
+        o, delta_output, lse = _forward(q_BTHD, k_BTHD, v_BTHD, seed, key, scale, causal, softcap)
+        with exact_float32(q_BTHD.device):
+            problem = make_problem(q_BTHD, k_BTHD, v_BTHD, key, scale, causal, softcap)
+            do = problem.sites.output_gradient(do_BTHD.transpose(1, 2).float())
+            o_BHTD = (delta_output if delta_output.numel() else o).transpose(1, 2).float()
+            rows = [
+                _delta_rows(problem, rows, do[:, :, rows], o_BHTD[:, :, rows], lse[:, :, rows, None])
+                for rows in problem.row_tiles()
+            ]
+    return torch.cat(rows, dim=2).squeeze(-1)
+
+
 def flash_reference(
     q_BTHD: Tensor,
     k_BTHD: Tensor,
     v_BTHD: Tensor,
-    numerics: Numerics,
+    numerics: str,
     *,
     seed: Tensor,
     scale: float,
@@ -167,4 +194,4 @@ def flash_reference(
     softcap: float,
 ) -> Tensor:
     """Attention [B, T, H, D] with the roundings of ``numerics``; see ``attention.run`` for the arguments."""
-    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics.key(), scale, causal, softcap)[0]
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap)[0]

@@ -105,7 +105,7 @@ class Numerics:
 
     def concrete(self, dtype: str) -> Numerics:
         """``input`` replaced by the format of q's dtype (``fp32``, ``bf16`` or ``fp16``), ``delta_output`` kept if ``output``."""
-        changes = {name: dtype for name in _FIELDS if getattr(self, name) == "input"}
+        changes: dict[str, Any] = {name: dtype for name in _FIELDS if getattr(self, name) == "input"}
         return dataclasses.replace(self, **changes)
 
     def key(self) -> str:

@@ -161,18 +161,13 @@ class AttentionRule:
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Heads of one layer that share one call."""
+    """Heads of one layer that share one call. Names are resolved when the plan is made: a compiled model only reads them."""
 
     heads: tuple[int, ...]
     spec: AttentionSpec
-
-    @property
-    def backend(self) -> str:
-        return self.spec.resolved_backend
-
-    @property
-    def numerics(self) -> Numerics:
-        return self.spec.resolve()
+    backend: str
+    numerics: str
+    """Key of the resolved ``Numerics``."""
 
 
 @dataclass(frozen=True)
@@ -230,4 +225,5 @@ def _plan_layer(layer: int, specs: list[AttentionSpec]) -> LayerPlan:
     groups: dict[AttentionSpec, list[int]] = {}
     for head, spec in enumerate(specs):
         groups.setdefault(spec, []).append(head)
-    return LayerPlan(layer, len(specs), tuple(HeadGroup(tuple(heads), spec) for spec, heads in groups.items()))
+    made = [HeadGroup(tuple(h), spec, spec.resolved_backend, spec.resolve().key()) for spec, h in groups.items()]
+    return LayerPlan(layer, len(specs), tuple(made))

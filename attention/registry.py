@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention import sdpa
 from attention.flash_reference import flash_reference
-from attention.numerics import Numerics
+from attention.numerics import Numerics, numerics_from_key
 from attention.plan import BACKENDS, LayerPlan
 from attention.standard import standard
 from errors import UserError
@@ -82,7 +82,7 @@ def check(
     """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can."""
     for plan in plans:
         for group in plan.groups:
-            call = Call(device, dtype, head_dim, group.numerics, softcap)
+            call = Call(device, dtype, head_dim, numerics_from_key(group.numerics), softcap)
             reason = get(group.backend).obstacle(call)
             if reason:
                 able = [name for name, backend in _REGISTRY.items() if backend.obstacle(call) is None]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 _MANTISSA_BITS = 23
 _STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# torch's own cast rounds to nearest-even, too, and is faster; 7 bits with FP32's exponents are BF16.
+_CAST = {**_STORAGE, "m7": torch.bfloat16}
 _BITS = {"bf16": 7, "fp16": 10}
 _WORD = 0xFFFFFFFF
 
@@ -47,15 +49,16 @@ def round_mantissa(x: Tensor, bits: int, rounding: str = "nearest", random_bits:
     else:
         raise ValueError(f"rounding = {rounding!r}: expected nearest, toward_zero or stochastic")
     rounded = (raised & -(1 << cut)).view(torch.float32)
-    return torch.where(torch.isfinite(x), rounded, x)
+    # Infinities have an empty mantissa and pass unchanged; a NaN could carry into the sign, so it is put back.
+    return torch.where(x.isnan(), x, rounded)
 
 
 def round_to(x: Tensor, fmt: str, rounding: str = "nearest", random_bits: Tensor | None = None) -> Tensor:
     """``x`` (float32, any shape) on the grid of a format of ``attention.numerics``: ``fp32``, ``bf16``, ``fp16``, ``m1``-``m22``."""
     if fmt == "fp32":
         return x
-    if rounding == "nearest" and fmt in _STORAGE:
-        return x.to(_STORAGE[fmt]).float()
+    if rounding == "nearest" and fmt in _CAST:
+        return x.to(_CAST[fmt]).float()
     bits = _BITS[fmt] if fmt in _BITS else int(fmt[1:])
     rounded = round_mantissa(x, bits, rounding, random_bits)
     # FP16 has fewer exponents than FP32: its cast adds overflow and subnormals, and changes nothing in between.

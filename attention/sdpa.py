@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.numerics import Numerics
-
 KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -41,7 +39,7 @@ def make(name: str) -> Callable[..., Tensor]:
         q_BTHD: Tensor,
         k_BTHD: Tensor,
         v_BTHD: Tensor,
-        numerics: Numerics,
+        numerics: str,
         *,
         seed: Tensor,
         scale: float,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.exact import exact_float32
-from attention.numerics import Numerics, numerics_from_key
+from attention.numerics import numerics_from_key
 from attention.rounding import storage_dtype
 from attention.tiles import FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
 
@@ -83,12 +83,12 @@ def standard(
     q_BTHD: Tensor,
     k_BTHD: Tensor,
     v_BTHD: Tensor,
-    numerics: Numerics,
+    numerics: str,
     *,
     seed: Tensor,
     scale: float,
     causal: bool,
     softcap: float,
 ) -> Tensor:
-    """Attention [B, T, H, D] with the roundings of ``numerics``; see ``attention.run`` for the arguments."""
-    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics.key(), scale, causal, softcap)
+    """Attention [B, T, H, D] with the roundings of key ``numerics``; see ``attention.run`` for the arguments."""
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap)

@@ -1,0 +1,376 @@
+"""The batches of a run: drawn at random, recorded while training, or replayed from a recording.
+
+One row is one optimiser step: ``global_batch`` offsets into the training tokens, in an order that knows nothing of processes. Cut
+into micro-batches of ``micro_batch`` sequences, global micro-batch m * world_size + r belongs to rank r at its micro-step m. So any
+number of processes, with any accumulation, sees the same micro-batches.
+
+Shapes: G global batch, B micro-batch, T sequence length, W validation windows, N any number of sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum
+from data.token_files import TokenFile
+from errors import UserError, invalid
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from and how they are put into batches."""
+
+    dataset: str = "data/tokens/stdlib"
+    """Folder that scripts/prepare_data.py wrote. Empty: none, for a replay of a recording that carries its tokens."""
+    sequence_length: int = 1024
+    """Tokens a sequence."""
+    global_batch: int = 32
+    """Sequences an optimiser step, over all processes and micro-steps."""
+    micro_batch: int = 32
+    """Sequences that one process puts through the model at once."""
+    seed: int = 1337
+    """Of the random order. A replay has no use for it."""
+    record: str = ""
+    """Folder to record the batches to, e.g. replay_batches/NAME."""
+    replay: str = ""
+    """Folder of a recording whose batches to use again."""
+    record_tokens: bool = False
+    """Put the tokens themselves into the recording, so that a replay needs no data set."""
+    verify: Literal["sha256", "size"] = "sha256"
+    """Check of the token files at the start: all bytes, or their size only."""
+    validation_sequences: int = 640
+    """Sequences of the fixed validation set, the same in every run whatever its batch sizes. Carried tokens bring their own."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "global_batch", "micro_batch", "validation_sequences"):
+            if getattr(self, name) < 1:
+                raise invalid(f"data.{name}", getattr(self, name), "a whole number of 1 or more")
+        if self.global_batch % self.micro_batch:
+            raise invalid(
+                "data.global_batch", self.global_batch, f"a multiple of data.micro_batch = {self.micro_batch}"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise invalid("data.seed", self.seed, "a whole number from 0 to 2**63 - 1")
+        if self.verify not in ("sha256", "size"):
+            raise invalid("data.verify", self.verify, ("sha256", "size"))
+        if self.record and self.replay:
+            raise invalid(
+                "data.record", self.record, f"nothing while data.replay = {self.replay!r} is set: use one of them"
+            )
+        if self.record_tokens and not self.record:
+            raise invalid("data.record_tokens", self.record_tokens, "data.record to be set with it")
+
+
+def random_offsets(seed: int, position: int, count: int, sequence_length: int, global_batch: int) -> np.ndarray:
+    """Offsets [G], uint64, of step ``position``: a pure function of its arguments, uniform where T + 1 of ``count`` tokens fit."""
+    # The counter's last word numbers the step, so that the streams of two steps never meet.
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, position]))
+    return generator.integers(0, count - sequence_length, size=global_batch, dtype=np.uint64)
+
+
+def validation_offsets(count: int, sequence_length: int, windows: int) -> np.ndarray:
+    """Offsets [W], int64, spread evenly from the first to the last place where T + 1 of ``count`` tokens fit."""
+    return np.arange(windows, dtype=np.int64) * (count - sequence_length - 1) // max(windows - 1, 1)
+
+
+class Sequences(Protocol):
+    """Where the tokens of a batch come from; all results have the data's dtype and shape [N, T + 1]."""
+
+    validation_windows: int
+
+    def training(self, step: int, offsets_G: np.ndarray, columns: slice) -> np.ndarray:
+        """The sequences at places ``columns`` of step ``step``, whose offsets are ``offsets_G``."""
+
+    def validation(self, windows: slice) -> np.ndarray:
+        """Validation windows by number."""
+
+
+class DatasetSequences:
+    """Sequences cut from train.bin and val.bin."""
+
+    def __init__(self, train: TokenFile, validation: TokenFile, sequence_length: int, validation_windows: int):
+        for file in (train, validation):
+            if file.header.count <= sequence_length:
+                raise UserError(
+                    f"{file.path}: {file.header.count} tokens are less than one sequence of data.sequence_length + 1 = "
+                    f"{sequence_length + 1}: set --data.sequence-length below {file.header.count} or use more data"
+                )
+        self.validation_windows = validation_windows
+        self._train, self._validation = train, validation
+        self._places_T = np.arange(sequence_length + 1)
+        self._starts_W = validation_offsets(validation.header.count, sequence_length, validation_windows)
+
+    def training(self, step: int, offsets_G: np.ndarray, columns: slice) -> np.ndarray:
+        return self._train.tokens[offsets_G[columns].astype(np.int64)[:, None] + self._places_T]
+
+    def validation(self, windows: slice) -> np.ndarray:
+        return self._validation.tokens[self._starts_W[windows, None] + self._places_T]
+
+
+class CarriedSequences:
+    """Sequences that a recording carries."""
+
+    def __init__(self, tokens_SGT: np.ndarray, validation_WT: np.ndarray):
+        self.validation_windows = len(validation_WT)
+        self._tokens, self._validation = tokens_SGT, validation_WT
+
+    def training(self, step: int, offsets_G: np.ndarray, columns: slice) -> np.ndarray:
+        return self._tokens[step, columns]
+
+    def validation(self, windows: slice) -> np.ndarray:
+        return self._validation[windows]
+
+
+def _inputs_and_targets(block_BT: np.ndarray) -> tuple[Tensor, Tensor]:
+    """[B, T + 1] of any integer type -> inputs and targets, int64 [B, T] each, one token apart."""
+    tokens_BT = torch.from_numpy(block_BT.astype(np.int64))
+    return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+
+
+class Batches:
+    """The batches of one process; build it with ``open_batches``.
+
+    Attributes: ``position``, number of the next step's row, which is what a checkpoint stores; ``steps_available``, rows of the
+    replayed recording (None: endless); ``recording_name``, "" when neither recorded nor replayed; ``identity``, JSON facts
+    that are equal for two runs that record and replay the same.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        header: RecordingHeader,
+        sequences: Sequences,
+        *,
+        recording: Recording | None,
+        recorder: Recorder | None,
+        rank: int,
+        world_size: int,
+        position: int,
+    ):
+        self.header, self.position = header, position
+        self.vocabulary_size = header.vocabulary_size
+        self.recording_name = Path(config.record or config.replay).name
+        self.steps_available = None if recording is None else recording.steps
+        self._config, self._sequences, self._recorder = config, sequences, recorder
+        self._rank, self._world_size = rank, world_size
+        self._offsets_at: Callable[[int], np.ndarray] = (
+            self._drawn if recording is None else recording.offsets.__getitem__
+        )
+        facts = {name: getattr(header, name) for name in ("data_sha256", "sequence_length", "global_batch")}
+        self._digest = checksum_of_facts(facts)
+        for earlier in range(position):
+            self._digest = next_checksum(self._digest, self._offsets_at(earlier))
+
+    def _drawn(self, position: int) -> np.ndarray:
+        header, config = self.header, self._config
+        return random_offsets(config.seed, position, header.data_tokens, config.sequence_length, config.global_batch)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Facts of the data as JSON values. ``recording_start`` is the digest that the recording's chain starts from."""
+        names = (
+            "data_sha256",
+            "data_tokens",
+            "validation_sha256",
+            "sequence_length",
+            "global_batch",
+            "seed",
+            "vocabulary",
+        )
+        facts: dict[str, Any] = {name: getattr(self.header, name) for name in names}
+        facts["validation_sequences"] = self._sequences.validation_windows
+        facts["recording"] = self.recording_name
+        facts["recording_start"] = self.header.chain_start().hex() if self.recording_name else ""
+        return facts
+
+    def accumulation(self) -> int:
+        """Micro-steps of each process in one optimiser step."""
+        return self._config.global_batch // (self._config.micro_batch * self._world_size)
+
+    def next(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of the next step: (inputs [B, T], targets [B, T]) int64 on the CPU; recorded by rank 0.
+
+        Raises ``UserError`` when the replayed recording has no more steps, or when a full disk ends the recording.
+        """
+        step = self.position
+        if self.steps_available is not None and step >= self.steps_available:
+            raise _ended(self._config.replay, self.steps_available)
+        offsets_G = self._offsets_at(step)
+        size = self._config.micro_batch
+        first = [(m * self._world_size + self._rank) * size for m in range(self.accumulation())]
+        batches = [
+            _inputs_and_targets(self._sequences.training(step, offsets_G, slice(start, start + size)))
+            for start in first
+        ]
+        if self._recorder is not None:
+            carried = self.header.carries_tokens
+            self._recorder.append(
+                offsets_G, self._sequences.training(step, offsets_G, slice(None)) if carried else None
+            )
+        self._digest = next_checksum(self._digest, offsets_G)
+        self.position += 1
+        return batches
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the fixed validation set, in micro-batches as ``next`` gives them; the set's last may be smaller.
+
+        Micro-batch i belongs to rank i % world_size: ranks may have unequal shares.
+        """
+        size, windows = self._config.micro_batch, self._sequences.validation_windows
+        for first in range(self._rank * size, windows, self._world_size * size):
+            yield _inputs_and_targets(self._sequences.validation(slice(first, min(first + size, windows))))
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of everything drawn so far: equal for two runs at one position just when their data was equal.
+
+        A chain like the recording's, but started from the data's facts alone and over the offsets alone, so that a run that recorded,
+        one that replays it, and one with the same seed that did neither, agree.
+        """
+        return self._digest.hex()
+
+    def flush(self) -> None:
+        """Bring the recording to the disk. Call it before a checkpoint, which must not be ahead of the recording."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def close(self) -> None:
+        """Finish the recording."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _ended(folder: str, steps: int) -> UserError:
+    return UserError(f"{folder} ends at step {steps}: set --run.steps {steps} or record a longer one")
+
+
+def _check_replay(config: DataConfig, header: RecordingHeader) -> None:
+    """A replay takes the settings that the recording was made with: other ones are refused, not bent."""
+    for name, what in (("sequence_length", "sequences of {} tokens"), ("global_batch", "a global batch of {}")):
+        recorded, asked = getattr(header, name), getattr(config, name)
+        if recorded != asked:
+            flag = f"--data.{name.replace('_', '-')}"
+            raise UserError(
+                f"{config.replay} was recorded with {what.format(recorded)}, data.{name} is {asked}: set {flag} {recorded}"
+            )
+
+
+def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFile, validation: TokenFile) -> None:
+    for name, recorded, file in (
+        ("training", header.data_sha256, train),
+        ("validation", header.validation_sha256, validation),
+    ):
+        if file.header.sha256 != recorded:
+            way_out = "set --data.dataset to the folder with the former"
+            if header.carries_tokens:
+                way_out += ', or to "" for the tokens that the recording carries'
+            raise UserError(
+                f"{config.replay} was recorded on other {name} tokens: SHA-256 {recorded[:16]}..., "
+                f"those of data.dataset = {config.dataset} have {file.header.sha256[:16]}...: {way_out}"
+            )
+
+
+def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tuple[TokenFile, TokenFile]:
+    folder = Path(config.dataset)
+    if not config.dataset:
+        why = f": {config.replay} does not carry its tokens" if config.replay else ""
+        raise invalid("data.dataset", config.dataset, f"the folder of a data set{why}")
+    return TokenFile.open(folder, "train", verify=verify), TokenFile.open(folder, "val", verify=verify)
+
+
+def _replayed(config: DataConfig, verify: Literal["sha256", "size"]) -> tuple[Recording, Sequences]:
+    folder = Path(config.replay)
+    if not folder.is_dir():
+        raise invalid("data.replay", config.replay, "the folder of a recording, e.g. replay_batches/NAME")
+    recording = Recording.open(folder)
+    header = recording.header
+    _check_replay(config, header)
+    if recording.tokens is not None and recording.validation is not None:
+        # A data set that is there must still be the right one: a run's record names it.
+        if config.dataset and (Path(config.dataset) / "train.bin").exists():
+            _check_same_data(config, header, *_open_dataset(config, "size"))
+        return recording, CarriedSequences(recording.tokens, recording.validation)
+    train, validation = _open_dataset(config, verify)
+    _check_same_data(config, header, train, validation)
+    return recording, DatasetSequences(train, validation, config.sequence_length, config.validation_sequences)
+
+
+def _new_header(
+    config: DataConfig, train: TokenFile, sequences: DatasetSequences, source_run: str, val_sha: str
+) -> RecordingHeader:
+    windows = sequences.validation(slice(None)) if config.record_tokens else None
+    return RecordingHeader(
+        data_sha256=train.header.sha256,
+        data_tokens=train.header.count,
+        validation_sha256=val_sha,
+        sequence_length=config.sequence_length,
+        global_batch=config.global_batch,
+        seed=config.seed,
+        source_run=source_run,
+        vocabulary=train.header.vocabulary,
+        vocabulary_size=train.header.vocabulary_size,
+        dtype=train.header.dtype,
+        carries_tokens=config.record_tokens,
+        validation_windows=0 if windows is None else len(windows),
+        validation_windows_sha256="" if windows is None else hashlib.sha256(windows.tobytes()).hexdigest(),
+    )
+
+
+def open_batches(
+    config: DataConfig,
+    rank: int = 0,
+    world_size: int = 1,
+    source_run: str = "",
+    resume_at: int | None = None,
+    recorder_on: bool | None = None,
+) -> Batches:
+    """Open the batches of process ``rank`` of ``world_size``; a recording is written by rank 0 unless ``recorder_on`` says otherwise.
+
+    ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps.
+    Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
+    cannot be split over the processes.
+    """
+    if config.global_batch % (config.micro_batch * world_size):
+        share = (
+            f"data.micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
+        )
+        raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
+    # The processes of one host share the files: one of them reads all bytes.
+    verify = config.verify if rank == 0 else "size"
+    position = resume_at or 0
+    recording, recorder = None, None
+    sequences: Sequences
+    if config.replay:
+        recording, sequences = _replayed(config, verify)
+        header = recording.header
+        if position > recording.steps:
+            raise _ended(config.replay, recording.steps)
+    else:
+        train, validation = _open_dataset(config, verify)
+        sequences = DatasetSequences(train, validation, config.sequence_length, config.validation_sequences)
+        header = _new_header(config, train, sequences, source_run, validation.header.sha256)
+        if config.record and (rank == 0 if recorder_on is None else recorder_on):
+            recorder = _open_recorder(Path(config.record), header, sequences, resume_at)
+    return Batches(
+        config,
+        header,
+        sequences,
+        recording=recording,
+        recorder=recorder,
+        rank=rank,
+        world_size=world_size,
+        position=position,
+    )
+
+
+def _open_recorder(folder: Path, header: RecordingHeader, sequences: Sequences, resume_at: int | None) -> Recorder:
+    if resume_at is None or (resume_at == 0 and not folder.exists()):
+        return Recorder.create(folder, header, sequences.validation(slice(None)) if header.carries_tokens else None)
+    return Recorder.resume(folder, header, resume_at)

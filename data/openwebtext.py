@@ -1,0 +1,142 @@
+"""OpenWebText as nanoGPT prepares it: the same split, the same order, so the same token files.
+
+The text is the parquet set ``Skylion007/openwebtext`` (about 8 million documents); nanoGPT's ``data/openwebtext``
+gives the split (0.0005 held out, seed 2357, shuffled), the separator after each document and the counts checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from data.parallel import ordered_map, worker_count
+from data.text import Batch, BatchEncoder, Piece, Prepared, writer
+from data.token_files import new_dataset
+from data.tokenizers import make_tokenizer
+from errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+HUB_NAME = "Skylion007/openwebtext"
+EXPECTED_DOCUMENTS = {"train": 8_009_762, "val": 4_007}
+EXPECTED_TOKENS = {"train": 9_035_582_198, "val": 4_434_897}
+TASK_DOCUMENTS = 256
+
+
+class Rows(NamedTuple):
+    """Documents ``first`` to ``last - 1`` of a split: what a worker encodes at once."""
+
+    split: str
+    first: int
+    last: int
+
+
+def prepare_openwebtext(
+    folder: Path,
+    *,
+    source: Path | None = None,
+    cache: Path | None = None,
+    allow_other_counts: bool = False,
+    workers: int = 0,
+    force: bool = False,
+) -> Prepared:
+    """Write the data set ``folder`` from the hub's parquet files, or from those in the folder ``source``.
+
+    ``cache`` is where ``datasets`` keeps its Arrow copy (its own place when None). ``UserError``: ``datasets`` missing,
+    text that cannot be had or opened, counts other than expected (unless allowed), a data set already there.
+    """
+    workers = worker_count(workers)
+    tokenizer = make_tokenizer("gpt2")
+    with new_dataset(folder, force=force) as staging:
+        splits = split_as_nanogpt(load(source, cache, workers))
+        documents = {name: len(rows) for name, rows in splits.items()}
+        if not allow_other_counts:
+            check_counts("documents", documents, EXPECTED_DOCUMENTS)
+        with ExitStack() as stack:
+            note = f"{source.name if source else HUB_NAME}, nanoGPT's split"
+            writers = {name: stack.enter_context(writer(staging, name, tokenizer, note)) for name in splits}
+            total = sum(documents.values())
+            bar = stack.enter_context(
+                tqdm(total=total, unit=" documents", unit_scale=True, desc="tokens", disable=None)
+            )
+            encoded = ordered_map(partial(RowEncoder, splits), _tasks(documents), workers=workers)
+            for rows, tokens in stack.enter_context(closing(encoded)):
+                writers[rows.split].write(tokens)
+                bar.update(rows.last - rows.first)
+            if not allow_other_counts:
+                check_counts("tokens", {name: w.count for name, w in writers.items()}, EXPECTED_TOKENS)
+        headers = {name: w.header for name, w in writers.items() if w.header}
+    return Prepared(headers=headers, documents=documents)
+
+
+def load(source: Path | None, cache: Path | None, workers: int) -> Dataset:
+    """All documents in their published order, a column ``text``; ``UserError`` when they cannot be had."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError("openwebtext needs the package datasets: pip install datasets") from None
+    where: dict[str, Any] = {"path": HUB_NAME, "num_proc": workers}
+    if source:
+        parquet = sorted(str(path) for path in source.rglob("*.parquet"))
+        if not parquet:
+            raise UserError(f"{source}: no folder with .parquet files")
+        where = {"path": "parquet", "data_files": {"train": parquet}, "num_proc": min(workers, len(parquet))}
+    try:
+        rows = load_dataset(**where, split="train", cache_dir=str(cache) if cache else None)
+    # Network, hub and file format each bring their own exceptions, and the set changes with the version.
+    except Exception as error:
+        hint = "" if source else "; --source FOLDER reads parquet files that are already here"
+        raise UserError(f"cannot load {source or HUB_NAME}: {type(error).__name__}: {error}{hint}") from error
+    if "text" not in rows.column_names:
+        raise UserError(f"{source or HUB_NAME}: no column 'text', only {', '.join(rows.column_names)}")
+    return rows
+
+
+def split_as_nanogpt(rows: Dataset) -> dict[str, Dataset]:
+    """nanoGPT's split of the documents, in its order; ``UserError`` for fewer than two documents."""
+    if len(rows) < 2:
+        raise UserError(f"{len(rows)} documents: too few to split")
+    split = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    return {"train": split["train"], "val": split["test"]}
+
+
+def check_counts(what: str, found: dict[Any, int], expected: dict[str, int]) -> None:
+    """``UserError`` unless ``found`` is as ``expected``."""
+    if found == expected:
+        return
+    one = ", ".join(f"{found[name]:,} {name}" for name in expected)
+    other = ", ".join(f"{count:,} {name}" for name, count in expected.items())
+    order = (
+        "; the totals agree, so it is the same text in another order"
+        if sum(found.values()) == sum(expected.values())
+        else ""
+    )
+    raise UserError(f"OpenWebText: {one} {what}, expected {other}{order}; --allow-other-counts accepts them")
+
+
+def _tasks(documents: dict[str, int]) -> Iterator[Rows]:
+    for split, count in documents.items():
+        for first in range(0, count, TASK_DOCUMENTS):
+            yield Rows(split, first, min(first + TASK_DOCUMENTS, count))
+
+
+class RowEncoder:
+    """Reads and encodes rows in a worker: only row numbers travel there, the text is mapped from disk."""
+
+    def __init__(self, splits: dict[str, Dataset]):
+        self._splits = splits
+        self._encoder = BatchEncoder("gpt2")
+
+    def __call__(self, rows: Rows) -> tuple[Rows, np.ndarray]:
+        """The rows' tokens, 1-D uint16, a separator after each document (also after an empty one, as nanoGPT)."""
+        texts = self._splits[rows.split][rows.first : rows.last]["text"]
+        documents = enumerate(texts, rows.first)
+        pieces = [Piece(text.encode(), True, f"{rows.split} document {number}") for number, text in documents]
+        return rows, self._encoder(Batch(rows.split, pieces))[1]

@@ -1,0 +1,266 @@
+"""Token files: ``train.bin`` and ``val.bin`` in a folder, raw little-endian tokens, each with a JSON header beside it.
+
+A data set appears whole or not at all: it is written into a hidden folder beside its place and moved there at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+import numpy as np
+
+import files
+from errors import UserError, invalid
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "val")
+DTYPES = ("uint8", "uint16")
+_FILE_NAMES = {f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".json", ".bin.tmp", ".json.tmp")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenHeader:
+    """What a token file holds; the content of ``NAME.json``. ``ValueError`` for values that make no sense."""
+
+    format_version: int
+    dtype: str  # NumPy's name; stored little-endian
+    vocabulary: str  # "gpt2" or "bytes"
+    vocabulary_size: int  # every token is below it
+    count: int  # tokens
+    sha256: str  # of the .bin file, hexadecimal
+    source: str  # what it was made from, for people
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            expected = {"int": int, "str": str}[str(field.type)]
+            if type(getattr(self, field.name)) is not expected:
+                raise ValueError(f"{field.name} is not of type {field.type}")
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(f"format_version {self.format_version}, this program reads {FORMAT_VERSION}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if not 1 <= self.vocabulary_size <= np.iinfo(self.dtype).max + 1:
+            raise ValueError(f"vocabulary_size {self.vocabulary_size} does not fit {self.dtype}")
+        if self.count < 1:
+            raise ValueError(f"count {self.count}")
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"sha256 {self.sha256!r}")
+
+    @property
+    def stored_dtype(self) -> np.dtype:
+        """The type of the file's bytes, little-endian on every machine."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """One split of a data set: ``tokens`` is a read-only memory map, 1-D, ``[header.count]``."""
+
+    header: TokenHeader
+    tokens: np.ndarray
+    path: Path
+
+    @classmethod
+    def open(cls, folder: Path, split: str, *, verify: Literal["sha256", "size"] = "size") -> TokenFile:
+        """Open ``folder/split.bin``; ``verify="sha256"`` reads all of it.
+
+        ``UserError``: folder, file or header missing, header not of this format, size or SHA-256 other than it says.
+        """
+        folder = Path(folder)
+        path = folder / f"{split}.bin"
+        header = _read_header(folder, split)
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; {_remedy(folder)}")
+        expected = header.count * header.stored_dtype.itemsize
+        size = path.stat().st_size
+        if size != expected:
+            raise UserError(
+                f"{path}: {size} bytes where its header says {expected}: damaged; {_remedy(folder, force=True)}"
+            )
+        if verify == "sha256" and (digest := files.sha256_file(path)) != header.sha256:
+            raise UserError(
+                f"{path}: SHA-256 {digest} where its header says {header.sha256}: damaged; {_remedy(folder, force=True)}"
+            )
+        tokens = np.memmap(path, header.stored_dtype, mode="r", shape=(header.count,))
+        return cls(header=header, tokens=tokens, path=path)
+
+
+def _read_header(folder: Path, split: str) -> TokenHeader:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such data set; {_remedy(folder)}")
+    path = folder / f"{split}.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such header; {_remedy(folder)}")
+    try:
+        content = json.loads(path.read_bytes())
+        return TokenHeader(**content)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: not a token file's header ({error}); {_remedy(folder, force=True)}") from error
+
+
+def _remedy(folder: Path, force: bool = False) -> str:
+    """The command that makes ``folder``."""
+    name = folder.name
+    known = name in ("stdlib", "openwebtext")
+    command = f"python scripts/prepare_data.py {name}" if known else "python scripts/prepare_data.py text FILE"
+    if not known:
+        command += f" --name {name}"
+    if folder.parent != Path("data/tokens"):
+        command += f" --out {folder.parent}"
+    return f"make it with: {command}{' --force' if force else ''}"
+
+
+class TokenWriter:
+    """Streams tokens to ``folder/split.bin``; a context manager.
+
+    Leaving it normally puts the file and its header in place (``header`` then says what was written); leaving it by an
+    exception, or without a token written, leaves nothing.
+    """
+
+    def __init__(self, folder: Path, split: str, *, dtype: str, vocabulary: str, vocabulary_size: int, source: str):
+        if split not in SPLITS:
+            raise invalid("split", split, SPLITS)
+        self.count = 0
+        self.header: TokenHeader | None = None
+        self._path = Path(folder) / f"{split}.bin"
+        self._aside = self._path.with_name(self._path.name + ".tmp")
+        self._facts: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "dtype": dtype,
+            "vocabulary": vocabulary,
+            "vocabulary_size": vocabulary_size,
+            "source": source,
+        }
+        # Made here for its checks; the true count and digest come at the end.
+        self._stored_dtype = TokenHeader(**self._facts, count=1, sha256="0" * 64).stored_dtype
+        self._hash = hashlib.sha256()
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> TokenWriter:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._aside, "wb")
+        return self
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append integer tokens, 1-D; ``ValueError`` for one outside the vocabulary."""
+        if self._file is None:
+            raise ValueError("write outside the with block")
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"expected a 1-D integer array, got {tokens.dtype} {list(tokens.shape)}")
+        if tokens.size == 0:
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._facts["vocabulary_size"]:
+            raise ValueError(f"tokens {low} to {high} in a vocabulary of {self._facts['vocabulary_size']}")
+        raw = tokens.astype(self._stored_dtype).tobytes()
+        self._file.write(raw)
+        self._hash.update(raw)
+        self.count += tokens.size
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        try:
+            if kind is None:
+                self._finish(self._file)
+        finally:
+            # Closing flushes, which fails once more on a full disk; what is thrown away needs no flush.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+            self._aside.unlink(missing_ok=True)
+
+    def _finish(self, file: IO[bytes]) -> None:
+        if self.count == 0:
+            raise UserError(f"{self._path}: no tokens to write, the source has no text for this split")
+        header = TokenHeader(**self._facts, count=self.count, sha256=self._hash.hexdigest())
+        file.flush()
+        os.fsync(file.fileno())
+        header_path = self._path.with_suffix(".json")
+        # Without this, a kill between the two renames would leave the new tokens under an old header.
+        header_path.unlink(missing_ok=True)
+        os.replace(self._aside, self._path)
+        files.write_json(header_path, dataclasses.asdict(header))
+        self.header = header
+
+
+@contextlib.contextmanager
+def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
+    """A hidden folder to write a data set into; it becomes ``folder`` when the block ends, and goes when it raises.
+
+    A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. ``UserError``: ``folder``
+    holds something and ``force`` is off, or holds files that are not a data set's, or is being written by another run.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
+    with _locked(staging, folder):
+        # A run killed between the two renames below left the old data set under its hidden name: put it back.
+        if replaced.exists() and not folder.exists():
+            os.rename(replaced, folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        try:
+            _check_replaceable(folder, force)
+            yield staging
+            if folder.exists():
+                os.rename(folder, replaced)
+            os.rename(staging, folder)
+        except BaseException:
+            if replaced.exists() and not folder.exists():
+                os.rename(replaced, folder)
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        files.sync_folder(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path, force: bool) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder}: exists and is not a folder; --name picks another place")
+    found = sorted(entry.name for entry in folder.iterdir())
+    foreign = [name for name in found if name not in _FILE_NAMES]
+    if foreign:
+        raise UserError(
+            f"{folder}: holds {foreign[0]!r}, which is no token file: not replaced; --name picks another place"
+        )
+    if found and not force:
+        raise UserError(f"{folder}: exists; --force replaces it, --name picks another place")
+
+
+@contextlib.contextmanager
+def _locked(staging: Path, folder: Path) -> Iterator[None]:
+    """An empty ``staging`` that is this process's alone; the kernel lets go of the lock when the process dies."""
+    staging.mkdir(exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        busy = UserError(f"{folder}: another process is preparing it")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise busy from None
+        # Between the open and the lock, the run that held it may have moved the folder to its place.
+        if not staging.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(staging)):
+            raise busy
+        for entry in staging.iterdir():
+            entry.unlink()
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,327 @@
+"""GPT-2 (Radford et al. 2019) with the parameter names of nanoGPT, and the stabilisers that practice adds to it, off by default.
+
+How attention is computed and rounded is not decided here: each layer hands q, k, v and its plan to ``attention.run``.
+
+Shape suffixes: B batch, T positions, C width (n_embd), H heads, D head width (C / H), V vocabulary (padded), L layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attention import LayerPlan, dispatch
+from errors import invalid
+
+Activation = Literal["gelu", "gelu_tanh"]
+
+# Queries handled at once when the largest attention logit is looked for: [B, H, 128, T] instead of [B, H, T, T].
+QUERY_CHUNK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the network and its stabilisers. Raises ``UserError`` for a value that no network can have."""
+
+    n_layer: int = 12
+    """Transformer blocks."""
+    n_head: int = 12
+    """Attention heads a block; divides n_embd."""
+    n_embd: int = 768
+    """Width of the residual stream."""
+    block_size: int = 1024
+    """Longest sequence, in tokens."""
+    vocab_size: int = 50257
+    """Tokens of the vocabulary."""
+    vocab_multiple: int = 128
+    """The vocabulary is padded to a multiple of this (50257 -> 50304); 1 pads nothing."""
+    bias: bool = False
+    """Biases in linear layers and layer norms, as OpenAI's GPT-2 has them."""
+    activation: Activation = "gelu"
+    """gelu: exact (nanoGPT); gelu_tanh: its tanh approximation (OpenAI's GPT-2)."""
+    tie_embeddings: bool = True
+    """One matrix for token embedding and output head (Press & Wolf 2017)."""
+    qk_norm: bool = False
+    """Layer norm of q and k in every head (Henry et al. 2020; this form: Dehghani et al. 2023)."""
+    attention_softcap: float = 0.0
+    """Attention logits become cap * tanh(logit / cap) (Gemma 2: 50); 0 is off."""
+    logit_softcap: float = 0.0
+    """Output logits become cap * tanh(logit / cap) (Gemma 2: 30); 0 is off."""
+    gated_attention: bool = False
+    """Attention output times sigmoid(W x), elementwise, per head (arXiv 2505.06708)."""
+    z_loss: float = 0.0
+    """Coefficient of mean(logsumexp(logits)^2) in the training loss (PaLM: 1e-4); 0 is off."""
+    qk_clip_tau: float = 0.0
+    """After a step, heads whose largest logit passed this are scaled back to it (Kimi K2: 100); 0 is off."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise invalid(f"model.{name}", size, "an integer of at least 1")
+        if self.n_embd % self.n_head:
+            raise invalid("model.n_head", self.n_head, f"a divisor of model.n_embd = {self.n_embd}")
+        if self.activation not in get_args(Activation):
+            raise invalid("model.activation", self.activation, get_args(Activation))
+        for name in ("attention_softcap", "logit_softcap", "z_loss", "qk_clip_tau"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise invalid(f"model.{name}", value, "a finite number of at least 0 (0 is off)")
+        if self.qk_norm and self.qk_clip_tau:
+            expected = "0 together with model.qk_norm = True: a norm undoes any scaling of W_q and W_k"
+            raise invalid("model.qk_clip_tau", self.qk_clip_tau, expected)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """V: rows of the embedding and columns of the logits."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def head_width(self) -> int:
+        """D."""
+        return self.n_embd // self.n_head
+
+
+_GPT2 = ModelConfig()
+MODEL_PRESETS: dict[str, ModelConfig] = {
+    "gpt2": _GPT2,  # 124M
+    "gpt2_medium": replace(_GPT2, n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2_large": replace(_GPT2, n_layer=36, n_head=20, n_embd=1280),  # 774M
+    # The CPU experiment: bytes, so that 256 rows need no padding.
+    "microcosm": replace(_GPT2, n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=256),
+    "debug": replace(_GPT2, n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256),
+}
+
+
+def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor) -> Tensor:
+    """Largest q . k / sqrt(D) of each head over the batch and the causal half, [H] float32, outside the autograd graph.
+
+    No absolute value: a large negative logit does no harm in a softmax. Works through the queries in chunks.
+    """
+    T, D = q_BTHD.shape[1], q_BTHD.shape[3]
+    with torch.no_grad(), torch.autocast(q_BTHD.device.type, enabled=False):
+        q_BHTD, k_BHTD = q_BTHD.detach().float().transpose(1, 2), k_BTHD.detach().float().transpose(1, 2)
+        chunks = []
+        for start in range(0, T, QUERY_CHUNK):
+            stop = min(start + QUERY_CHUNK, T)
+            logits_BHTT = q_BHTD[:, :, start:stop] @ k_BHTD[:, :, :stop].mT
+            future_TT = torch.ones(stop - start, stop, dtype=torch.bool, device=q_BTHD.device).triu(start + 1)
+            chunks.append(logits_BHTT.masked_fill(future_TT, -math.inf).amax(dim=(0, 2, 3)))
+        return torch.stack(chunks).amax(dim=0) / math.sqrt(D)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head causal self-attention: everything around q, k, v -> o, which is ``attention.run``'s.
+
+    - ``c_attn`` rows are [W_q; W_k; W_v], the D rows of a head lie together inside each.
+    - ``qk_norm``: queries and keys are normalised in every head before their product (Henry et al. 2020, arXiv 2010.04245);
+      the form is that of Dehghani et al. 2023 (ViT-22B, arXiv 2302.05442): layer norm over D, a learnable gain [D] shared by the heads, no
+      bias. The 1 / sqrt(D) stays.
+    - ``attention_softcap``: Gemma 2 (arXiv 2408.00118), inside ``attention.run``.
+    - ``gated_attention``: o * sigmoid(W_gate x) before ``c_proj``, x being the block's normed input: elementwise, every
+      head its own rows (Qiu et al. 2025, arXiv 2505.06708, their position G1).
+    - ``qk_clip_tau``: while training, ``max_logit_H`` keeps each head's largest logit until ``training.qk_clip`` reads it.
+    """
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan):
+        super().__init__()
+        C, D = config.n_embd, config.head_width
+        self.plan = plan
+        self.n_head = config.n_head
+        self.softcap = config.attention_softcap
+        self.tracks_logits = config.qk_clip_tau > 0
+        self.c_attn = nn.Linear(C, 3 * C, bias=config.bias)
+        self.c_proj = nn.Linear(C, C, bias=config.bias)
+        self.q_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
+        self.k_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
+        self.gate = nn.Linear(C, C, bias=config.bias) if config.gated_attention else None
+        # Not a buffer: DDP would overwrite every rank's own maximum by rank 0's at the next synchronised forward pass.
+        self.max_logit_H = torch.full((config.n_head,), -math.inf)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CausalSelfAttention:
+        """Take ``max_logit_H`` along to another device; it stays float32."""
+        super()._apply(fn, recurse)
+        self.max_logit_H = fn(self.max_logit_H).float()
+        return self
+
+    def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]; ``rounding_seed`` int64 [] on the same device."""
+        B, T, C = x_BTC.shape
+        q_BTHD, k_BTHD, v_BTHD = (
+            part_BTC.view(B, T, self.n_head, C // self.n_head) for part_BTC in self.c_attn(x_BTC).split(C, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            # Autocast hands layer norms back in float32; attention takes one dtype for q, k and v.
+            q_BTHD, k_BTHD = self.q_norm(q_BTHD).type_as(v_BTHD), self.k_norm(k_BTHD).type_as(v_BTHD)
+        if self.tracks_logits and self.training:
+            with torch.no_grad():
+                self.max_logit_H.copy_(torch.maximum(self.max_logit_H, largest_logits(q_BTHD, k_BTHD)))
+        o_BTHD = dispatch.run(q_BTHD, k_BTHD, v_BTHD, self.plan, rounding_seed=rounding_seed, softcap=self.softcap)
+        o_BTC = o_BTHD.reshape(B, T, C)
+        if self.gate is not None:
+            o_BTC = o_BTC * torch.sigmoid(self.gate(x_BTC))
+        return self.project(o_BTC)
+
+    def project(self, o_BTC: Tensor) -> Tensor:
+        """W_o o. Where the plan leaves o in float32, autocast would round it on the way in, so it is projected in float32."""
+        if o_BTC.dtype != torch.float32:
+            return self.c_proj(o_BTC)
+        with torch.autocast(o_BTC.device.type, enabled=False):
+            return self.c_proj(o_BTC)
+
+
+class MLP(nn.Module):
+    """W_2 gelu(W_1 x), four times as wide inside."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]."""
+        return self.c_proj(functional.gelu(self.c_fc(x_BTC), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config, plan)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]."""
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), rounding_seed)
+        return x_BTC + self.mlp(self.ln_2(x_BTC))
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and the last norm: tokens -> [B, T, C]."""
+
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...]):
+        super().__init__()
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config, plan) for plan in plans)
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+    def forward(self, tokens_BT: Tensor, rounding_seed: Tensor) -> Tensor:
+        """[B, T] int64 -> [B, T, C]."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTC = self.wte(tokens_BT) + self.wpe(positions_T)
+        for block in self.h:
+            x_BTC = block(x_BTC, rounding_seed)
+        return self.ln_f(x_BTC)
+
+
+class GPT(nn.Module):
+    """GPT-2 language model. Call ``initialise`` (or load weights) before use.
+
+    Raises ``ValueError`` when ``plans`` does not hold one plan for every layer.
+    """
+
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...]):
+        super().__init__()
+        if len(plans) != config.n_layer:
+            raise ValueError(f"{len(plans)} attention plans for {config.n_layer} layers")
+        self.config = config
+        self.transformer = Transformer(config, plans)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, rounding_seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, T, V] of every position and, given targets, the loss (see ``loss``).
+
+        ``tokens_BT``, ``targets_BT`` int64; ``rounding_seed`` int64 [] seeds stochastic rounding (none given: 0);
+        ``attention.run`` keeps layers apart.
+        ``logit_softcap`` is Gemma 2's (arXiv 2408.00118), in float32. Raises ``UserError`` for sequences beyond block_size.
+        """
+        T = tokens_BT.shape[1]
+        if self.config.block_size < T:
+            raise invalid("data.sequence_length", T, f"at most model.block_size = {self.config.block_size}")
+        if rounding_seed is None:
+            rounding_seed = torch.zeros((), dtype=torch.int64, device=tokens_BT.device)
+        logits_BTV = self.lm_head(self.transformer(tokens_BT, rounding_seed))
+        if self.config.logit_softcap:
+            logits_BTV = self.config.logit_softcap * torch.tanh(logits_BTV.float() / self.config.logit_softcap)
+        return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
+
+    def loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over targets other than -1, float32 []; while training, plus the z-loss.
+
+        The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training
+        pushes them down. z-loss: z_loss * mean(log(Z)^2), Z the softmax's normaliser (PaLM, arXiv 2204.02311, section 5); left
+        out in evaluation, so that validation losses of runs with and without it compare.
+        """
+        logits_NV, targets_N = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
+        loss = functional.cross_entropy(logits_NV, targets_N, ignore_index=-1)
+        if self.config.z_loss and self.training:
+            counted_N = targets_N != -1
+            squares_N = torch.logsumexp(logits_NV, dim=-1).square()
+            loss = loss + self.config.z_loss * torch.where(counted_N, squares_N, 0.0).sum() / counted_N.sum()
+        return loss
+
+    def attentions(self) -> list[CausalSelfAttention]:
+        """The attention module of every layer, first to last."""
+        return [cast(Block, block).attn for block in self.transformer.h]
+
+    def w_q(self, layer: int) -> Tensor:
+        """W_q of a layer (0-based), [C, C], a view of ``c_attn.weight``; rows h * D .. (h + 1) * D are head h."""
+        return self.attentions()[layer].c_attn.weight[: self.config.n_embd]
+
+    def w_k(self, layer: int) -> Tensor:
+        """W_k of a layer, as ``w_q``."""
+        return self.attentions()[layer].c_attn.weight[self.config.n_embd : 2 * self.config.n_embd]
+
+    def num_parameters(self, non_embedding: bool = False) -> int:
+        """Parameters, tied ones once; ``non_embedding`` leaves out look-up tables (a tied one is a matrix product, too)."""
+        count = sum(p.numel() for p in self.parameters())
+        if non_embedding:
+            count -= self.transformer.wpe.weight.numel()
+            count -= 0 if self.config.tie_embeddings else self.transformer.wte.weight.numel()
+        return count
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Forward and backward operations a token: 6 N + 12 L H D T (PaLM, arXiv 2204.02311, appendix B)."""
+        return (
+            6 * self.num_parameters(non_embedding=True)
+            + 12 * self.config.n_layer * self.config.n_embd * sequence_length
+        )
+
+
+@torch.no_grad()
+def initialise(model: GPT, seed: int) -> None:
+    """GPT-2's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), gains 1, biases 0.
+
+    Every parameter is drawn on the CPU in float32 from a generator of its own, seeded by (seed, name): no parameter depends
+    on the device, the number of processes, the attention plan or which other parameters there are.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            deviation = 0.02 / math.sqrt(2 * model.config.n_layer) if name.endswith("c_proj.weight") else 0.02
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name)))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))

@@ -1,0 +1,55 @@
+"""Turn a checkpoint into a GPT-2 folder that Hugging Face's transformers opens.
+
+python scripts/export_huggingface.py runs/NAME/checkpoints/step_00001000 exported/NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from attention import AttentionConfig, AttentionSpec
+from errors import UserError, exit_on_user_error
+from model import GPT, ModelConfig
+from training.checkpoint import Checkpoints
+from training.huggingface import export_gpt2
+
+
+def load_model(folder: Path) -> GPT:
+    """The model of a checkpoint, on the CPU. Attention does not matter here, since only weights are exported.
+
+    Raises ``UserError`` for what is no checkpoint, is damaged, or has a config that this version does not know.
+    """
+    checkpoint = Checkpoints.load(folder)
+    section = checkpoint.config_json.get("model")
+    if not isinstance(section, dict):
+        raise UserError(f"checkpoint {folder}: its config has no section model")
+    if unknown := sorted(section.keys() - {field.name for field in dataclasses.fields(ModelConfig)}):
+        raise UserError(f"checkpoint {folder}: its config has model.{unknown[0]}, which this version does not know")
+    config = ModelConfig(**section)
+    plans = AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
+    model = GPT(config, plans)
+    try:
+        model.load_state_dict(checkpoint.model_state)
+    except RuntimeError as error:
+        raise UserError(f"checkpoint {folder}: its weights do not fit its config: {error}") from None
+    return model
+
+
+@exit_on_user_error
+def main() -> None:
+    """Command line: CHECKPOINT OUTPUT."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder such as runs/NAME/checkpoints/step_00001000")
+    parser.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
+    chosen = parser.parse_args()
+    export_gpt2(load_model(chosen.checkpoint), chosen.output)
+    print(f"wrote {chosen.output}: GPT2LMHeadModel.from_pretrained opens it")
+
+
+if __name__ == "__main__":
+    main()

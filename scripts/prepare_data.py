@@ -1,0 +1,117 @@
+"""Makes a data set: ``python scripts/prepare_data.py openwebtext|text|stdlib``; each prints its options with --help."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from errors import UserError, exit_on_user_error, invalid
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Bad arguments become a ``UserError`` in place of argparse's usage and message."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} ({self.prog} --help lists what there is)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = OneLineParser(description="Make a data set of tokens for training.")
+    kinds = top.add_subparsers(dest="kind", required=True, metavar="openwebtext|text|stdlib")
+    common = OneLineParser(add_help=False)
+    common.add_argument(
+        "--name", default="", help="name of the data set (default: openwebtext, stdlib, or the source's name)"
+    )
+    common.add_argument(
+        "--out", type=Path, default=Path("data/tokens"), help="where data sets are (default: %(default)s)"
+    )
+    common.add_argument("--force", action="store_true", help="replace a data set of that name")
+
+    pooled = OneLineParser(add_help=False)
+    pooled.add_argument("--workers", type=int, default=0, help="processes (default: one for each CPU)")
+
+    text = kinds.add_parser("text", parents=[common, pooled], help="any text: a file, an .xz file or a folder of them")
+    text.description = "Documents end at a line holding only <|endoftext|> and at the end of a file."
+    text.add_argument("source", type=Path, help="file, .xz file or folder")
+    text.add_argument("--val", type=Path, default=None, help="held-out text, of the same kinds")
+    text.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.005,
+        help="without --val: part of the documents held out (default: %(default)s)",
+    )
+    text.add_argument("--vocabulary", choices=("gpt2", "bytes"), default="gpt2", help="default: %(default)s")
+
+    web = kinds.add_parser(
+        "openwebtext", parents=[common, pooled], help="OpenWebText with nanoGPT's split (54 GB on disk)"
+    )
+    web.add_argument(
+        "--source", type=Path, default=None, help="folder of parquet files already here, instead of a download"
+    )
+    web.add_argument("--cache", type=Path, default=None, help="where the datasets package keeps its copy")
+    web.add_argument("--allow-other-counts", action="store_true", help="accept text other than nanoGPT's")
+
+    kinds.add_parser("stdlib", parents=[common], help="Python's own library as bytes: the default, no download")
+    return top
+
+
+def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[Any, bool]:
+    """What was prepared, and whether it was there before."""
+    if arguments.kind == "text":
+        from data.text import prepare_text
+
+        options = {key: getattr(arguments, key) for key in ("vocabulary", "val", "val_fraction", "workers", "force")}
+        return prepare_text(arguments.source, folder, **options), False
+    if arguments.kind == "openwebtext":
+        from data.openwebtext import prepare_openwebtext
+
+        options = {
+            key: getattr(arguments, key) for key in ("source", "cache", "allow_other_counts", "workers", "force")
+        }
+        return prepare_openwebtext(folder, **options), False
+    from data.stdlib import prepare_stdlib
+
+    return prepare_stdlib(folder, force=arguments.force)
+
+
+def _interrupted(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """Parse, prepare, print one line a split."""
+    arguments = parser().parse_args(argv)
+    name = arguments.name or (
+        arguments.source.resolve().name.split(".")[0] if arguments.kind == "text" else arguments.kind
+    )
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise invalid("--name", name, "letters, digits, '.', '_' and '-'")
+    folder = arguments.out / name
+    # By way of an exception what was begun is cleared away.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupted)
+    started = time.monotonic()
+    try:
+        prepared, already = prepare(arguments, folder)
+    except OSError as error:
+        raise UserError(f"{folder}: {error}") from error
+    seconds = time.monotonic() - started
+    print(f"{folder}: {'already prepared' if already else f'prepared in {seconds:.1f} s'}")
+    for split, header in prepared.headers.items():
+        print(
+            f"  {split:5} {header.count:,} tokens ({header.vocabulary}, {header.dtype}) of {prepared.documents[split]:,} "
+            f"documents, sha256 {header.sha256[:16]}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Inputs and the fp64 oracle for attention tests. Legend: B batch, T sequence, H heads, D head dim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import attention
+from attention import AttentionConfig, AttentionSpec
+
+CASES = ("random", "peaked", "tied", "one_signed_v", "constant")
+
+
+@dataclass
+class Problem:
+    """q, k, v and dO, each [B, T, H, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+
+
+def make(case: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = (2, 40, 3, 16)) -> Problem:
+    generator = torch.Generator().manual_seed(CASES.index(case))
+    q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
+    if case == "peaked":
+        q, k = q * 4, k * 4
+    elif case == "tied":
+        k = k[:, :8].repeat(1, shape[1] // 8 + 1, 1, 1)[:, : shape[1]]  # every key returns after eight
+    elif case == "one_signed_v":
+        v = -v.abs() - 1
+    elif case == "constant":
+        q, k, v = (torch.full(shape, 0.75) for _ in range(3))
+    return Problem(*(x.to(device, dtype) for x in (q, k, v, do)))
+
+
+def oracle(p: Problem, softcap: float = 0.0) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV in fp64 from the same (rounded) inputs."""
+    q, k, v, o, _ = _fp64(p, softcap)
+    grads = torch.autograd.grad(o, (q, k, v), p.do.double().transpose(1, 2))
+    return tuple(x.detach().transpose(1, 2) for x in (o, *grads))
+
+
+def magnitudes(p: Problem) -> tuple[Tensor, ...]:
+    """What O, dQ, dK, dV would be if no terms cancelled: every product and sum over absolute values.
+
+    The natural unit of rounding errors: dS = P * (dP - delta) cancels, completely so for constant inputs.
+    """
+    q, k, v, o, probabilities = (x.detach() for x in _fp64(p, 0.0))
+    do = p.do.double().transpose(1, 2).abs()
+    ds = probabilities * (do @ v.abs().mT + (do * o.abs()).sum(dim=-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    parts = (probabilities @ v.abs(), ds @ k.abs(), ds.mT @ q.abs(), probabilities.mT @ do)
+    return tuple(x.transpose(1, 2) for x in parts)
+
+
+def _fp64(p: Problem, softcap: float) -> tuple[Tensor, ...]:
+    """q, k, v [B, H, T, D] with gradients on, O and P."""
+    q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (p.q, p.k, p.v))
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    probabilities = torch.softmax(s, dim=-1)
+    return q, k, v, probabilities @ v, probabilities
+
+
+def run(
+    p: Problem, spec: AttentionSpec, *, seed: int = 0, softcap: float = 0.0, call=attention.run
+) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    """O, dQ, dK, dV through the library."""
+    plan = AttentionConfig(default=spec).resolve(1, p.q.shape[2])[0]
+    q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
+    o = call(q, k, v, plan, rounding_seed=torch.tensor(seed, device=q.device), softcap=softcap)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), p.do.to(o.dtype))
+
+
+def relative_errors(
+    found: tuple[Tensor, ...], exact: tuple[Tensor, ...], unit: tuple[Tensor, ...] | None = None
+) -> list[float]:
+    """||found - exact|| / ||unit|| of O, dQ, dK, dV; the unit is ``exact`` itself unless given."""
+    return [((a.double() - b).norm() / u.norm()).item() for a, b, u in zip(found, exact, unit or exact, strict=True)]

@@ -1,0 +1,298 @@
+"""Every backend and every numerics against fp64, and the promises of the dispatch."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import CASES, magnitudes, make, oracle, relative_errors, run
+
+import attention
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention.numerics import BASES, FORMATS
+from attention.plan import PRESETS
+from errors import UserError
+
+TILES = ("tile_q=16", "tile_k=8")  # unequal, and neither divides T = 40: partial tiles in both directions
+FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash_reference"]
+SDPA = [name for name in PRESETS if name.startswith("sdpa_")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def spec_of(preset: str, numerics: str = "hardware") -> AttentionSpec:
+    tiled = preset in FLASH and preset != "flash_untiled"
+    return AttentionSpec(preset=preset, numerics=numerics, sites=TILES if tiled else ())
+
+
+def baseline_errors(case: str, dtype: torch.dtype, numerics: str, device: torch.device) -> list[float]:
+    """Errors of standard attention written in the plainest way, with the same base of roundings."""
+    p = make(case, dtype, device)
+    return relative_errors(run(p, AttentionSpec(preset="standard", numerics=numerics)), oracle(p), magnitudes(p))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("numerics", ["hardware", "paper", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_flash_presets_are_as_exact_as_standard_attention_of_the_same_precision(
+    case: str, numerics: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Error against fp64 at most twice that of standard attention, for O, dQ, dK, dV of every preset, in units of ``magnitudes``.
+
+    The floor is the unit of the format; for FP32 that of L, from which flash attention recomputes P = exp(S - L): |L| 2^-24.
+    """
+    p = make(case, dtype, device)
+    exact, unit = oracle(p), magnitudes(p)
+    largest_score = (p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max() / 4).item()
+    floor = 2.0**-24 * max(largest_score, 16) if dtype == torch.float32 else 2.0**-9
+    limits = [2 * max(error, floor) for error in baseline_errors(case, dtype, numerics, device)]
+    for preset in FLASH:
+        errors = relative_errors(run(p, spec_of(preset, numerics)), exact, unit)
+        for name, error, limit in zip(("o", "dq", "dk", "dv"), errors, limits, strict=True):
+            assert error <= limit, f"{preset} {name}: {error:.2e} > {limit:.2e}"
+
+
+@pytest.mark.parametrize("preset", ["standard", *SDPA])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matrix_backends_agree_with_fp64(preset: str, dtype: torch.dtype, device: torch.device) -> None:
+    plan = AttentionConfig(default=AttentionSpec(preset=preset)).resolve(1, 3)
+    try:
+        attention.check(plan, device=device, dtype=dtype, head_dim=16)
+    except UserError as reason:
+        pytest.skip(str(reason))
+    for case in CASES:
+        p = make(case, dtype, device)
+        exact, unit = oracle(p), magnitudes(p)
+        naive = relative_errors(naive_attention(p), exact, unit)
+        floor = 2.0**-20 if dtype == torch.float32 else 2.0**-9
+        errors = relative_errors(run(p, AttentionSpec(preset=preset)), exact, unit)
+        assert all(e <= 2 * max(n, floor) for e, n in zip(errors, naive, strict=True)), (case, errors, naive)
+
+
+def naive_attention(p):  # type: ignore[no-untyped-def]
+    """Autograd through matrix products in the inputs' dtype, softmax in FP32: nanoGPT's own fallback."""
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (p.q, p.k, p.v))
+    s = (q @ k.mT) * q.shape[-1] ** -0.5
+    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
+    o = torch.softmax(s.float(), dim=-1).to(q.dtype) @ v
+    grads = torch.autograd.grad(o, (q, k, v), p.do.transpose(1, 2))
+    return tuple(x.detach().transpose(1, 2) for x in (o, *grads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_standard_rounds_where_eager_pytorch_does(dtype: torch.dtype, device: torch.device) -> None:
+    p = make("random", dtype, device)
+    o = run(p, AttentionSpec(preset="standard"))[0]
+    assert (o == naive_attention(p)[0]).float().mean() > 0.98  # the rest: order of summation
+
+
+@pytest.mark.parametrize("site", ["inputs", "scores", "probabilities", "tile_product", "accumulator", "output"])
+def test_each_forward_site_rounds_what_its_name_says(site: str) -> None:
+    """At three bits one site dominates the error of O, and O's error grows from 3e-7 to at least 3e-4."""
+    p = make("random", torch.float32, torch.device("cpu"))
+    o = run(p, AttentionSpec(preset="flash", sites=(f"{site}=m3", *TILES)))[0]
+    assert 1e-3 < relative_errors((o,), oracle(p)[:1])[0] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("site", "moved"),
+    [
+        ("output_gradient", {"dq", "dk", "dv"}),
+        ("delta_output", {"dq", "dk"}),
+        ("delta_sum", {"dq", "dk"}),
+        ("probability_gradients", {"dq", "dk"}),
+        ("score_gradients", {"dq", "dk"}),
+        ("gradient_accumulator", {"dq", "dk", "dv"}),
+        ("logsumexp", {"dq", "dk", "dv"}),
+    ],
+)
+def test_each_backward_site_moves_only_the_gradients_it_reaches(site: str, moved: set[str]) -> None:
+    p = make("random", torch.float32, torch.device("cpu"))
+    plain = run(p, AttentionSpec(preset="flash", sites=TILES))
+    rounded = run(p, AttentionSpec(preset="flash", sites=(f"{site}=m3", *TILES)))
+    different = {n for n, a, b in zip(("o", "dq", "dk", "dv"), plain, rounded, strict=True) if not torch.equal(a, b)}
+    assert different == moved
+
+
+@pytest.mark.parametrize("fmt", FORMATS[1:])
+def test_output_lies_on_the_grid_of_its_format(fmt: str) -> None:
+    from attention.rounding import round_to
+
+    p = make("random", torch.float32, torch.device("cpu"))
+    o = run(p, AttentionSpec(preset="flash", sites=(f"output={fmt}",)))[0]
+    assert torch.equal(round_to(o, fmt), o)
+    assert fmt in ("fp32",) or not torch.equal(run(p, AttentionSpec(preset="flash"))[0], o)
+
+
+@pytest.mark.parametrize("tiles", [(0, 0), (1, 1), (7, 64), (64, 7), (40, 40), (13, 0)])
+def test_tile_sizes_change_nothing_but_the_order_of_summation(tiles: tuple[int, int]) -> None:
+    p = make("random", torch.float32, torch.device("cpu"))
+    sites = (f"tile_q={tiles[0]}", f"tile_k={tiles[1]}")
+    errors = relative_errors(run(p, AttentionSpec(preset="flash", sites=sites)), oracle(p))
+    assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 65])
+def test_any_length_works(length: int) -> None:
+    p = make("random", torch.float32, torch.device("cpu"), (1, length, 2, 8))
+    for preset in ("flash", "standard", "flash_stable_safe", "flash_delta_from_p"):
+        assert max(relative_errors(run(p, spec_of(preset)), oracle(p))) < 2e-6
+
+
+@pytest.mark.parametrize("preset", ["standard", "flash", "flash_delta_from_p", "flash_recompute_o"])
+def test_softcap_gradients_agree_with_fp64(preset: str) -> None:
+    p = make("peaked", torch.float32, torch.device("cpu"))
+    errors = relative_errors(run(p, spec_of(preset), softcap=5.0), oracle(p, softcap=5.0))
+    assert max(errors) < 2e-6
+
+
+@pytest.mark.parametrize("preset", ["standard", "flash"])
+def test_full_attention_agrees_with_fp64(preset: str) -> None:
+    p = make("random", torch.float32, torch.device("cpu"))
+    plan = AttentionConfig(default=spec_of(preset)).resolve(1, 3)[0]
+    o = attention.run(p.q, p.k, p.v, plan, rounding_seed=torch.tensor(0), causal=False)
+    q, k, v = (x.double().transpose(1, 2) for x in (p.q, p.k, p.v))
+    exact = torch.softmax(q @ k.mT / 4, dim=-1) @ v
+    assert relative_errors((o,), (exact.transpose(1, 2),))[0] < 1e-6
+
+
+def test_a_fused_projections_strided_views_give_the_same_bits() -> None:
+    p = make("random", torch.bfloat16, torch.device("cpu"))
+    fused = torch.cat([p.q, p.k, p.v], dim=2)
+    views = fused.split(3, dim=2)
+    assert not views[1].is_contiguous()
+    for preset in ("standard", "flash", "sdpa_flash"):
+        plan = AttentionConfig(default=spec_of(preset)).resolve(1, 3)[0]
+        seed = torch.tensor(0)
+        assert torch.equal(
+            attention.run(*views, plan, rounding_seed=seed), attention.run(p.q, p.k, p.v, plan, rounding_seed=seed)
+        )
+
+
+def test_heads_of_a_mixture_get_what_they_would_get_alone() -> None:
+    p = make("random", torch.bfloat16, torch.device("cpu"))
+    specs = [AttentionSpec(preset=name) for name in ("flash", "standard", "flash_fp32_o")]
+    rules = (AttentionRule(heads=(1,), attention=specs[1]), AttentionRule(heads=(0,), attention=specs[2]))
+    config = AttentionConfig(default=specs[0], rules=rules)
+    q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+    o = attention.run(q, k, v, config.resolve(1, 3)[0], rounding_seed=torch.tensor(0))
+    mixed = (o.detach(), *torch.autograd.grad(o, (q, k, v), p.do))
+    for head, spec in ((0, specs[2]), (1, specs[1]), (2, specs[0])):
+        for found, alone in zip(mixed, run(p, spec), strict=True):
+            assert torch.equal(found[:, :, head], alone[:, :, head])
+
+
+def test_a_float32_head_makes_the_layer_float32_and_loses_nothing() -> None:
+    p = make("random", torch.bfloat16, torch.device("cpu"))
+    config = AttentionConfig(rules=(AttentionRule(heads=(1,), attention=AttentionSpec(preset="flash_run_c")),))
+    o = attention.run(p.q, p.k, p.v, config.resolve(1, 3)[0], rounding_seed=torch.tensor(0))
+    assert o.dtype == torch.float32
+    assert torch.equal(o[:, :, 1], run(p, AttentionSpec(preset="flash_run_c"))[0][:, :, 1])
+    assert torch.equal(o[:, :, 0].bfloat16(), run(p, AttentionSpec(preset="flash"))[0][:, :, 0])
+
+
+def test_stochastic_presets_follow_seed_layer_and_nothing_else() -> None:
+    p = make("random", torch.bfloat16, torch.device("cpu"))
+    spec = AttentionSpec(preset="flash_stochastic_o")
+    plans = AttentionConfig(default=spec).resolve(2, 3)
+
+    def o(layer: int, seed: int) -> torch.Tensor:
+        return attention.run(p.q, p.k, p.v, plans[layer], rounding_seed=torch.tensor(seed))
+
+    assert torch.equal(o(0, 1), o(0, 1))
+    assert not torch.equal(o(0, 1), o(0, 2))
+    assert not torch.equal(o(0, 1), o(1, 1))
+
+
+def test_run_d_hands_on_the_nearest_o_and_draws_its_delta_apart() -> None:
+    p = make("random", torch.bfloat16, torch.device("cpu"))
+    plain, run_d = run(p, AttentionSpec(preset="flash")), run(p, AttentionSpec(preset="flash_run_d"))
+    assert torch.equal(plain[0], run_d[0])
+    assert torch.equal(plain[3], run_d[3])
+    assert not torch.equal(plain[1], run_d[1])
+
+
+def test_run_b_takes_the_nearest_o_into_delta_whatever_it_hands_on() -> None:
+    p = make("random", torch.bfloat16, torch.device("cpu"))
+    run_b, other_seed = (run(p, AttentionSpec(preset="flash_run_b"), seed=s) for s in (1, 2))
+    assert not torch.equal(run_b[0], other_seed[0])
+    assert all(torch.equal(a, b) for a, b in zip(run_b[1:], other_seed[1:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run_b[1:], run(p, AttentionSpec(preset="flash"))[1:], strict=True))
+
+
+COMPILED = ["standard", "flash", "sdpa_flash", "sdpa_math", "flash_stable", "flash_stochastic_o", "flash_run_c"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("preset", COMPILED)
+def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> None:
+    """With BF16 ties, where a fused FP32 chain would find none. The casts around attention are the compiler's to fuse."""
+    p = make("tied", torch.bfloat16, device)
+    spec = AttentionSpec(preset=preset, numerics="paper" if preset in FLASH else "hardware")
+    eager = run(p, spec, seed=3)
+
+    def through_float32(q, k, v, plan, **settings):  # type: ignore[no-untyped-def]
+        q, k, v = ((x.float() * 1.0).bfloat16() for x in (q, k, v))
+        return attention.run(q, k, v, plan, **settings)
+
+    torch.compiler.reset()
+    compiled = run(p, spec, seed=3, call=torch.compile(through_float32))
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+@pytest.mark.parametrize("preset", ["standard", "flash"])
+def test_autocast_and_tf32_settings_do_not_reach_inside(preset: str, device: torch.device) -> None:
+    p = make("random", torch.float32, device)
+    plain = run(p, AttentionSpec(preset=preset))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            inside = run(p, AttentionSpec(preset=preset))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+
+
+@pytest.mark.parametrize("preset", ["standard", "flash", "flash_fp32_o"])
+def test_operators_pass_torchs_own_checks(preset: str) -> None:
+    from attention import flash_reference, standard
+
+    p = make("random", torch.float32, torch.device("cpu"), (1, 6, 2, 4))
+    key = replace(AttentionSpec(preset=preset).resolve(), tile_q=0, tile_k=0).key()
+    q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+    op = standard._forward if preset == "standard" else flash_reference._forward
+    torch.library.opcheck(op, (q, k, v, torch.tensor(0), key, 0.5, True, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "softcap", "reason"),
+    [
+        (AttentionSpec(preset="sdpa_cudnn"), torch.bfloat16, 0.0, "it needs a CUDA device"),
+        (AttentionSpec(preset="sdpa_flash"), torch.bfloat16, 30.0, "no soft-cap"),
+        (AttentionSpec(preset="flash", backend="standard"), torch.bfloat16, 0.0, "delta = rowsum(P * dP) only"),
+    ],
+)
+def test_what_this_machine_cannot_run_is_refused_with_the_reason(
+    spec: AttentionSpec, dtype: torch.dtype, softcap: float, reason: str
+) -> None:
+    plans = AttentionConfig(default=spec).resolve(2, 2)
+    with pytest.raises(UserError) as error:
+        attention.check(plans, device=torch.device("cpu"), dtype=dtype, head_dim=16, softcap=softcap)
+    assert reason in str(error.value)
+    assert "backends that can: " in str(error.value)
+
+
+def test_microcosm_numerics_put_o_on_a_one_bit_grid_and_the_fixes_leave_it_there() -> None:
+    p = make("random", torch.float32, torch.device("cpu"))
+    outputs = [
+        run(p, AttentionSpec(preset=name, numerics="microcosm"))[0]
+        for name in ("flash", "flash_delta_from_p", "flash_fp32_o")
+    ]
+    mantissas = torch.frexp(outputs[0]).mantissa.abs().unique().tolist()
+    assert set(mantissas) <= {0.0, 0.5, 0.75}
+    assert all(torch.equal(outputs[0], o) for o in outputs[1:])
+    assert set(BASES) == {"hardware", "paper", "fp32", "microcosm"}

@@ -1,0 +1,466 @@
+"""data/batches.py: drawing, splitting over processes, recording, replaying."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.batches import Batches, DataConfig, open_batches, random_offsets, validation_offsets
+from data.recording import Recording
+from data.token_files import TokenWriter
+from errors import UserError
+
+T = 4
+TRAIN = (np.arange(1000) * 31 % 251).astype(np.uint8)
+VALIDATION = (np.arange(203) * 17 % 241).astype(np.uint8)
+
+
+def make_dataset(folder: Path, train=TRAIN, validation=VALIDATION) -> Path:
+    for split, tokens in (("train", train), ("val", validation)):
+        with TokenWriter(
+            folder, split, dtype="uint8", vocabulary="bytes", vocabulary_size=256, source="test"
+        ) as writer:
+            writer.write(tokens)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "small")
+
+
+def settings_for(dataset: Path | str, **changes) -> DataConfig:
+    usual = {"dataset": str(dataset), "sequence_length": T, "global_batch": 8, "micro_batch": 4, "seed": 3}
+    return DataConfig(**(usual | {"validation_sequences": 10} | changes))
+
+
+def take(batches: Batches, steps: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    return [batches.next() for _ in range(steps)]
+
+
+def same(a, b) -> bool:
+    """Equality of nested lists of tensors, shapes and all."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def record(dataset: Path, folder: Path, steps: int, **changes) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    batches = open_batches(settings_for(dataset, record=str(folder), **changes), source_run="a")
+    drawn = take(batches, steps)
+    batches.close()
+    return drawn
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_the_random_order_is_pinned():
+    assert random_offsets(1337, 5, 1000, 4, 6).tolist() == [459, 345, 834, 897, 434, 332]
+
+
+def test_the_random_order_reaches_the_first_and_the_last_place():
+    drawn = np.concatenate([random_offsets(0, step, 7, 4, 8) for step in range(20)])
+    assert set(drawn.tolist()) == {0, 1, 2}
+
+
+def test_each_step_draws_anew():
+    rows = {tuple(random_offsets(0, step, 10**9, 1024, 8)) for step in range(100)}
+    assert len(rows) == 100
+
+
+def test_inputs_are_the_tokens_at_the_offsets(dataset):
+    inputs = torch.cat([inputs for inputs, _ in open_batches(settings_for(dataset)).next()])
+    offsets = random_offsets(3, 0, 1000, T, 8).astype(int)
+    assert inputs.tolist() == [TRAIN[o : o + T].tolist() for o in offsets]
+
+
+def test_targets_are_one_token_ahead(dataset):
+    targets = torch.cat([targets for _, targets in open_batches(settings_for(dataset)).next()])
+    offsets = random_offsets(3, 0, 1000, T, 8).astype(int)
+    assert targets.tolist() == [TRAIN[o + 1 : o + T + 1].tolist() for o in offsets]
+
+
+def test_tensors_are_contiguous_int64(dataset):
+    tensors = [tensor for pair in open_batches(settings_for(dataset)).next() for tensor in pair]
+    assert [(t.dtype, t.is_contiguous(), tuple(t.shape)) for t in tensors] == [(torch.int64, True, (4, T))] * 4
+
+
+def test_the_last_place_of_the_data_can_be_drawn(tmp_path):
+    exact = make_dataset(tmp_path / "d", train=np.arange(T + 1, dtype=np.uint8))
+    inputs, targets = open_batches(settings_for(exact)).next()[0]
+    assert (inputs[0].tolist(), targets[0].tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    micro=st.integers(1, 4),
+    world=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    seed=st.integers(0, 2**63 - 1),
+    carried=st.booleans(),
+)
+def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulation, seed, carried):
+    sizes = {"global_batch": micro * world * accumulation, "micro_batch": micro, "seed": seed}
+    with tempfile.TemporaryDirectory() as parent:
+        single = record(dataset, Path(parent) / "r", 3, record_tokens=carried, **sizes)
+        replay = settings_for(dataset, replay=f"{parent}/r", **sizes)
+        for config in (settings_for(dataset, **sizes), replay):
+            ranks = [open_batches(config, rank=rank, world_size=world) for rank in range(world)]
+            for step in range(3):
+                split = [batches.next() for batches in ranks]
+                assert [len(share) for share in split] == [accumulation] * world
+                assert same([split[rank][m] for m in range(accumulation) for rank in range(world)], single[step])
+
+
+def test_micro_batches_of_another_size_hold_the_same_sequences_in_the_same_order(dataset):
+    wide, narrow = (
+        torch.cat([inputs for inputs, _ in open_batches(settings_for(dataset, micro_batch=size)).next()])
+        for size in (8, 2)
+    )
+    assert torch.equal(wide, narrow)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_accumulation_makes_up_the_global_batch(dataset, world):
+    assert open_batches(settings_for(dataset, micro_batch=2), 0, world).accumulation() * 2 * world == 8
+
+
+def test_a_replay_repeats_the_recorded_run(dataset, tmp_path):
+    recorded = record(dataset, tmp_path / "r", 4)
+    assert same(take(open_batches(settings_for(dataset, replay=str(tmp_path / "r"))), 4), recorded)
+
+
+def test_a_replay_does_not_look_at_the_seed(dataset, tmp_path):
+    recorded = record(dataset, tmp_path / "r", 4)
+    assert same(take(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99)), 4), recorded)
+
+
+def test_only_rank_zero_records(dataset, tmp_path):
+    config = settings_for(dataset, record=str(tmp_path / "r"))
+    take(open_batches(config, rank=1, world_size=2), 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_is_there_for_each_step_that_was_drawn_and_for_no_other(dataset, tmp_path):
+    batches = open_batches(settings_for(dataset, record=str(tmp_path / "r")))
+    rows = []
+    for _ in range(3):
+        rows.append(Recording.open(tmp_path / "r").steps)
+        batches.next()
+    assert [*rows, Recording.open(tmp_path / "r").steps] == [0, 1, 2, 3]
+
+
+def test_flush_promises_the_rows_so_far(dataset, tmp_path):
+    batches = open_batches(settings_for(dataset, record=str(tmp_path / "r")))
+    take(batches, 3)
+    batches.flush()
+    assert json.loads((tmp_path / "r" / "header.json").read_text())["steps"] == 3
+
+
+def test_close_finishes_the_recording(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 3)
+    assert Recording.open(tmp_path / "r").complete
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("position", [0, 2, 5])
+def test_a_resumed_recording_has_the_bytes_of_an_uninterrupted_one(dataset, tmp_path, position, carried):
+    record(dataset, tmp_path / "straight", 6, record_tokens=carried)
+    config = settings_for(dataset, record=str(tmp_path / "r"), record_tokens=carried)
+    take(open_batches(config, source_run="a"), 5)
+    resumed = open_batches(config, source_run="a", resume_at=position)
+    take(resumed, 6 - position)
+    resumed.close()
+    assert contents(tmp_path / "r") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("kind", ["random", "replay"])
+def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(dataset, tmp_path, kind):
+    recorded = record(dataset, tmp_path / "r", 5)
+    config = settings_for(dataset, replay=str(tmp_path / "r") if kind == "replay" else "")
+    assert same(take(open_batches(config, resume_at=2), 3), recorded[2:])
+
+
+def test_position_counts_the_steps_drawn(dataset):
+    batches = open_batches(settings_for(dataset), resume_at=7)
+    batches.next()
+    assert batches.position == 8
+
+
+def test_resuming_at_zero_without_a_recording_starts_one(dataset, tmp_path):
+    take(open_batches(settings_for(dataset, record=str(tmp_path / "r")), resume_at=0), 2)
+    assert Recording.open(tmp_path / "r").steps == 2
+
+
+def test_resuming_further_on_without_a_recording_is_refused(dataset, tmp_path):
+    with pytest.raises(UserError, match="not a recording"):
+        open_batches(settings_for(dataset, record=str(tmp_path / "r")), resume_at=3)
+
+
+def test_an_existing_recording_is_refused_unless_resumed(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    with pytest.raises(
+        UserError, match=r"r exists: record under another name, resume the run that wrote it, or remove it"
+    ):
+        open_batches(settings_for(dataset, record=str(tmp_path / "r")))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_the_ranks_shares_of_validation_make_up_the_fixed_set(dataset, world, micro):
+    config = settings_for(dataset, global_batch=12, micro_batch=micro)
+    shares = [list(open_batches(config, rank, world).validation()) for rank in range(world)]
+    count = -(-10 // micro)
+    together = torch.cat([shares[i % world][i // world][0] for i in range(count)])
+    assert together.tolist() == [VALIDATION[o : o + T].tolist() for o in validation_offsets(203, T, 10)]
+
+
+def test_validation_windows_spread_from_end_to_end():
+    assert validation_offsets(203, 4, 10).tolist() == [0, 22, 44, 66, 88, 110, 132, 154, 176, 198]
+
+
+def test_a_single_validation_window_is_the_first(dataset):
+    [(inputs, _)] = open_batches(settings_for(dataset, validation_sequences=1)).validation()
+    assert inputs.tolist() == [VALIDATION[:T].tolist()]
+
+
+def test_validation_does_not_depend_on_seed_or_position(dataset):
+    first = open_batches(settings_for(dataset))
+    second = open_batches(settings_for(dataset, seed=4), resume_at=5)
+    assert same(list(first.validation()), list(second.validation()))
+
+
+def test_validation_can_be_drawn_again(dataset):
+    batches = open_batches(settings_for(dataset))
+    assert same(list(batches.validation()), list(batches.validation()))
+
+
+def carried_and_deleted(tmp_path) -> tuple[DataConfig, list, list]:
+    """(config of a replay whose data set is gone, the recording run's validation set, what the run drew)."""
+    folder = make_dataset(tmp_path / "gone")
+    batches = open_batches(settings_for(folder, record=str(tmp_path / "r"), record_tokens=True))
+    drawn = take(batches, 3)
+    batches.close()
+    expected = list(batches.validation())
+    shutil.rmtree(folder)
+    return settings_for(folder, replay=str(tmp_path / "r"), validation_sequences=640), expected, drawn
+
+
+def test_carried_tokens_replay_without_the_data_set(tmp_path):
+    config, _, drawn = carried_and_deleted(tmp_path)
+    assert same(take(open_batches(config), 3), drawn)
+
+
+def test_carried_tokens_replay_beside_a_data_set_of_which_only_headers_are_left(dataset, tmp_path):
+    drawn = record(dataset, tmp_path / "r", 2, record_tokens=True)
+    left = make_dataset(tmp_path / "left")
+    (left / "train.bin").unlink()
+    assert same(take(open_batches(settings_for(left, replay=str(tmp_path / "r"))), 2), drawn)
+
+
+def test_carried_tokens_bring_their_validation_set(tmp_path):
+    config, expected, _ = carried_and_deleted(tmp_path)
+    assert same(list(open_batches(config).validation()), expected)
+
+
+def test_carried_tokens_bring_their_vocabulary(tmp_path):
+    config, _, _ = carried_and_deleted(tmp_path)
+    assert open_batches(config).vocabulary_size == 256
+
+
+def test_carried_tokens_beside_another_data_set_are_refused_with_the_way_out(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2, record_tokens=True)
+    other = make_dataset(tmp_path / "other", train=TRAIN[::-1])
+    with pytest.raises(UserError, match=r'set --data\.dataset to the folder with the former, or to "" for the tokens'):
+        open_batches(settings_for(other, replay=str(tmp_path / "r")))
+
+
+def test_carried_tokens_with_no_data_set_named_replay(dataset, tmp_path):
+    drawn = record(dataset, tmp_path / "r", 2, record_tokens=True)
+    assert same(take(open_batches(settings_for("", replay=str(tmp_path / "r"))), 2), drawn)
+
+
+def test_a_recording_without_tokens_needs_its_data_set(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    with pytest.raises(UserError, match="gone: no such data set"):
+        open_batches(settings_for(tmp_path / "gone", replay=str(tmp_path / "r")))
+
+
+def test_a_recording_without_tokens_needs_a_data_set_named(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    with pytest.raises(UserError, match=r"data\.dataset = '': .* does not carry its tokens"):
+        open_batches(settings_for("", replay=str(tmp_path / "r")))
+
+
+def test_a_run_that_draws_needs_a_data_set_named():
+    with pytest.raises(UserError, match=r"data\.dataset = '': expected the folder of a data set"):
+        open_batches(settings_for(""))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_length": 5}, r"sequences of 4 tokens, data\.sequence_length is 5: set --data\.sequence-length 4$"),
+        ({"global_batch": 16}, r"a global batch of 8, data\.global_batch is 16: set --data\.global-batch 8$"),
+    ],
+)
+def test_a_replay_of_other_sizes_is_refused_with_both_values(dataset, tmp_path, changes, message):
+    record(dataset, tmp_path / "r", 2)
+    with pytest.raises(UserError, match=message):
+        open_batches(settings_for(dataset, replay=str(tmp_path / "r"), **changes))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "which"), [({"train": TRAIN[::-1]}, "training"), ({"validation": VALIDATION[::-1]}, "validation")]
+)
+def test_a_replay_on_other_data_is_refused(dataset, tmp_path, tokens, which):
+    record(dataset, tmp_path / "r", 2)
+    other = make_dataset(tmp_path / "other", **tokens)
+    with pytest.raises(UserError, match=rf"recorded on other {which} tokens.*set --data\.dataset to the folder"):
+        open_batches(settings_for(other, replay=str(tmp_path / "r")))
+
+
+@pytest.mark.parametrize("kind", ["train.bin", "val.bin"])
+def test_altered_tokens_are_refused_although_their_size_is_right(tmp_path, kind):
+    folder = make_dataset(tmp_path / "d")
+    raw = bytearray((folder / kind).read_bytes())
+    raw[7] ^= 1
+    (folder / kind).write_bytes(raw)
+    with pytest.raises(UserError, match="SHA-256"):
+        open_batches(settings_for(folder))
+
+
+def test_a_replay_says_when_the_recording_ends(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    batches = open_batches(settings_for(dataset, replay=str(tmp_path / "r")))
+    take(batches, 2)
+    with pytest.raises(UserError, match=r"r ends at step 2: set --run\.steps 2 or record a longer one"):
+        batches.next()
+
+
+def test_a_replay_resumed_beyond_the_end_is_refused_at_once(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    with pytest.raises(UserError, match="ends at step 2"):
+        open_batches(settings_for(dataset, replay=str(tmp_path / "r")), resume_at=3)
+
+
+def test_steps_available_are_those_of_the_recording(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    replayed = open_batches(settings_for(dataset, replay=str(tmp_path / "r")))
+    assert (replayed.steps_available, open_batches(settings_for(dataset)).steps_available) == (2, None)
+
+
+def test_a_replay_of_nothing_names_the_field(dataset, tmp_path):
+    with pytest.raises(UserError, match=r"data\.replay = .*: expected the folder of a recording"):
+        open_batches(settings_for(dataset, replay=str(tmp_path / "nothing")))
+
+
+def test_an_altered_recording_is_not_replayed(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    raw = bytearray((tmp_path / "r" / "offsets.npy").read_bytes())
+    raw[-9] ^= 1
+    (tmp_path / "r" / "offsets.npy").write_bytes(raw)
+    with pytest.raises(UserError, match="step 1 does not match"):
+        open_batches(settings_for(dataset, replay=str(tmp_path / "r")))
+
+
+def digests(batches: Batches, steps: int) -> list[str]:
+    found = [batches.digest()]
+    for _ in range(steps):
+        batches.next()
+        found.append(batches.digest())
+    return found
+
+
+def test_recorded_replayed_and_unrecorded_runs_of_the_same_data_have_one_digest(dataset, tmp_path):
+    recorded = digests(
+        open_batches(settings_for(dataset, record=str(tmp_path / "r"), record_tokens=True), source_run="a"), 3
+    )
+    replayed = digests(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), micro_batch=2), 1, 2), 3)
+    assert recorded == replayed == digests(open_batches(settings_for(dataset), source_run="b"), 3)
+
+
+def test_a_resumed_run_has_the_digest_of_the_uninterrupted_one(dataset, tmp_path):
+    whole = digests(open_batches(settings_for(dataset, record=str(tmp_path / "r"))), 5)
+    assert digests(open_batches(settings_for(dataset, record=str(tmp_path / "r")), resume_at=2), 3) == whole[2:]
+
+
+def test_each_step_has_its_own_digest(dataset):
+    assert len(set(digests(open_batches(settings_for(dataset)), 10))) == 11
+
+
+@pytest.mark.parametrize("changes", [{"seed": 4}, {"sequence_length": 5}, {"global_batch": 4}])
+def test_other_data_has_another_digest(dataset, changes):
+    first, second = (
+        digests(open_batches(config), 1) for config in (settings_for(dataset), settings_for(dataset, **changes))
+    )
+    assert first[1] != second[1]
+
+
+def test_other_tokens_have_another_digest(dataset, tmp_path):
+    other = make_dataset(tmp_path / "other", train=TRAIN[::-1])
+    assert open_batches(settings_for(dataset)).digest() != open_batches(settings_for(other)).digest()
+
+
+def test_recording_and_replaying_runs_have_one_identity(dataset, tmp_path):
+    recording = open_batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a")
+    replaying = open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=9), 1, 2, source_run="b")
+    assert recording.identity == replaying.identity == json.loads(json.dumps(recording.identity))
+
+
+def test_the_identity_names_recording_and_data(dataset, tmp_path):
+    identity = open_batches(settings_for(dataset, record=str(tmp_path / "r"))).identity
+    header = json.loads((tmp_path / "r" / "header.json").read_text())
+    assert [identity[key] for key in ("recording", "recording_start", "data_sha256", "data_tokens")] == [
+        "r",
+        header["chain_start"],
+        header["data_sha256"],
+        1000,
+    ]
+
+
+def test_a_run_that_neither_records_nor_replays_names_no_recording(dataset):
+    batches = open_batches(settings_for(dataset))
+    assert (batches.recording_name, batches.identity["recording_start"]) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_length": 0}, r"data\.sequence_length = 0: expected a whole number of 1 or more"),
+        ({"global_batch": 0}, r"data\.global_batch = 0: expected"),
+        ({"micro_batch": -1}, r"data\.micro_batch = -1: expected"),
+        ({"validation_sequences": 0}, r"data\.validation_sequences = 0: expected"),
+        ({"global_batch": 30}, r"data\.global_batch = 30: expected a multiple of data\.micro_batch = 32"),
+        ({"seed": -1}, r"data\.seed = -1: expected"),
+        ({"verify": "md5"}, r"data\.verify = 'md5': expected one of sha256, size"),
+        ({"record": "a", "replay": "b"}, r"data\.record = 'a': expected nothing while data\.replay = 'b' is set"),
+        ({"record_tokens": True}, r"data\.record_tokens = True: expected data\.record to be set"),
+    ],
+)
+def test_a_bad_setting_is_named(changes, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig(**changes)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(dataset):
+    with pytest.raises(UserError, match=r"data\.global_batch = 8: expected a multiple of .* = 4 x 3 = 12"):
+        open_batches(settings_for(dataset), 0, 3)
+
+
+@pytest.mark.parametrize("short", [{"train": TRAIN[:T]}, {"validation": VALIDATION[:T]}])
+def test_data_shorter_than_a_sequence_is_refused(tmp_path, short):
+    with pytest.raises(
+        UserError, match=r"4 tokens are less than one sequence .* = 5: set --data\.sequence-length below 4"
+    ):
+        open_batches(settings_for(make_dataset(tmp_path / "d", **short)))

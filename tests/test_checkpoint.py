@@ -1,0 +1,516 @@
+"""Checkpoints come back bit by bit, and no kill, damage or full disk costs the one before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import training.checkpoint as checkpoint
+from errors import UserError
+from training.checkpoint import CheckpointConfig, Checkpoints, Loaded, rng_state, set_rng_state
+from training.optim import OptimConfig, build_optimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "SHA256SUMS"}
+
+
+class TinyModel(nn.Module):
+    """The names and the weight tying of the real model, nothing else of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.ModuleDict(
+            {"attn": nn.ModuleDict({"c_attn": nn.Linear(4, 12)}), "mlp": nn.ModuleDict({"c_fc": nn.Linear(12, 4)})}
+        )
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(7, 4), "h": nn.ModuleList([block])})
+        self.lm_head = nn.Linear(4, 7, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, tokens_B: Tensor) -> Tensor:
+        block = self.transformer["h"][0]
+        return self.lm_head(
+            block["mlp"]["c_fc"](torch.tanh(block["attn"]["c_attn"](self.transformer["wte"](tokens_B))))
+        )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        tokens_B = torch.randint(0, 7, (6,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens_B), tokens_B.roll(1)).backward()
+        optimizer.step()
+
+
+def save(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
+    contents: dict[str, Any] = {
+        "model_state": {"weight": torch.full((3, 2), float(step))},
+        "optimizer_state": {"state": {}, "param_groups": []},
+        "scaler_state": {},
+        "rng": [rng_state("cpu")],
+        "position": step,
+        "config_json": {},
+        "extra": {},
+    }
+    return checkpoints.save(step, **(contents | changes))
+
+
+def make(folder: Path, *steps: int, **config: Any) -> Checkpoints:
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(**({"keep_last": 9} | config)))
+    for step in steps:
+        save(checkpoints, step)
+    return checkpoints
+
+
+def newest(checkpoints: Checkpoints) -> Loaded:
+    loaded = checkpoints.load_newest()
+    assert loaded is not None
+    return loaded
+
+
+def steps_in(checkpoints: Checkpoints) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in checkpoints.folder.glob("step_*"))
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("fused", ["off", "on"])
+def test_five_steps_save_load_five_steps_equal_ten(tmp_path: Path, name: Any, fused: Any) -> None:
+    config = OptimConfig(optimizer=name, fused=fused, weight_decay=0.01, lr=0.01)
+    torch.manual_seed(0)
+    straight = TinyModel()
+    train(straight, build_optimizer(straight, config, "cpu"), range(10))
+
+    torch.manual_seed(0)
+    first = TinyModel()
+    optimizer = build_optimizer(first, config, "cpu")
+    train(first, optimizer, range(5))
+    checkpoints = make(tmp_path)
+    save(checkpoints, 5, model_state=first.state_dict(), optimizer_state=optimizer.state_dict())
+
+    second = TinyModel()
+    resumed = build_optimizer(second, config, "cpu")
+    loaded = newest(checkpoints)
+    second.load_state_dict(loaded.model_state)
+    resumed.load_state_dict(loaded.optimizer_state)
+    train(second, resumed, range(5, 10))
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizer_state_comes_back_as_torch_made_it(tmp_path: Path, name: Any) -> None:
+    model = TinyModel()
+    optimizer = build_optimizer(model, OptimConfig(optimizer=name), "cpu")
+    train(model, optimizer, range(2))
+    expected = optimizer.state_dict()
+    save(checkpoints := make(tmp_path), 2, optimizer_state=expected)
+    loaded = newest(checkpoints).optimizer_state
+    assert loaded["param_groups"] == expected["param_groups"]
+    assert loaded["state"].keys() == expected["state"].keys()
+    for index, entries in expected["state"].items():
+        assert loaded["state"][index].keys() == entries.keys()
+        for key, value in entries.items():
+            assert loaded["state"][index][key].dtype == value.dtype
+            assert torch.equal(loaded["state"][index][key], value)
+
+
+def test_everything_else_comes_back(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13 / 3)
+    scaler.scale(torch.zeros(()))
+    given: dict[str, Any] = {
+        "scaler_state": scaler.state_dict(),
+        "rng": [torch.arange(5, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)],
+        "position": 123,
+        "config_json": {"optim": {"lr": 0.1 + 0.2, "betas": [0.9, 0.95]}, "names": ["ä"]},
+        "extra": {"best": 1e-30, "skipped": [3, 4]},
+    }
+    path = save(checkpoints := make(tmp_path), 7, **given)
+    loaded = newest(checkpoints)
+    assert (loaded.path, loaded.step) == (path, 7)
+    rng = given.pop("rng")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.rng, rng, strict=True))
+    assert {key: getattr(loaded, key) for key in given} == given
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool],
+)
+def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (24 * dtype.itemsize,), dtype=torch.uint8)
+    # A bool, a scalar, nothing, and a transposed view beside it: unequal widths, an odd offset, no contiguity.
+    state = {
+        "a": torch.tensor([True]),
+        "value": bits.view(dtype).reshape(4, 6).T,
+        "scalar": bits.view(dtype)[0].clone(),
+        "none": torch.empty(0, 3, dtype=dtype),
+    }
+    save(checkpoints := make(tmp_path), 1, model_state=state)
+    loaded = newest(checkpoints).model_state
+    for name, tensor in state.items():
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].dtype == dtype or name == "a"
+        raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (loaded[name], tensor)]
+        assert torch.equal(*raw)
+
+
+def test_tied_weights_are_stored_once_and_come_back_under_both_names(tmp_path: Path) -> None:
+    model = TinyModel()
+    path = save(checkpoints := make(tmp_path), 1, model_state=model.state_dict())
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+        assert "transformer.wte.weight" in file.keys()  # noqa: SIM118
+    loaded = newest(checkpoints).model_state
+    assert loaded.keys() == model.state_dict().keys()
+    assert torch.equal(loaded["lm_head.weight"], model.lm_head.weight)
+
+
+def test_equal_but_separate_weights_stay_separate(tmp_path: Path) -> None:
+    save(checkpoints := make(tmp_path), 1, model_state={"a": torch.ones(2), "b": torch.ones(2)})
+    loaded = newest(checkpoints).model_state
+    loaded["a"].zero_()
+    assert loaded["b"].tolist() == [1.0, 1.0]
+
+
+def test_loaded_tensors_do_not_write_to_the_file(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 1)
+    newest(checkpoints).model_state["weight"].zero_()
+    assert newest(checkpoints).model_state["weight"].unique().tolist() == [1.0]
+
+
+def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    torch.rand(5)
+    save(checkpoints := make(tmp_path), 1, rng=[rng_state("cpu")])
+    expected = torch.rand(5)
+    set_rng_state(newest(checkpoints).rng[0], "cpu")
+    assert torch.equal(torch.rand(5), expected)
+
+
+@pytest.mark.gpu
+def test_random_numbers_of_the_gpu_continue_too() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    state = rng_state("cuda:0")
+    expected = torch.rand(5, device="cuda:0"), torch.rand(5)
+    set_rng_state(state, "cuda:0")
+    assert torch.equal(torch.rand(5, device="cuda:0"), expected[0])
+    assert torch.equal(torch.rand(5), expected[1])
+
+
+def test_random_state_of_another_device_is_refused() -> None:
+    with pytest.raises(UserError, match="resume on the type of device"):
+        set_rng_state(torch.cat([rng_state("cpu"), torch.zeros(16, dtype=torch.uint8)]), "cpu")
+
+
+def test_a_checkpoint_is_five_files_and_none_a_pickle(tmp_path: Path) -> None:
+    path = make(tmp_path, 1).folder / "step_00000001"
+    assert {file.name for file in path.iterdir()} == FILES
+    assert json.loads((path / "state.json").read_text())["step"] == 1
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.keys() is not None
+
+
+def test_saving_and_loading_never_call_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("load", "save"):
+        monkeypatch.setattr(torch, name, forbidden)
+    for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
+        monkeypatch.setattr(f"pickle.{name}", forbidden)
+    assert newest(make(tmp_path, 1)).step == 1
+
+
+def test_sha256sum_accepts_the_sums(tmp_path: Path) -> None:
+    path = make(tmp_path, 1).folder / "step_00000001"
+    done = subprocess.run(["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.count(": OK")) == (0, 4), done.stderr
+
+
+def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
+    assert make(tmp_path).load_newest() is None
+
+
+def test_before_looks_further_back(tmp_path: Path) -> None:
+    loaded = make(tmp_path, 1, 2, 3).load_newest(before=3)
+    assert loaded is not None
+    assert loaded.step == 2
+
+
+@pytest.mark.parametrize("file", sorted(FILES))
+def test_flipped_byte_falls_back_and_names_both(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = make(tmp_path, 1, 2)
+    flip_a_byte(checkpoints.folder / "step_00000002" / file)
+    assert newest(checkpoints).step == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: ")
+    assert warning.count("\n") == 1
+    assert str(checkpoints.folder / "step_00000001") in warning
+    assert str(checkpoints.folder / "step_00000002") in warning
+
+
+@pytest.mark.parametrize("file", sorted(FILES))
+def test_missing_file_falls_back(tmp_path: Path, file: str) -> None:
+    checkpoints = make(tmp_path, 1, 2)
+    (checkpoints.folder / "step_00000002" / file).unlink()
+    assert newest(checkpoints).step == 1
+
+
+def test_sums_that_leave_a_file_out_are_not_trusted(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 1, 2)
+    sums = checkpoints.folder / "step_00000002" / "SHA256SUMS"
+    sums.write_text("".join(sums.read_text().splitlines(keepends=True)[:3]))
+    assert newest(checkpoints).step == 1
+
+
+def test_all_damaged_is_one_line_that_names_them(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip_a_byte(checkpoints.folder / f"step_0000000{step}" / "model.safetensors")
+    with pytest.raises(UserError, match=r"^no intact checkpoint: [^\n]*step_00000002[^\n]*step_00000001[^\n]*$"):
+        checkpoints.load_newest()
+
+
+def test_loading_a_damaged_one_by_name_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path, 1).folder / "step_00000001"
+    flip_a_byte(path / "state.json")
+    with pytest.raises(UserError, match=r"step_00000001 is damaged \(the SHA-256 of state\.json differs\)"):
+        Checkpoints.load(path)
+
+
+def test_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = make(tmp_path)
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 99)
+    path = save(checkpoints, 1)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="format_version 99"):
+        Checkpoints.load(path)
+
+
+def test_the_last_k_stay(tmp_path: Path) -> None:
+    assert steps_in(make(tmp_path, 1, 2, 3, 4, 5, keep_last=2)) == [4, 5]
+
+
+def test_every_nth_stays_for_good(tmp_path: Path) -> None:
+    assert steps_in(make(tmp_path, *range(1, 12), keep_last=2, keep_every=4)) == [4, 8, 10, 11]
+
+
+def test_checkpoints_of_an_abandoned_course_go(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 10, 20, 30, keep_last=1, keep_every=10)
+    save(checkpoints, 25)
+    assert steps_in(checkpoints) == [10, 20, 25]
+    assert newest(checkpoints).step == 25
+
+
+def test_old_ones_go_only_after_the_new_one_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = make(tmp_path, 1, keep_last=1)
+    seen: list[list[int]] = []
+    rmtree = shutil.rmtree
+
+    def watched(path: Path, **kwargs: Any) -> None:
+        seen.append(steps_in(checkpoints))
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    save(checkpoints, 2)
+    assert all(2 in steps for steps in seen)
+    assert steps_in(checkpoints) == [2]
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 1, 2)
+    save(checkpoints, 2, position=77)
+    assert newest(checkpoints).position == 77
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("every", -1), ("keep_last", 0), ("keep_every", -5)])
+def test_bad_field_is_named_with_its_value(field: str, value: int) -> None:
+    with pytest.raises(UserError, match=rf"^checkpoint\.{field} = {value}: expected at least "):
+        CheckpointConfig(**{field: value})
+
+
+@pytest.mark.parametrize("file", sorted(FILES))
+def test_full_disk_keeps_the_last_good_one_and_names_it(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = make(tmp_path, 1, 2)
+    flip_a_byte(checkpoints.folder / "step_00000002" / "model.safetensors")
+    write = checkpoint._write
+
+    def full(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+        if path.name == file:
+            path.write_bytes(next(iter(chunks))[:5])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, chunks)
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    with pytest.raises(UserError) as caught:
+        save(checkpoints, 3)
+    message = str(caught.value)
+    assert "No space left on device" in message
+    assert f"written to {checkpoints.folder}:" in message
+    assert re.search(r"needs about \d+ bytes, \d+ are free", message)
+    assert message.endswith(f"the last good checkpoint is {checkpoints.folder / 'step_00000001'}")
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+ON_A_SMALL_DISK = """
+import shutil, sys
+from pathlib import Path
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch
+from errors import UserError
+from test_checkpoint import make, newest, save, steps_in
+disk = Path({disk!r})
+checkpoints = make(disk, 1)
+try:
+    save(checkpoints, 2, model_state={{"weight": torch.rand(200_000)}})
+except UserError as error:
+    print(error)
+    assert newest(checkpoints).step == 1
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000001"]
+    save(checkpoints, 3)
+    print("steps", steps_in(checkpoints))
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    mount = [
+        "unshare",
+        "--user",
+        "--mount",
+        "--map-root-user",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=256k none "$0" && exec "$@"',
+    ]
+    disk = str(tmp_path / "disk")
+    os.mkdir(disk)
+    if not shutil.which("unshare") or subprocess.run([*mount, disk, "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets no user mount a disk of its own")
+    script = ON_A_SMALL_DISK.format(root=str(ROOT), disk=disk)
+    done = subprocess.run([*mount, disk, sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stdout
+    assert "steps [1, 3]" in done.stdout
+
+
+# Each moment in a process of its own, forked from one that has torch imported already.
+KILLED_SAVES = """
+import os, shutil, signal, sys
+from pathlib import Path
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from test_checkpoint import MOMENTS, SAME_STEP, make, save
+
+def kill_at(moment):
+    calls = 0
+    def lethal(real):
+        def wrapped(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        return wrapped
+    os.fsync, os.rename, shutil.rmtree = lethal(os.fsync), lethal(os.rename), lethal(shutil.rmtree)
+
+for step in MOMENTS:
+    for moment in MOMENTS[step]:
+        checkpoints = make(Path({folder!r}) / f"{{step}}_{{moment}}", 1, 2, keep_last=2)
+        child = os.fork()
+        if child == 0:
+            kill_at(moment)
+            save(checkpoints, step, position=99)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (step, moment)
+"""
+
+# A save of step 3 beside 1 and 2 calls fsync on five files and on their folder (1 - 6), rename (7: in place after it),
+# fsync on the parent (8), rmtree of a replaced one (9), and to forget step 1 rename (10) and rmtree (11).
+# A save of step 2 has its predecessor in the way: rmtree (7) and rename (8) of that come before its own rename (9).
+NEW_STEP, SAME_STEP = 3, 2
+MOMENTS = {NEW_STEP: range(1, 12), SAME_STEP: range(1, 12)}
+LAST_BEFORE_IN_PLACE = {NEW_STEP: 7, SAME_STEP: 9}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders STEP_MOMENT, in each of which a save was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    script = KILLED_SAVES.format(root=str(ROOT), folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(("step", "moment"), [(step, moment) for step in MOMENTS for moment in MOMENTS[step]])
+def test_kill_during_a_save_leaves_the_one_before_or_the_new_one_whole(
+    killed: Path, step: int, moment: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = newest(Checkpoints(killed / f"{step}_{moment}" / "checkpoints", CheckpointConfig()))
+    in_place = moment > LAST_BEFORE_IN_PLACE[step]
+    assert (loaded.step, loaded.position) == ((step, 99) if in_place else (2, 2))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("step", "moment"), [(step, moment) for step in MOMENTS for moment in (1, 7, 9, 10, 11)])
+def test_next_save_clears_what_a_killed_one_left(killed: Path, tmp_path: Path, step: int, moment: int) -> None:
+    shutil.copytree(killed / f"{step}_{moment}", tmp_path, dirs_exist_ok=True)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep_last=1))
+    save(checkpoints, 4)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000004"]
+
+
+KILLED_AT_RANDOM = """
+import os, random, signal, sys, time
+from pathlib import Path
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch
+from test_checkpoint import make, newest, save
+begun = time.monotonic()
+checkpoints = make(Path({folder!r}), 1, keep_last=1)
+one_save = time.monotonic() - begun
+random.seed(0)
+reached = 1
+for _ in range(12):
+    child = os.fork()
+    if child == 0:
+        for step in range(reached + 1, 10**6):
+            save(checkpoints, step, model_state={{"weight": torch.full((50_000,), float(step))}})
+    time.sleep(random.uniform(0.0, 6 * one_save))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    loaded = newest(checkpoints)
+    assert loaded.step >= reached
+    assert loaded.model_state["weight"].unique().tolist() == [float(loaded.step)]
+    reached = loaded.step
+print("reached", reached)
+"""
+
+
+def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    script = KILLED_AT_RANDOM.format(root=str(ROOT), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    assert int(done.stdout.split()[1]) > 1

@@ -1,0 +1,147 @@
+"""analysis/curves.py: columns, divergence, explosion, best and final, smoothing."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis import curves
+
+NAN, INF = math.nan, math.inf
+
+
+def run(losses: list[float], first: int = 0) -> list[dict[str, float]]:
+    return [{"step": step, "train_loss": loss} for step, loss in enumerate(losses, start=first)]
+
+
+def test_a_column_leaves_out_lines_without_it() -> None:
+    records = [{"step": 0, "val_loss": 3.0}, {"step": 0, "train_loss": 2.0}, {"step": 1, "train_loss": 1.0}]
+    assert curves.column(records, "train_loss") == ([0, 1], [2.0, 1.0])
+
+
+def test_an_evaluation_before_the_step_survives_it() -> None:
+    records = [{"step": 0, "val_loss": 3.0}, {"step": 0, "train_loss": 2.0}, {"step": 1, "train_loss": 1.0}]
+    assert curves.column(records, "val_loss") == ([0], [3.0])
+
+
+def test_a_rollback_replaces_what_followed() -> None:
+    records = [*run([4.0, 3.0, 9.0, 9.0]), *run([2.0], first=2)]
+    assert curves.column(records, "train_loss") == ([0, 1, 2], [4.0, 3.0, 2.0])
+
+
+def test_a_rollback_also_drops_columns_that_do_not_come_again() -> None:
+    records = [{"step": 5, "val_loss": 3.0}, {"step": 2, "train_loss": 1.0}]
+    assert curves.column(records, "val_loss") == ([], [])
+
+
+def test_rollbacks_are_counted() -> None:
+    assert curves.rollbacks([{"step": s} for s in (0, 1, 1, 2, 1, 2, 3, 0)]) == 2
+
+
+def test_common_steps() -> None:
+    assert curves.common_steps(run([1.0] * 5), run([1.0] * 5, first=3)) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "step"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], None),
+        ([1.0, 2.0, 3.0], [1.0, 2.0 + 2**-51, 4.0], 1),
+        ([1.0, NAN], [1.0, NAN], None),
+        ([1.0, NAN], [1.0, 2.0], 1),
+        ([0.0], [-0.0], 0),
+        ([1.0, 2.0, 3.0], [1.0, 2.0], None),
+    ],
+)
+def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int | None) -> None:
+    assert curves.first_divergence(run(a), run(b)) == step
+
+
+def test_first_divergence_of_another_column() -> None:
+    a, b = ([{"step": s, "data_digest": digest} for s, digest in enumerate(word)] for word in ("aab", "abb"))
+    assert curves.first_divergence(a, b, "data_digest") == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        ([3.0, 2.0] + [2.6] * 4, 2),
+        ([3.0, 2.0] + [2.5] * 9, None),
+        ([3.0, 2.0] + [2.6] * 3 + [2.4] + [2.6] * 3, None),
+        ([3.0, 2.0] + [2.6] * 3 + [2.4] + [2.6] * 4, 6),
+        ([3.0, 2.0, NAN, 2.0, 2.0], 2),
+        ([3.0, INF], 1),
+        ([3.0, 2.0, 2.0, 5.0, 7.0, NAN], 3),
+        ([NAN], 0),
+        ([], None),
+    ],
+    ids=["stays", "equal", "returns", "second time", "nan", "inf", "excursion into nan", "nan at once", "empty"],
+)
+def test_explosion_step(losses: list[float], step: int | None) -> None:
+    assert curves.explosion_step(losses, margin=0.5, patience=4) == step
+
+
+def test_the_margin_counts_from_the_best_so_far() -> None:
+    assert curves.explosion_step([1.0, 2.0, 1.2, 1.6, 1.6], margin=0.5, patience=2) == 3
+
+
+@pytest.mark.parametrize(("patience", "step"), [(21, 120), (22, None)])
+def test_patience_is_in_steps_when_not_every_step_is_logged(patience: int, step: int | None) -> None:
+    losses, steps = [2.0, 3.0, 3.0, 3.0, 2.0], [110, 120, 130, 140, 150]
+    assert curves.explosion_step(losses, patience=patience, steps=steps) == step
+
+
+@given(st.lists(st.floats(1, 4, allow_nan=False), max_size=30), st.integers(1, 5))
+def test_explosion_step_is_the_definition(losses: list[float], patience: int) -> None:
+    def exploded_from(i: int) -> bool:
+        window = losses[i : i + patience]
+        return len(window) == patience and all(loss > min(losses[:i]) + 0.5 for loss in window)
+
+    expected = next((i for i in range(1, len(losses)) if exploded_from(i)), None)
+    assert curves.explosion_step(losses, patience=patience) == expected
+
+
+@pytest.mark.parametrize(("losses", "step"), [([2.0, 3.0, 3.0], 1), ([2.0, 3.0, 2.0], None), ([2.0] + [3.0] * 4, None)])
+def test_open_excursion(losses: list[float], step: int | None) -> None:
+    assert curves.open_excursion(losses, patience=4) == step
+
+
+@pytest.mark.parametrize(("margin", "patience"), [(-0.1, 5), (0.5, 0)])
+def test_bad_thresholds_are_refused(margin: float, patience: int) -> None:
+    with pytest.raises(ValueError, match="margin"):
+        curves.explosion_step([1.0], margin, patience)
+
+
+def test_best_skips_what_is_not_finite_and_takes_the_first() -> None:
+    assert curves.best([0, 5, 6, 7], [NAN, 2.0, 2.0, -INF]) == (5, 2.0)
+
+
+def test_best_of_nothing_finite() -> None:
+    assert curves.best([0], [NAN]) is None
+
+
+def test_final_is_the_mean_of_the_last() -> None:
+    assert curves.final([9.0, 1.0, 2.0], last=2) == 1.5
+
+
+def test_final_shows_a_nan() -> None:
+    assert math.isnan(curves.final([1.0, NAN, 1.0], last=2))
+
+
+def test_trailing_mean_of_a_short_start_averages_what_there_is() -> None:
+    assert curves.trailing_mean([4.0, 2.0, 6.0, 1.0], 3).tolist() == [4.0, 3.0, 4.0, 3.0]
+
+
+def test_trailing_mean_starts_afresh_after_a_gap() -> None:
+    np.testing.assert_array_equal(curves.trailing_mean([4.0, 2.0, NAN, 6.0, 8.0], 3), [4.0, 3.0, NAN, 6.0, 7.0])
+
+
+def test_trailing_mean_forgets_a_huge_value() -> None:
+    assert curves.trailing_mean([1.0, 1e30, 1.0, 2.0], 2)[-1] == 1.5
+
+
+def test_trailing_mean_refuses_an_empty_window() -> None:
+    with pytest.raises(ValueError, match="window"):
+        curves.trailing_mean([1.0], 0)

@@ -1,0 +1,248 @@
+"""One process needs no group; three gloo processes under torchrun agree; exchange happens when it should and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from errors import UserError
+from training import distributed
+
+ROOT = Path(__file__).resolve().parent.parent
+WORLD = 3
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_torchrun_this_is_the_only_process() -> None:
+    place = distributed.start("auto")
+    assert (place.rank, place.local_rank, place.world_size, place.device.type) == (0, 0, 1, "cpu")
+    assert place.is_main
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.usefixtures("alone")
+def test_cuda_asked_for_and_absent_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^run\.device = 'cuda': expected cpu or auto: .* no CUDA device here$"):
+        distributed.start("cuda")
+
+
+@pytest.mark.usefixtures("alone")
+def test_unknown_device_names_the_choices() -> None:
+    with pytest.raises(UserError, match=r"^run\.device = 'tpu': expected one of auto, cpu, cuda$"):
+        distributed.start("tpu")  # type: ignore[arg-type]
+
+
+def test_more_processes_than_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="start at most 1 processes on this host"):
+        distributed.start("cuda")
+
+
+def test_collectives_of_one_process_are_copies() -> None:
+    tensor = torch.tensor([1.5, -2.0])
+    for collective in (distributed.all_reduce_sum, distributed.all_reduce_mean, distributed.all_reduce_max):
+        result = collective(tensor)
+        assert torch.equal(result, tensor)
+        assert result.data_ptr() != tensor.data_ptr()
+    assert [distributed.any_rank(True), distributed.any_rank(False)] == [True, False]
+    distributed.barrier()
+
+
+def test_one_process_gathers_its_own_bytes() -> None:
+    (gathered,) = distributed.gather_bytes(torch.tensor([1, 255], dtype=torch.uint8))
+    assert gathered.tolist() == [1, 255]
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2), torch.zeros(2, 2, dtype=torch.uint8)])
+def test_only_flat_bytes_are_gathered(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="1-D uint8"):
+        distributed.gather_bytes(tensor)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_needs_no_wrapper() -> None:
+    model = nn.Linear(2, 2)
+    assert distributed.wrap(model, distributed.start("cpu")) is model
+    with distributed.no_sync(model, last=False):
+        model(torch.ones(2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Global switches as they were, afterwards."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    tf32 = matmul.allow_tf32, cudnn.allow_tf32
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    cudnn.deterministic, cudnn.benchmark = before[1:]
+    matmul.allow_tf32, cudnn.allow_tf32 = tf32
+
+
+@pytest.mark.usefixtures("settings")
+def test_deterministic_mode_sets_torch_cudnn_and_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    distributed.set_deterministic(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.deterministic
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    distributed.set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.deterministic
+
+
+@pytest.mark.usefixtures("settings")
+def test_deterministic_mode_too_late_for_cublas_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="before anything uses CUDA"):
+        distributed.set_deterministic(True)
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.filterwarnings("error")
+def test_tf32_switches_products_and_convolutions(on: bool) -> None:
+    distributed.set_tf32(on)
+    assert torch.backends.cuda.matmul.allow_tf32 is on
+    assert torch.backends.cudnn.allow_tf32 is on
+
+
+WORKER = """
+import hashlib, json, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import distributed
+
+place = distributed.start("cpu")
+rank = place.rank
+facts = {{"place": [rank, place.local_rank, place.world_size, str(place.device), place.is_main]}}
+own = torch.tensor([float(rank), 10.0 - rank])
+facts["sum"] = distributed.all_reduce_sum(own).tolist()
+facts["mean"] = distributed.all_reduce_mean(own).tolist()
+facts["max"] = distributed.all_reduce_max(own).tolist()
+facts["untouched"] = own.tolist()
+facts["any"] = [distributed.any_rank(rank == 2), distributed.any_rank(False)]
+mine = torch.arange(rank * 2, dtype=torch.uint8) + 250
+facts["gathered"] = [t.tolist() for t in distributed.gather_bytes(mine)]
+
+# Whole numbers that 3 divides: every sum and mean below is exact, in any order.
+model = nn.Linear(4, 2)
+parallel = distributed.wrap(model, place)
+exchanges = 0
+all_reduce = dist.all_reduce
+def counted(*args, **kwargs):
+    global exchanges
+    exchanges += 1
+    return all_reduce(*args, **kwargs)
+dist.all_reduce = counted
+facts["steps"] = []
+for micro in range(3):
+    inputs = 3.0 * torch.arange(8.0).reshape(2, 4) + 30 * (micro * place.world_size + rank)
+    with distributed.no_sync(parallel, last=micro == 2):
+        parallel(inputs).sum().backward()
+    facts["steps"].append([exchanges, model.weight.grad[0].tolist()])
+dist.all_reduce = all_reduce
+
+# A model of more than one bucket; the same backward three times over.
+torch.manual_seed(0)
+deep = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)])
+parallel = distributed.wrap(deep, place)
+inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(rank))
+facts["digests"] = []
+for _ in range(3):
+    parallel.zero_grad()
+    parallel(inputs).square().sum().backward()
+    digest = hashlib.sha256()
+    for parameter in deep.parameters():
+        digest.update(parameter.grad.numpy().tobytes())
+    facts["digests"].append(digest.hexdigest())
+distributed.barrier()
+distributed.stop()
+facts["stopped"] = not dist.is_initialized()
+Path({folder!r}, f"{{rank}}.json").write_text(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three processes saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    worker = folder / "worker.py"
+    worker.write_text(WORKER.format(root=str(ROOT), folder=str(folder)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}", str(worker)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def test_every_process_knows_its_place(facts: list[dict[str, Any]]) -> None:
+    assert [fact["place"] for fact in facts] == [[r, r, WORLD, "cpu", r == 0] for r in range(WORLD)]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("sum", [3.0, 27.0]), ("mean", [1.0, 9.0]), ("max", [2.0, 10.0])])
+def test_reductions_agree_on_every_rank(facts: list[dict[str, Any]], name: str, expected: list[float]) -> None:
+    assert [fact[name] for fact in facts] == [expected] * WORLD
+
+
+def test_reductions_leave_their_argument_alone(facts: list[dict[str, Any]]) -> None:
+    assert [fact["untouched"] for fact in facts] == [[float(r), 10.0 - r] for r in range(WORLD)]
+
+
+def test_any_rank_hears_the_one_that_says_yes(facts: list[dict[str, Any]]) -> None:
+    assert [fact["any"] for fact in facts] == [[True, False]] * WORLD
+
+
+def test_bytes_of_unequal_length_reach_rank_0_only(facts: list[dict[str, Any]]) -> None:
+    assert [fact["gathered"] for fact in facts] == [[[], [250, 251], [250, 251, 252, 253]], [], []]
+
+
+def test_gradients_stay_local_until_the_last_micro_step(facts: list[dict[str, Any]]) -> None:
+    for rank, fact in enumerate(facts):
+        exchanges, gradient = fact["steps"][1]
+        own = [sum(3.0 * (column + column + 4) + 2 * 30 * (m * WORLD + rank) for m in (0, 1)) for column in range(4)]
+        assert exchanges == 0
+        assert gradient == own
+
+
+def test_accumulated_gradients_are_the_single_process_sum_over_processes(facts: list[dict[str, Any]]) -> None:
+    model = nn.Linear(4, 2)
+    for micro_batch in range(3 * WORLD):
+        inputs = 3.0 * torch.arange(8.0).reshape(2, 4) + 30 * micro_batch
+        model(inputs).sum().backward()
+    assert model.weight.grad is not None
+    expected = (model.weight.grad[0] / WORLD).tolist()
+    assert [fact["steps"][2][1] for fact in facts] == [expected] * WORLD
+
+
+def test_first_backward_rounds_as_all_later_ones(facts: list[dict[str, Any]]) -> None:
+    assert len({digest for fact in facts for digest in fact["digests"]}) == 1
+
+
+def test_stopping_leaves_the_group(facts: list[dict[str, Any]]) -> None:
+    assert all(fact["stopped"] for fact in facts)

@@ -1,0 +1,152 @@
+"""training/evaluate.py: one number, however the fixed batches are dealt out, and a model left as it was."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+
+from errors import UserError
+from training import distributed
+from training.evaluate import EvaluationConfig, evaluate
+
+VOCABULARY, T = 11, 8
+CPU = torch.device("cpu")
+
+
+class TinyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, VOCABULARY)
+        self.dropout = nn.Dropout(0.5)
+        self.seeds: list[Tensor | None] = []
+        torch.manual_seed(0)
+        nn.init.normal_(self.embedding.weight)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, rounding_seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.seeds.append(rounding_seed)
+        logits_BTV = self.dropout(self.embedding(tokens_BT))
+        return logits_BTV, nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=-1)
+
+
+class FixedBatches:
+    """Micro-batches of different sizes; number i belongs to rank i % world_size."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, count: int = 5):
+        self.rank, self.world_size, self.count = rank, world_size, count
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(self.rank, self.count, self.world_size):
+            generator = torch.Generator().manual_seed(index)
+            tokens = torch.randint(VOCABULARY, (1 + index % 3, T + 1), generator=generator)
+            targets = tokens[:, 1:].clone()
+            targets[:, : index % 4] = -1
+            yield tokens[:, :-1], targets
+
+
+def expected_loss() -> float:
+    """Mean over all targets that count, in float64, of all batches at once."""
+    weight = TinyModel().embedding.weight.detach().double()
+    batches = list(FixedBatches().validation())
+    tokens, targets = (torch.cat([batch[i].flatten() for batch in batches]) for i in range(2))
+    return nn.functional.cross_entropy(weight[tokens], targets, ignore_index=-1).item()
+
+
+def value(model: nn.Module, batches: FixedBatches) -> float:
+    return evaluate(model, batches, CPU, contextlib.nullcontext(), None)
+
+
+def test_the_mean_is_over_targets_not_over_batches() -> None:
+    # In float64 throughout: fewer than 100 targets, one rounding for each addition at most.
+    assert value(TinyModel().double(), FixedBatches()) == pytest.approx(expected_loss(), rel=100 * 2**-53)
+
+
+def evaluate_on_two(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = TinyModel()
+    result = value(model, FixedBatches(rank, 2))
+    Path(folder, f"value{rank}").write_text(result.hex())
+    distributed.stop()
+
+
+def test_two_processes_get_the_value_of_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(evaluate_on_two, args=(str(tmp_path),), nprocs=2)
+    both = [float.fromhex((tmp_path / f"value{rank}").read_text()) for rank in range(2)]
+    # Five float64 terms in another order: one unit in the last place for each addition at most.
+    assert both == [pytest.approx(value(TinyModel(), FixedBatches()), rel=5 * 2**-53)] * 2
+
+
+def test_the_model_is_called_past_its_ddp_wrapper() -> None:
+    # DDP's own forward may wait for other processes, whose shares can be shorter.
+    class Wrapper(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module):
+            nn.Module.__init__(self)
+            self.module = module
+
+        def forward(self, *_: Tensor) -> tuple[Tensor, Tensor]:
+            raise AssertionError
+
+    assert value(Wrapper(TinyModel()), FixedBatches()) == value(TinyModel(), FixedBatches())
+
+
+def test_modes_are_put_back_module_by_module() -> None:
+    model = TinyModel().train()
+    model.embedding.eval()
+    value(model, FixedBatches())
+    assert (model.training, model.embedding.training, model.dropout.training) == (True, False, True)
+
+
+def test_modes_are_put_back_after_an_error() -> None:
+    model = TinyModel().train()
+    model.embedding.weight = nn.Parameter(torch.zeros(1, VOCABULARY))
+    with pytest.raises(IndexError):
+        value(model, FixedBatches())
+    assert model.dropout.training
+
+
+def test_dropout_is_off() -> None:
+    model = TinyModel().train()
+    assert value(model, FixedBatches()) == value(model, FixedBatches())
+
+
+def test_no_graph_is_kept() -> None:
+    model = TinyModel()
+    grads = []
+    model.embedding.register_forward_hook(lambda module, inputs, output: grads.append(output.requires_grad))
+    value(model, FixedBatches())
+    assert grads == [False] * 5
+
+
+def test_the_autocast_context_is_around_the_forward() -> None:
+    seen = []
+    model = TinyModel()
+    model.embedding.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    evaluate(model, FixedBatches(), CPU, torch.autocast("cpu", torch.bfloat16), None)
+    assert seen == [True] * 5
+
+
+def test_every_batch_gets_the_rounding_seed() -> None:
+    model, seed = TinyModel(), torch.tensor(5)
+    evaluate(model, FixedBatches(), CPU, contextlib.nullcontext(), seed)
+    assert model.seeds == [seed] * 5
+
+
+def test_a_diverged_model_gives_nan() -> None:
+    model = TinyModel()
+    with torch.no_grad():
+        model.embedding.weight.fill_(math.nan)
+    assert math.isnan(value(model, FixedBatches()))
+
+
+def test_no_batches_is_an_error() -> None:
+    with pytest.raises(UserError, match="validation_batches"):
+        value(TinyModel(), FixedBatches(count=0))
+
+
+def test_a_negative_interval_is_refused() -> None:
+    with pytest.raises(UserError, match=r"evaluation\.every = -1"):
+        EvaluationConfig(every=-1)

@@ -1,0 +1,398 @@
+"""model.py: shapes, initialisation, loss, stabilisers, and what it hands to attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention import AttentionConfig, AttentionSpec, LayerPlan, dispatch
+from errors import UserError
+from model import GPT, MODEL_PRESETS, ModelConfig, initialise
+
+TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50, vocab_multiple=64)
+STABILISERS: dict[str, dict[str, Any]] = {
+    "qk_norm": {"qk_norm": True},
+    "attention_softcap": {"attention_softcap": 5.0},
+    "logit_softcap": {"logit_softcap": 3.0},
+    "gated_attention": {"gated_attention": True},
+    "z_loss": {"z_loss": 1e-2},
+    "qk_clip": {"qk_clip_tau": 1.0},
+}
+
+
+def plans_for(config: ModelConfig, preset: str = "standard", numerics: str = "fp32") -> tuple[LayerPlan, ...]:
+    spec = AttentionSpec(preset=preset, numerics=numerics)
+    return AttentionConfig(default=spec).resolve(config.n_layer, config.n_head)
+
+
+def make(config: ModelConfig = TINY, *, seed: int = 1, scale: float = 1.0, **changes: Any) -> GPT:
+    """An initialised model; ``scale`` multiplies every weight of two dimensions, so that logits are not all near zero."""
+    config = replace(config, **changes)
+    model = GPT(config, plans_for(config))
+    initialise(model, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(scale)
+    return model
+
+
+def batch(config: ModelConfig = TINY, B: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(config.vocab_size, (B, config.block_size + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Spy:
+    """Stands in for ``attention.dispatch.run``: keeps what it was called with, answers by torch's own attention."""
+
+    def __init__(self, output_dtype: torch.dtype | None = None):
+        self.calls: list[dict[str, Any]] = []
+        self.output_dtype = output_dtype
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: LayerPlan, **rest: Any) -> Tensor:
+        o = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(
+            1, 2
+        )
+        o = o if self.output_dtype is None else o.to(self.output_dtype)
+        self.calls.append({"q": q, "k": k, "v": v, "o": o, "plan": plan, **rest})
+        return o
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    spy = Spy()
+    monkeypatch.setattr(dispatch, "run", spy)
+    return spy
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_head": 5}, "model.n_head = 5: expected a divisor of model.n_embd = 768"),
+        ({"n_layer": 0}, "model.n_layer = 0: expected an integer of at least 1"),
+        ({"n_embd": 64.0}, "model.n_embd = 64.0: expected an integer of at least 1"),
+        ({"vocab_multiple": 0}, "model.vocab_multiple = 0: expected an integer of at least 1"),
+        ({"activation": "relu"}, "model.activation = 'relu': expected one of gelu, gelu_tanh"),
+        ({"logit_softcap": -1.0}, "model.logit_softcap = -1.0: expected a finite number of at least 0 (0 is off)"),
+        ({"z_loss": math.nan}, "model.z_loss = nan: expected a finite number of at least 0 (0 is off)"),
+    ],
+)
+def test_config_names_field_value_and_choices(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        ModelConfig(**changes)
+    assert str(error.value) == message
+
+
+def test_config_refuses_qk_clip_with_qk_norm() -> None:
+    with pytest.raises(UserError, match=r"^model\.qk_clip_tau = 100\.0: .*model\.qk_norm"):
+        ModelConfig(qk_norm=True, qk_clip_tau=100.0)
+
+
+@pytest.mark.parametrize(("size", "multiple", "padded"), [(50257, 128, 50304), (50257, 1, 50257), (256, 128, 256)])
+def test_vocabulary_is_padded_to_a_multiple(size: int, multiple: int, padded: int) -> None:
+    assert ModelConfig(vocab_size=size, vocab_multiple=multiple).padded_vocab_size == padded
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"), [("gpt2", 124_439_808), ("gpt2_medium", 354_823_168), ("gpt2_large", 774_030_080)]
+)
+def test_presets_have_as_many_parameters_as_the_published_models(preset: str, published: int) -> None:
+    config = replace(MODEL_PRESETS[preset], bias=True, vocab_multiple=1)
+    with torch.device("meta"):
+        assert GPT(config, plans_for(config)).num_parameters() == published
+
+
+def test_number_of_plans_must_be_the_number_of_layers() -> None:
+    with pytest.raises(ValueError, match="1 attention plans for 2 layers"):
+        GPT(TINY, plans_for(TINY)[:1])
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^data\.sequence_length = 17: expected at most model\.block_size = 16$"):
+        make()(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def same_weights(a: GPT, b: GPT) -> bool:
+    others = dict(b.named_parameters())
+    shared = [name for name, _ in a.named_parameters() if name in others]
+    return len(shared) >= 14 and all(torch.equal(a.get_parameter(n), b.get_parameter(n)) for n in shared)
+
+
+def test_initialisation_is_a_function_of_the_seed() -> None:
+    a, b = make(seed=3), make(seed=4)
+    torch.manual_seed(99)
+    assert same_weights(a, make(seed=3))
+    assert not torch.equal(a.w_q(0), b.w_q(0))
+
+
+@pytest.mark.parametrize("name", STABILISERS)
+def test_initialisation_does_not_depend_on_stabilisers(name: str) -> None:
+    assert same_weights(make(), make(**STABILISERS[name]))
+
+
+def test_initialisation_does_not_depend_on_attention() -> None:
+    other = GPT(TINY, plans_for(TINY, "flash", "paper"))
+    initialise(other, 1)
+    assert same_weights(make(), other)
+
+
+def test_initialisation_leaves_the_global_generator_alone() -> None:
+    model = make()
+    before = torch.get_rng_state()
+    initialise(model, 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "deviation"),
+    [
+        ("transformer.wte.weight", 0.02),
+        ("transformer.h.1.attn.c_attn.weight", 0.02),
+        ("transformer.h.1.attn.c_proj.weight", 0.02 / math.sqrt(4)),
+        ("transformer.h.0.mlp.c_proj.weight", 0.02 / math.sqrt(4)),
+    ],
+)
+def test_initial_deviations_are_those_of_gpt2(name: str, deviation: float) -> None:
+    values = make(n_embd=128, n_head=4).get_parameter(name)
+    standard_error = deviation / math.sqrt(2 * values.numel())
+    assert abs(values.std().item() - deviation) < 5 * standard_error
+
+
+def test_initial_gains_are_one_and_biases_zero() -> None:
+    vectors = {name: p for name, p in make(bias=True, qk_norm=True).named_parameters() if p.dim() == 1}
+    assert {name.rsplit(".")[-1] for name in vectors} == {"weight", "bias"}
+    assert all(torch.all(p == (0.0 if name.endswith("bias") else 1.0)) for name, p in vectors.items())
+
+
+def test_different_parameters_of_one_shape_differ() -> None:
+    model = make()
+    assert not torch.equal(model.w_q(0), model.w_q(1))
+
+
+def test_tied_matrix_is_one_parameter_with_both_gradients() -> None:
+    tied, untied = make(), make(tie_embeddings=False)
+    with torch.no_grad():
+        untied.lm_head.weight.copy_(untied.transformer.wte.weight)
+    for model in (tied, untied):
+        model(*batch())[1].backward()
+    both = untied.transformer.wte.weight.grad + untied.lm_head.weight.grad
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+    assert tied.num_parameters() == untied.num_parameters() - 64 * 32
+    torch.testing.assert_close(tied.transformer.wte.weight.grad, both)
+
+
+def test_w_q_and_w_k_are_views_of_the_fused_weight() -> None:
+    model = make()
+    weight = model.transformer.h[1].attn.c_attn.weight
+    assert torch.equal(torch.cat([model.w_q(1), model.w_k(1)]), weight[:64])
+    assert model.w_k(1).data_ptr() == weight[32:].data_ptr()
+
+
+def test_bias_switch_adds_every_bias_and_nothing_else() -> None:
+    without, with_bias = (dict(make(bias=b).named_parameters()).keys() for b in (False, True))
+    added = with_bias - without
+    per_block = {"ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+    expected = {f"transformer.h.{i}.{part}.bias" for i in range(2) for part in per_block} | {"transformer.ln_f.bias"}
+    assert added == expected
+
+
+def test_flops_per_token_are_those_of_the_matrix_products_and_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def products(q: Tensor, k: Tensor, v: Tensor, plan: LayerPlan, **rest: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return ((q @ k.mT) @ v).transpose(1, 2)
+
+    monkeypatch.setattr(dispatch, "run", products)
+    model, (tokens, targets) = make(tie_embeddings=False), batch()
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets)[1].backward()
+    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)  # the estimate counts them, the counter does not
+    assert model.flops_per_token(16) == counter.get_total_flops() / tokens.numel() + 6 * norms
+
+
+def test_a_later_token_changes_no_earlier_logit() -> None:
+    model, (tokens, _) = make(scale=5.0), batch()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 50
+    a, b = model(tokens)[0], model(changed)[0]
+    assert torch.equal(a[:, :9], b[:, :9])
+    assert not torch.equal(a[:, 9:], b[:, 9:])
+
+
+def test_attention_gets_each_layers_plan_and_the_seed(spy: Spy) -> None:
+    model, seed = make(), torch.tensor(7)
+    model(batch()[0], rounding_seed=seed)
+    assert [call["plan"] for call in spy.calls] == list(plans_for(TINY))
+    assert all(call["rounding_seed"] is seed for call in spy.calls)
+
+
+def test_attention_gets_seed_zero_when_none_is_given(spy: Spy) -> None:
+    make()(batch()[0])
+    assert spy.calls[0]["rounding_seed"].dtype == torch.int64
+    assert spy.calls[0]["rounding_seed"].item() == 0
+
+
+def test_float32_attention_output_is_projected_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy, model = Spy(torch.float32), make(scale=5.0)
+    monkeypatch.setattr(dispatch, "run", spy)
+    projected = []
+    model.attentions()[0].register_forward_hook(lambda module, args, output: projected.append(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch()[0])
+    assert spy.calls[0]["q"].dtype == torch.bfloat16
+    expected = functional.linear(spy.calls[0]["o"].flatten(2), model.attentions()[0].c_proj.weight)
+    assert torch.equal(projected[0], expected)
+
+
+def test_bfloat16_attention_output_is_projected_under_autocast(spy: Spy) -> None:
+    model = make()
+    projected = []
+    model.attentions()[0].register_forward_hook(lambda module, args, output: projected.append(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch()[0])
+    assert projected[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("changes", [{}, *STABILISERS.values()], ids=["plain", *STABILISERS])
+def test_compiled_without_graph_breaks_equals_eager(spy: Spy, changes: dict[str, Any]) -> None:
+    tokens, targets = batch()
+    eager, traced = make(scale=5.0, **changes), make(scale=5.0, **changes)
+    torch._dynamo.reset()
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    for model in (eager, compiled):
+        model(tokens, targets)[1].backward()
+    assert torch.equal(eager(tokens, targets)[1], compiled(tokens, targets)[1])
+    pairs = zip(eager.parameters(), traced.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert torch.equal(eager.attentions()[0].max_logit_H, traced.attentions()[0].max_logit_H)
+
+
+def test_loss_is_mean_cross_entropy_over_all_columns_padding_included() -> None:
+    model, (tokens, targets) = make(scale=5.0), batch()
+    logits, loss = model(tokens, targets)
+    assert logits.shape == (3, 16, 64)
+    picked = torch.log_softmax(logits.double(), dim=-1).gather(2, targets[..., None])
+    torch.testing.assert_close(loss.double(), -picked.mean())
+
+
+def test_targets_of_minus_one_do_not_count() -> None:
+    model, (tokens, targets) = make(scale=5.0, z_loss=0.1), batch(B=2)
+    ignored = targets.clone()
+    ignored[1] = -1
+    torch.testing.assert_close(model(tokens, ignored)[1], model(tokens[:1], targets[:1])[1])
+
+
+def test_loss_is_float32_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = make()(*batch())
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(loss, functional.cross_entropy(logits.float().flatten(0, 1), batch()[1].flatten()))
+
+
+def test_z_loss_gradient_is_that_of_the_formula() -> None:
+    model, (_, targets) = make(z_loss=0.3), batch()
+    logits = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(2)).mul(3).requires_grad_()
+    (gradient,) = torch.autograd.grad(model.loss(logits, targets), logits)
+    # d/dx of c * mean((log Z)^2) = c * 2 log(Z) softmax(x) / N, d/dx of cross-entropy = (softmax(x) - onehot) / N.
+    exact = logits.detach().double()
+    log_z, p = torch.logsumexp(exact, dim=-1, keepdim=True), torch.softmax(exact, dim=-1)
+    expected = (0.3 * 2 * log_z * p + p - functional.one_hot(targets, 64)) / targets.numel()
+    assert (gradient - expected).abs().max() < 16 * torch.finfo(torch.float32).eps * expected.abs().max()
+
+
+def test_z_loss_is_left_out_of_evaluation() -> None:
+    model, plain = make(z_loss=0.3), make()
+    assert model(*batch())[1] > plain(*batch())[1]
+    assert torch.equal(model.eval()(*batch())[1], plain(*batch())[1])
+
+
+def test_logit_softcap_is_tanh_in_float32() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, capped = make(scale=20.0)(batch()[0])[0], make(scale=20.0, logit_softcap=3.0)(batch()[0])[0]
+    assert plain.dtype == torch.bfloat16
+    assert plain.abs().max() > 3.0
+    assert torch.equal(capped, 3.0 * torch.tanh(plain.float() / 3.0))
+
+
+def test_attention_softcap_bounds_the_logits_attention_uses() -> None:
+    attn = make(scale=20.0, attention_softcap=0.5).attentions()[0]
+    x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(3))
+
+    def formula(dtype: torch.dtype) -> Tensor:
+        q, k, v = (part.view(1, 16, 2, 16).transpose(1, 2).to(dtype) for part in attn.c_attn(x).split(32, dim=-1))
+        scores = 0.5 * torch.tanh(q @ k.mT / 4 / 0.5)
+        weights = scores.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf).softmax(dim=-1)
+        return (weights @ v).transpose(1, 2).flatten(2) @ attn.c_proj.weight.to(dtype).T
+
+    exact = formula(torch.float64)
+    baseline = (formula(torch.float32) - exact).abs().max()
+    assert (attn(x, torch.tensor(0)) - exact).abs().max() <= 2 * baseline
+
+
+def without_epsilon(model: GPT) -> GPT:
+    """The norms of q and k divide by the bare deviation, so that claims about scale hold exactly."""
+    for attn in model.attentions():
+        attn.q_norm.eps = attn.k_norm.eps = 0.0
+    return model
+
+
+def test_qk_norm_gives_attention_layer_normed_heads(spy: Spy) -> None:
+    model = without_epsilon(make(scale=5.0, qk_norm=True))
+    with torch.no_grad():
+        model.attentions()[0].q_norm.weight.fill_(3.0)
+    model(batch()[0])
+    for name, gain in (("q", 3.0), ("k", 1.0)):
+        heads = spy.calls[0][name]
+        torch.testing.assert_close(heads.mean(dim=-1), torch.zeros(3, 16, 2))
+        torch.testing.assert_close(heads.std(dim=-1, correction=0), torch.full((3, 16, 2), gain))
+
+
+def test_qk_norm_takes_away_the_scale_of_w_q() -> None:
+    model, (tokens, _) = without_epsilon(make(scale=20.0, qk_norm=True)), batch()
+    before = model(tokens)[0]
+    with torch.no_grad():
+        for layer in range(2):
+            model.w_q(layer).mul_(1024.0)
+    assert torch.equal(model(tokens)[0], before)
+
+
+def test_qk_norm_keeps_one_dtype_under_autocast(spy: Spy) -> None:
+    model = make(qk_norm=True)
+    for norm in (model.attentions()[0].q_norm, model.attentions()[0].k_norm):
+        norm.register_forward_hook(lambda module, args, output: output.float())  # as autocast does on CUDA, not on CPU
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch()[0])
+    assert {spy.calls[0][name].dtype for name in "qkv"} == {torch.bfloat16}
+
+
+def test_a_gate_of_zero_weights_halves_the_attention_output() -> None:
+    gated, plain = make(gated_attention=True), make()
+    with torch.no_grad():
+        for attn in gated.attentions():
+            attn.gate.weight.zero_()
+        for attn in plain.attentions():
+            attn.c_proj.weight.mul_(0.5)
+    assert torch.equal(gated(batch()[0])[0], plain(batch()[0])[0])
+
+
+def test_gate_is_the_sigmoid_of_the_attention_input() -> None:
+    gated = make(scale=20.0, gated_attention=True).attentions()[0]
+    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(3))
+    inputs: list[Tensor] = []
+    gated.c_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    gated(x, torch.tensor(0))
+    gate, gated.gate = gated.gate, None
+    gated(x, torch.tensor(0))
+    assert torch.equal(inputs[0], inputs[1] * torch.sigmoid(x @ gate.weight.T))
+
+
+def test_parameters_move_with_their_largest_logits() -> None:
+    model = make(qk_clip_tau=1.0)
+    assert model.to("meta").attentions()[0].max_logit_H.device.type == "meta"

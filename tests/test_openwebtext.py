@@ -1,0 +1,129 @@
+"""data/openwebtext.py"""
+
+import pickle
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import tiktoken
+
+import data.openwebtext as openwebtext
+import data.tokenizers
+from data.openwebtext import RowEncoder, Rows, check_counts, prepare_openwebtext
+from data.token_files import TokenFile
+from errors import UserError
+
+COUNT = 300
+# The permutation that NumPy's generator gives for nanoGPT's seed; a held-out part of 0.0005 is one document of 300.
+ORDER = np.random.default_rng(2357).permutation(COUNT).tolist()
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """Two parquet files of 300 numbered documents; byte-level stand-in for GPT-2's files, which need a download."""
+    pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(data.tokenizers, "_gpt2_encoding", byte_encoding)
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    texts = [f"<{number}>\n" for number in range(COUNT)]
+    for part, rows in enumerate((texts[:100], texts[100:])):
+        parquet.write_table(pyarrow.table({"text": rows}), folder / f"train-{part:05}.parquet")
+    return folder
+
+
+def byte_encoding():
+    ranks = {bytes([value]): value for value in range(256)}
+    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
+
+
+def prepare(tmp_path, source, **options):
+    options = {"allow_other_counts": True, "workers": 1, **options}
+    return prepare_openwebtext(tmp_path / "out", source=source, cache=tmp_path / "cache", **options)
+
+
+def texts_of(tmp_path, split):
+    tokens = TokenFile.open(tmp_path / "out", split).tokens.astype(np.int64)
+    ends = np.flatnonzero(tokens == 50256)
+    assert ends[-1] == len(tokens) - 1
+    return [bytes(part[part != 50256].tolist()).decode() for part in np.split(tokens, ends)[:-1]]
+
+
+def test_held_out_document_is_the_one_of_nanogpts_seed(tmp_path, source):
+    prepare(tmp_path, source)
+    assert texts_of(tmp_path, "val") == [f"<{ORDER[0]}>\n"]
+
+
+def test_training_documents_are_in_nanogpts_order(tmp_path, source):
+    prepare(tmp_path, source)
+    assert texts_of(tmp_path, "train") == [f"<{number}>\n" for number in ORDER[1:]]
+
+
+def test_counts_of_documents_are_reported(tmp_path, source):
+    assert prepare(tmp_path, source).documents == {"train": COUNT - 1, "val": 1}
+
+
+def test_other_documents_than_openwebtext_are_refused(tmp_path, source):
+    with pytest.raises(UserError, match="299 train, 1 val documents, expected 8,009,762 train, 4,007 val"):
+        prepare(tmp_path, source, allow_other_counts=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_tokens_than_nanogpts_are_refused(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(openwebtext, "EXPECTED_DOCUMENTS", {"train": COUNT - 1, "val": 1})
+    with pytest.raises(UserError, match="expected 9,035,582,198 train, 4,434,897 val"):
+        prepare(tmp_path, source, allow_other_counts=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_expected_counts_pass(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(openwebtext, "EXPECTED_DOCUMENTS", {"train": COUNT - 1, "val": 1})
+    val = len(f"<{ORDER[0]}>\n") + 1
+    total = sum(len(f"<{number}>\n") + 1 for number in range(COUNT))
+    monkeypatch.setattr(openwebtext, "EXPECTED_TOKENS", {"train": total - val, "val": val})
+    prepared = prepare(tmp_path, source, allow_other_counts=False)
+    assert prepared.headers["train"].count == total - val
+
+
+def test_same_total_is_told_apart_from_other_text():
+    with pytest.raises(UserError, match="the same text in another order"):
+        check_counts("tokens", {"train": 9, "val": 2}, {"train": 10, "val": 1})
+
+
+def test_what_workers_are_sent_encodes_the_same_there(tmp_path, source):
+    splits = openwebtext.split_as_nanogpt(openwebtext.load(source, tmp_path / "cache", 1))
+    make = partial(RowEncoder, splits)
+    rows = Rows("train", 10, 20)
+    here, there = make()(rows)[1], pickle.loads(pickle.dumps(make))()(rows)[1]
+    assert here.size > 0
+    assert here.tolist() == there.tolist()
+
+
+def test_folder_without_parquet_is_one_line(tmp_path, source):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no folder with .parquet files"):
+        prepare(tmp_path, tmp_path / "empty")
+
+
+def test_damaged_parquet_is_one_line(tmp_path, source):
+    (source / "train-00001.parquet").write_bytes(b"not parquet")
+    with pytest.raises(UserError, match="cannot load"):
+        prepare(tmp_path, source)
+
+
+def test_parquet_of_other_columns_is_one_line(tmp_path, source):
+    import pyarrow
+    import pyarrow.parquet
+
+    for path in source.iterdir():
+        pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"]}), path)
+    with pytest.raises(UserError, match="no column 'text', only body"):
+        prepare(tmp_path, source)
+
+
+def test_missing_package_is_one_line(tmp_path, source, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        prepare(tmp_path, source)

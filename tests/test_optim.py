@@ -1,0 +1,313 @@
+"""The schedule at its corners, which optimiser takes which parameter, steps against torch's own, exact resumption."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from errors import UserError
+from training.optim import (
+    MuonWithAdamW,
+    OptimConfig,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+)
+
+MUON_NAMES = {
+    "transformer.h.0.attn.c_attn.weight",
+    "transformer.h.0.attn.c_proj.weight",
+    "transformer.h.0.mlp.c_fc.weight",
+    "transformer.h.0.mlp.c_proj.weight",
+}
+
+
+class TinyBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        q_BTC, k_BTC, v_BTC = self.attn["c_attn"](self.ln_1(x_BTC)).chunk(3, dim=-1)
+        x_BTC = x_BTC + self.attn["c_proj"](torch.tanh(q_BTC * k_BTC) * v_BTC)
+        return x_BTC + self.mlp["c_proj"](torch.relu(self.mlp["c_fc"](x_BTC)))
+
+
+class TinyModel(nn.Module):
+    """The names and the weight tying of the real model, nothing else of it."""
+
+    def __init__(self, width: int = 8, vocabulary: int = 11):
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(vocabulary, width),
+                "h": nn.ModuleList([TinyBlock(width)]),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.transformer["wte"](tokens_BT)
+        for block in self.transformer["h"]:
+            x_BTC = block(x_BTC)
+        return self.lm_head(self.transformer["ln_f"](x_BTC))
+
+
+def make_model() -> TinyModel:
+    torch.manual_seed(0)
+    return TinyModel()
+
+
+def backward(model: nn.Module, step: int) -> None:
+    tokens_BT = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(step))
+    model.zero_grad()
+    nn.functional.cross_entropy(model(tokens_BT)[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()).backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, config: OptimConfig) -> None:
+    for step in steps:
+        backward(model, step)
+        clip_gradients(model, config.grad_clip)
+        set_learning_rate(optimizer, learning_rate(step, config))
+        optimizer.step()
+
+
+def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[set[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+
+
+COSINE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=14)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0.2), (3, 0.8), (4, 1.0), (9, 0.55), (14, 0.1), (15, 0.1), (10**9, 0.1)],
+)
+def test_cosine_schedule_at_its_corners(step: int, expected: float) -> None:
+    assert learning_rate(step, COSINE) == pytest.approx(expected, rel=1e-15)
+
+
+def test_cosine_is_exact_at_both_ends() -> None:
+    assert (learning_rate(4, COSINE), learning_rate(14, COSINE)) == (COSINE.lr, COSINE.min_lr)
+
+
+def test_schedule_falls_all_the_way_from_peak_to_end() -> None:
+    rates = [learning_rate(step, COSINE) for step in range(4, 15)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates))
+
+
+def test_constant_schedule_warms_up_and_stays() -> None:
+    config = OptimConfig(lr=6e-3, schedule="constant", warmup_steps=50, decay_steps=1)
+    assert learning_rate(0, config) == 6e-3 / 51
+    assert {learning_rate(step, config) for step in (50, 51, 1000, 10**9)} == {6e-3}
+
+
+def test_no_warmup_starts_at_the_peak() -> None:
+    assert learning_rate(0, OptimConfig(warmup_steps=0)) == OptimConfig().lr
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("optimizer", "sgd"),
+        ("schedule", "linear"),
+        ("fused", "yes"),
+        ("lr", 0.0),
+        ("lr", math.nan),
+        ("min_lr", 1.0),
+        ("warmup_steps", -1),
+        ("decay_steps", 2000),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("grad_clip", -1.0),
+        ("muon_momentum", 1.0),
+    ],
+)
+def test_bad_field_is_named_with_its_value(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^optim\.{field} = {value!r}: expected "):
+        OptimConfig(**{field: value})
+
+
+def test_constant_schedule_does_not_look_at_the_cosines_fields() -> None:
+    assert OptimConfig(schedule="constant", lr=1e-6, warmup_steps=50, decay_steps=1).min_lr > 1e-6
+
+
+def test_adamw_decays_matrices_and_embeddings_only() -> None:
+    model = make_model()
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), torch.device("cpu"))
+    decayed, plain = named_groups(model, optimizer)
+    assert decayed == MUON_NAMES | {"transformer.wte.weight"}
+    assert plain == {name for name, _ in model.named_parameters()} - decayed
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_muon_takes_the_blocks_matrices_and_adamw_the_rest() -> None:
+    model = make_model()
+    optimizer = build_optimizer(model, OptimConfig(optimizer="muon"), torch.device("cpu"))
+    muon, decayed, plain = named_groups(model, optimizer)
+    assert muon == MUON_NAMES
+    assert decayed == {"transformer.wte.weight"}
+    assert muon | decayed | plain == {name for name, _ in model.named_parameters()}
+
+
+def test_muon_finds_the_same_parameters_inside_wrappers() -> None:
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": make_model()})})
+    optimizer = build_optimizer(wrapped, OptimConfig(optimizer="muon"), torch.device("cpu"))
+    assert named_groups(wrapped, optimizer)[0] == {"module._orig_mod." + name for name in MUON_NAMES}
+
+
+def test_muon_on_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"optim\.optimizer = 'muon'"):
+        build_optimizer(nn.Linear(2, 2), OptimConfig(optimizer="muon"), torch.device("cpu"))
+
+
+def test_muon_pair_steps_as_torchs_muon_and_adamw_alone() -> None:
+    config = OptimConfig(optimizer="muon", weight_decay=0.01, muon_momentum=0.9, lr=5e-4)
+    ours, theirs = make_model(), make_model()
+    matrices = [p for name, p in theirs.named_parameters() if name in MUON_NAMES]
+    rest = [p for name, p in theirs.named_parameters() if name not in MUON_NAMES]
+    muon = torch.optim.Muon(matrices, lr=5e-4, weight_decay=0.01, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.ndim > 1]},
+        {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=5e-4, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = build_optimizer(ours, config, torch.device("cpu"))
+    for step in range(3):
+        backward(ours, step)
+        backward(theirs, step)
+        for part in (optimizer, muon, adamw):
+            part.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_one_muon_step_is_the_scaled_orthogonal_factor() -> None:
+    model = make_model()
+    weight = model.get_parameter("transformer.h.0.mlp.c_fc.weight")  # [32, 8]
+    before = weight.detach().clone()
+    optimizer = build_optimizer(model, OptimConfig(optimizer="muon", weight_decay=0.5), torch.device("cpu"))
+    set_learning_rate(optimizer, 0.01)
+    factor = torch.linalg.qr(torch.randn(32, 8))[0]
+    weight.grad = 1e-3 * factor
+    optimizer.step()
+    update = (before * (1 - 0.01 * 0.5) - weight.detach()) / (0.01 * 0.2 * math.sqrt(32))
+    # torch.optim.Muon promises U S V^T with S between 0.5 and 1.5, whatever the gradient's scale; here U V^T is the factor.
+    values = (factor.T @ update).diagonal()
+    assert values.min() > 0.5
+    assert values.max() < 1.5
+
+
+def test_one_adamw_step_is_the_published_update() -> None:
+    config = OptimConfig(lr=1e-2, weight_decay=0.1, schedule="constant")
+    model = make_model()
+    weight = model.get_parameter("transformer.wte.weight")
+    before = weight.detach().double()
+    optimizer = build_optimizer(model, config, torch.device("cpu"))
+    backward(model, 0)
+    optimizer.step()
+    gradient = weight.grad.double()  # type: ignore[union-attr]
+    # After one step both bias-corrected moments are the gradient's own powers (Algorithm 2 of arXiv 1711.05101, t = 1).
+    expected = before * (1 - 1e-2 * 0.1) - 1e-2 * gradient / (gradient.abs() + 1e-8)
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("fused", ["off", "on"])
+def test_five_steps_save_load_five_steps_equal_ten(name: Any, fused: Any) -> None:
+    config = OptimConfig(optimizer=name, fused=fused, weight_decay=0.01, warmup_steps=2, decay_steps=9)
+    straight, first = make_model(), make_model()
+    train(straight, build_optimizer(straight, config, "cpu"), range(10), config)
+
+    optimizer = build_optimizer(first, config, "cpu")
+    train(first, optimizer, range(5), config)
+    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+
+    torch.manual_seed(1)
+    second = TinyModel()
+    resumed = build_optimizer(second, config, "cpu")
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(second, resumed, range(5, 10), config)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
+
+
+def test_parts_of_the_pair_use_the_loaded_state() -> None:
+    model = make_model()
+    optimizer = build_optimizer(model, OptimConfig(optimizer="muon"), "cpu")
+    assert isinstance(optimizer, MuonWithAdamW)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    set_learning_rate(optimizer, 0.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_pair_keeps_one_state_for_every_parameter() -> None:
+    model = make_model()
+    optimizer = build_optimizer(model, OptimConfig(optimizer="muon"), "cpu")
+    backward(model, 0)
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    keys = [set(state[index]) for index in sorted(state)]
+    assert keys == [{"momentum_buffer"}] * 4 + [{"step", "exp_avg", "exp_avg_sq"}] * (len(keys) - 4)
+    assert len(keys) == len(list(model.parameters()))
+
+
+def test_scaler_steps_the_pair_and_skips_on_overflow() -> None:
+    model = make_model()
+    optimizer = build_optimizer(model, OptimConfig(optimizer="muon"), "cpu")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler.scale(torch.zeros(()))  # a scaler is lazy: this makes its scale
+    backward(model, 0)
+    model.get_parameter("transformer.h.0.mlp.c_fc.weight").grad[0, 0] = math.inf  # type: ignore[index]
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert scaler.get_scale() == 2.0
+
+
+def test_clipping_scales_to_the_limit_and_returns_the_norm_before() -> None:
+    model = make_model()
+    backward(model, 0)
+    expected = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients(model)))
+    norm = clip_gradients(model, expected / 2)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    clipped = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients(model)))
+    # clip_grad_norm_ adds 1e-6 to the norm that it divides by.
+    assert clipped == pytest.approx(expected / 2 * expected / (expected + 1e-6), rel=1e-6)
+
+
+def test_clipping_off_returns_the_norm_and_leaves_gradients_alone() -> None:
+    model = make_model()
+    backward(model, 0)
+    before = gradients(model)
+    assert clip_gradients(model, 0.0).item() > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
+
+
+def test_norm_of_a_non_finite_gradient_is_not_finite() -> None:
+    model = make_model()
+    backward(model, 0)
+    model.lm_head.weight.grad[0, 0] = math.nan  # type: ignore[index]
+    assert math.isnan(float(clip_gradients(model, 1.0)))

@@ -1,0 +1,159 @@
+"""Names -> (backend, numerics) -> groups of heads, and the errors of impossible plans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from attention.numerics import BASES, HARDWARE, MICROCOSM, PAPER, Numerics, numerics_from_key
+from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec
+from errors import UserError
+
+FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash_reference"]
+
+
+def test_every_required_preset_exists() -> None:
+    required = """standard sdpa_flash sdpa_cudnn sdpa_math flash flash_untiled flash_stable flash_stable_safe flash_fp32_pv
+        flash_fp32_o flash_delta_from_p flash_recompute_o flash_stochastic_o flash_run_a flash_run_b flash_run_c flash_run_d"""
+    assert set(required.split()) <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", FLASH)
+@pytest.mark.parametrize("base", BASES)
+def test_every_flash_preset_works_on_every_base(name: str, base: str) -> None:
+    numerics = AttentionSpec(preset=name, numerics=base).resolve()
+    assert numerics_from_key(numerics.key()) == numerics
+
+
+@pytest.mark.parametrize(
+    ("preset", "sites"),
+    [
+        ("flash", ()),
+        ("flash_delta_from_p", ("delta=rowsum_p_dp",)),
+        ("flash_recompute_o", ("delta=recomputed_o",)),
+        ("flash_fp32_o", ("delta_output=fp32",)),
+        ("flash_fp32_pv", ("probabilities=fp32",)),
+        ("flash_run_b", ("output_rounding=stochastic", "delta_output=input")),
+        ("flash_run_d", ("delta_output=input", "delta_rounding=stochastic")),
+        ("flash_run_c", ("output=fp32", "delta_output=input")),
+    ],
+)
+def test_a_preset_changes_what_its_name_says_and_nothing_else(preset: str, sites: tuple[str, ...]) -> None:
+    assert AttentionSpec(preset=preset).resolve().differences(HARDWARE) == sites
+
+
+def test_the_bases_are_the_columns_of_the_table_of_sites() -> None:
+    assert PAPER.differences(HARDWARE) == (
+        "scores=input",
+        "statistics=input",
+        "tile_product=input",
+        "accumulator=input",
+    )
+    assert (PAPER.tile_q, PAPER.tile_k) == (512, 512)
+    assert BASES["fp32"].delta_output == "fp32"
+    assert BASES["fp32"].output == "input"
+    assert (MICROCOSM.accumulator, MICROCOSM.output, MICROCOSM.scores) == ("m1", "m1", "m7")
+
+
+def test_runs_a_to_d_round_the_two_uses_of_o_as_the_table_says() -> None:
+    def roundings(run: str) -> tuple[str, str, str]:
+        n = AttentionSpec(preset=f"flash_run_{run}", numerics="microcosm").resolve()
+        forward = n.output if n.output == "fp32" else n.output_rounding
+        return forward, n.delta_output, n.delta_rounding
+
+    assert roundings("a") == ("stochastic", "output", "nearest")
+    assert roundings("b") == ("stochastic", "m1", "nearest")
+    assert roundings("c") == ("fp32", "m1", "nearest")
+    assert roundings("d") == ("nearest", "m1", "stochastic")
+
+
+def test_single_sites_override_the_preset() -> None:
+    numerics = AttentionSpec(preset="flash_stable", sites=("row_max_beta=8", "tile_q=64")).resolve()
+    assert (numerics.row_max, numerics.row_max_beta, numerics.tile_q) == ("stabilised", 8.0, 64)
+
+
+def test_heads_of_a_layer_that_share_a_spec_share_a_group() -> None:
+    special = AttentionSpec(preset="flash_fp32_o")
+    config = AttentionConfig(
+        rules=(
+            AttentionRule(layers=(1,), heads=(0, 6), attention=special),
+            AttentionRule(layers=(1,), heads=(7,), attention=special),
+        )
+    )
+    plans = config.resolve(3, 12)
+    assert [len(plan.groups) for plan in plans] == [1, 2, 1]
+    assert plans[1].groups[0].heads == (0, 6, 7)
+    assert sorted(h for group in plans[1].groups for h in group.heads) == list(range(12))
+    assert plans[0].groups[0].heads == tuple(range(12))
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (AttentionRule(layers=(12,)), "attention.rules.0.layers = 12: expected 0 to 11"),
+        (AttentionRule(heads=(-1,)), "attention.rules.0.heads = -1: expected 0 to 11"),
+        (AttentionRule(layers=(1, 1)), "attention.rules.0.layers = (1, 1): expected each named once"),
+    ],
+)
+def test_unknown_layers_and_heads_are_refused(rule: AttentionRule, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        AttentionConfig(rules=(rule,)).resolve(12, 12)
+    assert message in str(error.value)
+
+
+def test_overlapping_rules_are_refused() -> None:
+    rules = (AttentionRule(layers=(1,)), AttentionRule(layers=(0, 1), heads=(3,)))
+    with pytest.raises(UserError, match=r"layer 1 head 3, which rule 0 names already"):
+        AttentionConfig(rules=rules).resolve(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"preset": "flsh"}, "attention preset = 'flsh'"),
+        ({"numerics": "papr"}, "attention numerics = 'papr'"),
+        ({"backend": "cuda"}, "attention backend = 'cuda'"),
+        ({"sites": ("output",)}, "attention sites = 'output'"),
+        ({"sites": ("otput=bf16",)}, "attention sites = 'otput'"),
+        ({"sites": ("output=bf17",)}, "attention numerics output = 'bf17'"),
+        ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
+        ({"preset": "sdpa_flash", "numerics": "paper"}, "attention numerics of sdpa_flash = 'paper'"),
+        ({"preset": "flash_stable", "backend": "sdpa_flash"}, "attention backend = 'sdpa_flash'"),
+    ],
+)
+def test_bad_specs_name_field_value_and_choices(arguments: dict, field: str) -> None:
+    with pytest.raises(UserError) as error:
+        AttentionSpec(**arguments)
+    assert str(error.value).startswith(field)
+    assert "expected" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"row_max_beta": 1.0},
+        {"row_max_tolerance": -1e-3},
+        {"row_max_cap": 0.0},
+        {"tile_k": -1},
+        {"delta": "rowsum"},
+        {"output_rounding": "up"},
+    ],
+)
+def test_numerics_out_of_range_are_refused(changes: dict) -> None:
+    with pytest.raises(UserError):
+        replace(Numerics(), **changes)
+
+
+def test_input_becomes_the_dtype_and_nothing_else_changes() -> None:
+    concrete = PAPER.concrete("bf16")
+    assert concrete.scores == concrete.output == "bf16"
+    assert concrete.delta_output == "output"
+    assert concrete.logsumexp == "fp32"
+
+
+def test_the_plan_needs_no_torch() -> None:
+    code = "import sys, attention, attention.plan; attention.AttentionConfig().resolve(2, 2); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,141 @@
+"""scripts/prepare_data.py: the command line, and what a kill leaves."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data.token_files import TokenFile
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "prepare_data.py"
+
+
+def run(*arguments, cwd):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "some.words.txt"
+    path.write_text("a\n<|endoftext|>\nb\n")
+    return path
+
+
+def bytes_options(text):
+    return ["text", text, "--vocabulary", "bytes", "--val-fraction", "0.5", "--workers", "1"]
+
+
+def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
+    result = run(*bytes_options(text), cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
+
+
+def test_what_was_written_is_printed(tmp_path, text):
+    result = run(*bytes_options(text), cwd=tmp_path)
+    assert re.search(r"train\s+2 tokens \(bytes, uint8\) of 1 documents", result.stdout)
+
+
+def test_existing_set_needs_force(tmp_path, text):
+    run(*bytes_options(text), cwd=tmp_path)
+    assert run(*bytes_options(text), cwd=tmp_path).returncode == 2
+    assert run(*bytes_options(text), "--force", cwd=tmp_path).returncode == 0
+
+
+def test_stdlib_twice_is_already_prepared(tmp_path):
+    first = run("stdlib", "--out", tmp_path / "sets", cwd=tmp_path)
+    again = run("stdlib", "--out", tmp_path / "sets", cwd=tmp_path)
+    assert (first.returncode, again.returncode) == (0, 0)
+    assert "already prepared" not in first.stdout
+    assert "already prepared" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "arguments are required"),
+        (["novels"], "invalid choice: 'novels'"),
+        (["text"], "arguments are required: source"),
+        (["text", "nothing.txt"], "nothing.txt: no such file or folder"),
+        (["text", "some.words.txt", "--vocabulary", "words"], "invalid choice: 'words'"),
+        (["text", "some.words.txt", "--name", "../elsewhere"], "--name = '../elsewhere'"),
+        (["text", "some.words.txt", "--workers", "-1"], "workers = -1"),
+        (["text", "some.words.txt", "--vocabulary", "bytes", "--out", "some.words.txt"], "some.words.txt"),
+        (["stdlib", "--bogus"], "unrecognized arguments: --bogus"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(tmp_path, text, arguments, expected):
+    result = run(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert expected in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [text.name]
+
+
+@pytest.fixture
+def half_way(tmp_path):
+    """A run with two workers that has written tokens and waits for more text: its source is a pipe kept open."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, str(SCRIPT), "text", str(pipe), "--vocabulary", "bytes", "--workers", "2", "--name", "a"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    with open(pipe, "wb", buffering=0) as feed:
+        # More than fits into the tasks under way, so that some of it has come back and was written.
+        feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)
+        written = tmp_path / "data/tokens/.a.partial/train.bin.tmp"
+        wait_for(lambda: written.exists() and written.stat().st_size > 0)
+        yield process
+    process.kill()
+    process.communicate()
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_killed_run_leaves_no_data_set(tmp_path, half_way):
+    half_way.kill()
+    half_way.wait()
+    assert [path.name for path in (tmp_path / "data/tokens").iterdir()] == [".a.partial"]
+
+
+def test_run_after_a_killed_one_is_whole_and_clears_its_rest(tmp_path, half_way, text):
+    half_way.kill()
+    half_way.wait()
+    result = run(*bytes_options(text), "--name", "a", cwd=tmp_path)
+    assert result.returncode == 0
+    assert [path.name for path in (tmp_path / "data/tokens").iterdir()] == ["a"]
+    assert TokenFile.open(tmp_path / "data/tokens/a", "val", verify="sha256").tokens.tobytes() == b"b\0"
+
+
+def test_workers_of_a_killed_run_end(half_way):
+    workers = psutil.Process(half_way.pid).children(recursive=True)
+    assert workers
+    half_way.kill()
+    half_way.wait()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_run_clears_what_it_began(tmp_path, half_way, number):
+    half_way.send_signal(number)
+    assert half_way.wait(timeout=20) == 128 + number
+    assert list((tmp_path / "data/tokens").iterdir()) == []
+
+
+def test_second_run_of_the_same_name_is_refused(tmp_path, half_way, text):
+    result = run(*bytes_options(text), "--name", "a", cwd=tmp_path)
+    assert (result.returncode, "another process is preparing it" in result.stderr) == (2, True)

@@ -1,0 +1,441 @@
+"""data/recording.py: the file format, appending under kills, and the finding of damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader, npy_head
+from errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make_header(*, batch=3, length=4, carried=False, dtype="uint8", windows_WT=None, **changes) -> RecordingHeader:
+    facts = {
+        "data_sha256": "ab" * 32,
+        "data_tokens": 10_000,
+        "validation_sha256": "cd" * 32,
+        "sequence_length": length,
+        "global_batch": batch,
+        "seed": 5,
+        "source_run": "läuft",
+        "vocabulary": "bytes",
+        "vocabulary_size": 256,
+        "dtype": dtype,
+        "carries_tokens": carried,
+        "validation_windows": 0 if windows_WT is None else len(windows_WT),
+        "validation_windows_sha256": "" if windows_WT is None else hashlib.sha256(windows_WT.tobytes()).hexdigest(),
+    }
+    return RecordingHeader(**(facts | changes))
+
+
+def make_rows(steps, *, batch=3, length=4, dtype="uint8", seed=0):
+    """(offsets [S, G], tokens [S, G, T + 1], validation [2, T + 1]) of no particular meaning."""
+    generator = np.random.default_rng(seed)
+    offsets = generator.integers(0, 10_000 - length, size=(steps, batch), dtype=np.uint64)
+    high = np.iinfo(dtype).max
+    tokens = generator.integers(0, high, size=(steps, batch, length + 1), dtype=dtype, endpoint=True)
+    validation = generator.integers(0, high, size=(2, length + 1), dtype=dtype, endpoint=True)
+    return offsets, tokens, validation
+
+
+def write(
+    folder: Path, steps: int, *, carried: bool = False, finish: bool = True, flush_at: int | None = None
+) -> RecordingHeader:
+    offsets, tokens, validation = make_rows(steps)
+    header = make_header(carried=carried, windows_WT=validation if carried else None)
+    recorder = Recorder.create(folder, header, validation if carried else None)
+    for step in range(steps):
+        recorder.append(offsets[step], tokens[step] if carried else None)
+        if step + 1 == flush_at:
+            recorder.flush()
+    if finish:
+        recorder.close()
+    return header
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    steps=st.integers(0, 5),
+    batch=st.integers(1, 5),
+    length=st.integers(1, 6),
+    dtype=st.sampled_from(["uint8", "uint16"]),
+    carried=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_what_is_recorded_is_read_back(steps, batch, length, dtype, carried, seed):
+    offsets, tokens, validation = make_rows(steps, batch=batch, length=length, dtype=dtype, seed=seed)
+    header = make_header(
+        batch=batch, length=length, carried=carried, dtype=dtype, windows_WT=validation if carried else None
+    )
+    with tempfile.TemporaryDirectory() as parent:
+        recorder = Recorder.create(Path(parent) / "r", header, validation if carried else None)
+        for step in range(steps):
+            recorder.append(offsets[step], tokens[step] if carried else None)
+        recorder.close()
+        found = Recording.open(Path(parent) / "r")
+        assert (found.header, found.steps, found.complete, found.checksum) == (header, steps, True, recorder.checksum)
+        assert np.array_equal(found.offsets, offsets)
+        if carried:
+            assert np.array_equal(found.tokens, tokens)
+            assert np.array_equal(found.validation, validation)
+
+
+def read_by_the_readme(folder: Path) -> np.ndarray:
+    """The offsets, by a reader written from replay_batches/README.md alone; AssertionError for damage."""
+    header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+    promised, complete, start = header.pop("steps"), header.pop("complete"), bytes.fromhex(header.pop("chain_start"))
+    pairs = ",".join(f"{json.dumps(key)}:{json.dumps(header[key])}" for key in sorted(header))
+    assert hashlib.sha256(("{" + pairs + "}").encode()).digest()[:8] == start
+    batch, length, width = header["global_batch"], header["sequence_length"], {"uint8": 1, "uint16": 2}[header["dtype"]]
+    raw = (folder / "offsets.npy").read_bytes()
+    carried = (folder / "tokens.npy").read_bytes()[128:] if header["carries_tokens"] else b""
+    rows = (len(raw) - 128) // (8 * (batch + 1))
+    assert rows == promised or not complete
+    chain, table = start, []
+    for step in range(rows):
+        row = raw[128 + step * 8 * (batch + 1) :][: 8 * (batch + 1)]
+        size = batch * (length + 1) * width
+        chain = hashlib.sha256(chain + row[:-8] + carried[step * size :][:size]).digest()[:8]
+        assert chain == row[-8:]
+        table.append(struct.unpack(f"<{batch}Q", row[:-8]))
+    return np.array(table, dtype=np.uint64)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_reader_written_from_the_readme_agrees(tmp_path, carried):
+    write(tmp_path / "r", 5, carried=carried)
+    assert np.array_equal(read_by_the_readme(tmp_path / "r"), make_rows(5)[0])
+
+
+def test_the_example_of_the_readme_holds(tmp_path):
+    readme = (ROOT / "replay_batches" / "README.md").read_text(encoding="utf-8")
+    header = make_header(
+        batch=2, data_tokens=1000, source_run="demo", data_sha256="00" * 32, validation_sha256="11" * 32, seed=7
+    )
+    recorder = Recorder.create(tmp_path / "r", header)
+    recorder.append(np.array([3, 500], dtype=np.uint64))
+    recorder.append(np.array([0, 995], dtype=np.uint64))
+    recorder.close()
+    rows = (tmp_path / "r" / "offsets.npy").read_bytes()[HEAD_BYTES:]
+    shown = [header.chain_start().hex(), rows[:24].hex(" ", 8), rows[24:].hex(" ", 8)]
+    assert [line for line in shown if line not in readme] == []
+
+
+def test_numpy_opens_the_offsets_file(tmp_path):
+    write(tmp_path / "r", 5)
+    assert np.array_equal(np.load(tmp_path / "r" / "offsets.npy")[:, :-1], make_rows(5)[0])
+
+
+def test_the_head_keeps_its_size_up_to_the_largest_count():
+    assert [len(npy_head("<u8", (rows, 2**32, 2**32))) for rows in (0, 2**63)] == [HEAD_BYTES, HEAD_BYTES]
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_a_sequence_takes_sixteen_bytes_at_most(tmp_path, batch):
+    recorder = Recorder.create(tmp_path / "r", make_header(batch=batch))
+    for row in make_rows(10, batch=batch)[0]:
+        recorder.append(row)
+    recorder.close()
+    assert (tmp_path / "r" / "offsets.npy").stat().st_size - HEAD_BYTES <= 16 * 10 * batch
+
+
+def test_a_long_recording_opens_in_under_a_second(tmp_path):
+    recorder = Recorder.create(tmp_path / "r", make_header(batch=32))
+    for row in make_rows(13_000, batch=32)[0]:
+        recorder.append(row)
+    recorder.close()
+    began = time.perf_counter()
+    assert Recording.open(tmp_path / "r").steps == 13_000
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(("carried", "name"), [(False, "offsets.npy"), (True, "offsets.npy"), (True, "tokens.npy")])
+def test_an_unfinished_recording_cut_at_any_byte_keeps_its_whole_rows(tmp_path, carried, name):
+    write(tmp_path / "r", 4, carried=carried, finish=False, flush_at=2)
+    path = tmp_path / "r" / name
+    raw = path.read_bytes()
+    width = (len(raw) - HEAD_BYTES) // 4
+    for size in range(HEAD_BYTES + 2 * width, len(raw) + 1):
+        path.write_bytes(raw[:size])
+        found = Recording.open(tmp_path / "r")
+        assert found.steps == (size - HEAD_BYTES) // width
+        assert np.array_equal(found.offsets, make_rows(4)[0][: found.steps])
+
+
+def test_an_unfinished_recording_cut_below_its_promise_is_refused(tmp_path):
+    write(tmp_path / "r", 4, finish=False, flush_at=2)
+    path = tmp_path / "r" / "offsets.npy"
+    raw = path.read_bytes()
+    for size in range(HEAD_BYTES + 2 * 32):
+        path.write_bytes(raw[:size])
+        with pytest.raises(UserError, match="truncated"):
+            Recording.open(tmp_path / "r")
+
+
+@pytest.mark.parametrize(("carried", "name"), [(False, "offsets.npy"), (True, "tokens.npy"), (True, "validation.npy")])
+def test_a_finished_recording_cut_at_any_byte_is_refused(tmp_path, carried, name):
+    write(tmp_path / "r", 3, carried=carried)
+    path = tmp_path / "r" / name
+    raw = path.read_bytes()
+    for size in range(HEAD_BYTES, len(raw)):
+        path.write_bytes(raw[:size])
+        with pytest.raises(UserError, match="truncated"):
+            Recording.open(tmp_path / "r")
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x80])
+def test_a_changed_byte_anywhere_is_found(tmp_path, mask):
+    write(tmp_path / "r", 3, carried=True)
+    for name, raw in contents(tmp_path / "r").items():
+        for place in range(len(raw)):
+            changed = bytearray(raw)
+            changed[place] ^= mask
+            (tmp_path / "r" / name).write_bytes(changed)
+            with pytest.raises(UserError):
+                Recording.open(tmp_path / "r")
+        (tmp_path / "r" / name).write_bytes(raw)
+    assert Recording.open(tmp_path / "r").steps == 3
+
+
+@pytest.mark.parametrize("name", ["offsets.npy", "tokens.npy"])
+@pytest.mark.parametrize("finish", [True, False])
+def test_a_changed_byte_names_its_step(tmp_path, name, finish):
+    write(tmp_path / "r", 3, carried=True, finish=finish)
+    path = tmp_path / "r" / name
+    raw = path.read_bytes()
+    width = (len(raw) - HEAD_BYTES) // 3
+    for place in range(HEAD_BYTES, len(raw)):
+        changed = bytearray(raw)
+        changed[place] ^= 0x10
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match=f"altered: step {(place - HEAD_BYTES) // width} does not match"):
+            Recording.open(tmp_path / "r")
+
+
+def test_a_changed_fact_in_the_header_is_found(tmp_path):
+    write(tmp_path / "r", 3)
+    path = tmp_path / "r" / "header.json"
+    path.write_text(path.read_text().replace('"seed": 5', '"seed": 6'))
+    with pytest.raises(UserError, match="altered"):
+        Recording.open(tmp_path / "r")
+
+
+def test_swapped_steps_are_found(tmp_path):
+    write(tmp_path / "r", 3)
+    path = tmp_path / "r" / "offsets.npy"
+    raw = path.read_bytes()
+    head, first, second, third = raw[:HEAD_BYTES], raw[HEAD_BYTES:][:32], raw[HEAD_BYTES:][32:64], raw[HEAD_BYTES:][64:]
+    path.write_bytes(head + first + third + second)
+    with pytest.raises(UserError, match="step 1 does not match"):
+        Recording.open(tmp_path / "r")
+
+
+def test_bytes_after_the_end_of_a_finished_recording_are_refused(tmp_path):
+    write(tmp_path / "r", 3)
+    with open(tmp_path / "r" / "offsets.npy", "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UserError, match="altered"):
+        Recording.open(tmp_path / "r")
+
+
+def test_another_format_version_is_refused_by_number(tmp_path):
+    write(tmp_path / "r", 3)
+    path = tmp_path / "r" / "header.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(UserError, match="format_version 2: this program reads version 1"):
+        Recording.open(tmp_path / "r")
+
+
+def test_a_folder_without_header_is_no_recording(tmp_path):
+    with pytest.raises(UserError, match=r"no header\.json"):
+        Recording.open(tmp_path)
+
+
+def test_a_foreign_recording_that_points_beyond_the_data_is_refused(tmp_path):
+    recorder = Recorder.create(tmp_path / "r", make_header(batch=1, length=4, data_tokens=100))
+    for offset in (95, 96):
+        recorder.append(np.array([offset], dtype=np.uint64))
+    recorder.close()
+    with pytest.raises(UserError, match="step 1 points beyond the 100 tokens"):
+        Recording.open(tmp_path / "r")
+
+
+def test_an_offset_near_the_largest_number_is_refused(tmp_path):
+    recorder = Recorder.create(tmp_path / "r", make_header(batch=1))
+    recorder.append(np.array([2**64 - 1], dtype=np.uint64))
+    recorder.close()
+    with pytest.raises(UserError, match="step 0 points beyond"):
+        Recording.open(tmp_path / "r")
+
+
+@pytest.mark.parametrize("field", ["sequence_length", "global_batch", "data_tokens", "vocabulary_size"])
+def test_a_foreign_header_with_a_senseless_value_is_refused(tmp_path, field):
+    write(tmp_path / "r", 1)
+    header = make_header(**{field: "4"})
+    content = json.loads((tmp_path / "r" / "header.json").read_text())
+    (tmp_path / "r" / "header.json").write_text(
+        json.dumps(content | {field: "4", "chain_start": header.chain_start().hex()})
+    )
+    with pytest.raises(UserError, match=f"{field} = '4'"):
+        Recording.open(tmp_path / "r")
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("finish", [True, False])
+def test_resuming_gives_the_bytes_of_an_uninterrupted_recording(tmp_path, carried, finish):
+    header = write(tmp_path / "straight", 5, carried=carried)
+    offsets, tokens, _ = make_rows(5)
+    for position in range(6):
+        shutil.rmtree(tmp_path / "r", ignore_errors=True)
+        write(tmp_path / "r", 5, carried=carried, finish=finish)
+        recorder = Recorder.resume(tmp_path / "r", header, position)
+        assert Recording.open(tmp_path / "r").steps == position
+        for step in range(position, 5):
+            recorder.append(offsets[step], tokens[step] if carried else None)
+        recorder.close()
+        assert contents(tmp_path / "r") == contents(tmp_path / "straight")
+
+
+def test_resuming_cuts_a_damaged_tail_that_it_does_not_need(tmp_path):
+    header = write(tmp_path / "r", 5, finish=False, flush_at=3)
+    with open(tmp_path / "r" / "offsets.npy", "r+b") as file:
+        file.seek(HEAD_BYTES + 4 * 32)
+        file.write(b"\xff" * 10)
+    assert Recorder.resume(tmp_path / "r", header, 3).steps == 3
+
+
+def test_resuming_beyond_the_last_step_is_refused(tmp_path):
+    header = write(tmp_path / "r", 3)
+    with pytest.raises(UserError, match="holds 3 steps, the run resumes at step 4"):
+        Recorder.resume(tmp_path / "r", header, 4)
+
+
+def test_resuming_another_runs_recording_is_refused(tmp_path):
+    header = write(tmp_path / "r", 3)
+    with pytest.raises(UserError, match="its seed is 5, this run's is 6"):
+        Recorder.resume(tmp_path / "r", replace(header, seed=6), 1)
+
+
+def test_resuming_a_damaged_recording_leaves_it_as_it_is(tmp_path):
+    header = write(tmp_path / "r", 3)
+    with open(tmp_path / "r" / "offsets.npy", "r+b") as file:
+        file.seek(HEAD_BYTES)
+        file.write(b"\xff")
+    before = contents(tmp_path / "r")
+    with pytest.raises(UserError, match="step 0 does not match"):
+        Recorder.resume(tmp_path / "r", header, 2)
+    assert contents(tmp_path / "r") == before
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path):
+    write(tmp_path / "r", 3)
+    before = contents(tmp_path / "r")
+    with pytest.raises(UserError, match="exists"):
+        Recorder.create(tmp_path / "r", make_header())
+    assert contents(tmp_path / "r") == before
+
+
+def test_what_a_killed_creation_left_does_not_stand_in_the_way(tmp_path):
+    (tmp_path / ".r.tmp").mkdir()
+    (tmp_path / ".r.tmp" / "offsets.npy").write_bytes(b"half")
+    write(tmp_path / "r", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot record there: Not a directory"):
+        Recorder.create(tmp_path / "file" / "r", make_header())
+
+
+def test_a_disk_that_takes_no_more_leaves_the_steps_before(tmp_path):
+    offsets = make_rows(3)[0]
+    recorder = Recorder.create(tmp_path / "r", make_header())
+    recorder.append(offsets[0])
+    recorder.append(offsets[1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The third row is 32 bytes and 10 of them still fit: a real partial write, then a real error.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEAD_BYTES + 2 * 32 + 10, hard))
+    try:
+        with pytest.raises(UserError, match="cannot write step 2"):
+            recorder.append(offsets[2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert np.array_equal(Recording.open(tmp_path / "r").offsets, offsets[:2])
+
+
+def test_a_step_that_failed_can_be_written_again(tmp_path, monkeypatch):
+    write(tmp_path / "straight", 3, carried=True)
+    offsets, tokens, validation = make_rows(3)
+    recorder = Recorder.create(tmp_path / "r", make_header(carried=True, windows_WT=validation), validation)
+    recorder.append(offsets[0], tokens[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            recorder._offsets, "put_last", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
+        with pytest.raises(UserError, match="No space left"):
+            recorder.append(offsets[2], tokens[2])
+    recorder.append(offsets[1], tokens[1])
+    recorder.append(offsets[2], tokens[2])
+    recorder.close()
+    assert contents(tmp_path / "r") == contents(tmp_path / "straight")
+
+
+APPENDER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from data.recording import Recorder
+from tests.test_recording import make_header, make_rows
+offsets, tokens, validation = make_rows(100_000)
+recorder = Recorder.create(Path(sys.argv[1]), make_header(carried=True, windows_WT=validation), validation)
+for step in range(100_000):
+    recorder.append(offsets[step], tokens[step])
+    if step == 200:
+        recorder.flush()
+        print("flushed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.013, 0.1])
+def test_a_killed_writer_leaves_a_valid_prefix_that_can_be_resumed(tmp_path, delay):
+    folder = tmp_path / "r"
+    with subprocess.Popen([sys.executable, "-c", APPENDER, folder, ROOT], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"flushed\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+    offsets, tokens, validation = make_rows(100_000)
+    found = Recording.open(folder)
+    assert 201 <= found.steps < 100_000
+    assert np.array_equal(found.offsets, offsets[: found.steps])
+    recorder = Recorder.resume(folder, make_header(carried=True, windows_WT=validation), 150)
+    for step in range(150, 300):
+        recorder.append(offsets[step], tokens[step])
+    recorder.close()
+    straight = Recorder.create(tmp_path / "straight", recorder.header, validation)
+    for step in range(300):
+        straight.append(offsets[step], tokens[step])
+    straight.close()
+    assert contents(folder) == contents(tmp_path / "straight")

@@ -1,0 +1,181 @@
+"""Rounding to any mantissa width, the worked example of the paper, and the random bits of stochastic rounding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention.numerics import FORMATS
+from attention.rounding import philox_4x32, random_words, round_mantissa, round_to, storage_dtype
+
+
+def all_patterns(seed: int, count: int = 200_000) -> torch.Tensor:
+    """Random FP32 bit patterns: all exponents, subnormals, infinities and NaN among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+def test_seven_bits_nearest_is_torchs_bfloat16_on_all_patterns() -> None:
+    x = all_patterns(0)
+    expected = x.to(torch.bfloat16).float()
+    ours = round_mantissa(x, 7)
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert torch.equal(bits(ours)[~x.isnan()], bits(expected)[~x.isnan()])
+
+
+def test_ten_bits_nearest_is_torchs_float16_where_float16_is_normal() -> None:
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(1)).exp() * 100
+    x = x[(x > 2.0**-14) & (x < 65504)]
+    assert len(x) > 100_000
+    assert torch.equal(round_mantissa(x, 10), x.to(torch.float16).float())
+
+
+def test_the_fp16_format_overflows_and_underflows_as_torch_does() -> None:
+    x = torch.tensor([65519.0, 65520.0, 1e-7, 3e-8, -7e4])
+    for rounding in ("nearest", "toward_zero"):
+        rounded = round_to(x, "fp16", rounding)
+        assert torch.equal(rounded, rounded.to(torch.float16).float())
+    assert torch.equal(round_to(x, "fp16"), x.to(torch.float16).float())
+
+
+@given(st.floats(width=32, allow_nan=False), st.integers(1, 23))
+def test_nearest_is_a_nearest_grid_point_and_ties_go_to_even(value: float, width: int) -> None:
+    x = torch.tensor([value], dtype=torch.float32)
+    down = round_mantissa(x, width, "toward_zero")
+    step = 1 << (23 - width)
+    up = (bits(down) + step).view(torch.float32)
+    rounded = round_mantissa(x, width)
+    assert bits(rounded).item() in (bits(down).item(), bits(up).item())
+    below, above = (x - down).double().abs(), (up.double() - x.double()).abs()
+    if not math.isfinite(value) or value == down.item():
+        assert torch.equal(rounded, x)
+    elif torch.isfinite(up):
+        if below != above:
+            assert rounded.item() == (down if below < above else up).item()
+        else:
+            assert (bits(rounded).item() >> (23 - width)) & 1 == 0
+
+
+def test_toward_zero_never_grows() -> None:
+    x = all_patterns(2)
+    x = x[~x.isnan()]
+    assert (round_mantissa(x, 5, "toward_zero").abs() <= x.abs()).all()
+
+
+def test_nan_and_infinity_survive_every_rounding() -> None:
+    x = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    infinities = torch.tensor([math.inf, -math.inf])
+    words = torch.full((4,), 0xFFFFFFFF)
+    for rounding in ("nearest", "toward_zero", "stochastic"):
+        assert round_mantissa(x, 3, rounding, words).isnan().all()
+        assert torch.equal(round_mantissa(infinities, 3, rounding, words[:2]), infinities)
+
+
+def test_stochastic_rounding_is_unbiased_where_nearest_is_not() -> None:
+    """x = 1 + 0.3 units of the last kept bit: nearest always loses 0.3, stochastic nothing on average."""
+    unit = 2.0**-7
+    n = 100_000
+    x = torch.full((n,), 1 + 0.3 * unit)
+    words = random_words(torch.tensor(7), 0, x.shape)
+    error = (round_mantissa(x, 7, "stochastic", words).double() - x.double()) / unit
+    standard_error = error.std() / n**0.5
+    assert error.mean().abs() < 4 * standard_error
+    assert error.std() > 0.4  # Bernoulli(0.3): sqrt(0.21) = 0.458
+    assert ((round_mantissa(x, 7).double() - x.double()) / unit).mean() < -0.29
+
+
+def test_stochastic_rounding_is_reproducible_and_follows_its_seed() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+
+    def rounded(seed: int, stream: int = 0) -> torch.Tensor:
+        return round_to(x, "bf16", "stochastic", random_words(torch.tensor(seed), stream, x.shape))
+
+    assert torch.equal(rounded(1), rounded(1))
+    assert not torch.equal(rounded(1), rounded(2))
+    assert not torch.equal(rounded(1), rounded(1, stream=1))
+
+
+def test_philox_gives_the_published_words() -> None:
+    """Known answers of Random123 (Salmon et al. 2011), philox4x32 with 10 rounds."""
+    ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+    known = {
+        (0, 0, 0, 0, 0, 0): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        (ones,) * 6: (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        pi: (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    }
+    for words, expected in known.items():
+        tensors = [torch.tensor(w) for w in words]
+        result = philox_4x32(tuple(tensors[:4]), (tensors[4], tensors[5]))
+        assert tuple(int(word) for word in result) == expected
+
+
+def test_the_papers_worked_example() -> None:
+    """arXiv 2510.04212, section 3.3: one addition of O_bar whose BF16 result is too negative."""
+    exact = torch.tensor(-2.4071154594421387).double() + torch.tensor(-2.296875).double()
+    rounded = round_to(exact.float(), "bf16")
+    assert rounded.item() == -4.71875
+    assert rounded.double().item() - exact.item() == -0.014759540557861328
+    assert round_mantissa(exact.float(), 7).item() == -4.71875
+
+
+def test_two_large_one_small_always_rounds_away_from_zero() -> None:
+    """The analysis by Su: a + b carries into one bit too many, which alone is a tie; a small c of the same sign decides it."""
+    unit = 2.0**-7
+    for low_bits in range(0, 128, 3):
+        a, b = 1 + low_bits * unit, 1 + (low_bits + 1) * unit  # an odd sum: bit 8 is cut off with value one half
+        tie = torch.tensor([a + b], dtype=torch.float32)
+        with_small = torch.tensor([a + b + 2.0**-12], dtype=torch.float32)
+        assert with_small.item() > tie.item()
+        assert round_mantissa(with_small, 7).item() - (a + b) == unit
+        assert round_mantissa(-with_small, 7).item() + (a + b) == -unit
+    # Without the small one ties go to even: up for half of the odd sums, down for the others.
+    ties = torch.tensor([2 + (2 * i + 1) * unit for i in range(64)])
+    errors = round_mantissa(ties, 7) - ties
+    assert errors.sum().item() == 0.0
+    assert (errors > 0).sum().item() == 32
+
+
+@pytest.mark.parametrize("fmt", FORMATS[1:])
+def test_rounding_twice_changes_nothing(fmt: str) -> None:
+    x = all_patterns(4, 5_000)
+    once = round_to(x, fmt)
+    assert torch.equal(bits(round_to(once, fmt))[~x.isnan()], bits(once)[~x.isnan()])
+
+
+def test_bad_arguments_are_refused() -> None:
+    x = torch.ones(2)
+    for call in (
+        lambda: round_mantissa(x.double(), 7),
+        lambda: round_mantissa(x, 0),
+        lambda: round_mantissa(x, 24),
+        lambda: round_mantissa(x, 7, "up"),
+        lambda: round_mantissa(x, 7, "stochastic"),
+    ):
+        with pytest.raises(ValueError):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "expected"),
+    [
+        ("bf16", torch.bfloat16, torch.bfloat16),
+        ("fp32", torch.bfloat16, torch.float32),
+        ("m1", torch.bfloat16, torch.bfloat16),
+        ("m8", torch.bfloat16, torch.float32),
+        ("m7", torch.float16, torch.float32),
+        ("fp16", torch.float16, torch.float16),
+        ("bf16", torch.float32, torch.float32),
+    ],
+)
+def test_storage_holds_every_value_of_the_format(fmt: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    assert storage_dtype(fmt, dtype) == expected
+    values = round_to(torch.randn(1000, generator=torch.Generator().manual_seed(5)), fmt)
+    assert torch.equal(values.to(expected).float(), values)

@@ -1,0 +1,82 @@
+"""data/stdlib.py"""
+
+import pytest
+
+from data.stdlib import VAL_EVERY, library_files, prepare_stdlib
+from data.token_files import TokenFile
+from errors import UserError
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A library of 2 * VAL_EVERY files and some that do not belong."""
+    root = tmp_path / "library"
+    wanted = [f"package/m{number:03}.py" for number in range(2 * VAL_EVERY)]
+    unwanted = ["test/t.py", "json/tests/t.py", "site-packages/s.py", "idlelib/i.py", "lib2to3/l.py"]
+    unwanted += ["_sysconfigdata__linux_.py", "config-3.11-x86_64-linux-gnu/python-config.py", "package/data.txt"]
+    for name in wanted + unwanted:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n")
+    return root
+
+
+def test_only_the_librarys_own_sources_belong(library):
+    assert [str(path) for path in library_files(library)] == [f"package/m{n:03}.py" for n in range(2 * VAL_EVERY)]
+
+
+def test_files_are_whole_and_end_in_a_separator(tmp_path, library):
+    prepare_stdlib(tmp_path / "out", library=library)
+    held_out = [VAL_EVERY - 1, 2 * VAL_EVERY - 1]
+    expected = "".join(f"# package/m{number:03}.py\n\0" for number in held_out)
+    assert TokenFile.open(tmp_path / "out", "val").tokens.tobytes() == expected.encode()
+
+
+def test_no_file_is_in_both_splits(tmp_path, library):
+    prepare_stdlib(tmp_path / "out", library=library)
+    split_documents = [
+        set(TokenFile.open(tmp_path / "out", split).tokens.tobytes().split(b"\0")[:-1]) for split in ("train", "val")
+    ]
+    assert [len(found) for found in split_documents] == [2 * VAL_EVERY - 2, 2]
+    assert not split_documents[0] & split_documents[1]
+
+
+def test_running_pythons_library_is_found(tmp_path):
+    prepared, _ = prepare_stdlib(tmp_path / "out")
+    assert prepared.headers["train"].count > 5_000_000
+    assert prepared.headers["val"].count > 100_000
+
+
+def test_same_data_again_is_no_error(tmp_path, library):
+    first, already = prepare_stdlib(tmp_path / "out", library=library)
+    assert not already
+    assert prepare_stdlib(tmp_path / "out", library=library) == (first, True)
+
+
+def test_other_data_in_the_place_is_kept(tmp_path, library):
+    prepare_stdlib(tmp_path / "out", library=library)
+    before = TokenFile.open(tmp_path / "out", "train").header
+    (library / "package/m000.py").write_text("# changed\n")
+    with pytest.raises(UserError, match="--force replaces it"):
+        prepare_stdlib(tmp_path / "out", library=library)
+    assert TokenFile.open(tmp_path / "out", "train", verify="sha256").header == before
+
+
+def test_damaged_data_are_not_taken_for_the_same(tmp_path, library):
+    prepare_stdlib(tmp_path / "out", library=library)
+    path = tmp_path / "out" / "train.bin"
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    with pytest.raises(UserError, match="--force replaces it"):
+        prepare_stdlib(tmp_path / "out", library=library)
+
+
+def test_force_mends_damaged_data(tmp_path, library):
+    prepared, _ = prepare_stdlib(tmp_path / "out", library=library)
+    (tmp_path / "out" / "train.bin").write_bytes(b"")
+    assert prepare_stdlib(tmp_path / "out", library=library, force=True) == (prepared, False)
+    TokenFile.open(tmp_path / "out", "train", verify="sha256")
+
+
+def test_python_without_sources_is_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="0 Python sources found"):
+        prepare_stdlib(tmp_path / "out", library=tmp_path / "empty")

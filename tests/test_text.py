@@ -1,0 +1,201 @@
+"""data/text.py"""
+
+import io
+import lzma
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+import data.text
+from data.text import prepare_text, split_documents
+from data.token_files import TokenFile
+from data.tokenizers import GPT2Tokenizer
+from errors import UserError
+
+# GPT-2's pattern as OpenAI published it; the cut of long documents must agree with it, whatever the merges are.
+PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+MERGES = [b"  ", b"\n\n", b" \n", b"\n ", b"    ", b"ab", b" a", b" ab", b"'s", b"\xe3\x80", b"\xe3\x80\x80", b"\r\n"]
+
+
+def small_gpt2() -> GPT2Tokenizer:
+    """GPT-2's pattern with a vocabulary of all bytes and a few merges, mostly of white space: needs no files."""
+    ranks = {bytes([value]): value for value in range(256)} | {merge: 256 + i for i, merge in enumerate(MERGES)}
+    encoding = tiktoken.Encoding("small", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return GPT2Tokenizer(encoding)
+
+
+def documents(content, piece_bytes=1 << 20):
+    """Whole documents, with the pieces of each joined."""
+    found, parts = [], []
+    for text, ends_document in split_documents(io.BytesIO(content), piece_bytes):
+        parts.append(text)
+        if ends_document:
+            found.append(b"".join(parts))
+            parts = []
+    assert parts == []
+    return found
+
+
+def prepare(tmp_path, source, **options):
+    """Byte tokens of both splits, as bytes, documents apart."""
+    options = {"vocabulary": "bytes", "workers": 1, "val_fraction": 0.5, **options}
+    prepare_text(source, tmp_path / "out", **options)
+    return {split: TokenFile.open(tmp_path / "out", split).tokens.tobytes() for split in ("train", "val")}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a\n<|endoftext|>\nb", [b"a", b"b"]),
+        (b"a\n<|endoftext|>\nb\n", [b"a", b"b"]),
+        (b"a\n<|endoftext|>\nb\n<|endoftext|>\n", [b"a", b"b"]),
+        (b"a\n<|endoftext|>\nb\n<|endoftext|>", [b"a", b"b"]),
+        (b"a\r\n<|endoftext|>\r\nb\r\n", [b"a", b"b"]),
+        (b"a\n\n<|endoftext|>\n\n b", [b"a\n", b"\n b"]),
+        (b"<|endoftext|>\n<|endoftext|>\na", [b"a"]),
+        (b"a <|endoftext|>\n<|endoftext|> b", [b"a <|endoftext|>\n<|endoftext|> b"]),
+        (b"a\n<|endoftext|> \nb", [b"a\n<|endoftext|> \nb"]),
+        (b"\n", []),
+        (b"", []),
+        (b"a\n<|endoftext|>\n\n<|endoftext|>\nb", [b"a", b"b"]),
+    ],
+)
+def test_documents_end_at_lines_of_only_the_mark(content, expected):
+    assert documents(content) == expected
+
+
+lines = st.lists(st.sampled_from([b"<|endoftext|>", b"", b"ab's  ab", b"a" * 70, b"\xe3\x80\x80ab\xe3\x80\x80", b"  "]))
+
+
+@given(lines, st.integers(1, 40))
+def test_long_documents_lose_nothing_to_the_cut(content, piece_bytes):
+    whole = b"\n".join(content)
+    assert documents(whole, piece_bytes) == documents(whole)
+
+
+@given(
+    st.text(st.sampled_from("aab' \n\r\t1.é\u3000\u2003\x1c\x85"), max_size=300),
+    st.integers(1, 40),
+)
+def test_pieces_of_a_long_document_encode_as_the_whole(text, piece_bytes):
+    tokenizer = small_gpt2()
+    pieces = [piece for piece, _ in split_documents(io.BytesIO(text.encode()), piece_bytes)]
+    parts = [tokenizer.encode(piece) for piece in pieces]
+    whole = tokenizer.encode(b"".join(pieces))
+    assert np.concatenate([*parts, whole[:0]]).tolist() == whole.tolist()
+
+
+def test_long_documents_are_cut():
+    pieces = list(split_documents(io.BytesIO(b"word " * 1000), 100))
+    assert max(len(text) for text, _ in pieces) < 200
+
+
+def test_each_document_is_followed_by_one_separator(tmp_path):
+    source = tmp_path / "t.txt"
+    source.write_bytes(b"a\n<|endoftext|>\nb\n<|endoftext|>\nc\n<|endoftext|>\nd\n")
+    assert prepare(tmp_path, source) == {"train": b"a\0c\0", "val": b"b\0d\0"}
+
+
+def test_gpt2_documents_end_in_50256(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: small_gpt2())
+    source = tmp_path / "t.txt"
+    source.write_bytes(b"ab\n<|endoftext|>\nb")
+    prepare_text(source, tmp_path / "out", val_fraction=0.5, workers=1)
+    assert TokenFile.open(tmp_path / "out", "train").tokens.tolist() == [256 + MERGES.index(b"ab"), 50256]
+
+
+def test_held_out_part_is_spread_evenly(tmp_path):
+    source = tmp_path / "t.txt"
+    source.write_bytes(b"\n<|endoftext|>\n".join(b"%d" % number for number in range(12)))
+    assert prepare(tmp_path, source, val_fraction=0.25)["val"] == b"3\x007\x0011\x00"
+
+
+def test_held_out_text_of_its_own(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    assert prepare(tmp_path, tmp_path / "a", val=tmp_path / "b") == {"train": b"a\0", "val": b"b\0"}
+
+
+def test_xz_file_gives_what_it_holds(tmp_path):
+    source = tmp_path / "t.txt.xz"
+    source.write_bytes(lzma.compress(b"a\n<|endoftext|>\nb"))
+    assert prepare(tmp_path, source) == {"train": b"a\0", "val": b"b\0"}
+
+
+def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
+    source = tmp_path / "texts"
+    for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", "b/.git/x", "c.txt"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name + "\n")
+    assert prepare(tmp_path, source) == {"train": b"a.txt\0b/2.txt\0", "val": b"b/1.txt\0c.txt\0"}
+
+
+def test_counts_of_documents_are_reported(tmp_path):
+    source = tmp_path / "t.txt"
+    source.write_bytes(b"\n<|endoftext|>\n".join([b"x"] * 10))
+    prepared = prepare_text(source, tmp_path / "out", vocabulary="bytes", val_fraction=0.2, workers=1)
+    assert prepared.documents == {"train": 8, "val": 2}
+
+
+def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.text, "BATCH_BYTES", 100)
+    source = tmp_path / "t.txt"
+    source.write_bytes(b"\n<|endoftext|>\n".join(b"%d " % number * (number % 37) for number in range(1, 200)))
+    one = prepare_text(source, tmp_path / "one", vocabulary="bytes", val_fraction=0.1, workers=1)
+    two = prepare_text(source, tmp_path / "two", vocabulary="bytes", val_fraction=0.1, workers=2)
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("content", "vocabulary", "expected"),
+    [
+        (b"a\n<|endoftext|>\n\xff", "gpt2", r"t.txt: document 2: not UTF-8"),
+        (b"a\n<|endoftext|>\nb\0", "bytes", r"t.txt: document 2: byte 0"),
+        (b"", "bytes", "no document for training"),
+        (b"a", "bytes", "none of 1 documents fell to the held-out split"),
+    ],
+)
+def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, content, vocabulary, expected):
+    if vocabulary == "gpt2":
+        monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: small_gpt2())
+    (tmp_path / "t.txt").write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        prepare_text(tmp_path / "t.txt", tmp_path / "out", vocabulary=vocabulary, workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
+
+
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-20], lambda packed: b"plain text"])
+def test_damaged_xz_is_one_line(tmp_path, damage):
+    source = tmp_path / "t.xz"
+    source.write_bytes(damage(lzma.compress(b"a" * 1000)))
+    with pytest.raises(UserError, match=r"t.xz: not a whole .xz file"):
+        prepare(tmp_path, source)
+
+
+def test_missing_source_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="no such file or folder"):
+        prepare(tmp_path, tmp_path / "nothing")
+
+
+def test_folder_without_files_is_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="a folder without files"):
+        prepare(tmp_path, tmp_path / "empty")
+
+
+def test_held_out_text_must_not_be_trained_on(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / name).write_text(name)
+    with pytest.raises(UserError, match="both in the training and in the held-out text"):
+        prepare(tmp_path, tmp_path / "texts", val=tmp_path / "texts" / "b")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])
+def test_impossible_fraction_is_one_line(tmp_path, fraction):
+    (tmp_path / "t.txt").write_text("a")
+    with pytest.raises(UserError, match="val_fraction"):
+        prepare(tmp_path, tmp_path / "t.txt", val_fraction=fraction)

@@ -1,0 +1,271 @@
+"""data/token_files.py"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+
+import numpy as np
+import pytest
+
+from data.token_files import TokenFile, TokenWriter, new_dataset
+from errors import UserError
+
+FACTS = {"dtype": "uint16", "vocabulary": "gpt2", "vocabulary_size": 50257, "source": "a test"}
+
+
+def write(folder, split="train", tokens=(1, 2, 50256), **changes):
+    with TokenWriter(folder, split, **{**FACTS, **changes}) as writer:
+        writer.write(np.array(tokens))
+    return writer
+
+
+def write_then_fail(writer):
+    writer.write(np.array([1]))
+    writer.write(np.array([60000]))
+
+
+def edit_header(folder, **changes):
+    path = folder / "train.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_tokens_come_back(tmp_path):
+    write(tmp_path)
+    assert TokenFile.open(tmp_path, "train").tokens.tolist() == [1, 2, 50256]
+
+
+def test_pieces_are_joined_in_order(tmp_path):
+    with TokenWriter(tmp_path, "train", **FACTS) as writer:
+        for piece in ([1, 2], [], [3]):
+            writer.write(np.array(piece, np.int64))
+    assert TokenFile.open(tmp_path, "train").tokens.tolist() == [1, 2, 3]
+
+
+def test_file_is_little_endian(tmp_path):
+    write(tmp_path, tokens=[0x0102])
+    assert (tmp_path / "train.bin").read_bytes() == b"\x02\x01"
+
+
+def test_byte_tokens_take_one_byte(tmp_path):
+    write(tmp_path, tokens=[0, 255], dtype="uint8", vocabulary="bytes", vocabulary_size=256)
+    assert (tmp_path / "train.bin").read_bytes() == b"\x00\xff"
+
+
+def test_header_says_what_was_written(tmp_path):
+    write(tmp_path)
+    digest = hashlib.sha256((tmp_path / "train.bin").read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "train.json").read_text()) == {
+        "format_version": 1,
+        "dtype": "uint16",
+        "vocabulary": "gpt2",
+        "vocabulary_size": 50257,
+        "count": 3,
+        "sha256": digest,
+        "source": "a test",
+    }
+
+
+def test_writer_hands_out_the_header_that_is_read_back(tmp_path):
+    writer = write(tmp_path)
+    assert writer.header == TokenFile.open(tmp_path, "train").header
+
+
+def test_tokens_cannot_be_written_to(tmp_path):
+    write(tmp_path)
+    with pytest.raises(ValueError, match="read-only"):
+        TokenFile.open(tmp_path, "train").tokens[0] = 5
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="vocabulary"), TokenWriter(tmp_path, "train", **FACTS) as writer:
+        write_then_fail(writer)
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_at_the_end_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_nothing_is_in_place_before_the_end(tmp_path):
+    with TokenWriter(tmp_path, "train", **FACTS) as writer:
+        writer.write(np.array([1]))
+        assert names(tmp_path) == ["train.bin.tmp"]
+
+
+def test_no_tokens_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="no tokens"):
+        write(tmp_path, tokens=np.array([], np.int64))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("token", [-1, 50257, 65536 + 5])
+def test_token_outside_the_vocabulary_is_refused(tmp_path, token):
+    with pytest.raises(ValueError, match="in a vocabulary of 50257"):
+        write(tmp_path, tokens=[0, token])
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2]], [1.5]])
+def test_only_integer_vectors_are_written(tmp_path, tokens):
+    with pytest.raises(ValueError, match="1-D integer"):
+        write(tmp_path, tokens=tokens)
+
+
+def test_vocabulary_that_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not fit uint8"):
+        write(tmp_path, dtype="uint8")
+
+
+def test_unknown_split_is_refused(tmp_path):
+    with pytest.raises(UserError, match="expected one of train, val"):
+        write(tmp_path, split="test")
+
+
+def test_missing_data_set_names_the_command(tmp_path):
+    with pytest.raises(UserError, match=r"no such data set; .* scripts/prepare_data.py text FILE --name mine"):
+        TokenFile.open(tmp_path / "mine", "train")
+
+
+def test_missing_default_data_set_names_its_own_command(tmp_path):
+    with pytest.raises(UserError, match=r"scripts/prepare_data.py stdlib"):
+        TokenFile.open(tmp_path / "stdlib", "train")
+
+
+def test_missing_header_is_an_error(tmp_path):
+    write(tmp_path)
+    (tmp_path / "train.json").unlink()
+    with pytest.raises(UserError, match=r"train.json: no such header"):
+        TokenFile.open(tmp_path, "train")
+
+
+def test_missing_tokens_are_an_error(tmp_path):
+    write(tmp_path)
+    (tmp_path / "train.bin").unlink()
+    with pytest.raises(UserError, match=r"train.bin: no such file"):
+        TokenFile.open(tmp_path, "train")
+
+
+def test_truncated_file_is_an_error(tmp_path):
+    write(tmp_path)
+    os.truncate(tmp_path / "train.bin", 4)
+    with pytest.raises(UserError, match="4 bytes where its header says 6"):
+        TokenFile.open(tmp_path, "train")
+
+
+def test_changed_token_is_found_by_its_digest(tmp_path):
+    write(tmp_path)
+    (tmp_path / "train.bin").write_bytes(b"\1\0\2\0\3\0")
+    with pytest.raises(UserError, match="SHA-256"):
+        TokenFile.open(tmp_path, "train", verify="sha256")
+
+
+def test_whole_file_passes_the_digest(tmp_path):
+    write(tmp_path)
+    assert TokenFile.open(tmp_path, "train", verify="sha256").header.count == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format_version", 2),
+        ("dtype", "float32"),
+        ("count", "3"),
+        ("count", 0),
+        ("count", True),
+        ("sha256", "abc"),
+        ("vocabulary_size", 70000),
+        ("extra", 1),
+    ],
+)
+def test_foreign_header_is_an_error(tmp_path, field, value):
+    write(tmp_path)
+    edit_header(tmp_path, **{field: value})
+    with pytest.raises(UserError, match="not a token file's header"):
+        TokenFile.open(tmp_path, "train")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b"{}"])
+def test_header_that_is_no_header_is_an_error(tmp_path, content):
+    write(tmp_path)
+    (tmp_path / "train.json").write_bytes(content)
+    with pytest.raises(UserError, match="not a token file's header"):
+        TokenFile.open(tmp_path, "train")
+
+
+def test_new_dataset_appears_when_the_block_ends(tmp_path):
+    with new_dataset(tmp_path / "a") as staging:
+        write(staging)
+        assert not (tmp_path / "a").exists()
+    assert TokenFile.open(tmp_path / "a", "train").header.count == 3
+    assert names(tmp_path) == ["a"]
+
+
+def test_new_dataset_leaves_nothing_when_the_block_fails(tmp_path):
+    with pytest.raises(ValueError, match="vocabulary"), new_dataset(tmp_path / "a") as staging:
+        write(staging, tokens=[60000])
+    assert names(tmp_path) == []
+
+
+def test_existing_data_set_is_kept(tmp_path):
+    write(tmp_path / "a")
+    with pytest.raises(UserError, match="exists; --force replaces it"), new_dataset(tmp_path / "a"):
+        pass
+    assert TokenFile.open(tmp_path / "a", "train").header.count == 3
+
+
+def test_force_replaces_the_whole_data_set(tmp_path):
+    write(tmp_path / "a")
+    with new_dataset(tmp_path / "a", force=True) as staging:
+        write(staging, split="val")
+    assert (names(tmp_path), names(tmp_path / "a")) == (["a"], ["val.bin", "val.json"])
+
+
+def test_force_that_fails_keeps_the_old_one(tmp_path):
+    write(tmp_path / "a")
+    with pytest.raises(RuntimeError), new_dataset(tmp_path / "a", force=True):
+        raise RuntimeError
+    assert TokenFile.open(tmp_path / "a", "train").header.count == 3
+
+
+def test_force_spares_a_folder_of_other_files(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"'notes.txt', which is no token file"), new_dataset(tmp_path, force=True):
+        pass
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_a_killed_run_left_is_cleared(tmp_path):
+    (tmp_path / ".a.partial").mkdir()
+    (tmp_path / ".a.partial" / "val.bin").write_bytes(b"old")
+    with new_dataset(tmp_path / "a") as staging:
+        write(staging)
+    assert (names(tmp_path), names(tmp_path / "a")) == (["a"], ["train.bin", "train.json"])
+
+
+def test_old_data_set_returns_after_a_kill_between_the_renames(tmp_path):
+    write(tmp_path / ".a.replaced")
+    with pytest.raises(UserError, match="exists"), new_dataset(tmp_path / "a"):
+        pass
+    assert TokenFile.open(tmp_path / "a", "train").header.count == 3
+
+
+def test_data_set_being_prepared_elsewhere_is_left_alone(tmp_path):
+    (tmp_path / ".a.partial").mkdir()
+    descriptor = os.open(tmp_path / ".a.partial", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is preparing it"), new_dataset(tmp_path / "a"):
+            pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,391 @@
+"""Checkpoints that are either whole or not there: written aside, flushed, checksummed, renamed; no pickle anywhere.
+
+``FOLDER/step_00001000/`` holds
+    model.safetensors      parameters and buffers, tied ones once
+    optimizer.safetensors  tensors named ``state.<index of the parameter>.<key>``
+    rng.safetensors        ``rank.<r>``: that process's generator states
+    state.json             step, sampler position, parameter groups, scaler, config, versions, names of tied tensors
+    SHA256SUMS             of the four, for ``sha256sum -c`` too
+Names that begin with a dot are work in progress (``.tmp``) or a checkpoint about to be replaced (``.old``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from errors import UserError, invalid
+from files import sha256_file, sync_folder
+
+FORMAT_VERSION = 1
+_FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
+_FOLDER = re.compile(r"(?:step_(\d{8,})|\.step_(\d{8,})\.old)")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how long they stay."""
+
+    every: int = 1000
+    """Optimiser steps from one checkpoint to the next; 0 writes one at the end only."""
+    keep_last: int = 2
+    """How many of the newest stay."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by this stay for good; 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            UserError: naming the first bad field, its value and what is allowed.
+        """
+        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
+            if getattr(self, name) < least:
+                raise invalid(f"checkpoint.{name}", getattr(self, name), f"at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a checkpoint held, tensors on the CPU, in the forms that ``Checkpoints.save`` was given."""
+
+    path: Path
+    step: int
+    model_state: dict[str, Tensor]
+    optimizer_state: dict[str, Any]
+    scaler_state: dict[str, Any]
+    rng: list[Tensor]
+    position: int
+    config_json: dict[str, Any]
+    extra: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run. One process saves; any number may load, also while it does."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        self.folder = folder
+        self.config = config
+
+    def save(
+        self,
+        step: int,
+        *,
+        model_state: dict[str, Tensor],
+        optimizer_state: dict[str, Any],
+        scaler_state: dict[str, Any],
+        rng: list[Tensor],
+        position: int,
+        config_json: dict[str, Any],
+        extra: dict[str, Any],
+    ) -> Path:
+        """Write the checkpoint of ``step``, then delete what the policy no longer keeps; returns its folder.
+
+        ``optimizer_state`` is a torch optimiser's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
+        other dicts must be plain JSON. One of the same step is replaced. Those of later steps belong to a course that
+        training has left (a rollback, a damaged one that was passed over) and are deleted: else a later resume would
+        take one of them for the newest.
+
+        Raises:
+            UserError: the disk is full or refuses; the half-written one is gone and the others are untouched.
+        """
+        model, tied = _untied(model_state)
+        tensors, optimizer_rest = _split_optimizer(optimizer_state)
+        state = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "position": position,
+            "processes": len(rng),
+            "tied": tied,
+            "optimizer": optimizer_rest,
+            "scaler": scaler_state,
+            "config": config_json,
+            "extra": extra,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        }
+        contents = {
+            "model.safetensors": _safetensors(model),
+            "optimizer.safetensors": _safetensors(tensors),
+            "rng.safetensors": _safetensors({f"rank.{rank}": value for rank, value in enumerate(rng)}),
+            "state.json": iter([json.dumps(state, indent=2).encode() + b"\n"]),
+        }
+        aside = self.folder / f".{_name(step)}.tmp"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._clear()
+            aside.mkdir()
+            sums = {name: _write(aside / name, chunks) for name, chunks in contents.items()}
+            _write(aside / "SHA256SUMS", ["".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()])
+            sync_folder(aside)
+            path = self._put_in_place(aside, step)
+        except BaseException as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            if isinstance(error, OSError):
+                needed = sum(tensor.nbytes for tensor in (*model.values(), *tensors.values(), *rng))
+                raise self._refused(step, needed, error) from error
+            raise
+        self._prune(step)
+        return path
+
+    def load_newest(self, before: int | None = None) -> Loaded | None:
+        """The newest intact checkpoint (of a step below ``before``, if given), or None where there is none at all.
+
+        Every file's SHA-256 is verified. Damaged ones are passed over, with a warning on stderr that names both.
+
+        Raises:
+            UserError: there are checkpoints, and all of them are damaged.
+        """
+        damaged: list[str] = []
+        for step, path in sorted(self._found().items(), reverse=True):
+            if before is not None and step >= before:
+                continue
+            damage = _damage(path)
+            if damage is None:
+                for line in damaged:
+                    print(f"warning: checkpoint {line}; falling back to {path}", file=sys.stderr)
+                return _read(path)
+            damaged.append(f"{path} is damaged ({damage})")
+        if damaged:
+            raise UserError("no intact checkpoint: " + "; ".join(damaged) + "; start a new run or restore one of them")
+        return None
+
+    @staticmethod
+    def load(path: Path) -> Loaded:
+        """The checkpoint in folder ``path``, after its SHA-256 sums were verified.
+
+        Raises:
+            UserError: it is damaged, or of a format that this code does not know.
+        """
+        damage = _damage(path)
+        if damage is not None:
+            raise UserError(f"checkpoint {path} is damaged ({damage})")
+        return _read(path)
+
+    def _found(self) -> dict[int, Path]:
+        """Step -> folder; an ``.old`` one counts where a kill came before its replacement was in place."""
+        found: dict[int, Path] = {}
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            match = _FOLDER.fullmatch(path.name)
+            if match and path.is_dir() and (match[1] or int(match[2]) not in found):
+                found[int(match[1] or match[2])] = path
+        return found
+
+    def _clear(self) -> None:
+        """Remove what a killed save left. Loading does not: the folder may be another, living process's."""
+        counted = set(self._found().values())
+        for path in (*self.folder.glob(".step_*.tmp"), *self.folder.glob(".step_*.old")):
+            if path not in counted:
+                shutil.rmtree(path)
+
+    def _put_in_place(self, aside: Path, step: int) -> Path:
+        path, old = self.folder / _name(step), self.folder / f".{_name(step)}.old"
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(path, old)
+        os.rename(aside, path)
+        sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def _prune(self, newest: int) -> None:
+        found = self._found()
+        kept = sorted(step for step in found if step <= newest)[-self.config.keep_last :]
+        for step, path in found.items():
+            for_good = self.config.keep_every > 0 and step % self.config.keep_every == 0
+            if step > newest or not (step in kept or for_good):
+                # Renamed first, so that a kill in the middle leaves no half folder that counts.
+                doomed = self.folder / f".{_name(step)}.tmp"
+                os.rename(path, doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _refused(self, step: int, needed: int, error: OSError) -> UserError:
+        """What to tell when ``error`` stopped a save; the last good checkpoint is verified, not guessed."""
+        intact = (path for _, path in sorted(self._found().items(), reverse=True) if _damage(path) is None)
+        existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
+        return UserError(
+            f"checkpoint of step {step} could not be written to {self.folder}: {error.strerror or error} "
+            f"(it needs about {needed} bytes, {free} are free); the last good checkpoint is {next(intact, 'none')}"
+        )
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+    """Write and flush a file; returns the SHA-256 of what was meant to be written, not of what a disk made of it."""
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, one tensor at a time: no second copy of the model in memory.
+
+    Layout: 8-byte little-endian header length, JSON header padded to 8 bytes, then the values without gaps; wider
+    dtypes first, so that each tensor is aligned to its own dtype.
+
+    Raises:
+        TypeError: a dtype that the format does not know.
+    """
+    header: dict[str, Any] = {}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name}: {tensor.dtype} has no place in a checkpoint")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().data
+
+
+def _untied(model_state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each stored tensor once, and which further names are the same tensor: (first name -> tensor, other -> first)."""
+    first: dict[tuple[object, ...], str] = {}
+    kept: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in model_state.items():
+        # An empty tensor has no storage to share.
+        place = (tensor.data_ptr() or name, tensor.dtype, tensor.shape, tensor.stride())
+        if first.setdefault(place, name) == name:
+            kept[name] = tensor
+        else:
+            tied[name] = first[place]
+    return kept, tied
+
+
+def _split_optimizer(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A torch optimiser's state as (tensors by name, plain JSON for the rest)."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for index, entries in state_dict["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"state.{index}.{key}"] = value
+            else:
+                values.setdefault(str(index), {})[key] = value
+    return tensors, {"param_groups": state_dict["param_groups"], "values": values}
+
+
+def _joined_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of ``_split_optimizer``. JSON has no tuples; of a group's lists, torch has only the parameters so."""
+    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in rest["values"].items()}
+    for name, tensor in tensors.items():
+        _, index, key = name.split(".", 2)
+        state.setdefault(int(index), {})[key] = tensor
+    groups = [
+        {k: tuple(v) if isinstance(v, list) and not k.startswith("param") else v for k, v in group.items()}
+        for group in rest["param_groups"]
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        lines = (path / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        if set(sums) != set(_FILES):
+            return "SHA256SUMS does not list its files"
+        for name in _FILES:
+            if sha256_file(path / name) != sums[name]:
+                return f"the SHA-256 of {name} differs"
+    except UnicodeDecodeError:
+        return "SHA256SUMS is no text"
+    except OSError as error:
+        return f"{Path(error.filename or path).name}: {error.strerror}"
+    return None
+
+
+def _read(path: Path) -> Loaded:
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if state.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path} has format_version {state.get('format_version')!r}: this code reads {FORMAT_VERSION}"
+        )
+    model = _tensors(path / "model.safetensors")
+    rng = _tensors(path / "rng.safetensors")
+    return Loaded(
+        path=path,
+        step=state["step"],
+        model_state=model | {name: model[first] for name, first in state["tied"].items()},
+        optimizer_state=_joined_optimizer(_tensors(path / "optimizer.safetensors"), state["optimizer"]),
+        scaler_state=state["scaler"],
+        rng=[rng[f"rank.{rank}"] for rank in range(state["processes"])],
+        position=state["position"],
+        config_json=state["config"],
+        extra=state["extra"],
+    )
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors, copied out of the file's mapping: they must outlive the file."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def rng_state(device: torch.device | str) -> Tensor:
+    """Torch's CPU generator state, followed by the CUDA device's where ``device`` is one: 1-D uint8 on the CPU.
+
+    Python's and NumPy's global generators are not in it: nothing here draws from them.
+    """
+    states = [torch.get_rng_state()]
+    if torch.device(device).type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def set_rng_state(state: Tensor, device: torch.device | str) -> None:
+    """The inverse of ``rng_state``, for a device of the same type.
+
+    Raises:
+        UserError: the state was taken on another type of device.
+    """
+    sizes = [torch.get_rng_state().numel()]
+    if torch.device(device).type == "cuda":
+        sizes.append(torch.cuda.get_rng_state(device).numel())
+    if state.numel() != sum(sizes):
+        raise UserError(
+            f"the checkpoint's random state has {state.numel()} bytes, {torch.device(device).type} takes {sum(sizes)}: "
+            "resume on the type of device that the run was started on"
+        )
+    parts = state.cpu().split(sizes)
+    torch.set_rng_state(parts[0].clone())
+    if len(parts) > 1:
+        torch.cuda.set_rng_state(parts[1].clone(), device)

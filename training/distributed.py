@@ -1,0 +1,203 @@
+"""Processes and devices: the only module that reads torchrun's variables, and the only one that writes cuBLAS's.
+
+With one process no group is made and every collective is the identity, so the rest of the code need not ask.
+"""
+
+# No "from __future__ import annotations" here: DDP compares the exchange hook's annotations with the types themselves.
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from errors import UserError, invalid
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+# The one workspace setting that torch's deterministic mode accepts besides the smaller :16:8.
+_CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distributed:
+    """Which of how many processes this one is, and the device it owns."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+
+def start(device: DeviceChoice) -> Distributed:
+    """Find this process's place and device, and join the others (gloo on CPU, NCCL on CUDA) when there are any.
+
+    ``auto`` is CUDA where torch sees one. Started without torchrun, this is rank 0 of 1.
+
+    Raises:
+        UserError: an unknown device, CUDA asked for and absent, or more processes on this host than it has GPUs.
+    """
+    if device not in get_args(DeviceChoice):
+        raise invalid("run.device", device, get_args(DeviceChoice))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, local_rank, world_size = (
+        int(os.environ.get(*v)) for v in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+    )
+    place = torch.device("cpu")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise invalid("run.device", device, f"cpu or auto: torch {torch.__version__} finds no CUDA device here")
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"torchrun --nproc_per_node: local rank {local_rank} has no GPU of its own; "
+                f"start at most {torch.cuda.device_count()} processes on this host"
+            )
+        place = torch.device("cuda", local_rank)
+        torch.cuda.set_device(place)
+    if world_size > 1:
+        if device == "cuda":
+            dist.init_process_group("nccl", device_id=place)
+        else:
+            dist.init_process_group("gloo")
+    return Distributed(rank=rank, local_rank=local_rank, world_size=world_size, device=place)
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every process is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """A copy of ``tensor`` reduced over all processes, on the tensor's own device whatever the backend needs."""
+    if not dist.is_initialized():
+        return tensor.detach().clone()
+    result = tensor.detach().to(_collective_device(), copy=True)
+    dist.all_reduce(result, op=operation)
+    return result.to(tensor.device)
+
+
+def _collective_device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Elementwise sum over processes; the argument is left alone."""
+    return _reduced(tensor, dist.ReduceOp.SUM)
+
+
+def all_reduce_mean(tensor: Tensor) -> Tensor:
+    """Elementwise mean over processes (sum, then one division); the argument, of a floating dtype, is left alone."""
+    return all_reduce_sum(tensor) / (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def all_reduce_max(tensor: Tensor) -> Tensor:
+    """Elementwise maximum over processes; the argument is left alone."""
+    return _reduced(tensor, dist.ReduceOp.MAX)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on any process: the same answer on all of them."""
+    return bool(all_reduce_max(torch.tensor(int(flag))).item())
+
+
+def gather_bytes(tensor: Tensor) -> list[Tensor]:
+    """Each process's 1-D uint8 tensor, lengths free, in order of rank, as CPU tensors on rank 0; elsewhere [].
+
+    Raises:
+        ValueError: the tensor is not 1-D uint8.
+    """
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1:
+        raise ValueError(f"gather_bytes takes a 1-D uint8 tensor, not {tensor.ndim}-D {tensor.dtype}")
+    if not dist.is_initialized():
+        return [tensor.cpu().clone()]
+    device, world_size, main = _collective_device(), dist.get_world_size(), dist.get_rank() == 0
+    own_length = torch.tensor([tensor.numel()], device=device)
+    lengths = [torch.zeros_like(own_length) for _ in range(world_size)]
+    dist.all_gather(lengths, own_length)
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: tensor.numel()] = tensor
+    received = [torch.zeros_like(padded) for _ in range(world_size)] if main else None
+    dist.gather(padded, received, dst=0)
+    return [row[: int(length)].cpu() for row, length in zip(received or [], lengths, strict=False)]
+
+
+def set_deterministic(on: bool) -> None:
+    """Choose torch's deterministic kernels, an error where an operation has none. Call it before ``start``.
+
+    Raises:
+        RuntimeError: CUDA has been started already, too late for cuBLAS to hear of it.
+    """
+    if on and os.environ.get(_CUBLAS_VARIABLE) != _CUBLAS_DETERMINISTIC:
+        if torch.cuda.is_initialized():
+            raise RuntimeError("set_deterministic(True) must be called before anything uses CUDA")
+        os.environ[_CUBLAS_VARIABLE] = _CUBLAS_DETERMINISTIC
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    torch.backends.cudnn.benchmark = False
+
+
+def set_tf32(on: bool) -> None:
+    """Let CUDA's FP32 matrix products and convolutions round their inputs to TF32 (10 mantissa bits), or forbid it."""
+    torch.backends.cuda.matmul.allow_tf32 = on
+    torch.backends.cudnn.allow_tf32 = on
+
+
+def wrap(model: nn.Module, distributed: Distributed) -> nn.Module:
+    """``model`` with its gradients averaged over processes in ``backward``; with one process, ``model`` itself.
+
+    Compile first, wrap second. Buffers stay each process's own.
+    """
+    if distributed.world_size == 1:
+        return model
+    # torch 2.13 renamed the argument and warns at the old name; 2.11 knows the old one only.
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    own_buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    parallel = DistributedDataParallel(
+        model,
+        device_ids=[distributed.device] if distributed.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **own_buffers,
+    )
+    parallel.register_comm_hook(None, _average_one_by_one)
+    return parallel
+
+
+def _average_one_by_one(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's exchange, one parameter at a time instead of one bucket at a time.
+
+    DDP puts all gradients into one bucket in its first backward pass and into several ever after. The order in which
+    more than two processes' values are summed depends on their place in the bucket, so that the first step after a
+    resume would round differently from the same step of the uninterrupted run. One collective a parameter does not
+    know of buckets.
+    """
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    return torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: buffer)
+
+
+def no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    """The context for forward *and* backward of one micro-step: gradients are exchanged in the last one only.
+
+    DDP decides in the forward pass, so entering this just before ``backward`` would exchange them every time.
+    """
+    pause: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
+    return nullcontext() if last or pause is None else pause()

@@ -1,0 +1,89 @@
+"""Validation loss on the fixed batches that every run shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from errors import UserError, invalid
+from training.distributed import all_reduce_sum
+
+IGNORED_TARGET = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When the validation loss is measured."""
+
+    every: int = 250
+    """steps between two evaluations, the first before any training and one more at the end (0: never)"""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise invalid("evaluation.every", self.every, "0 (never) or a positive number of steps")
+
+
+class ValidationBatches(Protocol):
+    """What ``evaluate`` needs of ``data.batches.Batches``."""
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This process's share of the fixed validation batches: (tokens_BT, targets_BT), int64 on the CPU."""
+        ...
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: ValidationBatches,
+    device: torch.device,
+    autocast_context: AbstractContextManager[object],
+    rounding_seed: Tensor | None = None,
+) -> float:
+    """Mean loss over the fixed validation batches of all processes, nats a token.
+
+    Each process sums its share of the batches, weighted by their targets, and the sums are added up: the value is the same
+    for any number of processes up to the order of summation. Every process must call this, and all get the value.
+
+    Args:
+        model: called as ``model(tokens_BT, targets_BT, rounding_seed)`` -> (logits, mean loss). Run in eval mode; every
+            module's own mode is put back afterwards, also after an error.
+        batches: the shares may differ in length between processes, or be empty.
+        device: of the model.
+        autocast_context: entered once, around all forward passes.
+        rounding_seed: int64 scalar on ``device``; the same for each batch, so that stochastic rounding too draws the same
+            bits however the batches are dealt out.
+
+    Returns:
+        The mean; NaN or infinite where the model's loss is.
+
+    Raises:
+        UserError: no process has a validation batch.
+    """
+    # DDP's forward may talk to the other processes, which hangs where they have different numbers of batches.
+    forward = model.module if isinstance(model, DistributedDataParallel) else model
+    # In double, so that neither the order of summation nor the number of processes shows in float32.
+    loss_and_count = torch.zeros(2, dtype=torch.float64, device=device)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with autocast_context:
+            for tokens_BT, targets_BT in batches.validation():
+                tokens_BT, targets_BT = tokens_BT.to(device), targets_BT.to(device)
+                _, loss = forward(tokens_BT, targets_BT, rounding_seed)
+                count = (targets_BT != IGNORED_TARGET).sum().double()
+                loss_and_count += torch.stack([loss.double() * count, count])
+    finally:
+        for module, training in modes:
+            module.training = training
+    loss_sum, count_sum = all_reduce_sum(loss_and_count).tolist()
+    if count_sum == 0:
+        raise UserError(
+            "data.validation_batches: there is no validation batch; set it to 1 or more, or evaluation.every to 0"
+        )
+    return loss_sum / count_sum

@@ -1,0 +1,195 @@
+"""GPT-2 folders of Hugging Face: config.json and model.safetensors, read from and written to a local disk.
+
+Their linear layers ("Conv1D") keep weights as [in, out], ours as [out, in]; all else is laid out alike, W_q, W_k, W_v and
+heads inside ``c_attn`` included. The vocabulary has no padding there, so a loaded model has vocab_multiple 1.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+import files
+from attention import AttentionConfig
+from errors import UserError, invalid
+from model import GPT, Activation, ModelConfig
+
+_ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+_MASKS = (".attn.bias", ".attn.masked_bias")
+# Settings of GPT2Config that change the function computed, with the one value this model computes.
+_REQUIRED = {
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+# Options of this model that GPT-2 lacks. The training-only ones (z_loss, qk_clip_tau) leave the weights a plain GPT-2.
+_NOT_GPT2 = ("qk_norm", "attention_softcap", "logit_softcap", "gated_attention")
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The ``ModelConfig`` of a GPT-2 folder: biases, no padding, no stabilisers. ``UserError`` where it is no GPT-2."""
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no config.json; expected a local GPT-2 folder of Hugging Face") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(settings, dict) or settings.get("model_type") != "gpt2":
+        found = settings.get("model_type") if isinstance(settings, dict) else settings
+        raise invalid(f"{path}: model_type", found, "gpt2")
+    for name, value in _REQUIRED.items():
+        if settings.get(name, value) != value:
+            raise invalid(f"{path}: {name}", settings[name], repr(value))
+    activation = settings.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        raise invalid(f"{path}: activation_function", activation, _ACTIVATIONS)
+    sizes = {
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }  # GPT2Config's defaults
+    n_layer, n_head, n_embd, block_size, vocab_size = (
+        _integer(path, name, settings.get(name, default)) for name, default in sizes.items()
+    )
+    if settings.get("n_inner") not in (None, 4 * n_embd):
+        raise invalid(f"{path}: n_inner", settings["n_inner"], f"null or 4 * n_embd = {4 * n_embd}")
+    return ModelConfig(
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+        block_size=block_size,
+        vocab_size=vocab_size,
+        vocab_multiple=1,
+        bias=True,
+        activation=_ACTIVATIONS[activation],
+        tie_embeddings=bool(settings.get("tie_word_embeddings", True)),
+    )
+
+
+def load_gpt2(folder: Path, attention: AttentionConfig) -> GPT:
+    """A GPT with the shape and weights of a local GPT-2 folder, float32 on the CPU. Raises ``UserError`` (one line)."""
+    config = read_model_config(folder)
+    model = GPT(config, attention.resolve(config.n_layer, config.n_head))
+    load_weights(model, folder)
+    return model
+
+
+@torch.no_grad()
+def load_weights(model: GPT, folder: Path) -> None:
+    """Fill ``model`` from a local GPT-2 folder. Checked before anything is written: every tensor is there, none is left over.
+
+    ``model`` may have stabilisers that add no parameters. Raises ``UserError`` where its shape is not the folder's.
+    """
+    expected = read_model_config(folder)
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "activation", "tie_embeddings"):
+        if getattr(model.config, name) != getattr(expected, name):
+            raise invalid(f"model.{name}", getattr(model.config, name), f"{getattr(expected, name)!r}, as in {folder}")
+    if model.config.padded_vocab_size != expected.vocab_size:
+        raise invalid("model.vocab_multiple", model.config.vocab_multiple, f"1: {folder} has no rows for padding")
+    tensors = _read_tensors(folder)
+    parameters = dict(model.named_parameters())
+    if model.config.tie_embeddings:
+        tensors.pop("lm_head.weight", None)  # some exporters write the tied matrix twice
+    if missing := sorted(parameters.keys() - tensors.keys()):
+        raise UserError(f"{folder}: model.safetensors lacks {missing[0]} ({len(missing)} missing)")
+    if unknown := sorted(tensors.keys() - parameters.keys()):
+        raise UserError(
+            f"{folder}: model.safetensors has {unknown[0]}, which this model lacks ({len(unknown)} unknown)"
+        )
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}"
+            raise UserError(f"{folder}: {name} has shape {shapes} (after transposing)")
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
+
+
+def export_gpt2(model: GPT, folder: Path) -> None:
+    """Write ``folder`` so that ``transformers.GPT2LMHeadModel.from_pretrained(folder)`` opens it.
+
+    The vocabulary is cut to vocab_size and missing biases become zeros, which changes no logit. Raises ``UserError`` for a folder
+    that holds something and for options that GPT-2 lacks.
+    """
+    for name in _NOT_GPT2:
+        if getattr(model.config, name):
+            raise invalid(f"model.{name}", getattr(model.config, name), "off: Hugging Face's GPT-2 has no such option")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not an empty folder; choose another")
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach().to("cpu", torch.float32)
+        if name in ("transformer.wte.weight", "lm_head.weight"):
+            value = value[: model.config.vocab_size]
+        if name.endswith(_TRANSPOSED):
+            value = value.T
+        tensors[name] = value.contiguous()
+        if not model.config.bias and name.startswith(("transformer.h.", "transformer.ln_f.")):
+            outputs = value.shape[-1]
+            tensors[name.removesuffix("weight") + "bias"] = torch.zeros(outputs)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_bytes(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    files.write_json(folder / "config.json", _settings(model.config))
+
+
+def _settings(config: ModelConfig) -> dict[str, Any]:
+    end_of_text = 50256 if config.vocab_size == 50257 else None
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "n_inner": None,
+        "n_positions": config.block_size,
+        "n_ctx": config.block_size,
+        "vocab_size": config.vocab_size,
+        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else "gelu",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        **_REQUIRED,
+    }
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Tensors by our names, in our layout; the attention masks that older files carry are dropped."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        pickles = sorted(p.name for p in folder.glob("*.bin"))
+        why = f"{pickles[0]} is a pickle, which could run code when read" if pickles else "no weights"
+        raise UserError(
+            f"{folder}: {why}; expected one model.safetensors (save_pretrained with safe_serialization=True)"
+        )
+    try:
+        stored = safetensors.torch.load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    tensors = {}
+    for name, value in stored.items():
+        if name.endswith(_MASKS):
+            continue
+        if not name.startswith(("transformer.", "lm_head.")):
+            name = f"transformer.{name}"
+        tensors[name] = value.T if name.endswith(_TRANSPOSED) and value.dim() == 2 else value
+    return tensors
+
+
+def _integer(path: Path, name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise invalid(f"{path}: {name}", value, "an integer")
+    return value

@@ -1,0 +1,240 @@
+"""What a run has measured: one line of JSON a record in ``metrics.jsonl``, always; Weights & Biases beside it when asked for.
+
+The columns a training run writes (each line carries ``step`` and whichever of the others it has):
+
+    step               optimiser steps done before this line was measured (0 = the initial weights)
+    batch              index of the global batch that the step drew
+    tokens             training tokens seen so far
+    train_loss         mean cross-entropy of the step's global batch, nats a token
+    val_loss           mean cross-entropy of the fixed validation batches, nats a token
+    grad_norm          2-norm of all gradients before clipping
+    lr                 learning rate of the step
+    tokens_per_second  of all processes together
+    mfu                fraction of the device's peak arithmetic
+    seconds            wall-clock time since the process began
+    data_digest        16 hexadecimal digits that stand for every batch drawn so far
+
+Strict JSON has no NaN and no infinity, and a failing run has both: they are written as the strings "nan", "inf" and "-inf",
+which ``read_metrics`` turns back into floats. Finite floats survive bit for bit, as Python writes the shortest decimal that
+reads back as the same double.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import files
+from errors import UserError, invalid
+
+METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_id.txt"
+WandbMode = Literal["disabled", "offline", "online"]
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases, beside the JSON lines that every run writes."""
+
+    mode: WandbMode = "disabled"
+    """offline writes a run into the run's folder, for `wandb sync` later; online sends it as it goes (needs an account)"""
+    project: str = "low-precision-attention"
+    """project the run is filed under"""
+    group: str = ""
+    """empty: the recording's name, so that all runs on one recording are one group"""
+    name: str = ""
+    """empty: the name of the attention, which is what differs inside a group"""
+    tags: tuple[str, ...] = ()
+    """free labels"""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(WandbMode):
+            raise invalid("wandb.mode", self.mode, get_args(WandbMode))
+        if not self.project:
+            raise invalid("wandb.project", self.project, "a name")
+
+
+class Metrics:
+    """Writer of one run's measurements.
+
+    Args:
+        folder: the run's folder; made when missing.
+        wandb: where else to send the numbers.
+        config_json: the resolved configuration, shown by W&B; this class writes no ``config.json``.
+        recording: name of the recording the batches come from or go to, "" for neither.
+        attention_name: what names the run inside its group.
+        resume_step: the step the run goes on from; lines of that step and later are dropped. None: a new run.
+        enabled: False on every process but the first; then nothing is read, written or imported.
+
+    Raises:
+        UserError: a new run's folder already holds metrics; W&B is asked for and missing or cannot start; the disk is full.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        wandb: WandbConfig,
+        *,
+        config_json: dict[str, Any],
+        recording: str,
+        attention_name: str,
+        resume_step: int | None = None,
+        enabled: bool = True,
+    ):
+        self._file: Any = None
+        self._wandb_run: Any = None
+        if not enabled:
+            return
+        self._path = folder / METRICS_FILE
+        if resume_step is None and self._path.exists():
+            raise UserError(f"{self._path} exists: resume that run, or choose another name or folder")
+        wandb_module = import_wandb(wandb) if wandb.mode != "disabled" else None
+        folder.mkdir(parents=True, exist_ok=True)
+        if wandb_module is not None:
+            wandb = replace(wandb, group=wandb.group or recording, name=wandb.name or attention_name)
+            run_id = _wandb_id(folder, resume=resume_step is not None)
+            self._wandb_run = _start_wandb(wandb_module, folder, wandb, run_id, config_json)
+        if resume_step is not None and self._path.exists():
+            _drop_from(self._path, resume_step)
+        # Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+
+    def log(self, step: int, **scalars: Any) -> None:
+        """Append one line. Values: bool, int, float, str, None (not known, as the MFU of a CPU), or what has ``item()``
+        (0-d tensors, NumPy scalars). Raises ``UserError`` when the disk is full."""
+        if self._file is None:
+            return
+        record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
+        line = json.dumps({name: json_safe(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot append the line of step {step} ({error.strerror})") from error
+        if written != len(line):
+            raise UserError(f"{self._path}: the disk took only part of the line of step {step}: is it full?")
+        self._log_to_wandb(record)
+
+    def _log_to_wandb(self, record: dict[str, Any]) -> None:
+        if self._wandb_run is None:
+            return
+        try:
+            self._wandb_run.log(
+                {name: value for name, value in record.items() if value is not None and not isinstance(value, str)}
+            )
+        except Exception as error:  # the JSON lines are the record; a broken service must not end a training run
+            warnings.warn(f"W&B stopped taking values ({error}); {self._path} goes on", stacklevel=3)
+            self._wandb_run = None
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the file and the W&B run (marked failed when ``exit_code`` is not 0). Safe to call twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._wandb_run is not None:
+            self._wandb_run.finish(exit_code=exit_code)
+            self._wandb_run = None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run's ``metrics.jsonl`` in file order, non-finite values restored.
+
+    A torn last line (the run was killed while writing it) is left out.
+
+    Raises:
+        UserError: no such folder, no metrics in it, none yet, or a line that is not a record.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder")
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"{folder}: no {METRICS_FILE} in it, so it is not the folder of a run")
+    lines = list(_read_lines(path))
+    if not lines:
+        raise UserError(f"{path}: no line in it yet")
+    return lines
+
+
+def _read_lines(path: Path) -> Iterable[dict[str, Any]]:
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: line {number} is not a record with a step") from None
+        yield {
+            name: _NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()
+        }
+
+
+def _drop_from(path: Path, step: int) -> None:
+    kept = [record for record in _read_lines(path) if record["step"] < step]
+    lines = [json.dumps({name: json_safe(value) for name, value in record.items()}, allow_nan=False) for record in kept]
+    files.write_text(path, "".join(line + "\n" for line in lines))
+
+
+def _plain(value: Any) -> bool | int | float | str | None:
+    value = value.item() if hasattr(value, "item") else value
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise TypeError(f"a metric is a bool, int, float, str or None, not {type(value).__name__}")
+    return value
+
+
+def json_safe(value: Any) -> Any:
+    """``value``, or the string that stands for it in these files when it is a float that strict JSON cannot write."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def _wandb_id(folder: Path, *, resume: bool) -> str:
+    """The W&B run's id, kept in the run's folder so that a resumed run goes on under the same id."""
+    path = folder / WANDB_ID_FILE
+    if resume and path.is_file():
+        return path.read_text().strip()
+    run_id = secrets.token_hex(4)
+    files.write_text(path, run_id + "\n")
+    return run_id
+
+
+def import_wandb(config: WandbConfig) -> Any:
+    """The wandb module. Raises ``UserError`` where it is not installed (call early, before a run has left anything)."""
+    try:
+        import wandb
+    except ImportError:
+        raise invalid(
+            "wandb.mode", config.mode, "disabled, as wandb is not installed here (pip install wandb)"
+        ) from None
+    return wandb
+
+
+def _start_wandb(wandb: Any, folder: Path, config: WandbConfig, run_id: str, config_json: dict[str, Any]) -> Any:
+    try:
+        run = wandb.init(
+            project=config.project,
+            dir=folder,
+            id=run_id,
+            group=config.group or None,
+            name=config.name or None,
+            tags=config.tags,
+            config=config_json,
+            mode=config.mode,
+            # An offline run never resumes in place: a second one of the same id is written, and `wandb sync --append` joins them.
+            resume="allow" if config.mode == "online" else None,
+        )
+    except wandb.Error as error:
+        raise invalid("wandb.mode", config.mode, f"offline or disabled, as W&B could not start ({error})") from error
+    # W&B's own x axis counts calls of log(); runs overlay only on the training step.
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    run.define_metric("val_loss", step_metric="step", summary="min,last")
+    return run

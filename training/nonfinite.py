@@ -1,0 +1,63 @@
+"""What happens when a loss or a gradient is not finite: a choice of the config, recorded with step and batch either way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from errors import invalid
+
+Policy = Literal["stop", "skip", "continue", "rollback"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFiniteConfig:
+    """The policy. FP16 overflows of the gradient alone are no case for it: loss scaling skips and counts them."""
+
+    policy: Policy = "stop"
+    """stop; skip the update; continue as if nothing were; rollback to the last checkpoint and past the offending batches."""
+    lr_scale: float = 0.5
+    """rollback: the learning rate is multiplied by this ..."""
+    lr_scale_steps: int = 100
+    """rollback: ... for so many steps after the checkpoint."""
+    max_rollbacks: int = 3
+    """rollback: after so many, the next one stops the run."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(Policy):
+            raise invalid("nonfinite.policy", self.policy, get_args(Policy))
+        if not 0 < self.lr_scale <= 1:
+            raise invalid("nonfinite.lr_scale", self.lr_scale, "above 0, at most 1")
+        for name in ("lr_scale_steps", "max_rollbacks"):
+            if getattr(self, name) < 0:
+                raise invalid(f"nonfinite.{name}", getattr(self, name), "0 or more")
+
+
+class NonFiniteGuard:
+    """Counts what went wrong in a run and remembers the lowered learning rate; its state travels in checkpoints."""
+
+    def __init__(self, config: NonFiniteConfig):
+        self.config = config
+        self.nonfinite_steps = 0
+        self.overflow_steps = 0
+        self.rollbacks = 0
+        self.lr_scaled_until = 0
+
+    def lr_factor(self, step: int) -> float:
+        """Factor on the scheduled learning rate of ``step``."""
+        return self.config.lr_scale if step < self.lr_scaled_until else 1.0
+
+    def rolled_back(self, to_step: int) -> None:
+        """Note a rollback: the learning rate is lowered from ``to_step`` on."""
+        self.rollbacks += 1
+        self.lr_scaled_until = to_step + self.config.lr_scale_steps
+
+    def state(self) -> dict[str, int]:
+        """Plain numbers for a checkpoint."""
+        names = ("nonfinite_steps", "overflow_steps", "rollbacks", "lr_scaled_until")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
+        for name, value in state.items():
+            setattr(self, name, value)

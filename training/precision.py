@@ -1,0 +1,43 @@
+"""What the products outside attention are computed in, and the switches of speed and determinism."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from errors import invalid
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Weights and optimiser state are always float32; autocast chooses what matrix products read."""
+
+    dtype: Dtype = "bfloat16"
+    """Autocast dtype; float16 adds loss scaling, float32 switches autocast off."""
+    tf32: bool = False
+    """Let CUDA's float32 products round their operands to TF32."""
+    compile: bool = False
+    """torch.compile; attention stays opaque to it."""
+    deterministic: bool = True
+    """torch's deterministic kernels: the same run twice gives the same bits."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(Dtype):
+            raise invalid("precision.dtype", self.dtype, get_args(Dtype))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[self.dtype]
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """For forward passes only: ``backward`` runs outside, in the dtypes that forward chose."""
+        return torch.autocast(device.type, dtype=self.torch_dtype, enabled=self.dtype != "float32")
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """Loss scaling for float16 (Micikevicius et al. 2018, arXiv 1710.03740), otherwise one that does nothing."""
+        return torch.amp.GradScaler(device.type, enabled=self.dtype == "float16")

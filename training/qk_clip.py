@@ -1,0 +1,59 @@
+"""QK-clip: after an optimiser step, heads whose attention logits grew past tau have W_q and W_k scaled back.
+
+Kimi K2 (arXiv 2507.20534, section 2.1, MuonClip): gamma_h = min(1, tau / S_max_h), S_max_h being the largest
+logit q . k / sqrt(D) that head h saw in the step's forward passes, and W_q, W_k of that head (with their biases) times
+sqrt(gamma_h) each. The same input then gives that head gamma_h times the logits; other heads keep theirs to the last bit.
+
+Legend: L layers, H heads, D head width, C width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model import GPT
+from training.distributed import all_reduce_max
+
+
+class QKClip(NamedTuple):
+    """What a clip saw and did, both [L, H] float32; ``max_logits`` is -inf where there was no training forward pass."""
+
+    max_logits: Tensor
+    gammas: Tensor
+
+
+def clip_factors(max_logit_LH: Tensor, tau: float) -> Tensor:
+    """gamma = min(1, tau / max logit), 1 for maxima that are not finite (those are the non-finite policy's to handle)."""
+    exceeds_LH = torch.isfinite(max_logit_LH) & (max_logit_LH > tau)
+    return torch.where(exceeds_LH, tau / max_logit_LH, 1.0)
+
+
+def forget_logits(model: GPT) -> None:
+    """Start the next step's maxima; for a step whose update was skipped. ``clip_qk`` does it by itself."""
+    for attention in model.attentions():
+        attention.max_logit_H.fill_(-math.inf)
+
+
+@torch.no_grad()
+def clip_qk(model: GPT) -> QKClip:
+    """Scale W_q and W_k back to ``model.config.qk_clip_tau``; call on the bare model after the optimiser's step.
+
+    Every process must call it: each saw other sequences, and all clip by the maximum over processes. The maxima are then
+    forgotten. Nothing is read back to the CPU. Raises ``ValueError`` where qk_clip_tau is 0, since no logits were kept.
+    """
+    if model.config.qk_clip_tau <= 0:
+        raise ValueError("clip_qk needs model.qk_clip_tau above 0")
+    C, D = model.config.n_embd, model.config.head_width
+    max_logit_LH = all_reduce_max(torch.stack([attention.max_logit_H for attention in model.attentions()]))
+    gamma_LH = clip_factors(max_logit_LH, model.config.qk_clip_tau)
+    for attention, gamma_H in zip(model.attentions(), gamma_LH, strict=True):
+        rows = gamma_H.sqrt().repeat_interleave(D).repeat(2)  # [2C]: the rows of W_q, then those of W_k
+        attention.c_attn.weight[: 2 * C].mul_(rows[:, None])
+        if attention.c_attn.bias is not None:
+            attention.c_attn.bias[: 2 * C].mul_(rows)
+    forget_logits(model)
+    return QKClip(max_logit_LH, gamma_LH)
