@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +73,9 @@ class Numerics:
     """beta of the stabilised forms: tied positive maxima are shifted to beta * r_m."""
     row_max_tolerance: float = 1e-3
     """Scores this close to the row maximum count as tied; 0 is the exact comparison of the paper's first version."""
-    row_max_cap: float = 7.0
-    """Largest shift above the row maximum in ``stabilised_safe``: l >= exp(-cap)."""
+    row_max_cap: float = math.log(2**18 / 239)
+    """Largest shift above the row maximum in ``stabilised_safe``: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and
+    FP16 number, so that rows at the cap lose nothing to the rounding of P_bar, and one with an odd 8-bit significand, unlike 1."""
     tile_q: int = 512
     """Rows of one tile; 0 is the whole sequence."""
     tile_k: int = 512

@@ -30,7 +30,7 @@ def make(case: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, 
     if case == "peaked":
         q, k = q * 4, k * 4
     elif case == "tied":
-        k = k[:, :8].repeat(1, shape[1] // 8 + 1, 1, 1)[:, : shape[1]]  # every key returns after eight
+        k = k[:, :4].repeat(1, shape[1] // 4 + 1, 1, 1)[:, : shape[1]]  # every key returns after four
     elif case == "one_signed_v":
         v = -v.abs() - 1
     elif case == "constant":

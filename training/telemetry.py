@@ -26,5 +26,6 @@ class TelemetryConfig:
 @torch.no_grad()
 def probe(model: GPT) -> dict[str, float]:
     """Largest singular value of each layer's W_Q [C, C] (the paper's Fig. 4 watches layer index 1), and the largest of all."""
-    norms_L = spectral_norm(torch.stack([model.w_q(layer) for layer in range(model.config.n_layer)])).tolist()
-    return {f"w_q_norm_{layer}": norm for layer, norm in enumerate(norms_L)} | {"w_q_norm_max": max(norms_L)}
+    norms_L = spectral_norm(torch.stack([model.w_q(layer) for layer in range(model.config.n_layer)]))
+    each = {f"w_q_norm_{layer}": norm for layer, norm in enumerate(norms_L.tolist())}
+    return each | {"w_q_norm_max": norms_L.max().item()}  # torch's maximum: NaN stays NaN
