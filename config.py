@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import itertools
 import re
+import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -114,29 +116,50 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
 
 def load_preset(path: str) -> TrainConfig:
     """The ``config`` that a preset file exports. Raises ``UserError`` for a file that is absent or exports none."""
-    file = Path(path)
-    if not file.is_file():
-        raise invalid(
-            "config file", path, sorted(f"configs/{p.name}" for p in PRESETS.glob("*.py") if p.name[0] != "_")
-        )
-    spec = importlib.util.spec_from_file_location(f"preset_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise invalid("config file", path, "a Python file, ending in .py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
+    config = getattr(_run_file(path), "config", None)
     if not isinstance(config, TrainConfig):
         raise invalid("config file", path, "a Python file that sets `config` to a TrainConfig")
     return config
 
 
+def load_attention(path: str) -> AttentionConfig:
+    """The ``attention`` that an ablation file exports. Raises ``UserError`` for a file that is absent or exports none."""
+    attention = getattr(_run_file(path), "attention", None)
+    if not isinstance(attention, AttentionConfig):
+        raise invalid("ablation file", path, "a Python file that sets `attention` to an AttentionConfig")
+    return attention
+
+
+def _run_file(path: str) -> types.ModuleType:
+    file = Path(path)
+    if not file.is_file():
+        known = sorted(f"configs/{p.relative_to(PRESETS)}" for p in PRESETS.rglob("*.py") if "__" not in str(p))
+        raise invalid("config file", path, known)
+    spec = importlib.util.spec_from_file_location(f"preset_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise invalid("config file", path, "a Python file, ending in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def load(arguments: list[str]) -> TrainConfig:
-    """``configs/X.py --section.field value ...`` as a config. Raises ``UserError``, one line, for whatever is wrong with it."""
-    if arguments and not arguments[0].startswith("-"):
-        return override(load_preset(arguments[0]), arguments[1:])
-    if "-h" in arguments or "--help" in arguments:
-        return override(TrainConfig(), arguments)
-    raise UserError("usage: python train.py configs/X.py [--section.field value ...]; --help lists the fields")
+    """``configs/RECIPE.py [configs/ablations/A.py] --section.field value ...`` as a config.
+
+    A second file replaces the attention of the first, so that every ablation fits every recipe. Raises ``UserError``, one
+    line, for whatever is wrong.
+    """
+    files = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    rest = arguments[len(files) :]
+    if not files and {"-h", "--help"} & set(rest):
+        return override(TrainConfig(), rest)
+    if len(files) not in (1, 2):
+        usage = "python train.py configs/RECIPE.py [configs/ablations/A.py] [--section.field value ...]"
+        raise UserError(f"usage: {usage}; --help lists the fields")
+    config = load_preset(files[0])
+    if len(files) == 2:
+        config = dataclasses.replace(config, attention=load_attention(files[1]))
+    return override(config, rest)
 
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:

@@ -17,6 +17,7 @@ import config as configuration
 from config import TrainConfig
 from errors import exit_on_user_error
 from training import distributed, throughput
+from training.distributed import Distributed
 from training.session import Session
 from training.step import StepResult
 
@@ -27,15 +28,21 @@ def train(config: TrainConfig) -> None:
     distributed.set_tf32(config.precision.tf32)
     place = distributed.start(config.run.device)
     try:
-        session = Session(config, configuration.to_json(config), place)
-        finished = False
-        try:
-            loop(session)
-            finished = True
-        finally:
-            session.close(finished=finished)
+        run(config, place)
+        distributed.barrier()
     finally:
         distributed.stop()
+
+
+def run(config: TrainConfig, place: Distributed) -> None:
+    """Build the run and see it through; its files are closed whatever happens, a recording as complete only at the end."""
+    session = Session(config, configuration.to_json(config), place)
+    finished = False
+    try:
+        loop(session)
+        finished = True
+    finally:
+        session.close(finished=finished)
 
 
 def loop(session: Session) -> None:

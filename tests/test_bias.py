@@ -1,10 +1,11 @@
 """The signed bias of O and of delta: tied row maxima, V of one sign, errors tested by sign and mean.
 
-Two keys share the row maximum, so their P_bar is exactly 1; the others have P_bar of 5e-5 and less. V of the two lies in one binade, so that
-their sum carries into one bit too many: half of the sums are BF16 ties, and the small others decide every tie.
+Two keys share the row maximum, so their P_bar is exactly 1; the others have P_bar of 5e-5 and less. V of the two lies in
+one binade, so that their sum carries into one bit too many: half of the sums are BF16 ties, and the small others decide
+every tie.
 
-The row maximum r takes every BF16 value in [0.5, 16) equally often. Rows with one r share the rounding error of exp(r - m), so the mean over
-them is the unit of every standard error: n = 640.
+The row maximum r takes every BF16 value in [0.5, 16) equally often. Rows with one r share the rounding error of
+exp(r - m), so the mean over them is the unit of every standard error: n = 640.
 
 Legend: N rows (one query each), K keys, D head dim.
 """
@@ -72,7 +73,9 @@ def bias(problem: Rows, preset: str, numerics: str, sites: tuple[str, ...] = ())
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_paper_numerics_push_o_away_from_zero(sign: float) -> None:
-    """The sum of two in [2, 4) lies in [4, 8), unit 2^-5. Half of the sums are ties, all decided upwards: a quarter unit of O_bar, an eighth of O = O_bar / 2."""
+    """The sum of two in [2, 4) lies in [4, 8), unit 2^-5. Half of the sums are ties, all decided upwards: a quarter unit of
+    O_bar, an eighth of O = O_bar / 2.
+    """
     mean, standard_error = bias(rows(sign, others=1.0), "flash", "paper")
     assert sign * mean > 20 * standard_error
     assert sign * mean == pytest.approx(2.0**-5 / 8, rel=0.15)
@@ -144,4 +147,4 @@ def test_the_fixes_of_the_backward_pass_leave_delta_unbiased(preset: str, sign: 
     mean, _ = delta_error(problem, preset, "hardware")
     assert abs(mean) < problem.exact().sum(dim=-1).abs().mean() * 2.0**-23
     repaired, _ = delta_error(problem, preset, "paper")
-    assert abs(repaired) < abs(broken) / 4
+    assert abs(repaired) < abs(broken) / 5

@@ -11,7 +11,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each part may import itself and what stands to its right.
-ORDER = ["scripts", "train", "configs", "config", "training", "analysis", "data", "model", "attention", "files", "errors"]
+ORDER = [
+    "scripts",
+    "train",
+    "configs",
+    "config",
+    "training",
+    "analysis",
+    "data",
+    "model",
+    "attention",
+    "files",
+    "errors",
+]
 
 
 def parts() -> list[tuple[Path, str]]:
@@ -23,7 +35,10 @@ def parts() -> list[tuple[Path, str]]:
 def test_imports_go_down_only(path: Path, part: str) -> None:
     tree = ast.parse(path.read_text())
     typing_only = {
-        id(n) for b in ast.walk(tree) if isinstance(b, ast.If) and "TYPE_CHECKING" in ast.dump(b.test) for n in ast.walk(b)
+        id(n)
+        for b in ast.walk(tree)
+        if isinstance(b, ast.If) and "TYPE_CHECKING" in ast.dump(b.test)
+        for n in ast.walk(b)
     }
     for node in ast.walk(tree):
         if id(node) in typing_only or not isinstance(node, ast.Import | ast.ImportFrom):

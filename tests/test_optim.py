@@ -209,7 +209,7 @@ def test_one_muon_step_is_the_scaled_orthogonal_factor() -> None:
     weight.grad = 1e-3 * factor
     optimizer.step()
     update = (before * (1 - 0.01 * 0.5) - weight.detach()) / (0.01 * 0.2 * math.sqrt(32))
-    # torch.optim.Muon promises U S V^T with S between 0.5 and 1.5, whatever the gradient's scale; here U V^T is the factor.
+    # torch.optim.Muon promises U S V^T with S between 0.5 and 1.5, whatever the gradient's scale; U V^T is the factor.
     values = (factor.T @ update).diagonal()
     assert values.min() > 0.5
     assert values.max() < 1.5

@@ -3,7 +3,9 @@
 With one process no group is made and every collective is the identity, so the rest of the code need not ask.
 """
 
-# No "from __future__ import annotations" here: DDP compares the exchange hook's annotations with the types themselves.
+from __future__ import annotations
+
+import gc
 import inspect
 import os
 from collections.abc import Callable
@@ -76,6 +78,8 @@ def start(device: DeviceChoice) -> Distributed:
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
+        # DDP's reducer must go before the group it talks through: freed after it, it sometimes waits for ever.
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -171,27 +175,24 @@ def wrap(model: nn.Module, distributed: Distributed) -> nn.Module:
     # torch 2.13 renamed the argument and warns at the old name; 2.11 knows the old one only.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     own_buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    parallel = DistributedDataParallel(
+    return DistributedDataParallel(
         model,
         device_ids=[distributed.device] if distributed.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **own_buffers,
     )
-    parallel.register_comm_hook(None, _average_one_by_one)
-    return parallel
 
 
-def _average_one_by_one(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's exchange, one parameter at a time instead of one bucket at a time.
+def settle(model: nn.Module, backward: Callable[[], None]) -> None:
+    """Let DDP lay out its buckets before the first real step: one throwaway ``backward``, its gradients dropped.
 
-    DDP puts all gradients into one bucket in its first backward pass and into several ever after. The order in which
-    more than two processes' values are summed depends on their place in the bucket, so that the first step after a
-    resume would round differently from the same step of the uninterrupted run. One collective a parameter does not
-    know of buckets.
+    DDP puts all gradients into one bucket in its first backward pass and into several ever after. The order in which more
+    than two processes' values are summed depends on their place in the bucket, so that the first step after a resume would
+    round differently from the same step of the uninterrupted run.
     """
-    buffer = bucket.buffer().div_(dist.get_world_size())
-    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
-    return torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: buffer)
+    if isinstance(model, DistributedDataParallel):
+        backward()
+        model.zero_grad(set_to_none=True)
 
 
 def no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import attention
+from attention import registry
 from data.batches import open_batches
 from errors import UserError, invalid
 from model import GPT, initialise
@@ -19,11 +20,11 @@ from training import distributed, huggingface, record, throughput
 from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
 from training.evaluate import evaluate
-from training.metrics import Metrics
+from training.metrics import Metrics, import_wandb
 from training.nonfinite import NonFiniteGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.qk_clip import clip_qk, forget_logits
-from training.step import StepResult, rounding_seed, train_step
+from training.step import StepResult, rounding_seed, throwaway_backward, train_step
 from training.telemetry import probe
 
 if TYPE_CHECKING:
@@ -49,13 +50,15 @@ class Session:
         self.config, self.config_json, self.place, self.device = config, config_json, place, place.device
         self.folder = Path(config.run.folder) / config.run.name
         plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
-        attention.check(
+        registry.check(
             plans,
             device=self.device,
             dtype=config.precision.torch_dtype,
             head_dim=config.model.head_width,
             softcap=config.model.attention_softcap,
         )
+        if config.wandb.mode != "disabled":
+            import_wandb(config.wandb)  # its absence must show before anything is written
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         loaded = self._checkpoint_to_resume()
         self.batches = open_batches(
@@ -76,6 +79,7 @@ class Session:
             torch.compile(self.raw_model) if config.precision.compile else self.raw_model,  # type: ignore[arg-type]
             place,
         )
+        self._settle()
         self.started = time.monotonic()
         self.flops_per_token = self.raw_model.flops_per_token(config.data.sequence_length)
         self.peak = throughput.peak_flops(self.device, config.run.peak_tflops)
@@ -119,6 +123,14 @@ class Session:
         else:
             initialise(self.raw_model, self.config.run.seed)
 
+    def _settle(self) -> None:
+        shape = (self.config.data.micro_batch, self.config.data.sequence_length)
+        distributed.settle(self.model, lambda: throwaway_backward(self.model, shape, self.device, self._autocast))
+        forget_logits(self.raw_model)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return self.config.precision.autocast(self.device)
+
     def _open_record(self, resume_step: int | None) -> None:
         name = self.config.attention.label()
         content = {"config": self.config_json, **record.environment(self.device, self.place.world_size)}
@@ -148,7 +160,7 @@ class Session:
             micro_batches,
             [rounding_seed(config.run.seed, position, index) for index in order],
             device=self.device,
-            autocast=lambda: config.precision.autocast(self.device),
+            autocast=self._autocast,
             grad_clip=config.optim.grad_clip,
             apply_nonfinite=config.nonfinite.policy == "continue",
         )
@@ -163,8 +175,7 @@ class Session:
     def evaluate(self) -> float:
         """Validation loss on the fixed batches, nats a token."""
         seed = torch.tensor(rounding_seed(self.config.run.seed, 0, 0), device=self.device)
-        autocast = self.config.precision.autocast(self.device)
-        return evaluate(self.model, self.batches, self.device, autocast, seed)
+        return evaluate(self.model, self.batches, self.device, self._autocast(), seed)
 
     def probe(self) -> dict[str, float]:
         """Telemetry of the weights as they are; the main process only, the others hold the same weights."""

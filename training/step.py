@@ -75,6 +75,19 @@ def train_step(
     return StepResult(mean_loss, grad_norm, finite, overflow, applied)
 
 
+def throwaway_backward(
+    model: nn.Module,
+    shape_BT: tuple[int, int],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """A forward and backward pass on zeros, for ``distributed.settle``."""
+    zeros_BT = torch.zeros(shape_BT, dtype=torch.int64, device=device)
+    with autocast():
+        _, loss = model(zeros_BT, zeros_BT, torch.zeros((), dtype=torch.int64, device=device))
+    loss.backward()
+
+
 def _move(tensor_BT: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor_BT

@@ -1,0 +1,8 @@
+"""delta = rowsum(P * dP) in place of rowsum(dO * O).
+
+Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/delta_from_p.py --data.replay ...
+"""
+
+from attention import AttentionConfig, AttentionSpec
+
+attention = AttentionConfig(default=AttentionSpec(preset="flash_delta_from_p", numerics="paper"))

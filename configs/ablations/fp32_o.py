@@ -1,0 +1,8 @@
+"""delta from an O kept in FP32 by the forward pass.
+
+Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/fp32_o.py --data.replay ...
+"""
+
+from attention import AttentionConfig, AttentionSpec
+
+attention = AttentionConfig(default=AttentionSpec(preset="flash_fp32_o", numerics="paper"))

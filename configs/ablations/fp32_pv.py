@@ -1,0 +1,8 @@
+"""P V computed and accumulated in FP32; O still handed on in BF16.
+
+Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/fp32_pv.py --data.replay ...
+"""
+
+from attention import AttentionConfig, AttentionSpec
+
+attention = AttentionConfig(default=AttentionSpec(preset="flash_fp32_pv", numerics="paper"))

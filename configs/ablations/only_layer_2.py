@@ -1,0 +1,11 @@
+"""Only the paper's layer 2 (index 1) uses flash attention; all others use standard attention.
+
+Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/only_layer_2.py --data.replay ...
+"""
+
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+
+attention = AttentionConfig(
+    default=AttentionSpec(preset="standard"),
+    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash", numerics="paper")),),
+)

@@ -1,0 +1,8 @@
+"""Algorithm 3, later version: beta 2, ties within 1e-3.
+
+Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/stable_beta_2.py --data.replay ...
+"""
+
+from attention import AttentionConfig, AttentionSpec
+
+attention = AttentionConfig(default=AttentionSpec(preset="flash_stable", numerics="paper"))

@@ -1,0 +1,8 @@
+"""Algorithm 3, first version: beta 7, exact ties.
+
+Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/stable_beta_7.py --data.replay ...
+"""
+
+from attention import AttentionConfig, AttentionSpec
+
+attention = AttentionConfig(default=AttentionSpec(preset="flash_stable_exact_ties", numerics="paper"))

@@ -1,0 +1,8 @@
+"""One tile, the whole sequence: tiling is not the cause.
+
+Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/untiled.py --data.replay ...
+"""
+
+from attention import AttentionConfig, AttentionSpec
+
+attention = AttentionConfig(default=AttentionSpec(preset="flash_untiled", numerics="paper"))

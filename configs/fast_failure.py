@@ -1,0 +1,44 @@
+"""A recipe under which BF16 flash attention fails within some 10,000 steps on one GPU: GPT-2 124M, 32 sequences a step, lr 2e-3.
+
+It lies near plain instability: a failure counts only when the control (flash_fp32_o or flash_delta_from_p) is stable on the same batches.
+Any text will do; with English prose:
+
+    python scripts/prepare_data.py text FILE.txt --val HELD_OUT.txt --name corpus
+    python train.py configs/fast_failure.py --data.record replay_batches/NAME --run.name failing
+"""
+
+from attention import AttentionConfig, AttentionSpec
+from config import RunConfig, TrainConfig
+from data.batches import DataConfig
+from model import MODEL_PRESETS
+from training.checkpoint import CheckpointConfig
+from training.evaluate import EvaluationConfig
+from training.optim import OptimConfig
+from training.precision import PrecisionConfig
+from training.telemetry import TelemetryConfig
+
+config = TrainConfig(
+    run=RunConfig(name="fast_failure", steps=13_000),
+    model=MODEL_PRESETS["gpt2"],
+    attention=AttentionConfig(default=AttentionSpec(preset="flash")),
+    data=DataConfig(
+        dataset="data/tokens/corpus",
+        sequence_length=1024,
+        global_batch=32,  # no accumulation: 32,768 tokens a step
+        micro_batch=32,
+    ),
+    optim=OptimConfig(
+        lr=2e-3,
+        min_lr=1e-5,
+        warmup_steps=1000,
+        decay_steps=600_000,  # the paper's cosine, all but flat over this run
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.0,
+        grad_clip=1.0,
+    ),
+    precision=PrecisionConfig(dtype="bfloat16", compile=True),
+    evaluation=EvaluationConfig(every=500),
+    checkpoint=CheckpointConfig(every=1000, keep_last=2),
+    telemetry=TelemetryConfig(every=100),
+)
