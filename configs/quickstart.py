@@ -16,7 +16,8 @@ from training.precision import PrecisionConfig
 from training.telemetry import TelemetryConfig
 
 config = TrainConfig(
-    run=RunConfig(name="quickstart", steps=1000, log_every=10),
+    # A CPU even beside a GPU: one thread gives the same bits on every machine of a kind.
+    run=RunConfig(name="quickstart", steps=1000, log_every=10, device="cpu"),
     model=MODEL_PRESETS["microcosm"],
     attention=AttentionConfig(default=AttentionSpec(preset="flash", numerics="microcosm")),
     data=DataConfig(
