@@ -7,6 +7,8 @@ import dataclasses
 import importlib.util
 import io
 import itertools
+import json
+import math
 import re
 import types
 from dataclasses import dataclass, field
@@ -60,7 +62,7 @@ class RunConfig:
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise invalid(f"run.{name}", getattr(self, name), "a whole number of 1 or more")
-        if self.peak_tflops < 0:
+        if not 0 <= self.peak_tflops < math.inf:
             raise invalid("run.peak_tflops", self.peak_tflops, "0 or a positive number of TFLOP/s")
 
 
@@ -90,8 +92,8 @@ class TrainConfig:
 
 
 def to_json(value: Any) -> Any:
-    """A config as plain JSON values."""
-    return dataclasses.asdict(value)
+    """A config as JSON gives it back: tuples are lists, so that what was read compares equal to what would be written."""
+    return json.loads(json.dumps(dataclasses.asdict(value)))
 
 
 def from_json(kind: Any, content: Any, where: str = "") -> Any:
@@ -111,7 +113,13 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
         return float(content)
     if isinstance(kind, type) and type(content) is kind:
         return content
-    raise invalid(where, content, get_args(kind) if get_origin(kind) is Literal else f"a value of type {kind}")
+    raise invalid(
+        where, content, get_args(kind) if get_origin(kind) is Literal else f"a value of type {_type_name(kind)}"
+    )
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def load_preset(path: str) -> TrainConfig:
@@ -139,15 +147,20 @@ def _run_file(path: str) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise invalid("config file", path, "a Python file, ending in .py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's Python file may raise
+        raise UserError(f"config file = {path!r}: it raises {type(error).__name__}: {error}") from error
     return module
 
 
 def load(arguments: list[str]) -> TrainConfig:
     """``configs/RECIPE.py [configs/ablations/A.py] --section.field value ...`` as a config.
 
-    A second file replaces the attention of the first, so that every ablation fits every recipe. Raises ``UserError``, one
-    line, for whatever is wrong.
+    A second file replaces the attention of the first, so that an ablation fits every recipe that has its layers and heads.
+    Raises ``UserError``, one line, for whatever is wrong.
     """
     files = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     rest = arguments[len(files) :]
@@ -164,6 +177,8 @@ def load(arguments: list[str]) -> TrainConfig:
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     """``config`` with fields replaced as typed on the command line."""
+    if not arguments:
+        return config
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -171,7 +186,24 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(_one_line(complaint.getvalue())) from None
+        raise _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
+
+
+def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
+    """The error for the first option that names no field, with the names that are there; None when all do."""
+    for option, next_argument in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if not option.startswith("--"):
+            continue
+        name, _, value = option[2:].replace("-", "_").partition("=")
+        section: Any = config
+        parts = name.split(".")
+        for depth, part in enumerate(parts):
+            members = dict(enumerate(section)) if isinstance(section, tuple) else getattr(section, "__dict__", {})
+            known = {str(key): member for key, member in members.items()}
+            if part.removeprefix("no_") not in known:
+                return invalid(name, value or next_argument, known or f"nothing below {'.'.join(parts[:depth])}")
+            section = known[part.removeprefix("no_")]
+    return None
 
 
 def _one_line(box: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 
 from tqdm import tqdm
 
@@ -30,6 +31,10 @@ def train(config: TrainConfig) -> None:
     try:
         run(config, place)
         distributed.barrier()
+    except BaseException as error:
+        # Its frames hold the model, and DDP must be gone before the group that it talks through.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         distributed.stop()
 
@@ -37,12 +42,12 @@ def train(config: TrainConfig) -> None:
 def run(config: TrainConfig, place: Distributed) -> None:
     """Build the run and see it through; its files are closed whatever happens, a recording as complete only at the end."""
     session = Session(config, configuration.to_json(config), place)
-    finished = False
     try:
         loop(session)
-        finished = True
-    finally:
-        session.close(finished=finished)
+    except BaseException:
+        session.close(finished=False)
+        raise
+    session.close(finished=True)
 
 
 def loop(session: Session) -> None:
@@ -50,32 +55,34 @@ def loop(session: Session) -> None:
     config = session.config
     announce(session)
     interactive = session.place.is_main and sys.stderr.isatty()
-    bar = tqdm(total=config.run.steps, initial=session.start_step, unit="step", disable=not interactive)
     step, last_saved = session.start_step, session.start_step
-    while True:
-        row: dict[str, float | str | None] = {}
-        if due(step, config.evaluation.every, config.run.steps):
-            row["val_loss"] = session.evaluate()
-        if due(step, config.telemetry.every, config.run.steps):
-            row |= session.probe()
-        if due(step, config.checkpoint.every, config.run.steps, always_last=True) and step > last_saved:
-            session.save(step)
-            last_saved = step
-        if step == config.run.steps:
-            session.metrics.log(step, **row)
-            session.say(line(step, row))
-            break
-        position, began = session.batches.position, time.perf_counter()
-        result = session.train_step(step)
-        row |= measurements(session, step, position, result, time.perf_counter() - began)
-        if not result.finite or len(row) > len(MEASURED) or step % config.run.log_every == 0:
-            session.metrics.log(step, **row)
-            if not interactive:
+    with tqdm(total=config.run.steps, initial=step, unit="step", disable=not interactive) as bar:
+        while True:
+            row: dict[str, float | str | None] = {}
+            if due(step, config.evaluation.every, config.run.steps):
+                row["val_loss"] = session.evaluate()
+            if due(step, config.telemetry.every, config.run.steps):
+                row |= session.probe()
+            if due(step, config.checkpoint.every, config.run.steps, always_last=True) and step > last_saved:
+                session.save(step)
+                last_saved = step
+            if step == config.run.steps:
+                session.metrics.log(step, **row)
                 session.say(line(step, row))
-            bar.set_postfix_str(f"loss {result.loss:.4f}")
-        step, last_saved = next_step(session, step, position, result, last_saved)
-        bar.update(step - bar.n)
-    bar.close()
+                break
+            position, began = session.batches.position, time.perf_counter()
+            result = session.train_step(step)
+            row |= measurements(session, step, position, result, time.perf_counter() - began)
+            following = step + 1 if result.finite else recover(session, step, position, result, row)
+            if len(row) > len(MEASURED) or step % config.run.log_every == 0:
+                session.metrics.log(step, **row)
+                if not interactive and result.finite:  # recover() has said the rest
+                    session.say(line(step, row))
+                bar.set_postfix_str(f"loss {result.loss:.4f}")
+            if row.get("nonfinite") == "stop":
+                raise SystemExit(1)
+            step, last_saved = following, min(last_saved, following)
+            bar.update(step - bar.n)
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
@@ -93,7 +100,7 @@ def measurements(session: Session, step: int, position: int, result: StepResult,
     rate = tokens_per_step / elapsed
     values = (
         position,
-        (step + 1) * tokens_per_step,
+        (position + 1) * tokens_per_step,  # a rollback takes steps back, not tokens
         result.loss,
         result.grad_norm,
         session.learning_rate(step),
@@ -105,28 +112,19 @@ def measurements(session: Session, step: int, position: int, result: StepResult,
     return dict(zip(MEASURED, values, strict=True))
 
 
-def next_step(session: Session, step: int, position: int, result: StepResult, last_saved: int) -> tuple[int, int]:
-    """The step that follows, after the config's policy for losses and gradients that are not finite; and the last one saved."""
-    if result.finite:
-        return step + 1, last_saved
-    where = f"step {step}, batch {position}: loss {result.loss}, gradient norm {result.grad_norm}"
-    if result.overflow:
-        session.guard.overflow_steps += 1
-        session.say(f"float16 overflow at {where}: skipped, {session.guard.overflow_steps} so far")
-        return step + 1, last_saved
-    session.guard.nonfinite_steps += 1
-    policy = session.config.nonfinite.policy
-    session.say(f"not finite at {where}; policy: {policy}")
-    if policy in ("skip", "continue"):
-        return step + 1, last_saved
-    if policy == "rollback" and session.guard.rollbacks < session.config.nonfinite.max_rollbacks:
-        restored = session.roll_back()
-        if restored is not None:
-            session.say(f"rolled back to step {restored}; the data goes on after batch {position}")
-            return restored, restored
-        session.say("no checkpoint to roll back to")
-    session.say(f"stopped at {where}; the checkpoints in {session.checkpoints.folder} are from before")
-    raise SystemExit(1)
+def recover(session: Session, step: int, position: int, result: StepResult, row: dict) -> int:
+    """Follow the config's policy for a loss or gradient that is not finite: note it in ``row``, say it; the step to go on with."""
+    action, following = session.recover(step, result)
+    row["nonfinite"] = action
+    what = {
+        "overflow": f"float16 overflow, {session.guard.overflow_steps} so far; update skipped",
+        "skip": "not finite; update skipped",
+        "continue": "not finite; going on as if it were",
+        "rollback": f"not finite; back to step {following}, the data goes on behind this batch",
+        "stop": f"not finite; stopped. The checkpoints in {session.checkpoints.folder} are from before",
+    }[action]
+    session.say(f"step {step}, batch {position}: loss {result.loss}, gradient norm {result.grad_norm}: {what}")
+    return following
 
 
 def announce(session: Session) -> None:

@@ -5,6 +5,7 @@ Layers and heads count from 0; the paper counts from 1, so its "layer 2" is laye
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -210,6 +211,18 @@ class AttentionConfig:
             heads = ":" + ",".join(map(str, rule.heads)) if rule.heads else ""
             parts.append(f"layer {where}{heads} {rule.attention.label()}")
         return "; ".join(parts)
+
+
+def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
+    """The plans as JSON for a run's record, every rounding site spelled out: names of presets may come to mean something else."""
+    places: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for plan in plans:
+        for group in plan.groups:
+            places.setdefault((group.backend, group.numerics), {})[str(plan.layer)] = list(group.heads)
+    return [
+        {"backend": backend, "numerics": json.loads(numerics), "heads_of_layer": where}
+        for (backend, numerics), where in places.items()
+    ]
 
 
 def _members(name: str, chosen: tuple[int, ...], count: int) -> tuple[int, ...]:

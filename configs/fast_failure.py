@@ -1,7 +1,7 @@
-"""A recipe under which BF16 flash attention fails within some 10,000 steps on one GPU: GPT-2 124M, 32 sequences a step, lr 2e-3.
+"""A short recipe for the failure of BF16 flash attention: GPT-2 124M, 32 sequences a step, lr 2e-3, one GPU.
 
-It lies near plain instability: a failure counts only when the control (flash_fp32_o or flash_delta_from_p) is stable on the same batches.
-Any text will do; with English prose:
+The learning rate lies near plain instability: a failure counts only when its control (flash_fp32_o or flash_delta_from_p) is stable on the
+same batches and data. Any text will do:
 
     python scripts/prepare_data.py text FILE.txt --val HELD_OUT.txt --name corpus
     python train.py configs/fast_failure.py --data.record replay_batches/NAME --run.name failing

@@ -1,8 +1,8 @@
 """An explosion on a CPU: a byte-level GPT of 0.1M parameters whose attention output is rounded to one mantissa bit.
 
-Only attention is rounded (numerics "microcosm"); all else is FP32. With delta = rowsum(dO * O) the loss explodes within 1,000 steps; with
-delta = rowsum(P * dP) on the same batches it does not. The source of the error here is that dO is computed through O's own rounding
-error; it shows the chain and the cure, not where BF16's bias comes from.
+Only attention is rounded (numerics "microcosm"); all else is FP32. With delta = rowsum(dO * O) the loss explodes, with
+delta = rowsum(P * dP) on the same batches it does not. The source of the error here is that dO is computed through O's own
+rounding error; it shows the chain and the cure, not where BF16's bias comes from.
 """
 
 from attention import AttentionConfig, AttentionSpec
@@ -17,7 +17,7 @@ from training.telemetry import TelemetryConfig
 
 config = TrainConfig(
     # A CPU even beside a GPU: one thread gives the same bits on every machine of a kind.
-    run=RunConfig(name="quickstart", steps=1000, log_every=10, device="cpu"),
+    run=RunConfig(name="quickstart", steps=1200, log_every=10, device="cpu"),
     model=MODEL_PRESETS["microcosm"],
     attention=AttentionConfig(default=AttentionSpec(preset="flash", numerics="microcosm")),
     data=DataConfig(

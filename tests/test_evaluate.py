@@ -143,7 +143,7 @@ def test_a_diverged_model_gives_nan() -> None:
 
 
 def test_no_batches_is_an_error() -> None:
-    with pytest.raises(UserError, match="validation_batches"):
+    with pytest.raises(UserError, match="validation_sequences"):
         value(TinyModel(), FixedBatches(count=0))
 
 

@@ -4,6 +4,7 @@ import builtins
 import json
 import math
 import struct
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,6 +273,7 @@ def test_wandb_run_is_beside_the_json_lines(offline_run: Path) -> None:
 def test_a_resumed_wandb_run_keeps_its_id(tmp_path: Path) -> None:
     ids = []
     for resume_step, steps in ((None, range(2)), (2, range(2, 4))):
+        time.sleep(1.1)  # wandb names a run's folder by the second it started in
         log_steps(tmp_path, steps, mode="offline", resume_step=resume_step)
         ids.append(next(r.run.run_id for r in wandb_records(tmp_path) if r.WhichOneof("record_type") == "run"))
     assert ids[0] == ids[1]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from attention.numerics import BASES, HARDWARE, MICROCOSM, PAPER, Numerics, numerics_from_key
-from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec
+from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec, describe
 from errors import UserError
 
 FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash_reference"]
@@ -88,6 +88,16 @@ def test_heads_of_a_layer_that_share_a_spec_share_a_group() -> None:
     assert plans[1].groups[0].heads == (0, 6, 7)
     assert sorted(h for group in plans[1].groups for h in group.heads) == list(range(12))
     assert plans[0].groups[0].heads == tuple(range(12))
+
+
+def test_the_record_spells_out_every_site_and_every_head() -> None:
+    config = AttentionConfig(
+        rules=(AttentionRule(layers=(1,), heads=(2,), attention=AttentionSpec(preset="standard")),)
+    )
+    flash, standard = describe(config.resolve(2, 3))
+    assert flash["numerics"] == asdict(HARDWARE)
+    assert flash["heads_of_layer"] == {"0": [0, 1, 2], "1": [0, 1]}
+    assert (standard["backend"], standard["heads_of_layer"]) == ("standard", {"1": [2]})
 
 
 @pytest.mark.parametrize(

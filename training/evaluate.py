@@ -84,6 +84,6 @@ def evaluate(
     loss_sum, count_sum = all_reduce_sum(loss_and_count).tolist()
     if count_sum == 0:
         raise UserError(
-            "data.validation_batches: there is no validation batch; set it to 1 or more, or evaluation.every to 0"
+            "data.validation_sequences: there is no validation batch; set it to 1 or more, or evaluation.every to 0"
         )
     return loss_sum / count_sum

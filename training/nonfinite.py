@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 from errors import invalid
 
 Policy = Literal["stop", "skip", "continue", "rollback"]
+# What was done about a step: a policy, or float16's own remedy. It is the column ``nonfinite`` of the metrics.
+Action = Literal["overflow", "stop", "skip", "continue", "rollback"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,7 @@ class NonFiniteConfig:
     """The policy. FP16 overflows of the gradient alone are no case for it: loss scaling skips and counts them."""
 
     policy: Policy = "stop"
-    """stop; skip the update; continue as if nothing were; rollback to the last checkpoint and past the offending batches."""
+    """stop; skip the update; continue as if nothing were (float16 still skips); rollback to the last good checkpoint, past the batch."""
     lr_scale: float = 0.5
     """rollback: the learning rate is multiplied by this ..."""
     lr_scale_steps: int = 100
@@ -46,6 +48,15 @@ class NonFiniteGuard:
     def lr_factor(self, step: int) -> float:
         """Factor on the scheduled learning rate of ``step``."""
         return self.config.lr_scale if step < self.lr_scaled_until else 1.0
+
+    def decide(self, overflow: bool) -> Action:
+        """Count a step that was not finite (``overflow``: merely a float16 gradient) and say what to do about it."""
+        if overflow:
+            self.overflow_steps += 1
+            return "overflow"
+        self.nonfinite_steps += 1
+        given_up = self.config.policy == "rollback" and self.rollbacks >= self.config.max_rollbacks
+        return "stop" if given_up else self.config.policy
 
     def rolled_back(self, to_step: int) -> None:
         """Note a rollback: the learning rate is lowered from ``to_step`` on."""

@@ -25,15 +25,31 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     hardware = {"type": device.type, "name": platform.processor() or platform.machine(), "processes": world_size}
+    # On a CPU the number of threads decides in which order sums are taken, and so the last bits.
+    hardware |= {"threads": torch.get_num_threads()}
     if device.type == "cuda":
         hardware |= {"name": torch.cuda.get_device_name(device), "driver": _driver()}
     return {"versions": versions, "git_commit": _git_commit(), "device": hardware}
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``folder``/config.json, aside and renamed."""
+def taken(folder: Path) -> UserError:
+    """What to tell somebody whose new run would go where another one is."""
+    return UserError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume to go on")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a new run's folder. Raises ``UserError`` when it cannot be made, or when a run that started meanwhile made it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise taken(folder) from None
+    except OSError as error:
+        raise UserError(f"run.folder: cannot make {folder} ({error.strerror})") from error
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write ``folder``/config.json, aside and renamed. Raises ``UserError`` when the disk takes it not."""
+    try:
         write_json(folder / "config.json", record)
     except OSError as error:
         raise UserError(f"run.folder: cannot write {folder / 'config.json'} ({error.strerror})") from error

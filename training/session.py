@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import registry
+from attention.plan import describe
 from data.batches import open_batches
 from errors import UserError, invalid
 from model import GPT, initialise
@@ -21,7 +24,7 @@ from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
 from training.evaluate import evaluate
 from training.metrics import Metrics, import_wandb
-from training.nonfinite import NonFiniteGuard
+from training.nonfinite import Action, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.qk_clip import clip_qk, forget_logits
 from training.step import StepResult, rounding_seed, throwaway_backward, train_step
@@ -30,16 +33,22 @@ from training.telemetry import probe
 if TYPE_CHECKING:
     from config import TrainConfig
 
-# A resumed run may differ from its checkpoint in these: they change when things are written, not what is computed.
+# A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
+# What is computed stays as it was; that a data set in another place is the same one, its digest shows.
 _FREE_ON_RESUME = (
     "run.resume",
     "run.steps",
     "run.device",
     "run.peak_tflops",
     "run.folder",
-    "checkpoint",
-    "wandb",
+    "run.log_every",
+    "data.dataset",
     "data.verify",
+    "evaluation",
+    "telemetry",
+    "checkpoint",
+    "nonfinite",
+    "wandb",
 )
 
 
@@ -49,9 +58,9 @@ class Session:
     def __init__(self, config: TrainConfig, config_json: dict[str, Any], place: Distributed):
         self.config, self.config_json, self.place, self.device = config, config_json, place, place.device
         self.folder = Path(config.run.folder) / config.run.name
-        plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
+        self.plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
         registry.check(
-            plans,
+            self.plans,
             device=self.device,
             dtype=config.precision.torch_dtype,
             head_dim=config.model.head_width,
@@ -61,11 +70,21 @@ class Session:
             import_wandb(config.wandb)  # its absence must show before anything is written
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         loaded = self._checkpoint_to_resume()
+        with contextlib.ExitStack() as undo:
+            self._build(loaded, undo)
+            undo.pop_all()
+        self.started = time.monotonic()
+
+    def _build(self, loaded: Loaded | None, undo: contextlib.ExitStack) -> None:
+        """Everything that may write. What a new run has written is taken back by ``undo``, should it fail to start after all."""
+        config, place = self.config, self.place
         self.batches = open_batches(
             config.data, place.rank, place.world_size, config.run.name, None if loaded is None else loaded.position
         )
-        self._check_data()
-        self.raw_model = GPT(config.model, plans)
+        if config.data.record and loaded is None and place.is_main:
+            undo.callback(shutil.rmtree, config.data.record)
+        self._check_data(loaded)
+        self.raw_model = GPT(config.model, self.plans)
         self._fill_weights()
         self.raw_model.to(self.device)
         self.optimizer = build_optimizer(self.raw_model, config.optim, self.device)
@@ -74,48 +93,51 @@ class Session:
         self.start_step, self.seconds_before = 0, 0.0
         if loaded is not None:
             self._restore(loaded)
+            self.guard.load_state(loaded.extra["guard"])
             self.start_step, self.seconds_before = loaded.step, loaded.extra["seconds"]
         self.model = distributed.wrap(
             torch.compile(self.raw_model) if config.precision.compile else self.raw_model,  # type: ignore[arg-type]
             place,
         )
         self._settle()
-        self.started = time.monotonic()
         self.flops_per_token = self.raw_model.flops_per_token(config.data.sequence_length)
         self.peak = throughput.peak_flops(self.device, config.run.peak_tflops)
-        self._open_record(None if loaded is None else loaded.step)
+        self._open_record(loaded, undo)
 
     def _checkpoint_to_resume(self) -> Loaded | None:
         run = self.config.run
         if not run.resume:
             if self.folder.exists():
-                raise UserError(
-                    f"run.name = {run.name!r}: {self.folder} exists; choose another name, or --run.resume to go on"
-                )
+                raise record.taken(self.folder)
             return None
         loaded = self.checkpoints.load_newest()
         if loaded is None:
-            raise invalid(
-                "run.resume", True, f"a checkpoint in {self.checkpoints.folder}, and there is none: start it anew"
-            )
+            expected = f"a checkpoint in {self.checkpoints.folder}, and there is none: start the run anew"
+            raise invalid("run.resume", True, expected)
         for name, saved, now in _differences(loaded.config_json, self.config_json):
             if not name.startswith(_FREE_ON_RESUME):
                 raise invalid(name, now, f"{saved!r}, as in the checkpoint {loaded.path}")
+        if run.steps < loaded.step:
+            raise invalid("run.steps", run.steps, f"at least {loaded.step}, where the checkpoint {loaded.path} stands")
         if len(loaded.rng) != self.place.world_size:
             raise UserError(f"run.resume: {loaded.path} is of {len(loaded.rng)} processes, not {self.place.world_size}")
         return loaded
 
-    def _check_data(self) -> None:
-        if self.batches.vocabulary_size > self.config.model.vocab_size:
-            raise invalid(
-                "model.vocab_size", self.config.model.vocab_size, f"at least the data's {self.batches.vocabulary_size}"
+    def _check_data(self, loaded: Loaded | None) -> None:
+        config, batches = self.config, self.batches
+        if batches.vocabulary_size > config.model.vocab_size:
+            raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
+        if loaded is not None and batches.digest() != loaded.extra["data_digest"]:
+            source = "replay" if config.data.replay else "dataset"
+            expected = f"the data that {loaded.path} was trained on: this gives other batches"
+            raise invalid(f"data.{source}", getattr(config.data, source), expected)
+        # After a rollback a step's row is not the step's number.
+        ahead = 0 if loaded is None else loaded.position - loaded.step
+        if batches.steps_available is not None and batches.steps_available - ahead < config.run.steps:
+            expected = (
+                f"at most {batches.steps_available - ahead}: {config.data.replay} ends there; or record a longer one"
             )
-        available = self.batches.steps_available
-        if available is not None and available < self.config.run.steps:
-            name = self.config.data.replay
-            raise invalid(
-                "run.steps", self.config.run.steps, f"at most {available}: {name} ends there; or record a longer one"
-            )
+            raise invalid("run.steps", config.run.steps, expected)
 
     def _fill_weights(self) -> None:
         if self.config.run.init_from:
@@ -131,11 +153,14 @@ class Session:
     def _autocast(self) -> AbstractContextManager[object]:
         return self.config.precision.autocast(self.device)
 
-    def _open_record(self, resume_step: int | None) -> None:
+    def _open_record(self, loaded: Loaded | None, undo: contextlib.ExitStack) -> None:
         name = self.config.attention.label()
         content = {"config": self.config_json, **record.environment(self.device, self.place.world_size)}
-        content |= {"batches": self.batches.identity, "attention_name": name}
+        content |= {"batches": self.batches.identity, "attention_name": name, "attention": describe(self.plans)}
         if self.place.is_main:
+            if loaded is None:
+                record.make_folder(self.folder)
+                undo.callback(shutil.rmtree, self.folder)
             record.write_record(self.folder, content)
         self.metrics = Metrics(
             self.folder,
@@ -143,7 +168,7 @@ class Session:
             config_json=content,
             recording=self.batches.recording_name,
             attention_name=name,
-            resume_step=resume_step,
+            resume_step=None if loaded is None else loaded.step,
             enabled=self.place.is_main,
         )
 
@@ -188,10 +213,10 @@ class Session:
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step`` (rank 0), the recording flushed before it."""
         states = distributed.gather_bytes(rng_state(self.device))
-        self.batches.flush()
         failure = None
-        if self.place.is_main:
-            try:
+        try:
+            self.batches.flush()
+            if self.place.is_main:
                 self.checkpoints.save(
                     step,
                     model_state=self.raw_model.state_dict(),
@@ -200,22 +225,40 @@ class Session:
                     rng=states,
                     position=self.batches.position,
                     config_json=self.config_json,
-                    extra={"guard": self.guard.state(), "seconds": self.seconds()},
+                    extra={
+                        "guard": self.guard.state(),
+                        "seconds": self.seconds(),
+                        "data_digest": self.batches.digest(),
+                    },
                 )
-            except UserError as error:
-                failure = error
+        except UserError as error:
+            failure = error
         # All processes leave together: one that waits for a dead rank 0 would hang.
         if distributed.any_rank(failure is not None):
-            raise failure or UserError("checkpoint: rank 0 could not write it")
+            raise failure or UserError(f"checkpoint of step {step}: rank 0 could not write it")
 
-    def roll_back(self) -> int | None:
-        """Restore the newest intact checkpoint, keeping the place in the data; its step, or None when there is none."""
-        loaded = self.checkpoints.load_newest()
-        if loaded is None:
+    def recover(self, step: int, result: StepResult) -> tuple[Action, int]:
+        """Do what the policy says about a ``step`` that was not finite; what was done, and the step to go on with."""
+        action = self.guard.decide(result.overflow)
+        if action == "rollback":
+            restored = self._roll_back()
+            return ("stop", step) if restored is None else (action, restored)
+        return action, (step if action == "stop" else step + 1)
+
+    def _roll_back(self) -> int | None:
+        """Restore the newest checkpoint that is intact and finite, keeping the place in the data; its step, or None."""
+        try:
+            loaded = self.checkpoints.load_newest()
+            # Weights that an update broke are saved before the next loss shows it.
+            while loaded is not None and not all(bool(t.isfinite().all()) for t in loaded.model_state.values()):
+                loaded = self.checkpoints.load_newest(before=loaded.step)
+        except UserError as damage:
+            self.say(str(damage))
             return None
-        rollbacks, nonfinite = self.guard.rollbacks, self.guard.nonfinite_steps
+        if loaded is None:
+            self.say("no checkpoint to roll back to")
+            return None
         self._restore(loaded)
-        self.guard.rollbacks, self.guard.nonfinite_steps = rollbacks, nonfinite
         self.guard.rolled_back(loaded.step)
         return loaded.step
 
@@ -224,7 +267,6 @@ class Session:
         self.optimizer.load_state_dict(loaded.optimizer_state)
         self.scaler.load_state_dict(loaded.scaler_state)
         set_rng_state(loaded.rng[self.place.rank], self.device)
-        self.guard.load_state(loaded.extra["guard"])
 
     def say(self, text: str) -> None:
         """Print on the main process, above a progress bar if there is one."""
@@ -233,11 +275,15 @@ class Session:
 
     def close(self, *, finished: bool) -> None:
         """Close the files; a recording counts as complete only when the run ended by itself."""
-        if finished:
-            self.batches.close()
-        else:
-            self.batches.flush()
-        self.metrics.close(exit_code=0 if finished else 1)
+        try:
+            if finished:
+                self.batches.close()
+            else:
+                # What stopped the run is the news, not that a full disk takes no flush either: the rows so far stay valid.
+                with contextlib.suppress(UserError):
+                    self.batches.flush()
+        finally:
+            self.metrics.close(exit_code=0 if finished else 1)
 
 
 def _on(device: torch.device, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -247,7 +293,7 @@ def _on(device: torch.device, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _differences(saved: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Leaves at which two JSON configs differ: (dotted name, saved, now)."""
     if isinstance(saved, dict) and isinstance(now, dict):
-        for name in now.keys() | saved.keys():
+        for name in {**saved, **now}:
             yield from _differences(saved.get(name), now.get(name), f"{where}.{name}".strip("."))
-    elif saved != now and not (isinstance(saved, list) and list(saved) == list(now or ())):
+    elif saved != now:
         yield where, saved, now

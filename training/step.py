@@ -21,7 +21,10 @@ from training.optim import clip_gradients
 
 @dataclass(frozen=True)
 class StepResult:
-    """``loss`` is the mean over the global batch, ``grad_norm`` the global norm before clipping, ``applied`` whether weights moved."""
+    """``loss`` is the mean over the global batch, ``grad_norm`` the global norm before clipping, ``applied`` whether weights moved.
+
+    ``overflow``: the gradient alone is not finite, and float16's loss scale is to blame.
+    """
 
     loss: float
     grad_norm: float
@@ -67,7 +70,8 @@ def train_step(
     norm = clip_gradients(model, grad_clip)
     mean_loss, grad_norm = distributed.all_reduce_mean(total).item(), norm.item()
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-    overflow = scaler.is_enabled() and math.isfinite(mean_loss) and not finite
+    # A gradient that is not finite though the scale adds nothing to it is no overflow: halving would go on for ever.
+    overflow = not finite and math.isfinite(mean_loss) and scaler.is_enabled() and scaler.get_scale() >= 1.0
     if finite or apply_nonfinite:
         scaler.step(optimizer)
     scaler.update()

@@ -1,6 +1,6 @@
 """delta = rowsum(P * dP) in place of rowsum(dO * O).
 
-Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/delta_from_p.py --data.replay ...
+Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/delta_from_p.py --data.replay RECORDING_OF_THE_FAILING_RUN
 """
 
 from attention import AttentionConfig, AttentionSpec

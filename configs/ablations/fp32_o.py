@@ -1,6 +1,6 @@
 """delta from an O kept in FP32 by the forward pass.
 
-Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/fp32_o.py --data.replay ...
+Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/fp32_o.py --data.replay RECORDING_OF_THE_FAILING_RUN
 """
 
 from attention import AttentionConfig, AttentionSpec

@@ -1,6 +1,6 @@
 """P V computed and accumulated in FP32; O still handed on in BF16.
 
-Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/fp32_pv.py --data.replay ...
+Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/fp32_pv.py --data.replay RECORDING_OF_THE_FAILING_RUN
 """
 
 from attention import AttentionConfig, AttentionSpec

@@ -1,6 +1,6 @@
 """The outlier heads of layer index 1 alone take delta from an FP32 O (the paper's heads 1, 7, 8, 9, 11, 12, here from 0).
 
-Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/outlier_heads.py --data.replay ...
+Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/outlier_heads.py --data.replay RECORDING_OF_THE_FAILING_RUN
 """
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec

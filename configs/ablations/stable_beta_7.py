@@ -1,6 +1,6 @@
 """Algorithm 3, first version: beta 7, exact ties.
 
-Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/stable_beta_7.py --data.replay ...
+Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/stable_beta_7.py --data.replay RECORDING_OF_THE_FAILING_RUN
 """
 
 from attention import AttentionConfig, AttentionSpec

@@ -1,6 +1,6 @@
 """One tile, the whole sequence: tiling is not the cause.
 
-Put it behind a recipe, on the failing run's recording: train.py configs/gpt2_paper.py configs/ablations/untiled.py --data.replay ...
+Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/untiled.py --data.replay RECORDING_OF_THE_FAILING_RUN
 """
 
 from attention import AttentionConfig, AttentionSpec

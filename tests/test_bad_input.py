@@ -1,0 +1,304 @@
+"""Mistakes end with one line on stderr that names field, value and choices, with exit code 2, and with every file as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import ROOT, TINY, Place, lines, make_data, new_place, start_train, tree, weights
+
+import train
+from data.recording import Recorder, Recording
+from errors import UserError
+from training import distributed
+from training.checkpoint import Checkpoints
+from training.distributed import Distributed
+from training.session import Session
+
+DEBUG = str(ROOT / "configs/debug.py")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """With a run of ten steps, its recording, and data of other kinds."""
+    with new_place(tmp_path_factory) as place:
+        place.train("there", {"run.steps": 10, "data.record": place.recording("there"), "data.record_tokens": True})
+        place.train("plain", {"run.steps": 10, "data.record": place.recording("plain")})
+        make_data(place.folder / "other", seed=1)
+        make_data(place.folder / "large_vocabulary", vocabulary=50257)
+        damaged = place.folder / "damaged"
+        shutil.copytree(place.data, damaged)
+        content = bytearray((damaged / "train.bin").read_bytes())
+        content[7] ^= 1
+        (damaged / "train.bin").write_bytes(content)
+        altered = Path(place.recording("altered"))
+        shutil.copytree(place.recording("plain"), altered)
+        offsets = bytearray((altered / "offsets.npy").read_bytes())
+        offsets[-100] ^= 1
+        (altered / "offsets.npy").write_bytes(offsets)
+        (place.runs / "empty").mkdir()
+        (place.folder / "a_file").write_text("")
+        place.preset_file(place.config("new"))
+        yield place
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> int:
+    """train.py's ``main`` in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+# Name -> (arguments behind the preset, pattern of the line). {place} is the folder of it all.
+MISTAKES: dict[str, tuple[str, str]] = {
+    "unknown_key": ("--optim.lrr 1", r"optim\.lrr = '1': expected one of optimizer, lr, min_lr"),
+    "unknown_section": ("--optimizer.lr 1", r"optimizer\.lr = '1': expected one of run, model, attention, data"),
+    "unknown_literal": ("--precision.dtype fp8", r"'fp8' for argument '--precision\.dtype'.*'float16'"),
+    "not_a_number": ("--run.steps many", r"--run\.steps.*'many'"),
+    "no_steps": ("--run.steps 0", r"run\.steps = 0: expected a whole number of 1 or more"),
+    "heads_not_dividing_width": ("--model.n-head 3", r"model\.n_head = 3: expected a divisor of model\.n_embd = 16"),
+    "sequence_beyond_block": ("--data.sequence-length 17", r"data\.sequence_length = 17: expected at most .* = 16"),
+    "batch_not_divisible": ("--data.global-batch 7", r"data\.global_batch = 7: expected a multiple of .* = 4"),
+    "learning_rate_of_zero": ("--optim.lr 0", r"optim\.lr = 0\.0: expected a finite number above 0"),
+    "name_with_slash": ("--run.name a/b", r"run\.name = 'a/b': expected letters, digits"),
+    "name_that_climbs": ("--run.name ..", r"run\.name = '\.\.': expected letters, digits"),
+    "unknown_preset": (
+        "--attention.default.preset flsh",
+        r"attention preset = 'flsh': expected one of standard, sdpa_",
+    ),
+    "unknown_site": ("--attention.default.sites o=m3", r"attention sites = 'o': expected one of inputs, scores"),
+    "bad_site_value": ("--attention.default.sites output=m99", r"output = 'm99': expected one of input, fp32"),
+    "record_and_replay": (
+        "--data.record a --data.replay b",
+        r"data\.record = 'a': expected nothing while data\.replay",
+    ),
+    "tokens_without_record": ("--data.record-tokens", r"data\.record_tokens = True: expected data\.record"),
+    "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
+    "backend_needs_cuda": (
+        "--attention.default.preset sdpa_cudnn",
+        r"backend sdpa_cudnn cannot run on cpu with float32: it needs a CUDA device; backends that can: flash_reference",
+    ),
+    "softcap_in_a_kernel": (
+        "--attention.default.preset sdpa_math --model.attention-softcap 5",
+        r"sdpa_math cannot run .*no soft-cap; backends that can: flash_reference",
+    ),
+    "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
+    "data_unnamed": ("--data.dataset=", r"data\.dataset = '': expected the folder of a data set"),
+    "data_foreign": ("--data.dataset {place}/runs/there", r"train\.json: no such header; make it with"),
+    "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),
+    "data_too_short": (
+        "--model.block-size 2000 --data.sequence-length 2000",
+        r"2000 tokens are less than one sequence .* set --data\.sequence-length below 2000",
+    ),
+    "vocabulary_too_large": (
+        "--data.dataset {place}/large_vocabulary --data.record {place}/recordings/new",
+        r"model\.vocab_size = 256: expected at least the data's 50257",
+    ),
+    "run_exists": (
+        "--run.name there",
+        r"run\.name = 'there': .*runs/there exists; choose another name, or --run\.resume",
+    ),
+    "run_folder_is_a_file": (
+        "--run.folder {place}/a_file",
+        r"run\.folder: cannot make .*a_file/new \(Not a directory\)",
+    ),
+    "resume_without_a_run": ("--run.resume", r"run\.resume = True: expected a checkpoint in .*runs/new/checkpoints"),
+    "resume_without_checkpoint": ("--run.name empty --run.resume", r"run\.resume = True: expected a checkpoint in"),
+    "resume_with_another_setting": (
+        "--run.name plain --data.record {place}/recordings/plain --run.resume --optim.lr 0.5",
+        r"optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010",
+    ),
+    "record_exists": ("--data.record {place}/recordings/plain", r"recordings/plain exists: record under another name"),
+    "record_in_a_file": ("--data.record {place}/a_file/r", r"a_file/r: cannot record there: Not a directory"),
+    "replay_missing": (
+        "--data.replay {place}/nowhere",
+        r"data\.replay = '.*nowhere': expected the folder of a recording",
+    ),
+    "replay_is_no_recording": ("--data.replay {place}/data", r"data: no header\.json there: not a recording"),
+    "replay_too_short": (
+        "--data.replay {place}/recordings/plain",
+        r"run\.steps = 20: expected at most 10: .*plain ends there; or record a longer one",
+    ),
+    "replay_on_other_data": (
+        "--run.steps 10 --data.replay {place}/recordings/plain --data.dataset {place}/other",
+        r"plain was recorded on other training tokens: SHA-256 .* set --data\.dataset",
+    ),
+    "replay_of_other_length": (
+        "--run.steps 10 --data.replay {place}/recordings/plain --data.sequence-length 8",
+        r"recorded with sequences of 16 tokens, data\.sequence_length is 8: set --data\.sequence-length 16",
+    ),
+    "replay_of_other_batch": (
+        "--run.steps 10 --data.replay {place}/recordings/plain --data.global-batch 4",
+        r"recorded with a global batch of 8, data\.global_batch is 4: set --data\.global-batch 8",
+    ),
+    "replay_altered": ("--run.steps 10 --data.replay {place}/recordings/altered", r"altered: step 8 does not match"),
+    "weights_missing": (
+        "--run.init-from {place}/nowhere --data.record {place}/recordings/new",
+        r"nowhere",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_one_line_and_writes_nothing(
+    place: Place, mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments, pattern = MISTAKES[mistake]
+    before = tree(place.folder)
+    code = run_main(monkeypatch, [str(place.folder / "new.py"), *arguments.format(place=place.folder).split()])
+    stderr = capsys.readouterr().err
+    assert code == 2
+    assert re.fullmatch(rf"error: .*{pattern}.*\n", stderr), stderr
+    assert tree(place.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        ([], r"usage: python train\.py configs/RECIPE\.py"),
+        (["configs/nope.py"], r"config file = 'configs/nope\.py': expected one of .*configs/debug\.py"),
+        ([DEBUG, str(ROOT / "configs/ablations/outlier_heads.py")], r"attention\.rules\.0\.heads = 6: expected 0 to 3"),
+        (
+            [DEBUG, str(ROOT / "configs/ablations/only_layer_2.py"), "--model.n-layer", "1"],
+            r"attention\.rules\.0\.layers = 1: expected 0 to 0, counted from 0",
+        ),
+    ],
+)
+def test_bad_files_are_one_line(
+    arguments: list[str], pattern: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, arguments) == 2
+    assert re.fullmatch(rf"error: {pattern}.*\n", capsys.readouterr().err)
+
+
+def test_exit_code_and_line_of_the_real_command(place: Place) -> None:
+    before = tree(place.folder)
+    done = start_train([str(place.folder / "new.py"), "--run.name", "there"])
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: run\.name = 'there': .* exists; .*\n", done.stderr)
+    assert done.stdout == ""
+    assert tree(place.folder) == before
+
+
+def refuse(place: Place, name: str, fields: dict[str, Any], message: str) -> None:
+    """The run does not start, and nothing of it is left."""
+    before = tree(place.folder)
+    with pytest.raises(UserError, match=message):
+        place.train(name, fields)
+    assert tree(place.folder) == before
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_wandb_asked_for_and_not_installed(place: Place, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    message = rf"^wandb\.mode = '{mode}': expected disabled, as wandb is not installed"
+    refuse(place, "unlogged", {"wandb.mode": mode}, message)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_that_cannot_start_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def fails(**_: object) -> None:
+        raise wandb.Error("no key")
+
+    monkeypatch.setattr(wandb, "init", fails)
+    recording = {"data.record": place.recording("unlogged")}
+    refuse(place, "unlogged", {"wandb.mode": "online", **recording}, r"^wandb\.mode = 'online': .*no key")
+
+
+def test_batch_that_the_processes_cannot_share(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    three = Distributed(rank=0, local_rank=0, world_size=3, device=torch.device("cpu"))
+    monkeypatch.setattr(distributed, "start", lambda device: three)
+    message = r"^data\.global_batch = 8: expected a multiple of data\.micro_batch x processes = 4 x 3 = 12$"
+    refuse(place, "shared", {}, message)
+
+
+def test_a_run_of_the_same_name_that_started_meanwhile_is_left_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Session._fill_weights
+
+    def slowly(self: Session) -> None:
+        original(self)
+        (self.folder / "of_the_other").mkdir(parents=True)
+
+    monkeypatch.setattr(Session, "_fill_weights", slowly)
+    with pytest.raises(UserError, match=r"runs/twice exists"):
+        place.train("twice", {"data.record": place.recording("twice")})
+    assert (place.runs / "twice/of_the_other").is_dir()
+    assert not Path(place.recording("twice")).exists()
+
+
+# ---- a disk that fills up
+
+
+def with_full_disk_at_20(monkeypatch: pytest.MonkeyPatch, also: Callable[[], None] = lambda: None) -> None:
+    """From the checkpoint of step 20 on, the kernel refuses to let a file grow past 16 KiB: it breaks in the middle of the model."""
+    original, limits = Session.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(self: Session, step: int) -> None:
+        if step < 20:
+            return original(self, step)
+        also()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, limits[1]))
+        try:
+            return original(self, step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(Session, "save", save)
+
+
+def test_full_disk_stops_training_and_leaves_the_last_good_checkpoint(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"run.steps": 30, "data.record": place.recording("full")}
+    arguments = [str(place.preset_file(place.config("full", fields)))]
+    with pytest.MonkeyPatch.context() as patch:
+        with_full_disk_at_20(patch)
+        assert run_main(patch, arguments) == 2
+    folder = place.runs / "full/checkpoints"
+    assert re.fullmatch(
+        rf"error: checkpoint of step 20 could not be written to {folder}: .* the last good checkpoint is "
+        rf"{folder}/step_00000010\n",
+        capsys.readouterr().err,
+    )
+    assert [path.name for path in folder.iterdir()] == ["step_00000010"]
+    loaded = Checkpoints(folder, TINY.checkpoint).load_newest()
+    assert loaded is not None
+    assert loaded.step == 10
+    assert Recording.open(Path(place.recording("full"))).steps == 20
+
+    place.train("full", {**fields, "run.resume": True})
+    straight = place.train("not_full", {"run.steps": 30})
+    assert lines(place.runs / "full") == lines(straight)
+    assert weights(place.runs / "full", 30) == weights(straight, 30)
+
+
+def test_what_stopped_the_run_is_told_though_closing_fails_too(place: Place) -> None:
+    def refuses(self: Recorder) -> None:
+        raise UserError("the recording cannot be flushed either")
+
+    original = Session.close
+    with pytest.MonkeyPatch.context() as patch:
+
+        def close(self: Session, *, finished: bool) -> None:
+            patch.setattr(Recorder, "flush", refuses)
+            original(self, finished=finished)
+
+        patch.setattr(Session, "close", close)
+        with_full_disk_at_20(patch)
+        with pytest.raises(UserError, match=r"^checkpoint of step 20 could not be"):
+            place.train("full_twice", {"data.record": place.recording("full_twice")})

@@ -1,0 +1,188 @@
+"""Presets and ablations fit together, survive JSON unchanged, and take overrides; mistakes are one line that says what would do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import config as configuration
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+from config import PRESETS, TrainConfig, from_json, load, to_json
+from data.batches import DataConfig
+from errors import UserError
+from training.metrics import WandbConfig
+
+RECIPES = sorted(PRESETS.glob("*.py"))
+ABLATIONS = sorted((PRESETS / "ablations").glob("*.py"))
+DEBUG = str(PRESETS / "debug.py")
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def through_json(config: TrainConfig) -> TrainConfig:
+    return from_json(TrainConfig, json.loads(json.dumps(to_json(config))))
+
+
+def test_every_recipe_and_ablation_is_found() -> None:
+    assert {"debug", "quickstart", "fast_failure", "gpt2_paper", "gpt2_muon"} <= {*map(name, RECIPES)}
+    assert {"only_layer_2", "all_but_layer_2", "outlier_heads", "untiled", "delta_from_p"} <= {*map(name, ABLATIONS)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_recipe_survives_json(recipe: Path) -> None:
+    config = load([str(recipe)])
+    assert through_json(config) == config
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS, ids=name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_ablation_on_recipe_survives_json(recipe: Path, ablation: Path) -> None:
+    if name(ablation) == "outlier_heads" and load([str(recipe)]).model.n_head < 12:
+        with pytest.raises(UserError, match=r"^attention\.rules\.0\.heads = 6: expected 0 to \d, counted from 0$"):
+            load([str(recipe), str(ablation)])
+        return
+    config = load([str(recipe), str(ablation)])
+    assert through_json(config) == config
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS, ids=name)
+def test_ablation_changes_attention_only(ablation: Path) -> None:
+    recipe = str(PRESETS / "gpt2_paper.py")
+    plain, changed = load([recipe]), load([recipe, str(ablation)])
+    assert changed.attention != plain.attention
+    assert dataclasses.replace(changed, attention=plain.attention) == plain
+
+
+def test_json_has_no_tuples() -> None:
+    rules = (AttentionRule(layers=(1,), heads=(0, 2)),)
+    config = dataclasses.replace(load([DEBUG]), attention=AttentionConfig(rules=rules), wandb=WandbConfig(tags=("a",)))
+    content = to_json(config)
+    assert content == json.loads(json.dumps(content))
+    assert through_json(config) == config
+
+
+def test_overrides_replace_single_fields() -> None:
+    plain = load([DEBUG])
+    arguments = ["--optim.lr", "2e-3", "--attention.default.preset", "flash_delta_from_p", "--data.record-tokens"]
+    config = load([DEBUG, *arguments, "--data.record", "r", "--precision.deterministic", "--run.name=x.1"])
+    assert config == dataclasses.replace(
+        plain,
+        run=dataclasses.replace(plain.run, name="x.1"),
+        optim=dataclasses.replace(plain.optim, lr=2e-3),
+        attention=AttentionConfig(default=AttentionSpec(preset="flash_delta_from_p")),
+        data=dataclasses.replace(plain.data, record="r", record_tokens=True),
+    )
+
+
+def test_fields_that_hang_together_change_together() -> None:
+    config = load([DEBUG, "--model.block-size", "128", "--data.sequence-length", "128"])
+    assert (config.model.block_size, config.data.sequence_length) == (128, 128)
+
+
+def test_dashes_and_underscores_are_one() -> None:
+    assert load([DEBUG, "--data.micro_batch", "2"]) == load([DEBUG, "--data.micro-batch", "2"])
+
+
+def test_rules_of_an_ablation_can_be_overridden() -> None:
+    ablation = str(PRESETS / "ablations/only_layer_2.py")
+    config = load([DEBUG, ablation, "--attention.rules.0.layers", "0"])
+    assert config.attention.rules[0].layers == (0,)
+
+
+def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load(["--help"])
+    assert not stop.value.code
+    text = capsys.readouterr().out
+    for section in dataclasses.fields(TrainConfig):
+        kind = type(getattr(load([DEBUG]), section.name))
+        missing = [
+            field.name
+            for field in dataclasses.fields(kind)
+            # Rules are a matter of files: their number is not known to a command line.
+            if field.name != "rules" and f"--{section.name}.{field.name}".replace("_", "-") not in text
+        ]
+        assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--optim.lrr 1", r"^optim\.lrr = '1': expected one of optimizer, lr, min_lr, .*fused$"),
+        ("--optim.lrr=1", r"^optim\.lrr = '1': expected one of optimizer, lr"),
+        ("--optm.lr 1", r"^optm\.lr = '1': expected one of run, model, attention, data, .*wandb$"),
+        ("--run.steps.x 1", r"^run\.steps\.x = '1': expected nothing below run\.steps$"),
+        (
+            "--attention.rules.0.layers 1",
+            r"^attention\.rules\.0\.layers = '1': expected nothing below attention\.rules$",
+        ),
+        ("--run.steps many", r"--run\.steps.*'many'"),
+        ("--run.steps 5 stray", r"stray"),
+        ("--precision.dtype fp8", r"'fp8'.*--precision\.dtype.*'bfloat16', 'float16', 'float32'"),
+        ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),
+        ("--run.peak-tflops nan", r"^run\.peak_tflops = nan: expected 0 or a positive number"),
+    ],
+)
+def test_bad_override_names_field_value_and_choices(arguments: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        load([DEBUG, *arguments.split()])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("config = 1", "expected a Python file that sets `config` to a TrainConfig"),
+        ("import nowhere", "it raises ModuleNotFoundError: No module named 'nowhere'"),
+        ("config = (", "it raises SyntaxError"),
+        ("from model import ModelConfig\nModelConfig(n_head=5)", r"model\.n_head = 5: expected a divisor of"),
+    ],
+)
+def test_bad_preset_file_is_one_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message) as error:
+        load([str(path)])
+    assert "\n" not in str(error.value)
+
+
+def test_missing_preset_file_lists_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"'configs/nope\.py': expected one of .*configs/debug\.py.*configs/quickstart"):
+        load(["configs/nope.py"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--run.steps", "5"], ["a.py", "b.py", "c.py"]])
+def test_one_or_two_files_come_first(arguments: list[str]) -> None:
+    with pytest.raises(UserError, match=r"^usage: python train\.py configs/RECIPE\.py "):
+        load(arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"data": {"batch": 1}}, r"^data = 'batch': expected one of dataset, sequence_length"),
+        ({"data": 1}, r"^data = 1: expected one of dataset"),
+        ({"data": {"global_batch": "8"}}, r"^data\.global_batch = '8': expected a value of type int$"),
+        ({"data": {"global_batch": True}}, r"^data\.global_batch = True: expected a value of type int$"),
+        ({"data": {"verify": "no"}}, r"^data\.verify = 'no': expected one of sha256, size$"),
+        ({"wandb": {"tags": "x"}}, r"^wandb\.tags = 'x': expected a value of type tuple\[str, \.\.\.\]$"),
+        ({"attention": {"rules": [{"layers": ["a"]}]}}, r"^attention\.rules\.0\.layers\.0 = 'a': expected"),
+    ],
+)
+def test_foreign_json_is_refused(content: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_json(TrainConfig, content)
+
+
+def test_whole_number_is_a_float_in_json() -> None:
+    config = from_json(configuration.RunConfig, {"peak_tflops": 1})
+    assert isinstance(config.peak_tflops, float)
+
+
+def test_absent_keys_are_defaults() -> None:
+    assert from_json(DataConfig, {"seed": 7}) == DataConfig(seed=7)

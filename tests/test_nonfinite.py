@@ -1,0 +1,337 @@
+"""A loss or gradient that is not finite: each policy does what it says, on record, and a replay does it again to the last bit.
+
+The data hold one odd byte where a chosen step will read it, and the loss of whatever contains it becomes NaN: so it is the data that
+fails, as it is when data are to blame, and every run on the same batches meets it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import TINY, TRAIN_TOKENS, Place, column, lines, new_place, optimizer, weights
+from torch import Tensor
+
+from data.batches import random_offsets
+from data.recording import Recording
+from model import GPT
+from training.checkpoint import Checkpoints
+from training.nonfinite import NonFiniteConfig, NonFiniteGuard
+from training.precision import PrecisionConfig
+from training.session import Session
+
+ODD = 255
+BAD_BATCH = 14
+RESUME = {"run.resume": True}
+
+
+def place_of(batch: int) -> int:
+    """A token that batch number ``batch`` reads."""
+    data = TINY.data
+    return int(random_offsets(data.seed, batch, TRAIN_TOKENS, data.sequence_length, data.global_batch)[0]) + 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    sound = GPT.loss
+
+    def loss(self: GPT, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        value = sound(self, logits_BTV, targets_BT)
+        return value * math.nan if bool((targets_BT == ODD).any()) else value
+
+    plant = {place_of(BAD_BATCH): ODD}
+    with new_place(tmp_path_factory, plant=plant) as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPT, "loss", loss)
+        yield place
+
+
+def stopped(place: Place, name: str, fields: dict[str, Any]) -> Path:
+    """A run that must end with exit code 1."""
+    with pytest.raises(SystemExit) as stop:
+        place.train(name, fields)
+    assert stop.value.code == 1
+    return place.runs / name
+
+
+def events(run: Path) -> list[tuple[int, int, str]]:
+    """(step, batch, what was done) of every step that was not finite."""
+    return [(line["step"], line["batch"], line["nonfinite"]) for line in lines(run) if "nonfinite" in line]
+
+
+def test_only_the_chosen_batch_reads_the_odd_byte() -> None:
+    data = TINY.data
+    readers = [
+        step
+        for step in range(60)
+        for offset in random_offsets(data.seed, step, TRAIN_TOKENS, data.sequence_length, data.global_batch).tolist()
+        if offset < place_of(BAD_BATCH) <= offset + data.sequence_length
+    ]
+    assert readers == [BAD_BATCH]
+
+
+# ---- stop
+
+
+def test_stop_exits_with_1_and_records_step_and_batch(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stopped(place, "stop", {"data.record": place.recording("stop"), "run.log_every": 5})
+    last = lines(run)[-1]
+    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
+    assert (last["step"], last["train_loss"], last["nonfinite"]) == (BAD_BATCH, "nan", "stop")
+    assert "step 14, batch 14: loss nan" in capsys.readouterr().out
+
+
+def test_stop_keeps_the_checkpoints(place: Place) -> None:
+    run = stopped(place, "stop_checkpoint", {})
+    loaded = Checkpoints(run / "checkpoints", TINY.checkpoint).load_newest()
+    assert loaded is not None
+    assert loaded.step == 10
+    assert all(tensor.isfinite().all() for tensor in loaded.model_state.values())
+
+
+def test_stop_leaves_a_recording_up_to_the_bad_batch(place: Place) -> None:
+    stopped(place, "stop_recording", {"data.record": place.recording("stop_recording")})
+    recording = Recording.open(Path(place.recording("stop_recording")))
+    assert (recording.steps, recording.complete) == (BAD_BATCH + 1, False)
+
+
+def test_stopped_run_resumes_with_another_policy(place: Place) -> None:
+    recording = {"data.record": place.recording("mended")}
+    stopped(place, "mended", recording)
+    mended = place.train("mended", {**recording, **RESUME, "nonfinite.policy": "skip"})
+    skipped = place.train("skipped_at_once", {"nonfinite.policy": "skip"})
+    assert lines(mended) == lines(skipped)
+    assert weights(mended, 20) == weights(skipped, 20)
+
+
+# ---- skip and continue
+
+
+def test_skip_leaves_the_weights_alone(place: Place) -> None:
+    run = place.train("skip", {"nonfinite.policy": "skip", "evaluation.every": 1})
+    validation = column(run, "val_loss")
+    assert events(run) == [(BAD_BATCH, BAD_BATCH, "skip")]
+    assert validation[BAD_BATCH + 1] == validation[BAD_BATCH]
+    assert len(set(validation)) == len(validation) - 1
+    assert all(isinstance(loss, float) for loss in column(run, "train_loss")[BAD_BATCH + 1 :])
+
+
+def test_continue_applies_the_update_all_the_same(place: Place) -> None:
+    run = place.train("continue", {"nonfinite.policy": "continue", "evaluation.every": 1})
+    assert events(run) == [(step, step, "continue") for step in range(BAD_BATCH, 20)]
+    validation = column(run, "val_loss")
+    assert isinstance(validation[BAD_BATCH], float)
+    assert validation[BAD_BATCH + 1 :] == ["nan"] * 6
+    # The probes of such weights say so; they do not fail.
+    assert column(run, "w_q_norm_max")[-1] == "nan"
+
+
+# ---- rollback
+
+ROLLBACK = {"nonfinite.policy": "rollback", "nonfinite.lr_scale": 0.25, "nonfinite.lr_scale_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def rolled_back(place: Place) -> Path:
+    return place.train("rollback", {**ROLLBACK, "data.record": place.recording("rollback")})
+
+
+def test_rollback_goes_back_to_the_checkpoint_and_past_the_batch(rolled_back: Path) -> None:
+    courses = [(line["step"], line["batch"]) for line in lines(rolled_back) if "batch" in line]
+    first = [(step, step) for step in range(BAD_BATCH + 1)]
+    # From the checkpoint of step 10, with the batches that follow the bad one.
+    assert courses == first + [(step, step + BAD_BATCH + 1 - 10) for step in range(10, 20)]
+    assert events(rolled_back) == [(BAD_BATCH, BAD_BATCH, "rollback")]
+
+
+def test_rollback_restores_the_weights(rolled_back: Path) -> None:
+    at_10 = [line["val_loss"] for line in lines(rolled_back) if line["step"] == 10]
+    assert len(at_10) == 2
+    assert at_10[0] == at_10[1]
+
+
+def test_rollback_takes_no_tokens_back(rolled_back: Path) -> None:
+    tokens = column(rolled_back, "tokens")
+    assert tokens == [128 * (index + 1) for index in range(len(tokens))]
+
+
+def test_rollback_lowers_the_learning_rate_for_so_many_steps(rolled_back: Path) -> None:
+    rates = [line["lr"] for line in lines(rolled_back) if "lr" in line][BAD_BATCH + 1 :]
+    assert rates == [0.25 * 1e-2] * 4 + [1e-2] * 6
+
+
+def test_rollback_is_recorded_without_gap_or_repeat(place: Place, rolled_back: Path) -> None:
+    recording = Recording.open(Path(place.recording("rollback")))
+    assert (recording.steps, recording.complete) == (25, True)
+    data = TINY.data
+    for batch, offsets in enumerate(recording.offsets):
+        drawn = random_offsets(data.seed, batch, TRAIN_TOKENS, data.sequence_length, data.global_batch)
+        assert (offsets == drawn).all()
+
+
+def test_replay_repeats_a_rollback_to_the_last_bit(place: Place, rolled_back: Path) -> None:
+    replayed = place.train("rollback_replayed", {**ROLLBACK, "data.replay": place.recording("rollback")})
+    assert lines(replayed) == lines(rolled_back)
+    assert weights(replayed, 20) == weights(rolled_back, 20)
+
+
+@pytest.mark.parametrize("interrupted_at", [10, 20])
+def test_resumed_run_repeats_a_rollback_to_the_last_bit(place: Place, interrupted_at: int) -> None:
+    name, straight = f"rollback_resumed_{interrupted_at}", f"rollback_straight_{interrupted_at}"
+    recording = {"data.record": place.recording(name)}
+    place.train(straight, {**ROLLBACK, "run.steps": 30})
+    place.train(name, {**ROLLBACK, **recording, "run.steps": interrupted_at})
+    resumed = place.train(name, {**ROLLBACK, **recording, **RESUME, "run.steps": 30})
+    assert lines(resumed) == lines(place.runs / straight)
+    assert weights(resumed, 30) == weights(place.runs / straight, 30)
+    assert optimizer(resumed, 30) == optimizer(place.runs / straight, 30)
+    assert Recording.open(Path(place.recording(name))).steps == 35
+
+
+def test_rollback_without_a_checkpoint_stops(place: Place) -> None:
+    run = stopped(place, "rollback_early", {**ROLLBACK, "checkpoint.every": 15})
+    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
+
+
+def test_rollback_to_damaged_checkpoints_stops_and_is_on_record(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = Session.recover
+
+    def damaged(self: Session, step: int, result: Any) -> Any:
+        (self.checkpoints.folder / "step_00000010/model.safetensors").write_bytes(b"")
+        return sound(self, step, result)
+
+    monkeypatch.setattr(Session, "recover", damaged)
+    run = stopped(place, "rollback_damaged", ROLLBACK)
+    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
+    assert "step_00000010 is damaged" in capsys.readouterr().out
+
+
+def test_rollback_gives_up_after_so_many(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Session.train_step
+
+    def spoiled(self: Session, step: int) -> Any:
+        # From batch 12 on nothing is any good.
+        if self.batches.position >= 12:
+            self.raw_model.transformer.ln_f.weight.data.fill_(math.nan)
+        return sound(self, step)
+
+    monkeypatch.setattr(Session, "train_step", spoiled)
+    run = stopped(place, "rollback_always", {**ROLLBACK, "nonfinite.max_rollbacks": 2})
+    assert events(run) == [(12, 12, "rollback"), (10, 13, "rollback"), (10, 14, "stop")]
+
+
+def test_rollback_passes_over_a_checkpoint_with_broken_weights(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Session.save
+
+    def broken_at_20(self: Session, step: int) -> None:
+        # As an update can leave them whose gradient was finite: saved before any loss has shown it.
+        if (step, self.batches.position) == (20, 20):
+            self.raw_model.transformer.ln_f.weight.data[0] = math.inf
+        sound(self, step)
+
+    monkeypatch.setattr(Session, "save", broken_at_20)
+    run = place.train("rollback_far", {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5})
+    assert events(run) == [(20, 20, "rollback")]
+    assert [line["batch"] for line in lines(run) if line["step"] == 10] == [10, 21]
+    loaded = Checkpoints(run / "checkpoints", TINY.checkpoint).load_newest()
+    assert loaded is not None
+    assert loaded.position == 41
+    assert all(tensor.isfinite().all() for tensor in loaded.model_state.values())
+
+
+def test_rollback_keeps_its_counts(place: Place) -> None:
+    config = place.config("unused", ROLLBACK)
+    guard = NonFiniteGuard(config.nonfinite)
+    run = place.train("rollback_counted", ROLLBACK)
+    loaded = Checkpoints(run / "checkpoints", config.checkpoint).load_newest()
+    assert loaded is not None
+    guard.load_state(loaded.extra["guard"])
+    assert (guard.nonfinite_steps, guard.rollbacks, guard.lr_scaled_until) == (1, 1, 14)
+
+
+# ---- float16
+
+
+@pytest.fixture
+def high_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So high that the first gradients overflow float16, until it has been halved often enough."""
+    monkeypatch.setattr(
+        PrecisionConfig,
+        "scaler",
+        lambda self, device: torch.amp.GradScaler(device.type, init_scale=2.0**24, enabled=self.dtype == "float16"),
+    )
+
+
+FLOAT16 = {"precision.dtype": "float16", "data.seed": 5}
+
+
+@pytest.mark.usefixtures("high_loss_scale")
+@pytest.mark.parametrize("policy", ["stop", "skip", "continue", "rollback"])
+def test_float16_overflow_is_skipped_and_counted_whatever_the_policy(place: Place, policy: str) -> None:
+    run = place.train(f"overflow_{policy}", {**FLOAT16, "nonfinite.policy": policy, "evaluation.every": 1})
+    overflows = [step for step, _, action in events(run) if action == "overflow"]
+    assert overflows == list(range(len(overflows)))
+    assert 0 < len(overflows) < 15
+    validation = column(run, "val_loss")
+    assert len(set(validation[: len(overflows) + 1])) == 1
+    assert validation[-1] < validation[0]
+    state = json.loads((run / "checkpoints/step_00000020/state.json").read_text())
+    assert state["extra"]["guard"]["overflow_steps"] == len(overflows)
+    assert state["scaler"]["scale"] == 2.0 ** (24 - len(overflows))
+
+
+@pytest.mark.usefixtures("high_loss_scale")
+def test_float16_overflow_repeats_in_a_replay_and_after_a_resume(place: Place) -> None:
+    fields = {**FLOAT16, "checkpoint.every": 3}
+    recorded = place.train("overflow_recorded", {**fields, "data.record": place.recording("overflow")})
+    replayed = place.train("overflow_replayed", {**fields, "data.replay": place.recording("overflow")})
+    place.train("overflow_resumed", {**fields, "run.steps": 3})
+    resumed = place.train("overflow_resumed", {**fields, **RESUME})
+    assert lines(recorded) == lines(replayed) == lines(resumed)
+    assert weights(recorded, 20) == weights(replayed, 20) == weights(resumed, 20)
+
+
+def test_float16_loss_that_is_not_finite_is_no_overflow(place: Place) -> None:
+    run = stopped(place, "float16_stop", {"precision.dtype": "float16"})
+    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
+
+
+def test_float16_gradient_that_is_never_finite_is_no_overflow_for_ever(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = GPT.loss
+
+    def loss(self: GPT, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        # Adds zero; the root's slope there is infinite, and infinity times zero is NaN.
+        return sound(self, logits_BTV, targets_BT) + torch.sqrt(logits_BTV.float().square().sum() * 0.0)
+
+    monkeypatch.setattr(GPT, "loss", loss)
+    run = stopped(place, "float16_backward", {**FLOAT16, "run.steps": 40})
+    # The scale starts at 2^16 and is halved down to 1.
+    assert events(run) == [(step, step, "overflow") for step in range(17)] + [(17, 17, "stop")]
+
+
+# ---- the guard by itself
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "continue"])
+def test_guard_follows_the_policy(policy: Any) -> None:
+    guard = NonFiniteGuard(NonFiniteConfig(policy=policy))
+    assert [guard.decide(overflow=False), guard.decide(overflow=True)] == [policy, "overflow"]
+    assert (guard.nonfinite_steps, guard.overflow_steps) == (1, 1)
+
+
+def test_guard_state_survives_json() -> None:
+    guard, other = (NonFiniteGuard(NonFiniteConfig(policy="rollback")) for _ in range(2))
+    guard.decide(overflow=False)
+    guard.decide(overflow=True)
+    guard.rolled_back(to_step=40)
+    other.load_state(json.loads(json.dumps(guard.state())))
+    assert other.state() == guard.state()
+    assert [other.lr_factor(step) for step in (40, 139, 140)] == [0.5, 0.5, 1.0]

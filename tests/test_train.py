@@ -1,0 +1,344 @@
+"""Whole runs in one process: the same bits twice, the same batches replayed, loss that falls, and the record a run leaves.
+
+Two float32 ways of computing one number are called equal when they differ by at most N * 2^-24 of it, the bound for summing N float32
+terms in another order; N is the number of tokens whose losses a step averages.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import math
+import shutil
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import TINY, Place, changed, column, lines, make_data, new_place, preset, tree, weights
+
+import train
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+from config import TrainConfig, from_json
+from data.batches import open_batches
+from data.recording import Recording
+from model import GPT, initialise
+from training import distributed
+from training.checkpoint import Checkpoints
+from training.optim import build_optimizer, learning_rate
+from training.precision import PrecisionConfig
+from training.session import Session
+from training.step import train_step
+
+TOKENS = TINY.data.global_batch * TINY.data.sequence_length
+NOISE = TOKENS * 2.0**-24
+BF16 = {"precision.dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        yield place
+
+
+def assert_same_to_noise(a: Path, b: Path) -> None:
+    losses_a, losses_b = column(a, "train_loss"), column(b, "train_loss")
+    assert len(losses_a) == len(losses_b) > 0
+    assert max(abs(x - y) / x for x, y in zip(losses_a, losses_b, strict=True)) <= NOISE
+
+
+# ---- the same bits
+
+
+@pytest.fixture(scope="module")
+def recorded(place: Place) -> Path:
+    """A run of 30 steps in BF16, recorded with its tokens."""
+    fields = {**BF16, "run.steps": 30, "data.record": place.recording("r"), "data.record_tokens": True}
+    return place.train("recorded", fields)
+
+
+def test_same_config_gives_the_same_bits(place: Place, recorded: Path) -> None:
+    fields = {**BF16, "run.steps": 30, "data.record": place.recording("again"), "data.record_tokens": True}
+    again = place.train("again", fields)
+    assert lines(again) == lines(recorded)
+    assert weights(again, 30) == weights(recorded, 30)
+    for name in ("offsets.npy", "tokens.npy", "validation.npy"):
+        files = [Path(place.recording(recording), name).read_bytes() for recording in ("r", "again")]
+        # The chain of checksums starts from a header that names the run.
+        assert (files[0] == files[1]) is (name != "offsets.npy")
+    offsets = [Recording.open(Path(place.recording(recording))).offsets for recording in ("r", "again")]
+    assert (offsets[0] == offsets[1]).all()
+
+
+def test_replay_gives_the_same_bits(place: Place, recorded: Path) -> None:
+    # A seed of its own: the order comes from the recording.
+    replayed = place.train("replayed", {**BF16, "run.steps": 30, "data.replay": place.recording("r"), "data.seed": 99})
+    assert lines(replayed) == lines(recorded)
+    assert weights(replayed, 30) == weights(recorded, 30)
+
+
+def test_recording_with_tokens_replays_without_the_data_set(place: Place, recorded: Path, tmp_path: Path) -> None:
+    gone = make_data(tmp_path / "data")
+    shutil.rmtree(gone)
+    fields = {**BF16, "run.steps": 30, "data.replay": place.recording("r"), "data.dataset": str(gone)}
+    replayed = place.train("without_data", fields)
+    assert lines(replayed) == lines(recorded)
+    assert weights(replayed, 30) == weights(recorded, 30)
+
+
+def test_replay_with_another_preset_differs_in_attention_only(place: Place, recorded: Path) -> None:
+    fields = {**BF16, "run.steps": 30, "data.replay": place.recording("r")}
+    control = place.train("control", fields)
+    other = place.train("other", {**fields, "attention": preset("flash_delta_from_p")})
+    assert column(other, "data_digest") == column(recorded, "data_digest")
+    # O is the same; delta takes part in the backward pass only.
+    assert column(other, "train_loss")[0] == column(recorded, "train_loss")[0]
+    assert column(other, "train_loss")[1:] != column(recorded, "train_loss")[1:]
+    records = [json.loads((run / "config.json").read_text()) for run in (control, other)]
+    assert records[1]["config"]["attention"]["default"].pop("preset") == "flash_delta_from_p"
+    assert records[1].pop("attention_name") == "flash_delta_from_p"
+    assert records[0]["config"]["attention"]["default"].pop("preset") == records[0].pop("attention_name") == "flash"
+    # Of all roundings, the one that the preset is about.
+    numerics = [record["attention"][0]["numerics"] for record in records]
+    assert [site for site in numerics[0] if numerics[0][site] != numerics[1][site]] == ["delta"]
+    numerics[1]["delta"] = numerics[0]["delta"]
+    for record, name in zip(records, ("control", "other"), strict=True):
+        assert record["config"]["run"].pop("name") == name
+    assert records[0] == records[1]
+
+
+def test_record_and_replay_name_the_same_data(place: Place, recorded: Path) -> None:
+    replayed = place.train("same_identity", {**BF16, "data.replay": place.recording("r")})
+    batches = [json.loads((run / "config.json").read_text())["batches"] for run in (recorded, replayed)]
+    assert batches[0] == batches[1]
+    assert batches[0]["recording"] == "r"
+
+
+def test_another_seed_gives_other_weights(place: Place) -> None:
+    seeds = [weights(place.train(f"seed_{seed}", {"run.seed": seed}), 20) for seed in (1, 2)]
+    assert seeds[0] != seeds[1]
+
+
+def test_measuring_changes_no_bit(place: Place) -> None:
+    rare = {"evaluation.every": 0, "telemetry.every": 0, "checkpoint.every": 0, "run.log_every": 7}
+    often = {"evaluation.every": 1, "telemetry.every": 3, "checkpoint.every": 5}
+    assert weights(place.train("rare", rare), 20) == weights(place.train("often", often), 20)
+
+
+# ---- optimisation
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_loss_falls(place: Place, optimizer: str) -> None:
+    run = place.train(f"falls_{optimizer}", {"run.steps": 60, "optim.optimizer": optimizer})
+    losses, validation = column(run, "train_loss"), column(run, "val_loss")
+    # Sixteen words, equally likely: ln 16 nats for at least three bytes each, and the first bytes of a sequence are a guess.
+    assert losses[0] > 0.95 * math.log(256)
+    assert max(losses[-10:]) < 0.5 * losses[0]
+    assert validation[-1] < 0.5 * validation[0]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_accumulation_does_not_change_the_course(place: Place, micro_batch: int) -> None:
+    whole = place.runs / "micro_8"
+    if not whole.exists():
+        place.train("micro_8", {"data.micro_batch": 8})
+    assert_same_to_noise(whole, place.train(f"micro_{micro_batch}", {"data.micro_batch": micro_batch}))
+
+
+def gradients(place: Place, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
+    """All gradients of one step over the same eight sequences, flat, computed in ``dtype``."""
+    config = place.config("unused", {"data.micro_batch": micro_batch, "attention": preset("sdpa_math")})
+    model = GPT(config.model, config.attention.resolve(config.model.n_layer, config.model.n_head))
+    initialise(model, seed=1)
+    model.to(dtype)
+    micro_batches = open_batches(config.data).next()
+    cpu = torch.device("cpu")
+    train_step(
+        model,
+        build_optimizer(model, config.optim, cpu),
+        PrecisionConfig(dtype="float32").scaler(cpu),
+        micro_batches,
+        [0] * len(micro_batches),
+        device=cpu,
+        autocast=lambda: PrecisionConfig(dtype="float32").autocast(cpu),
+        grad_clip=0.0,
+        apply_nonfinite=False,
+    )
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_accumulated_gradients_are_as_exact_as_those_of_one_batch(place: Place, micro_batch: int) -> None:
+    # GPT.loss is float32 by design, so even the float64 model is exact to about 2^-24 only, at the loss alone.
+    exact, whole = gradients(place, 8, torch.float64), gradients(place, 8, torch.float32)
+    accumulated = gradients(place, micro_batch, torch.float32)
+    assert torch.linalg.norm(accumulated - exact) <= 2 * torch.linalg.norm(whole - exact)
+
+
+def test_clipping_off_equals_a_bound_that_is_never_met(place: Place) -> None:
+    off, unmet = (place.train(f"clip_{clip}", {"optim.grad_clip": clip}) for clip in (0.0, 1e6))
+    assert lines(off) == lines(unmet)
+    assert weights(off, 20) == weights(unmet, 20)
+
+
+def test_clipping_changes_the_course_where_it_is_met(place: Place) -> None:
+    met = place.train("clip_met", {"optim.grad_clip": 0.1})
+    assert max(column(met, "grad_norm")) > 0.1
+    assert column(met, "train_loss") != column(place.train("clip_default"), "train_loss")
+
+
+def largest_logit(place: Place, name: str, tau: float) -> float:
+    """Train to step 20 and look at the largest attention logit on the last step's batch.
+
+    The last steps' learning rate is zero, so that the weights that the clip left are those that the batch was seen with; one layer,
+    so that no clip below changes the input.
+    """
+    course = {"optim.schedule": "cosine", "optim.decay_steps": 18, "optim.min_lr": 0.0, "optim.lr": 5e-2}
+    model_fields = {"model.n_layer": 1, "model.qk_clip_tau": tau, "data.micro_batch": 8}
+    config = place.config(name, {**course, **model_fields})
+    assert learning_rate(19, config.optim) == 0
+    train.train(config)
+    loaded = Checkpoints(place.runs / name / "checkpoints", config.checkpoint).load_newest()
+    assert loaded is not None
+    watching = changed(config, {"model.qk_clip_tau": 1.0})
+    model = GPT(watching.model, watching.attention.resolve(1, config.model.n_head))
+    model.load_state_dict(loaded.model_state)
+    ((inputs, targets),) = open_batches(config.data, resume_at=19).next()
+    model(inputs, targets)
+    return model.attentions()[0].max_logit_H.max().item()
+
+
+def test_qk_clip_keeps_logits_below_tau(place: Place) -> None:
+    tau = 0.1
+    assert largest_logit(place, "qk_free", 0.0) > 3 * tau
+    # sqrt(tau / max) is rounded once, and so is each of the head's weights on either side.
+    assert largest_logit(place, "qk_clipped", tau) <= tau * (1 + TINY.model.head_width * 2.0**-23)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_equals_eager(place: Place) -> None:
+    # Compiling takes the time here: one layer, and no evaluation, which would be a second graph.
+    small = {"model.n_layer": 1, "evaluation.every": 0}
+    eager = place.train("eager", small)
+    compiled = place.train("compiled", {**small, "precision.compile": True})
+    assert_same_to_noise(eager, compiled)
+
+
+# ---- what a run leaves
+
+
+def test_metrics_have_every_column(recorded: Path) -> None:
+    records = lines(recorded, without=())
+    training = {"step", "batch", "tokens", "train_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds"}
+    assert all(training | {"data_digest"} <= record.keys() for record in records[:-1])
+    assert [record["step"] for record in records] == list(range(31))
+    assert [record["batch"] for record in records[:-1]] == list(range(30))
+    assert [record["tokens"] for record in records[:-1]] == [TOKENS * (step + 1) for step in range(30)]
+    assert [record["step"] for record in records if "val_loss" in record] == [0, 10, 20, 30]
+    assert [record["step"] for record in records if "w_q_norm_max" in record] == [0, 10, 20, 30]
+    assert not any("nonfinite" in record for record in records)
+
+
+def test_mfu_is_known_where_the_peak_is(place: Place) -> None:
+    run = place.train("mfu", {"run.peak_tflops": 0.5, "run.steps": 3})
+    model = GPT(TINY.model, TINY.attention.resolve(2, 2))
+    rates, mfus = column(run, "tokens_per_second"), column(run, "mfu")
+    assert mfus == [rate * model.flops_per_token(TINY.data.sequence_length) / 0.5e12 for rate in rates]
+
+
+def test_fewer_lines_on_request(place: Place) -> None:
+    run = place.train("sparse", {"run.log_every": 4, "evaluation.every": 10, "telemetry.every": 0})
+    assert column(run, "step") == [0, 4, 8, 10, 12, 16, 20]
+
+
+def test_record_of_a_run_is_complete(recorded: Path) -> None:
+    record = json.loads((recorded / "config.json").read_text())
+    assert set(record) == {"config", "versions", "git_commit", "device", "batches", "attention", "attention_name"}
+    assert record["versions"]["torch"] == torch.__version__
+    assert {"python", "numpy", "triton", "cuda"} <= set(record["versions"])
+    assert record["device"]["type"] == "cpu"
+    assert record["device"]["processes"] == 1
+    assert record["attention_name"] == "flash"
+
+
+def test_record_of_a_run_gives_its_config_back(place: Place) -> None:
+    rule = AttentionRule(layers=(1,), heads=(0,), attention=AttentionSpec(preset="standard"))
+    fields = {"attention": AttentionConfig(rules=(rule,)), "run.steps": 1}
+    run = place.train("ruled", fields)
+    record = json.loads((run / "config.json").read_text())
+    assert from_json(TrainConfig, record["config"]) == place.config("ruled", fields)
+
+
+def test_finished_recording_says_so(place: Place, recorded: Path) -> None:
+    recording = Recording.open(Path(place.recording("r")))
+    assert (recording.steps, recording.complete) == (30, True)
+
+
+def test_validation_is_the_same_for_every_batch_size(place: Place) -> None:
+    first = [column(place.train(f"val_{n}", {"data.micro_batch": n, "run.steps": 1}), "val_loss")[0] for n in (1, 2, 8)]
+    assert max(first) - min(first) <= NOISE * first[0]
+
+
+def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = tree(place.data)
+    run = place.train("contained", {"run.steps": 2})
+    assert tree(tmp_path) == {}
+    assert tree(place.data) == before
+    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_line_a_step_where_there_is_no_terminal(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    place.train("spoken", {"run.steps": 3})
+    printed = capsys.readouterr()
+    assert [line.split()[:2] for line in printed.out.splitlines()[2:]] == [["step", str(n)] for n in range(4)]
+    assert printed.out.count("mfu = tokens/s x ") == 1
+    assert printed.err == ""
+
+
+def test_progress_bar_on_a_terminal(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    place.train("drawn", {"run.steps": 3})
+    assert "3/3" in terminal.getvalue()
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [["step", "3"]]
+
+
+def test_configs_are_not_changed_by_a_run(place: Place) -> None:
+    config = place.config("unchanged", {"run.steps": 1})
+    before = copy.deepcopy(config)
+    train.train(config)
+    assert config == before
+
+
+def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Freed after its process group, DDP sometimes waits for ever; the frames of an exception would keep it.
+    sessions: list[weakref.ref[Session]] = []
+    alive_at_stop: list[bool] = []
+
+    def fails(session: Session) -> None:
+        sessions.append(weakref.ref(session))
+        raise SystemExit(1)
+
+    def stop() -> None:
+        gc.collect()
+        alive_at_stop.append(sessions[0]() is not None)
+
+    monkeypatch.setattr(train, "loop", fails)
+    monkeypatch.setattr(distributed, "stop", stop)
+    with pytest.raises(SystemExit):
+        place.train("failed")
+    assert alive_at_stop == [False]

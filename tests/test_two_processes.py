@@ -1,0 +1,155 @@
+"""torchrun with two processes on one machine (gloo): the same bits twice, the same data as one process, one writer, one way out."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import (
+    ROOT,
+    TINY,
+    Place,
+    column,
+    command,
+    environment,
+    lines,
+    new_place,
+    optimizer,
+    preset,
+    start_train,
+    train_and_kill,
+    tree,
+    weights,
+)
+
+from config import TrainConfig
+
+pytestmark = pytest.mark.slow
+# Summing the losses of a step's tokens in another order changes a mean by at most this much of it, see test_train.py.
+NOISE = TINY.data.global_batch * TINY.data.sequence_length * 2.0**-24
+# Two micro-steps for each of two processes, four for one.
+FIELDS: dict[str, Any] = {"run.steps": 30, "data.micro_batch": 2, "data.record_tokens": True}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        yield place
+
+
+def config_of(place: Place, name: str, folder: str, fields: dict[str, Any]) -> TrainConfig:
+    """Runs of one name in folders of their own: a recording's header holds the name, and its bytes are compared."""
+    here = {"run.folder": str(place.folder / folder), "data.record": str(place.folder / folder / "recording")}
+    return place.config(name, {**FIELDS, **here, **fields})
+
+
+def torchrun(place: Place, name: str, folder: str, fields: dict[str, Any] | None = None) -> Path:
+    config = config_of(place, name, folder, fields or {})
+    done = start_train([str(place.preset_file(config))], processes=2)
+    assert done.returncode == 0, done.stderr
+    (place.folder / folder / "stdout").write_text(done.stdout)
+    return place.folder / folder / name
+
+
+@pytest.fixture(scope="module")
+def two(place: Place) -> Path:
+    """A run of two processes, to compare with."""
+    return torchrun(place, "run", "two")
+
+
+def test_two_processes_give_the_same_bits_twice(place: Place, two: Path) -> None:
+    again = torchrun(place, "run", "again")
+    assert lines(again) == lines(two)
+    assert weights(again, 30) == weights(two, 30)
+    assert optimizer(again, 30) == optimizer(two, 30)
+    assert tree(again.parent / "recording") == tree(two.parent / "recording")
+
+
+@pytest.fixture(scope="module")
+def one(place: Place, two: Path) -> Path:
+    place.train("run", {**FIELDS, "run.folder": str(place.folder / "one"), "data.record": place.recording("one")})
+    return place.folder / "one/run"
+
+
+def test_one_process_reads_exactly_the_data_of_two(place: Place, one: Path, two: Path) -> None:
+    assert tree(Path(place.recording("one"))) == tree(two.parent / "recording")
+    assert column(one, "data_digest") == column(two, "data_digest")
+
+
+@pytest.mark.parametrize("name", ["train_loss", "val_loss"])
+def test_losses_of_one_and_two_processes_agree_to_rounding(one: Path, two: Path, name: str) -> None:
+    pairs = list(zip(column(one, name), column(two, name), strict=True))
+    assert max(abs(a - b) / b for a, b in pairs) <= NOISE
+    # Were they bit-equal, two processes would not have shared the work.
+    assert name == "val_loss" or any(a != b for a, b in pairs)
+
+
+def test_only_rank_0_writes_and_speaks(two: Path) -> None:
+    assert {path.name for path in two.parent.iterdir()} == {"run", "recording", "stdout"}
+    assert {path.name for path in two.iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
+    assert column(two, "step") == list(range(31))
+    stdout = (two.parent / "stdout").read_text()
+    assert stdout.count("step 29 ") == 1
+    assert stdout.count("2 process(es) on cpu") == 1
+
+
+def test_killed_and_resumed_equals_straight(place: Place, two: Path) -> None:
+    # The exit code is torchrun's own; the killed rank's is in its report.
+    assert train_and_kill(place, config_of(place, "run", "runs", {}), processes=2) != 0
+    killed = place.runs / "run"
+    assert not (killed / "checkpoints/step_00000020").exists()
+    torchrun(place, "run", "runs", {"run.resume": True})
+    assert lines(killed) == lines(two)
+    assert weights(killed, 30) == weights(two, 30)
+    assert optimizer(killed, 30) == optimizer(two, 30)
+    assert tree(place.runs / "recording") == tree(two.parent / "recording")
+
+
+def test_rollback_and_stop_take_all_processes_along(place: Place) -> None:
+    """The first update throws the weights so far that every loss after it overflows, from the checkpoint of step 1 as well."""
+    policy = {"nonfinite.policy": "rollback", "nonfinite.max_rollbacks": 1, "checkpoint.every": 1}
+    config = config_of(place, "stop", "stop", {**policy, "optim.warmup_steps": 0, "optim.lr": 1e37})
+    # Started by hand: torchrun would end one process as soon as the other has failed.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    arguments = command(ROOT / "train.py", [str(place.preset_file(config))])
+    ranks = [
+        subprocess.Popen(arguments, env=environment() | meeting | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    ]
+    try:
+        assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    stopped = lines(place.folder / "stop/stop")
+    events = [(line["step"], line["batch"], line["nonfinite"]) for line in stopped if "nonfinite" in line]
+    assert events == [(1, 1, "rollback"), (1, 2, "stop")]
+
+
+def test_mistake_that_rank_0_alone_meets_ends_all_processes(place: Place) -> None:
+    taken = place.folder / "taken"
+    config = place.config("taken_recording", {**FIELDS, "data.record": str(taken)})
+    taken.mkdir()
+    done = start_train([str(place.preset_file(config))], processes=2)
+    assert done.returncode != 0
+    assert done.stderr.count(f"error: {taken} exists") == 1
+    assert not (place.runs / "taken_recording").exists()
+    shutil.rmtree(taken)
+
+
+def test_stochastic_rounding_does_not_depend_on_the_number_of_processes(place: Place) -> None:
+    # O of one mantissa bit, so that another draw shows in the first loss.
+    fields = {"attention": preset("flash_stochastic_o", "microcosm"), "run.steps": 1}
+    two = column(torchrun(place, "stochastic", "stochastic", fields), "train_loss")[0]
+    one, other_draws = (
+        column(place.train(f"stochastic_{size}", {**fields, "data.micro_batch": size}), "train_loss")[0]
+        for size in (2, 4)
+    )
+    assert abs(one - two) / two <= NOISE
+    assert abs(one - other_draws) / one > NOISE

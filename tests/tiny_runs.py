@@ -1,0 +1,228 @@
+"""Runs of a second for the end-to-end tests: a small data set, a small model, and ways to look at what a run leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import config as configuration
+import train
+from attention import AttentionConfig, AttentionSpec
+from config import RunConfig, TrainConfig
+from data.batches import DataConfig
+from data.token_files import TokenWriter
+from files import sha256_file
+from model import ModelConfig
+from training.checkpoint import CheckpointConfig
+from training.evaluate import EvaluationConfig
+from training.optim import OptimConfig
+from training.precision import PrecisionConfig
+from training.telemetry import TelemetryConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN_TOKENS, VALIDATION_TOKENS = 20_000, 2_000
+TIMING = ("tokens_per_second", "mfu", "seconds")
+
+TINY = TrainConfig(
+    run=RunConfig(steps=20, device="cpu"),
+    model=ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256, vocab_multiple=1),
+    attention=AttentionConfig(default=AttentionSpec(preset="flash")),
+    data=DataConfig(dataset="", sequence_length=16, global_batch=8, micro_batch=4, validation_sequences=8),
+    optim=OptimConfig(lr=1e-2, warmup_steps=5, schedule="constant"),
+    precision=PrecisionConfig(dtype="float32"),
+    evaluation=EvaluationConfig(every=10),
+    checkpoint=CheckpointConfig(every=10),
+    telemetry=TelemetryConfig(every=10),
+)
+
+
+def make_data(folder: Path, *, seed: int = 0, plant: Mapping[int, int] | None = None, vocabulary: int = 256) -> Path:
+    """A data set of bytes: sentences of sixteen words. ``plant`` puts tokens (values) at places (keys) of train.bin."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 5))) for _ in range(16)]
+    text = " ".join(generator.choices(words, k=TRAIN_TOKENS)).encode()
+    tokens = np.frombuffer(text, dtype=np.uint8)[: TRAIN_TOKENS + VALIDATION_TOKENS].copy()
+    for place, token in (plant or {}).items():
+        tokens[place] = token
+    for split, part in (("train", tokens[:TRAIN_TOKENS]), ("val", tokens[TRAIN_TOKENS:])):
+        dtype = "uint8" if vocabulary <= 256 else "uint16"
+        with TokenWriter(
+            folder, split, dtype=dtype, vocabulary="bytes", vocabulary_size=vocabulary, source="test"
+        ) as out:
+            out.write(part.astype(dtype))
+    return folder
+
+
+def changed(config: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
+    """``config`` with fields, named ``section.field``, replaced; a name without a dot replaces a whole section."""
+    sections: dict[str, Any] = {name: value for name, value in fields.items() if "." not in name}
+    dotted: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        if "." in name:
+            section, field = name.split(".")
+            dotted.setdefault(section, {})[field] = value
+    for section, values in dotted.items():
+        sections[section] = dataclasses.replace(sections.get(section, getattr(config, section)), **values)
+    return dataclasses.replace(config, **sections)
+
+
+def preset(name: str, numerics: str = "hardware") -> AttentionConfig:
+    return AttentionConfig(default=AttentionSpec(preset=name, numerics=numerics))
+
+
+class Place:
+    """A folder with a data set, in which runs are made."""
+
+    def __init__(self, folder: Path, *, plant: Mapping[int, int] | None = None):
+        self.folder = folder
+        self.runs = folder / "runs"
+        self.data = make_data(folder / "data", plant=plant)
+
+    def config(self, name: str, fields: Mapping[str, Any] | None = None) -> TrainConfig:
+        here = {"run.name": name, "run.folder": str(self.runs), "data.dataset": str(self.data)}
+        return changed(changed(TINY, here), fields or {})
+
+    def train(self, name: str, fields: Mapping[str, Any] | None = None) -> Path:
+        """Run in this process; the run's folder."""
+        train.train(self.config(name, fields))
+        return self.runs / name
+
+    def recording(self, name: str) -> str:
+        return str(self.folder / "recordings" / name)
+
+    def preset_file(self, config: TrainConfig) -> Path:
+        """A preset that a command line can name."""
+        path = self.folder / f"{config.run.name}.py"
+        content = json.dumps(configuration.to_json(config))
+        path.write_text(
+            "import json\n\nfrom config import TrainConfig, from_json\n\n"
+            f"config = from_json(TrainConfig, json.loads({content!r}))\n"
+        )
+        return path
+
+
+def lines(run: Path, *, without: tuple[str, ...] = TIMING) -> list[dict[str, Any]]:
+    """metrics.jsonl as written (not-finite numbers are strings, which compare), less the columns that tell time."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in without} for record in records]
+
+
+def column(run: Path, name: str) -> list[Any]:
+    return [line[name] for line in lines(run, without=()) if name in line]
+
+
+def weights(run: Path, step: int) -> str:
+    """SHA-256 of all weights after ``step`` steps."""
+    return sha256_file(run / f"checkpoints/step_{step:08d}/model.safetensors")
+
+
+def optimizer(run: Path, step: int) -> str:
+    return sha256_file(run / f"checkpoints/step_{step:08d}/optimizer.safetensors")
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file and folder below, with a digest of its content."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def environment() -> dict[str, str]:
+    """One thread, as in the tests' own process: sums come out in the same order."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def command(script: Path, arguments: list[str], processes: int = 1) -> list[str]:
+    """Plain Python for one process, torchrun for more."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    return [sys.executable, *launch, str(script), *arguments]
+
+
+def start_train(arguments: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """train.py as a user starts it, from the checkout."""
+    return subprocess.run(
+        command(ROOT / "train.py", arguments, processes),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        timeout=120,
+    )
+
+
+# A run that goes slowly from step 10 on and waits for its end at step 18.
+_DOOMED = """
+import os, time
+from pathlib import Path
+import train
+from training.session import Session
+
+original = Session.train_step
+
+def slowly(self, step):
+    time.sleep(600 if step == 18 else 0.03 if step >= 10 else 0)
+    return original(self, step)
+
+Session.train_step = slowly
+Path({folder!r}, "pid." + os.environ.get("RANK", "0")).write_text(str(os.getpid()))
+train.main()
+"""
+
+
+def train_and_kill(place: Place, config: TrainConfig, processes: int = 1) -> int:
+    """Start a run and kill rank 0 (SIGKILL) some time after the checkpoint of step 10, before step 18; how that process ended."""
+    place.runs.mkdir(exist_ok=True)
+    pids = place.folder / f"{config.run.name}.pids"
+    pids.mkdir()
+    script = place.folder / f"{config.run.name}.doomed.py"
+    script.write_text(_DOOMED.format(folder=str(pids)))
+    arguments = [str(place.preset_file(config))]
+    with subprocess.Popen(
+        command(script, arguments, processes),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        try:
+            checkpoint = place.runs / config.run.name / "checkpoints/step_00000010"
+            for _ in range(6000):
+                if checkpoint.exists():
+                    break
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.01)
+            time.sleep(random.uniform(0, 0.3))
+            os.kill(int((pids / "pid.0").read_text()), signal.SIGKILL)
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+    return process.returncode
+
+
+@contextlib.contextmanager
+def new_place(tmp_path_factory: pytest.TempPathFactory, *, plant: Mapping[int, int] | None = None) -> Iterator[Place]:
+    """A place for a test module's runs. They set torch's deterministic mode; afterwards it is as it was."""
+    # As for every test, but fixtures of a module come before those of a test; the number of threads decides the order of sums.
+    torch.set_num_threads(1)
+    deterministic, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        yield Place(tmp_path_factory.mktemp("place"), plant=plant)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = cudnn
