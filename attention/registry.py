@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from attention import sdpa
 from attention.flash_reference import flash_reference
 from attention.numerics import Numerics, numerics_from_key
-from attention.plan import BACKENDS, LayerPlan
+from attention.plan import BACKENDS, PRESETS, AttentionSpec, LayerPlan
 from attention.standard import standard
 from errors import UserError
 
@@ -76,6 +77,13 @@ def get(name: str) -> Backend:
     return _REGISTRY[name]
 
 
+def _serves(name: str, call: Call) -> bool:
+    """Whether a backend could stand in on this machine, with the roundings of its own first preset."""
+    preset = next(preset for preset in PRESETS if PRESETS[preset].backend == name)
+    own = dataclasses.replace(call, numerics=AttentionSpec(preset=preset).resolve())
+    return get(name).obstacle(own) is None
+
+
 def check(
     plans: Iterable[LayerPlan], *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
 ) -> None:
@@ -85,7 +93,7 @@ def check(
             call = Call(device, dtype, head_dim, numerics_from_key(group.numerics), softcap)
             reason = get(group.backend).obstacle(call)
             if reason:
-                able = [name for name, backend in _REGISTRY.items() if backend.obstacle(call) is None]
+                able = [name for name in _REGISTRY if _serves(name, call)]
                 raise UserError(
                     f"attention of layer {plan.layer} = {group.spec.label()!r}: backend {group.backend} cannot run on "
                     f"{device.type} with {str(dtype).removeprefix('torch.')}: {reason}; backends that can: {', '.join(able)}"

@@ -10,9 +10,11 @@ The columns a training run writes (each line carries ``step`` and whichever of t
     grad_norm          2-norm of all gradients before clipping
     lr                 learning rate of the step
     tokens_per_second  of all processes together
-    mfu                fraction of the device's peak arithmetic
-    seconds            wall-clock time since the process began
+    mfu                fraction of the device's peak arithmetic; null where the peak is not known
+    seconds            wall-clock time of the run, a resumed run's earlier sessions included
     data_digest        16 hexadecimal digits that stand for every batch drawn so far
+    nonfinite          only where loss or gradient was not finite: overflow, skip, continue, rollback or stop
+    w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest
 
 Strict JSON has no NaN and no infinity, and a failing run has both: they are written as the strings "nan", "inf" and "-inf",
 which ``read_metrics`` turns back into floats. Finite floats survive bit for bit, as Python writes the shortest decimal that
