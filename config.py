@@ -200,9 +200,11 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
         for depth, part in enumerate(parts):
             members = dict(enumerate(section)) if isinstance(section, tuple) else getattr(section, "__dict__", {})
             known = {str(key): member for key, member in members.items()}
-            if part.removeprefix("no_") not in known:
+            # Switches have a negated form, which stands on the field and not on its section: --precision.no-compile.
+            field_name = part.removeprefix("no_") if depth == len(parts) - 1 else part
+            if field_name not in known:
                 return invalid(name, value or next_argument, known or f"nothing below {'.'.join(parts[:depth])}")
-            section = known[part.removeprefix("no_")]
+            section = known[field_name]
     return None
 
 

@@ -86,11 +86,11 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "backend_needs_cuda": (
         "--attention.default.preset sdpa_cudnn",
-        r"backend sdpa_cudnn cannot run on cpu with float32: it needs a CUDA device; backends that can: flash_reference",
+        r"backend sdpa_cudnn cannot run on cpu with float32: it needs a CUDA device; backends that can: standard, flash_reference",
     ),
     "softcap_in_a_kernel": (
         "--attention.default.preset sdpa_math --model.attention-softcap 5",
-        r"sdpa_math cannot run .*no soft-cap; backends that can: flash_reference",
+        r"sdpa_math cannot run .*no soft-cap; backends that can: standard, flash_reference",
     ),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
     "data_unnamed": ("--data.dataset=", r"data\.dataset = '': expected the folder of a data set"),
