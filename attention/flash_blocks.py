@@ -1,0 +1,127 @@
+"""Which blocks the Triton kernels work in, from a written table: never an autotuner, which would change numerics silently. No triton here.
+
+A block is what one program holds on chip; a tile is what ``Numerics`` names. Where tile boundaries change values, the kernels keep the
+tile: it is one block, or it is walked in blocks that divide it. Elsewhere a tile that fits is the block, and a larger one (512, or 0
+for the whole sequence) leaves the choice to the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attention.numerics import Numerics
+
+HEAD_DIMS = (16, 32, 64, 128)
+SMALLEST = 16
+"""Rows and columns that Triton's matrix product needs at least."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One kernel's block and launch: rows (queries), columns (keys), warps, stages of the load pipeline, registers a thread,
+    and whether Hopper's copy engine fetches the blocks that the loop walks."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    descriptors: bool = False
+
+
+# (kernel, head dim up to) where every product reads 2-byte operands. Measured on one H200: docs/kernels.md, results/kernels/sweep.json.
+_NARROW = {
+    ("forward", 64): Blocks(64, 64, 4, 3),
+    ("forward", 128): Blocks(64, 64, 4, 3, descriptors=True),
+    ("tiled", 64): Blocks(64, 64, 4, 3, descriptors=True),
+    ("tiled", 128): Blocks(64, 64, 8, 2, descriptors=True),
+    ("keys", 64): Blocks(64, 64, 4, 2, registers=168, descriptors=True),
+    ("keys", 128): Blocks(64, 64, 4, 2, descriptors=True),
+    ("queries", 64): Blocks(64, 64, 4, 3, descriptors=True),
+    ("queries", 128): Blocks(64, 64, 4, 2, descriptors=True),
+}
+# An operand in float32 against one in BF16 is three products of BF16 operands (``triton_numerics.dot``).
+_SPLIT = {
+    "forward": Blocks(64, 64, 4, 2, descriptors=True),
+    "tiled": Blocks(64, 32, 4, 2, descriptors=True),
+    "keys": Blocks(32, 64, 4, 3, descriptors=True),
+    "queries": Blocks(64, 64, 4, 2, descriptors=True),
+}
+# Float32 against float32 takes twice the room and no tensor core.
+_WIDE = {kind: Blocks(64, 32, 4, 1) for kind in ("forward", "tiled", "queries")} | {"keys": Blocks(32, 64, 4, 1)}
+
+
+def boundaries_matter(n: Numerics) -> bool:
+    """Whether the forward pass rounds or normalises once a tile, so that other tiles would give other values."""
+    return (n.statistics, n.tile_product, n.accumulator) != ("fp32", "fp32", "fp32") or n.row_max != "plain"
+
+
+def tile_obstacle(n: Numerics) -> str | None:
+    """Why the kernels cannot keep the tiles of ``n``, or None."""
+    columns = boundaries_matter(n) or n.gradient_accumulator != "fp32"
+    for name, tile, matters in (
+        ("tile_k", n.tile_k, columns),
+        ("tile_q", n.tile_q, n.gradient_accumulator != "fp32"),
+    ):
+        if matters and tile % SMALLEST:
+            return f"with these roundings tiles change values, and it needs {name} divisible by {SMALLEST}, not {tile}"
+    return None
+
+
+def forward_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: int) -> Blocks:
+    """Blocks of the forward kernel; the arguments are a concrete ``Numerics``, the format of q, D, T and S."""
+    narrow = _narrow(n.probabilities, dtype) and _stored(n.inputs, dtype)
+    coarse = (n.tile_product, n.accumulator) != ("fp32", "fp32")
+    blocks = _choose("tiled" if coarse else "forward", narrow, dtype, head_dim)
+    if walks_tiles(n, _fit(blocks, n, rows, columns)):
+        blocks = _choose("tiled", narrow, dtype, head_dim)
+    return _fit(blocks, n, rows, columns)
+
+
+def walks_tiles(n: Numerics, blocks: Blocks) -> bool:
+    """Whether the forward kernel must walk a tile of ``n`` in several blocks."""
+    return boundaries_matter(n) and n.tile_k != blocks.columns
+
+
+def backward_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: int) -> tuple[Blocks, Blocks]:
+    """Blocks of the dK/dV kernel and of the dQ kernel; the latter also makes delta from P."""
+    shared = _narrow(n.score_gradients, dtype) and _stored(n.inputs, dtype) and _stored(n.output_gradient, dtype)
+    shared = shared and n.gradient_accumulator == "fp32"
+    keys = _choose("keys", shared and _narrow(n.probabilities, dtype), dtype, head_dim)
+    queries = _choose("queries", shared and n.delta != "recomputed_o", dtype, head_dim)
+    return _fit(keys, n, rows, columns), _fit(queries, n, rows, columns)
+
+
+def _narrow(fmt: str, dtype: str) -> bool:
+    """Whether a product reads values of this format as 2-byte operands."""
+    if dtype != "bf16":
+        return fmt == dtype == "fp16"
+    return fmt == "bf16" or (fmt[0] == "m" and int(fmt[1:]) <= 7)
+
+
+def _stored(fmt: str, dtype: str) -> bool:
+    return dtype != "fp32" and (fmt == "fp32" or _narrow(fmt, dtype))
+
+
+def _choose(kind: str, narrow: bool, dtype: str, head_dim: int) -> Blocks:
+    if narrow:
+        return _NARROW[kind, 64 if head_dim <= 64 else 128]
+    return (_SPLIT if dtype == "bf16" else _WIDE)[kind]
+
+
+def _fit(blocks: Blocks, n: Numerics, rows: int, columns: int) -> Blocks:
+    return replace(
+        blocks,
+        rows=min(_divisor(n.tile_q, blocks.rows), _power_above(rows)),
+        columns=min(_divisor(n.tile_k, blocks.columns), _power_above(columns)),
+    )
+
+
+def _divisor(tile: int, largest: int) -> int:
+    """The largest power of two up to ``largest`` that divides the tile (0 is any), or ``largest`` where none of 16 or more does."""
+    power = tile & -tile or largest
+    return min(power, largest) if power >= SMALLEST else largest
+
+
+def _power_above(length: int) -> int:
+    return max(SMALLEST, 1 << (length - 1).bit_length())

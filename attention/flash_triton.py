@@ -1,0 +1,84 @@
+"""FlashAttention-2 in Triton, with every rounding site of ``Numerics`` a compile-time switch: operators and public function.
+
+The same algorithm, site for site, is in ``flash_reference.py``; the kernels are in ``triton_forward.py`` and ``triton_backward.py``. The
+default numerics compile to code with no trace of the others. Both directions are opaque custom operators, so that a compiler that
+fuses casts away never sees them, and use no atomics, so that results repeat to the bit.
+
+Legend: B batch, H heads, T sequence, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.flash_blocks import backward_blocks, forward_blocks
+from attention.flash_reference import _setup_context
+from attention.numerics import numerics_from_key
+from attention.tiles import FORMAT_OF
+from attention.triton_backward import launch_backward
+from attention.triton_forward import empty_outputs, launch_forward
+
+
+@torch.library.custom_op("attention::flash_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] in log2 or, where S is rounded, natural)."""
+    n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
+    blocks = forward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
+    with torch.cuda.device_of(q):
+        return launch_forward(q, k, v, seed, n, blocks, scale, causal, softcap)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float):  # type: ignore[no-untyped-def]
+    return empty_outputs(q, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
+
+
+@torch.library.custom_op("attention::flash_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    numerics: str,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` is the O inside delta."""
+    n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
+    blocks = backward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
+    with torch.cuda.device_of(q):
+        return launch_backward(do, q, k, v, o, lse, n, blocks, scale, causal, softcap)
+
+
+@_backward.register_fake
+def _(do, q, k, v, o, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(x.shape, device=q.device, dtype=q.dtype) for x in (q, k, v))
+
+
+def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
+    q, k, v, o, lse = ctx.saved_tensors
+    return *_backward(do, q, k, v, o, lse, *ctx.settings), None, None, None, None, None
+
+
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def flash(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    numerics: str,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> Tensor:
+    """Attention [B, T, H, D] with the roundings of ``numerics``; see ``attention.run`` for the arguments."""
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap)[0]

@@ -1,0 +1,268 @@
+"""Backward kernels (Algorithm 2 of FlashAttention-2, arXiv 2307.08691) and their launches; sites as in ``flash_reference._backward_tile``.
+
+No atomics: one kernel sums dK and dV of a block of columns over the rows, one sums dQ of a block of rows over the columns, so that
+every element is summed by one program in one order. That costs two of seven products more than a joint kernel.
+
+Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns of a block; ``p_`` pointers, ``b_`` blocks on chip,
+``o_`` offsets, ``m_`` masks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.flash_blocks import Blocks
+from attention.numerics import DELTAS, Numerics
+from attention.triton_blocks import block_scores, load_rows, rows_source, store_rows, takes_descriptor
+from attention.triton_forward import folds
+from attention.triton_numerics import FP32, dot, exponential, format_code, operand, round_scores, round_to, stored_code
+
+ROWSUM_DO_O = tl.constexpr(DELTAS.index("rowsum_do_o"))
+ROWSUM_P_DP = tl.constexpr(DELTAS.index("rowsum_p_dp"))
+RECOMPUTED_O = tl.constexpr(DELTAS.index("recomputed_o"))
+LOADED = tl.constexpr(len(DELTAS))
+
+
+@triton.jit
+def query_kernel(
+    p_q, p_k, p_v, p_do, p_o, p_lse, p_delta, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
+    stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt, stride_dh,
+    stride_dd, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, OUTPUT_GRADIENT: tl.constexpr,
+    DELTA: tl.constexpr, DELTA_SUM: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
+    GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
+
+    DELTA is one of ``DELTAS``. Those made from P take two launches: one that makes delta only, and one for dQ, with DELTA = LOADED.
+    """
+    ONLY_DELTA: tl.constexpr = DELTA == ROWSUM_P_DP or DELTA == RECOMPUTED_O
+    DTYPE: tl.constexpr = p_q.dtype.element_ty
+    blocks = tl.cdiv(T, BT)
+    i_bh = tl.program_id(0) // blocks
+    i_t = tl.program_id(0) % blocks
+    if CAUSAL:
+        i_t = blocks - 1 - i_t
+    row = i_t * BT
+    o_t = row + tl.arange(0, BT)
+    p_row = i_bh.to(tl.int64) * T + o_t
+    # [BT, D]
+    b_q = load_rows(p_q, i_bh, H, row, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, True, False)
+    b_q = operand(b_q, INPUTS, DTYPE)
+    b_do = load_rows(p_do, i_bh, H, row, T, stride_db, stride_dt, stride_dh, stride_dd, BT, D, True, False)
+    b_do = operand(b_do, OUTPUT_GRADIENT, DTYPE)
+    # [BT]; rows past the end get L = inf, hence P = 0
+    b_lse = tl.load(p_lse + p_row, mask=o_t < T, other=float("inf"))
+    if DELTA == LOADED:
+        b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
+    elif DELTA == ROWSUM_DO_O:
+        b_o = load_rows(p_o, i_bh, H, row, T, tl.cast(T, tl.int64) * H * D, H * D, D, 1, BT, D, True, False)
+        b_o = b_o.to(tl.float32)
+        b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), DELTA_SUM)
+        tl.store(p_delta + p_row, b_delta, mask=o_t < T)
+    else:
+        b_delta = tl.zeros([BT], tl.float32)
+    b_acc = tl.zeros([BT, D], tl.float32)
+    b_part = tl.zeros([BT, D], tl.float32)
+    last = tl.minimum(row + BT, S) if CAUSAL else S
+    middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
+    for MASKED in tl.static_range(2):
+        for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
+            b_s, b_k = block_scores(
+                b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
+                SCORES, SOFTCAP, FOLD, CAUSAL, MASKED == 1, DTYPE, TMA, BT, BS, D,
+            )  # fmt: skip
+            b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED == 1, TMA)
+            b_v = operand(b_v, INPUTS, DTYPE)
+            b_p = exponential(b_s, b_lse[:, None], unit, FOLD)
+            if DELTA == RECOMPUTED_O:
+                b_part = dot(b_p, b_v, b_part)
+            else:
+                b_dp = dot(b_do, tl.trans(b_v), tl.zeros([BT, BS], tl.float32))
+                b_dp = round_to(b_dp, PROBABILITY_GRADIENTS)
+                if ONLY_DELTA:
+                    b_delta += tl.sum(b_p * b_dp, 1)
+                else:
+                    b_ds = b_p * (b_dp - b_delta[:, None])
+                    if SOFTCAP:
+                        b_t = b_s / softcap
+                        b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
+                    b_part = dot(operand(b_ds, SCORE_GRADIENTS, DTYPE), b_k, b_part)
+                    if GRADIENT_ACCUMULATOR != FP32:
+                        m_full = (start + BS) % tile == 0
+                        b_sum = round_to(b_acc + scale * b_part, GRADIENT_ACCUMULATOR)
+                        b_acc = tl.where(m_full, b_sum, b_acc)
+                        b_part = tl.where(m_full, 0.0, b_part)
+    if not ONLY_DELTA:
+        b_dq = round_to(b_acc + scale * b_part, GRADIENT_ACCUMULATOR)
+        store_rows(p_dq, b_dq, i_bh, row, T, H, BT, D)
+    else:
+        if DELTA == RECOMPUTED_O:
+            b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
+        tl.store(p_delta + p_row, round_to(b_delta, DELTA_SUM), mask=o_t < T)
+
+
+@triton.jit
+def key_kernel(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
+    stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt, stride_dh,
+    stride_dd, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, PROBABILITIES: tl.constexpr,
+    OUTPUT_GRADIENT: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
+    GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of columns; scores are held transposed [BS, BT], so that they are left operands of both products."""
+    DTYPE: tl.constexpr = p_k.dtype.element_ty
+    blocks = tl.cdiv(S, BS)
+    i_bh = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BS
+    o_s = column + tl.arange(0, BS)
+    # [BS, D]
+    b_k = load_rows(p_k, i_bh, H, column, S, stride_kb, stride_ks, stride_kh, stride_kd, BS, D, True, False)
+    b_v = load_rows(p_v, i_bh, H, column, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, True, False)
+    b_k, b_v = operand(b_k, INPUTS, DTYPE), operand(b_v, INPUTS, DTYPE)
+    b_dk = tl.zeros([BS, D], tl.float32)
+    b_dv = tl.zeros([BS, D], tl.float32)
+    b_dk_part = tl.zeros([BS, D], tl.float32)
+    b_dv_part = tl.zeros([BS, D], tl.float32)
+    # Rows before ``first`` see none of these columns; from ``middle`` on, all of them.
+    first = column // BT * BT if CAUSAL else 0
+    middle = tl.cdiv(column + BS - 1, BT) * BT if CAUSAL else 0
+    for MASKED in tl.static_range(1, -1, -1):
+        for start in range(first if MASKED else middle, tl.minimum(middle, T) if MASKED else T, BT):
+            o_t = start + tl.arange(0, BT)
+            p_row = i_bh.to(tl.int64) * T + o_t
+            # [BT, D]
+            b_q = load_rows(p_q, i_bh, H, start, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, not EVEN, TMA)
+            b_q = operand(b_q, INPUTS, DTYPE)
+            b_do = load_rows(p_do, i_bh, H, start, T, stride_db, stride_dt, stride_dh, stride_dd, BT, D, not EVEN, TMA)
+            b_do = operand(b_do, OUTPUT_GRADIENT, DTYPE)
+            # [BT]; rows past the end get L = inf, hence P = 0
+            if EVEN:
+                b_lse = tl.load(p_lse + p_row)
+                b_delta = tl.load(p_delta + p_row)
+            else:
+                b_lse = tl.load(p_lse + p_row, mask=o_t < T, other=float("inf"))
+                b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
+            b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
+            m_s = o_s[:, None] <= o_t[None, :]
+            b_s = round_scores(b_s, m_s, scale, softcap, SCORES, SOFTCAP, FOLD, MASKED == 1)
+            b_p = exponential(b_s, b_lse[None, :], unit, FOLD)
+            b_dv_part = dot(operand(b_p, PROBABILITIES, DTYPE), b_do, b_dv_part)
+            b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
+            b_ds = b_p * (round_to(b_dp, PROBABILITY_GRADIENTS) - b_delta[None, :])
+            if SOFTCAP:
+                b_t = b_s / softcap
+                b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
+            b_dk_part = dot(operand(b_ds, SCORE_GRADIENTS, DTYPE), b_q, b_dk_part)
+            if GRADIENT_ACCUMULATOR != FP32:
+                m_full = (start + BT) % tile == 0
+                b_dk = tl.where(m_full, round_to(b_dk + scale * b_dk_part, GRADIENT_ACCUMULATOR), b_dk)
+                b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, GRADIENT_ACCUMULATOR), b_dv)
+                b_dk_part = tl.where(m_full, 0.0, b_dk_part)
+                b_dv_part = tl.where(m_full, 0.0, b_dv_part)
+    b_dk = round_to(b_dk + scale * b_dk_part, GRADIENT_ACCUMULATOR)
+    b_dv = round_to(b_dv + b_dv_part, GRADIENT_ACCUMULATOR)
+    store_rows(p_dk, b_dk, i_bh, column, S, H, BS, D)
+    store_rows(p_dv, b_dv, i_bh, column, S, H, BS, D)
+
+
+def launch_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    n: Numerics,
+    blocks: tuple[Blocks, Blocks],
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV [B, T, H, D] in q's dtype. ``n`` is concrete; ``o`` is the O inside delta; blocks of the dK/dV and of the dQ kernel."""
+    (B, T, H, D), S = q.shape, k.shape[1]
+    of_keys, of_queries = blocks
+    fold = folds(n, scale, softcap)
+    delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
+    dq, dk, dv = (torch.empty(x.shape, device=q.device, dtype=q.dtype) for x in (q, k, v))
+    by_columns = of_queries.descriptors and takes_descriptor(k, v)
+    by_rows = of_keys.descriptors and takes_descriptor(q, do)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
+    shared: dict[str, Any] = {
+        "scale": scale,
+        "unit": scale / math.log(2) if fold else 1.0,
+        "softcap": softcap,
+        "INPUTS": stored_code(n.inputs, q.dtype),
+        "SCORES": format_code(n.scores),
+        "OUTPUT_GRADIENT": stored_code(n.output_gradient, do.dtype),
+        "PROBABILITY_GRADIENTS": format_code(n.probability_gradients),
+        "SCORE_GRADIENTS": format_code(n.score_gradients),
+        "GRADIENT_ACCUMULATOR": format_code(n.gradient_accumulator),
+        "SOFTCAP": softcap > 0,
+        "FOLD": fold,
+        "CAUSAL": causal,
+        "D": D,
+    }
+
+    def queries(kind: int) -> None:
+        query_kernel[(B * H * triton.cdiv(T, of_queries.rows),)](
+            q,
+            rows_source(k, of_queries.columns, by_columns),
+            rows_source(v, of_queries.columns, by_columns),
+            do,
+            o,
+            lse,
+            delta,
+            dq,
+            H,
+            T,
+            S,
+            *strides,
+            tile=n.tile_k or 2**30,
+            DELTA=kind,
+            DELTA_SUM=format_code(n.delta_sum),
+            TMA=by_columns,
+            BT=of_queries.rows,
+            BS=of_queries.columns,
+            num_warps=of_queries.warps,
+            num_stages=of_queries.stages,
+            maxnreg=of_queries.registers,
+            **shared,
+        )
+
+    # The dQ kernel comes first: it has dO of its rows on chip and writes delta for the other.
+    queries(DELTAS.index(n.delta))
+    if n.delta != "rowsum_do_o":
+        queries(LOADED.value)
+    key_kernel[(B * H * triton.cdiv(S, of_keys.columns),)](
+        rows_source(q, of_keys.rows, by_rows),
+        k,
+        v,
+        rows_source(do, of_keys.rows, by_rows),
+        lse,
+        delta,
+        dk,
+        dv,
+        H,
+        T,
+        S,
+        *strides,
+        tile=n.tile_q or 2**30,
+        PROBABILITIES=format_code(n.probabilities),
+        TMA=by_rows,
+        BT=of_keys.rows,
+        BS=of_keys.columns,
+        num_warps=of_keys.warps,
+        num_stages=of_keys.stages,
+        maxnreg=of_keys.registers,
+        EVEN=T % of_keys.rows == 0,
+        **shared,
+    )
+    return dq, dk, dv

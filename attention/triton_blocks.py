@@ -1,0 +1,87 @@
+"""Blocks of rows for the Triton kernels: addresses, loads, stores, and the scores of one block.
+
+Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns of a block; ``p_`` pointers, ``b_`` blocks on chip,
+``o_`` offsets, ``m_`` masks. Addresses are int64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.triton_numerics import BF16, INTERPRETED, NEAREST, dot, operand, round_mantissa, round_scores
+
+
+@triton.jit
+def head_pointer(p_x, i_bh, H, stride_b, stride_h):
+    return p_x + (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h
+
+
+@triton.jit
+def load_rows(
+    p_x, i_bh, H, start, length, stride_b, stride_t, stride_h, stride_d, ROWS: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [start, start + ROWS) of one head; MASKED: those from ``length`` on are 0. TMA: p_x is a descriptor, which sees to that."""
+    if TMA:
+        b_x = p_x.load([i_bh // H, i_bh % H, start, 0]).reshape(ROWS, D)
+    else:
+        p_head = head_pointer(p_x, i_bh, H, stride_b, stride_h) + tl.cast(start, tl.int64) * stride_t
+        o_r = tl.arange(0, ROWS).to(tl.int64)
+        o_d = tl.arange(0, D).to(tl.int64)
+        # [ROWS, D]
+        p_block = p_head + (o_r[:, None] * stride_t + o_d[None, :] * stride_d)
+        if MASKED:
+            b_x = tl.load(p_block, mask=(start + tl.arange(0, ROWS) < length)[:, None], other=0.0)
+        else:
+            b_x = tl.load(p_block)
+    return b_x
+
+
+@triton.jit
+def store_rows(p_x, b_x, i_bh, start, length, H, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of one head into a contiguous [B, length, H, D]."""
+    o_r = tl.arange(0, ROWS).to(tl.int64)
+    o_d = tl.arange(0, D).to(tl.int64)
+    p_head = head_pointer(p_x, i_bh, H, tl.cast(length, tl.int64) * H * D, D)
+    # [ROWS, D]
+    p_block = p_head + tl.cast(start, tl.int64) * H * D + (o_r[:, None] * (H * D) + o_d[None, :])
+    if INTERPRETED and p_x.dtype.element_ty == tl.bfloat16:
+        b_x = round_mantissa(b_x, BF16, NEAREST, 0)
+    tl.store(p_block, b_x.to(p_x.dtype.element_ty), mask=(start + tl.arange(0, ROWS) < length)[:, None])
+
+
+@triton.jit
+def block_scores(
+    b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS: tl.constexpr,
+    SCORES: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """S of one block [BT, BS], and K of its columns [BS, D]."""
+    b_k = load_rows(p_k, i_bh, H, start, S, stride_kb, stride_ks, stride_kh, stride_kd, BS, D, MASKED, TMA)
+    b_k = operand(b_k, INPUTS, DTYPE)
+    b_s = dot(b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
+    o_s = start + tl.arange(0, BS)
+    m_s = (o_s < S)[None, :]
+    if CAUSAL:
+        m_s = m_s & (o_s[None, :] <= o_t[:, None])
+    return round_scores(b_s, m_s, scale, softcap, SCORES, SOFTCAP, FOLD, MASKED), b_k
+
+
+def rows_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+    """What kernels read blocks of rows of ``x`` [B, T, H, D] through: a descriptor for Hopper's copy engine, or ``x`` itself."""
+    view = x.transpose(1, 2)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, x.shape[3]]) if tma else x
+
+
+def takes_descriptor(*tensors: Tensor) -> bool:
+    """Whether Hopper's copy engine is there and its rules of alignment hold."""
+    if tensors[0].device.type != "cuda" or torch.cuda.get_device_capability(tensors[0].device) < (9, 0):
+        return False
+    strides = [s * x.element_size() for x in tensors for s in x.stride()[:3]]
+    return all(s > 0 and s % 16 == 0 for s in strides) and all(
+        x.stride(3) == 1 and x.data_ptr() % 16 == 0 for x in tensors
+    )

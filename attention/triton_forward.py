@@ -1,0 +1,275 @@
+"""Forward kernel (Algorithm 1 of FlashAttention-2, arXiv 2307.08691) and its launch; sites as in ``flash_reference._forward_rows``.
+
+Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns of a block; ``p_`` pointers, ``b_`` blocks on chip,
+``o_`` offsets, ``m_`` masks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.flash_blocks import Blocks, walks_tiles
+from attention.numerics import ROUNDINGS, ROW_MAXES, Numerics
+from attention.rounding import storage_dtype
+from attention.tiles import DELTA_STREAM, OUTPUT_STREAM
+from attention.triton_blocks import block_scores, load_rows, rows_source, store_rows, takes_descriptor
+from attention.triton_numerics import (
+    FP32,
+    PLAIN,
+    divide_rows,
+    dot,
+    exponential,
+    format_code,
+    operand,
+    round_output,
+    round_to,
+    shifted_row_max,
+    stored_code,
+)
+
+_OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
+
+
+@triton.jit
+def add_tile(
+    b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr
+):
+    """O_bar rescaled by alpha plus one tile's P_bar V [BT, D], each rounded; EXACT: the same in FP32 beside it."""
+    b_scaled = round_to(b_alpha[:, None] * b_acc, ACCUMULATOR)
+    b_acc = round_to(b_scaled + round_to(b_product, TILE_PRODUCT), ACCUMULATOR)
+    if EXACT:
+        b_exact = b_alpha[:, None] * b_exact + b_product
+    return b_acc, b_exact
+
+
+@triton.jit
+def forward_range(
+    b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS: tl.constexpr,
+    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, TILE_PRODUCT: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1 over the columns [first, last), one block at a time, where a block is a tile of ``Numerics``."""
+    for start in range(first, last, BS):
+        b_s, _ = block_scores(
+            b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
+            SCORES, SOFTCAP, FOLD, CAUSAL, MASKED, DTYPE, TMA, BT, BS, D,
+        )  # fmt: skip
+        b_top = tl.max(b_s, 1)
+        b_r = b_top * unit if FOLD else b_top
+        if ROW_MAX != PLAIN:
+            m_close = b_s >= (b_top - tolerance)[:, None]
+            b_r = shifted_row_max(b_r, tl.sum(m_close.to(tl.int32), 1) > 1, beta, cap, ROW_MAX)
+        b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
+        b_alpha = exponential(b_m, b_m_new, 1.0, FOLD)
+        b_p = exponential(b_s, b_m_new[:, None], unit, FOLD)
+        b_l = round_to(b_alpha * b_l + tl.sum(b_p, 1), STATISTICS)
+        b_m = b_m_new
+        # [BS, D]
+        b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED, TMA)
+        b_v = operand(b_v, INPUTS, DTYPE)
+        b_p = operand(b_p, PROBABILITIES, DTYPE)
+        if TILE_PRODUCT == FP32 and ACCUMULATOR == FP32:
+            b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None])
+        else:
+            b_product = dot(b_p, b_v, tl.zeros([BT, D], tl.float32))
+            b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
+    return b_acc, b_exact, b_m, b_l
+
+
+@triton.jit
+def forward_tile(
+    b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS: tl.constexpr,
+    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, TILE_PRODUCT: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1 for one tile [first, last) larger than a block: first its row maximum and ties, then its product in FP32."""
+    b_top = tl.full([BT], -float("inf"), tl.float32)
+    for start in range(first, last, BS):
+        b_s, _ = block_scores(
+            b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
+            SCORES, SOFTCAP, FOLD, CAUSAL, True, DTYPE, TMA, BT, BS, D,
+        )  # fmt: skip
+        b_top = tl.maximum(b_top, tl.max(b_s, 1))
+    b_r = b_top * unit if FOLD else b_top
+    if ROW_MAX != PLAIN:
+        b_count = tl.zeros([BT], tl.int32)
+        for start in range(first, last, BS):
+            b_s, _ = block_scores(
+                b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
+                SCORES, SOFTCAP, FOLD, CAUSAL, True, DTYPE, TMA, BT, BS, D,
+            )  # fmt: skip
+            b_count += tl.sum((b_s >= (b_top - tolerance)[:, None]).to(tl.int32), 1)
+        b_r = shifted_row_max(b_r, b_count > 1, beta, cap, ROW_MAX)
+    b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
+    b_alpha = exponential(b_m, b_m_new, 1.0, FOLD)
+    b_sum = tl.zeros([BT], tl.float32)
+    b_product = tl.zeros([BT, D], tl.float32)
+    for start in range(first, last, BS):
+        b_s, _ = block_scores(
+            b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
+            SCORES, SOFTCAP, FOLD, CAUSAL, True, DTYPE, TMA, BT, BS, D,
+        )  # fmt: skip
+        b_p = exponential(b_s, b_m_new[:, None], unit, FOLD)
+        b_sum += tl.sum(b_p, 1)
+        b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, True, TMA)
+        b_v = operand(b_v, INPUTS, DTYPE)
+        b_product = dot(operand(b_p, PROBABILITIES, DTYPE), b_v, b_product)
+    b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)
+    b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
+    return b_acc, b_exact, b_m_new, b_l
+
+
+@triton.jit
+def forward_kernel(
+    p_q, p_k, p_v, p_o, p_delta_o, p_lse, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
+    stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance,
+    cap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, LOGSUMEXP: tl.constexpr,
+    PROBABILITIES: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, OUTPUT: tl.constexpr,
+    OUTPUT_ROUNDING: tl.constexpr, DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr, KEEP: tl.constexpr,
+    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TILED: tl.constexpr,
+    TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """O, the O for delta where it is KEEPt apart, and L, of one block of rows. TILED: a tile of ``Numerics`` is many blocks."""
+    DTYPE: tl.constexpr = p_q.dtype.element_ty
+    COARSE: tl.constexpr = TILE_PRODUCT != FP32 or ACCUMULATOR != FP32
+    blocks = tl.cdiv(T, BT)
+    i_bh = tl.program_id(0) // blocks
+    i_t = tl.program_id(0) % blocks
+    if CAUSAL:
+        i_t = blocks - 1 - i_t  # the rows with most columns first, so that the last programs to run are short
+    row = i_t * BT
+    o_t = row + tl.arange(0, BT)
+    # [BT, D]
+    b_q = load_rows(p_q, i_bh, H, row, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, True, False)
+    b_q = operand(b_q, INPUTS, DTYPE)
+    b_acc = tl.zeros([BT, D], tl.float32)
+    b_exact = tl.zeros([BT, D], tl.float32)
+    b_m = tl.full([BT], -float("inf"), tl.float32)
+    b_l = tl.zeros([BT], tl.float32)
+    last = tl.minimum(row + BT, S) if CAUSAL else S
+    if TILED:
+        for first in range(0, last, tile):
+            b_acc, b_exact, b_m, b_l = forward_tile(
+                b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, tl.minimum(first + tile, last), S,
+                stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit,
+                softcap, beta, tolerance, cap, INPUTS, SCORES, STATISTICS, PROBABILITIES, TILE_PRODUCT, ACCUMULATOR,
+                COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT, BS, D,
+            )  # fmt: skip
+    else:
+        middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
+        b_acc, b_exact, b_m, b_l = forward_range(
+            b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, 0, middle, S, stride_kb, stride_ks, stride_kh,
+            stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS,
+            SCORES, STATISTICS, PROBABILITIES, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD,
+            CAUSAL, False, DTYPE, TMA, BT, BS, D,
+        )  # fmt: skip
+        b_acc, b_exact, b_m, b_l = forward_range(
+            b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, middle, last, S, stride_kb, stride_ks, stride_kh,
+            stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS,
+            SCORES, STATISTICS, PROBABILITIES, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD,
+            CAUSAL, True, DTYPE, TMA, BT, BS, D,
+        )  # fmt: skip
+    b_lse = b_m + tl.log2(b_l) if FOLD else round_to(b_m + tl.log(b_l), LOGSUMEXP)
+    tl.store(p_lse + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
+    # Elements of the whole output in row-major order; the random words of stochastic rounding belong to them.
+    o_index = (i_bh // H).to(tl.int64) * T * H * D + (i_bh % H) * D
+    o_index = o_index + (o_t.to(tl.int64) * H * D)[:, None] + tl.arange(0, D)[None, :]
+    o_index = o_index.to(tl.uint32)
+    b_o = divide_rows(b_acc, b_l)
+    b_rounded = round_output(b_o, OUTPUT, OUTPUT_ROUNDING, p_seed, _OUTPUT_STREAM, o_index)
+    store_rows(p_o, b_rounded, i_bh, row, T, H, BT, D)
+    if KEEP:
+        if COARSE:
+            b_o = divide_rows(b_exact, b_l)
+        b_rounded = round_output(b_o, DELTA_OUTPUT, DELTA_ROUNDING, p_seed, _DELTA_STREAM, o_index)
+        store_rows(p_delta_o, b_rounded, i_bh, row, T, H, BT, D)
+
+
+def folds(n: Numerics, scale: float, softcap: float) -> bool:
+    """Whether the exponential may take the scale: S, m, l and L are FP32 and nothing reads S in between. L then counts in log2."""
+    return (n.scores, n.statistics, n.logsumexp) == ("fp32", "fp32", "fp32") and not softcap and scale > 0
+
+
+def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
+    """O and the O for delta [B, T, H, D] (the latter empty where it is O itself), and L [B, H, T] float32, all unwritten."""
+    o = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
+    keep = n.delta == "rowsum_do_o" and n.delta_output != "output"
+    delta_dtype = storage_dtype(n.delta_output, q.dtype) if keep else q.dtype
+    delta_o = torch.empty(q.shape if keep else 0, device=q.device, dtype=delta_dtype)
+    return o, delta_o, torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device, dtype=torch.float32)
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    n: Numerics,
+    blocks: Blocks,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
+    (B, T, H, D), S = q.shape, k.shape[1]
+    o, delta_o, lse = empty_outputs(q, n)
+    fold = folds(n, scale, softcap)
+    tma = blocks.descriptors and takes_descriptor(k, v)
+    log2_e = 1 / math.log(2)
+    forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
+        q,
+        rows_source(k, blocks.columns, tma),
+        rows_source(v, blocks.columns, tma),
+        o,
+        delta_o,
+        lse,
+        seed,
+        H,
+        T,
+        S,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        scale=scale,
+        unit=scale * log2_e if fold else 1.0,
+        softcap=softcap,
+        beta=n.row_max_beta,
+        tolerance=n.row_max_tolerance / scale if fold else n.row_max_tolerance,
+        cap=n.row_max_cap * log2_e if fold else n.row_max_cap,
+        tile=n.tile_k or triton.cdiv(S, blocks.columns) * blocks.columns,
+        INPUTS=stored_code(n.inputs, q.dtype),
+        SCORES=format_code(n.scores),
+        STATISTICS=format_code(n.statistics),
+        LOGSUMEXP=format_code(n.logsumexp),
+        PROBABILITIES=format_code(n.probabilities),
+        TILE_PRODUCT=format_code(n.tile_product),
+        ACCUMULATOR=format_code(n.accumulator),
+        OUTPUT=format_code(n.output),
+        OUTPUT_ROUNDING=ROUNDINGS.index(n.output_rounding),
+        DELTA_OUTPUT=format_code(n.delta_output) if delta_o.numel() else FP32.value,
+        DELTA_ROUNDING=ROUNDINGS.index(n.delta_rounding),
+        KEEP=delta_o.numel() > 0,
+        ROW_MAX=ROW_MAXES.index(n.row_max),
+        SOFTCAP=softcap > 0,
+        FOLD=fold,
+        CAUSAL=causal,
+        TILED=walks_tiles(n, blocks),
+        TMA=tma,
+        BT=blocks.rows,
+        BS=blocks.columns,
+        D=D,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+        maxnreg=blocks.registers,
+    )
+    return o, delta_o, lse

@@ -1,0 +1,178 @@
+"""Rounding sites inside Triton kernels: the device functions that ``flash_triton`` rounds, multiplies and normalises with.
+
+A format is a number, because kernels cannot read text: its explicit mantissa bits, 23 for FP32 (nothing to do), and ``FP16`` for the
+one format whose exponents differ too. Values stay float32 blocks on the coarser grid, as in ``attention/rounding.py``, until a
+product reads them.
+
+Two faults of Triton's CPU interpreter (seen in 3.6.0, 3.8.0 and 3.9.0; tests/test_flash_triton.py pins both) are met here and in
+``triton_blocks.store_rows``: its product of two BF16 blocks is wrong, and its cast to BF16 truncates. There products read FP32
+copies, which is exact, and rounding is integer arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+FP16 = tl.constexpr(0)
+BF16 = tl.constexpr(7)
+FP32 = tl.constexpr(23)
+NEAREST, TOWARD_ZERO, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN, STABILISED, STABILISED_SAFE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ONE = tl.constexpr(1)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def format_code(fmt: str) -> int:
+    """The number by which kernels know a format of ``attention.numerics``."""
+    named = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+    return named[fmt].value if fmt in named else int(fmt[1:])
+
+
+def stored_code(fmt: str, dtype: torch.dtype) -> int:
+    """``format_code``, or FP32's where values of ``dtype`` lie on the format's grid already, so that a load needs no rounding."""
+    code = format_code(fmt)
+    exact = {torch.bfloat16: code >= BF16.value, torch.float16: code == FP16.value or code >= 10}
+    return FP32.value if exact.get(dtype, False) else code
+
+
+@triton.jit
+def round_mantissa(b_x, BITS: tl.constexpr, ROUNDING: tl.constexpr, b_word):
+    """``rounding.round_mantissa`` on a block; ``b_word`` (int32 bits) is read by stochastic rounding only."""
+    CUT: tl.constexpr = 23 - BITS
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    if ROUNDING == NEAREST:
+        b_bits += ((b_bits >> CUT) & 1) + ((_ONE << (CUT - 1)) - 1)
+    elif ROUNDING == STOCHASTIC:
+        b_bits += (b_word.to(tl.uint32, bitcast=True) >> (32 - CUT)).to(tl.int32, bitcast=True)
+    b_rounded = (b_bits & (-(_ONE << CUT))).to(tl.float32, bitcast=True)
+    return tl.where(b_x != b_x, b_x, b_rounded)
+
+
+@triton.jit
+def round_to(b_x, FORMAT: tl.constexpr):
+    """A float32 block on the grid of FORMAT, nearest-even."""
+    if FORMAT == FP32:
+        b_y = b_x
+    elif FORMAT == FP16:
+        b_y = b_x.to(tl.float16).to(tl.float32)
+    elif FORMAT == BF16 and not INTERPRETED:
+        b_y = b_x.to(tl.bfloat16).to(tl.float32)
+    else:
+        b_y = round_mantissa(b_x, FORMAT, NEAREST, 0)
+    return b_y
+
+
+@triton.jit
+def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, p_seed, STREAM: tl.constexpr, o_index):
+    """A float32 block rounded three ways. ``o_index`` (uint32) counts the elements of the whole output in row-major order, so that
+    the random words are those of ``rounding.random_words``.
+    """
+    if FORMAT == FP32 or ROUNDING == NEAREST:
+        b_y = round_to(b_x, FORMAT)
+    else:
+        BITS: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
+        b_word = o_index
+        if ROUNDING == STOCHASTIC:
+            o_zero = o_index * 0
+            b_word, _, _, _ = tl.philox(tl.load(p_seed), o_index, o_zero, o_zero + STREAM, o_zero)
+        b_y = round_mantissa(b_x, BITS, ROUNDING, b_word)
+        if FORMAT == FP16:
+            b_y = b_y.to(tl.float16).to(tl.float32)
+    return b_y
+
+
+@triton.jit
+def operand(b_x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """A block rounded to FORMAT for a product: in DTYPE (that of q) where it holds the format without loss, else in float32."""
+    if INTERPRETED:
+        b_y = round_to(b_x.to(tl.float32), FORMAT)
+    elif b_x.dtype == DTYPE and FORMAT == FP32:
+        b_y = b_x
+    elif DTYPE == tl.bfloat16 and FORMAT == BF16:
+        b_y = b_x.to(tl.bfloat16)
+    elif DTYPE == tl.bfloat16 and FORMAT < BF16 and FORMAT != FP16:
+        b_y = round_to(b_x.to(tl.float32), FORMAT).to(tl.bfloat16)
+    elif DTYPE == tl.float16 and FORMAT == FP16:
+        b_y = b_x.to(tl.float16)
+    else:
+        b_y = round_to(b_x.to(tl.float32), FORMAT)
+    return b_y
+
+
+@triton.jit
+def dot(b_a, b_b, b_acc):
+    """b_acc + b_a b_b with FP32 products: never TF32.
+
+    FP32 times BF16 is three products of BF16 blocks: 24 significant bits are 8 + 8 + 8, so no product loses a bit.
+    """
+    if INTERPRETED:
+        b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision="ieee")
+    elif b_a.dtype == b_b.dtype:
+        b_acc = tl.dot(b_a, b_b, b_acc, input_precision="ieee")
+    elif b_a.dtype == tl.float32 and b_b.dtype == tl.bfloat16:
+        b_high, b_middle, b_low = three_parts(b_a)
+        b_acc = tl.dot(b_high, b_b, tl.dot(b_middle, b_b, tl.dot(b_low, b_b, b_acc)))
+    elif b_a.dtype == tl.bfloat16 and b_b.dtype == tl.float32:
+        b_high, b_middle, b_low = three_parts(b_b)
+        b_acc = tl.dot(b_a, b_high, tl.dot(b_a, b_middle, tl.dot(b_a, b_low, b_acc)))
+    else:
+        b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision="ieee")
+    return b_acc
+
+
+@triton.jit
+def divide_rows(b_x, b_l):
+    """b_x [BT, D] / b_l [BT], correctly rounded (Markstein): one true division a row, then three fused operations an element."""
+    b_inverse = tl.div_rn(1.0, b_l)[:, None]
+    b_y = b_x * b_inverse
+    return tl.fma(
+        tl.fma(-b_y, tl.broadcast_to(b_l[:, None], b_y.shape), b_x), tl.broadcast_to(b_inverse, b_y.shape), b_y
+    )
+
+
+@triton.jit
+def three_parts(b_x):
+    """BF16 blocks whose sum is the float32 block, exactly where no part is subnormal."""
+    b_high = b_x.to(tl.bfloat16)
+    b_rest = b_x - b_high.to(tl.float32)
+    b_middle = b_rest.to(tl.bfloat16)
+    return b_high, b_middle, (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def round_scores(
+    b_s, m_s, scale, softcap, SCORES: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, MASKED: tl.constexpr
+):
+    """S from Q K^T: scaled, soft-capped, rounded, masked. FOLD leaves the scale to the exponential."""
+    if not FOLD:
+        b_s = scale * b_s
+        if SOFTCAP:
+            b_t = tl.exp2(tl.abs(b_s / softcap) * (-2 * LOG2_E))
+            b_t = softcap * ((1 - b_t) / (1 + b_t))
+            b_s = tl.where(b_s < 0, -b_t, b_t)
+        b_s = round_to(b_s, SCORES)
+    if MASKED:
+        b_s = tl.where(m_s, b_s, -float("inf"))
+    return b_s
+
+
+@triton.jit
+def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
+    """exp(S - m). FOLD: S lacks its scale, m counts in log2, and unit = scale log2(e) makes up for both in one fused multiply-add."""
+    if FOLD:
+        b_p = tl.exp2(b_s * unit - b_m)
+    else:
+        b_p = tl.exp2((b_s - b_m) * LOG2_E)
+    return b_p
+
+
+@triton.jit
+def shifted_row_max(b_r, m_tied, beta, cap, ROW_MAX: tl.constexpr):
+    """``stabilise.tile_row_max`` from the row maximum r and whether it is tied; any unit of S, if ``cap`` is in it too."""
+    b_shift = tl.where(b_r > 0, (beta - 1) * b_r, -b_r)
+    if ROW_MAX == STABILISED_SAFE:
+        b_shift = tl.minimum(b_shift, cap)
+    return tl.where(m_tied & (b_r > -float("inf")), b_r + b_shift, b_r)
