@@ -19,7 +19,8 @@ SMALLEST = 16
 @dataclass(frozen=True)
 class Blocks:
     """One kernel's block and launch: rows (queries), columns (keys), warps, stages of the load pipeline, registers a thread,
-    and whether Hopper's copy engine fetches the blocks that the loop walks."""
+    whether Hopper's copy engine fetches the blocks that the loop walks, whether one loop walks diagonal and other blocks, and how
+    many heads programs walk side by side."""
 
     rows: int
     columns: int
@@ -27,15 +28,17 @@ class Blocks:
     stages: int
     registers: int | None = None
     descriptors: bool = False
+    one_loop: bool = False
+    heads: int = 1
 
 
 # (kernel, head dim up to) where every product reads 2-byte operands. Measured on one H200: docs/kernels.md, results/kernels/sweep.json.
 _NARROW = {
-    ("forward", 64): Blocks(64, 64, 4, 3),
+    ("forward", 64): Blocks(64, 64, 4, 3, registers=112, one_loop=True, heads=32),
     ("forward", 128): Blocks(64, 64, 4, 3, descriptors=True),
     ("tiled", 64): Blocks(64, 64, 4, 3, descriptors=True),
     ("tiled", 128): Blocks(64, 64, 8, 2, descriptors=True),
-    ("keys", 64): Blocks(64, 64, 4, 2, registers=168, descriptors=True),
+    ("keys", 64): Blocks(64, 64, 4, 2, registers=168, descriptors=True, heads=16),
     ("keys", 128): Blocks(64, 64, 4, 2, descriptors=True),
     ("queries", 64): Blocks(64, 64, 4, 3, descriptors=True),
     ("queries", 128): Blocks(64, 64, 4, 2, descriptors=True),

@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 
 from attention.exact import exact_float32
-from attention.numerics import Numerics, numerics_from_key
-from attention.rounding import storage_dtype
+from attention.numerics import RESIDUALS, Numerics, numerics_from_key
+from attention.rounding import residual, storage_dtype
 from attention.stabilise import tile_row_max
-from attention.tiles import DELTA_STREAM, FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
+from attention.tiles import (
+    DELTA_STREAM,
+    FORMAT_OF,
+    OUTPUT_STREAM,
+    Problem,
+    delta_operands,
+    kept_apart,
+    make_problem,
+    multiply,
+    o_for_delta,
+    round_output,
+)
 
 
 def _forward_rows(problem: Problem, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +44,7 @@ def _forward_rows(problem: Problem, rows: slice) -> tuple[Tensor, Tensor, Tensor
         p_bar = torch.exp(s - m_new)
         rescale = torch.exp(m - m_new)
         row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True))
-        product = sites.probabilities(p_bar) @ v[:, :, columns]
+        product = multiply(sites.probabilities(p_bar), v[:, :, columns], sites.numerics.products)
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
@@ -53,10 +64,12 @@ def _forward(
         n = problem.sites.numerics
         o, o_exact = o.transpose(1, 2).contiguous(), o_exact.transpose(1, 2).contiguous()
         output = round_output(o, n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
-        if n.delta == "rowsum_do_o" and n.delta_output != "output":
-            delta_output = round_output(o_exact, n.delta_output, n.delta_rounding, seed, DELTA_STREAM, q.dtype)
-        else:
+        if not kept_apart(n):
             delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
+        elif n.delta_output in RESIDUALS:
+            delta_output = residual(o_exact, output.float(), n.output, RESIDUALS[n.delta_output])
+        else:
+            delta_output = round_output(o_exact, n.delta_output, n.delta_rounding, seed, DELTA_STREAM, q.dtype)
         return output, delta_output, lse.squeeze(-1)
 
 
@@ -64,7 +77,7 @@ def _forward(
 def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float):  # type: ignore[no-untyped-def]
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
-    if n.delta == "rowsum_do_o" and n.delta_output != "output":
+    if kept_apart(n):
         delta_output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.delta_output, q.dtype))
     else:
         delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
@@ -112,17 +125,18 @@ def _backward(
     k: Tensor,
     v: Tensor,
     o: Tensor,
+    counts: Tensor,
     lse: Tensor,
     numerics: str,
     scale: float,
     causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` is the O inside delta."""
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, numerics, scale, causal, softcap)
         do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
-        o_BHTD = o.transpose(1, 2).float()
+        o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         dq, dk, dv = (torch.zeros_like(x) for x in (problem.q, problem.k, problem.v))
         add = problem.sites.gradient_accumulator
         for rows in problem.row_tiles():
@@ -136,7 +150,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(do, q, k, v, o, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+def _(do, q, k, v, o, counts, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(3))
 
 
@@ -144,12 +158,12 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     q, k, v, _, *ctx.settings = inputs
     o, delta_output, lse = output
     ctx.mark_non_differentiable(delta_output, lse)
-    ctx.save_for_backward(q, k, v, delta_output if delta_output.numel() else o, lse)
+    ctx.save_for_backward(q, k, v, *delta_operands(o, delta_output), lse)
 
 
 def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
-    q, k, v, o, lse = ctx.saved_tensors
-    return *_backward(do, q, k, v, o, lse, *ctx.settings), None, None, None, None, None
+    q, k, v, o, counts, lse = ctx.saved_tensors
+    return *_backward(do, q, k, v, o, counts, lse, *ctx.settings), None, None, None, None, None
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -174,7 +188,7 @@ def row_deltas(
         with exact_float32(q_BTHD.device):
             problem = make_problem(q_BTHD, k_BTHD, v_BTHD, key, scale, causal, softcap)
             do = problem.sites.output_gradient(do_BTHD.transpose(1, 2).float())
-            o_BHTD = (delta_output if delta_output.numel() else o).transpose(1, 2).float()
+            o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
             rows = [
                 _delta_rows(problem, rows, do[:, :, rows], o_BHTD[:, :, rows], lse[:, :, rows, None])
                 for rows in problem.row_tiles()

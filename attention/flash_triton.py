@@ -43,27 +43,28 @@ def _backward(
     k: Tensor,
     v: Tensor,
     o: Tensor,
+    counts: Tensor,
     lse: Tensor,
     numerics: str,
     scale: float,
     causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` is the O inside delta."""
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
-        return launch_backward(do, q, k, v, o, lse, n, blocks, scale, causal, softcap)
+        return launch_backward(do, q, k, v, o, counts, lse, n, blocks, scale, causal, softcap)
 
 
 @_backward.register_fake
-def _(do, q, k, v, o, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+def _(do, q, k, v, o, counts, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, device=q.device, dtype=q.dtype) for x in (q, k, v))
 
 
 def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
-    q, k, v, o, lse = ctx.saved_tensors
-    return *_backward(do, q, k, v, o, lse, *ctx.settings), None, None, None, None, None
+    q, k, v, o, counts, lse = ctx.saved_tensors
+    return *_backward(do, q, k, v, o, counts, lse, *ctx.settings), None, None, None, None, None
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

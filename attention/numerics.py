@@ -18,6 +18,8 @@ DTYPE_FORMATS = ("fp32", "bf16", "fp16")
 MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
 FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
+RESIDUALS = {"residual8": 8, "residual16": 16}
+PRODUCTS = ("exact", "tf32x3")
 DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
 ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
 
@@ -43,6 +45,8 @@ class Numerics:
     """L = m + log l, from which the backward pass recomputes P."""
     probabilities: str = "input"
     """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
+    products: str = "exact"
+    """How P_bar V multiplies where P_bar is FP32: exactly, or as three products of TF32 parts, which drops the product of the low ones."""
     tile_product: str = "fp32"
     """P_bar V of one tile."""
     accumulator: str = "fp32"
@@ -56,7 +60,8 @@ class Numerics:
     delta: str = "rowsum_do_o"
     """delta = rowsum(dO * O), or rowsum(P * dP), or rowsum(dO * O) with O recomputed in FP32 from P."""
     delta_output: str = "output"
-    """The O inside rowsum(dO * O): the values of ``output``, or the FP32 accumulation of P_bar V / l in a format of its own."""
+    """The O inside rowsum(dO * O): the values of ``output``; or the FP32 accumulation of P_bar V / l in a format of its own; or, by
+    ``residual8`` and ``residual16``, ``output`` plus what it lacks of that accumulation, kept in so many bits (``rounding.residual``)."""
     delta_rounding: str = "nearest"
     """Rounding at ``delta_output``; a stochastic one draws independently of ``output_rounding``."""
     delta_sum: str = "fp32"
@@ -86,6 +91,10 @@ class Numerics:
             value = getattr(self, field.name)
             if field.name in _CHOICES and value not in _CHOICES[field.name]:
                 raise invalid(f"attention numerics {field.name}", value, _CHOICES[field.name])
+        coarse = (self.tile_product, self.accumulator) != ("fp32", "fp32")
+        if self.delta_output in RESIDUALS and coarse:
+            expected = "output or a format where tile_product or accumulator is not fp32: O then lacks more than a residual holds"
+            raise invalid("attention numerics delta_output", self.delta_output, expected)
         if not self.row_max_beta > 1:
             raise invalid("attention numerics row_max_beta", self.row_max_beta, "a number above 1")
         if not 0 <= self.row_max_tolerance < 1:
@@ -124,12 +133,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     **{
         name: FORMATS
         for name in _FIELDS
-        if not name.startswith(("row_max", "tile_q", "tile_k")) and name not in ("delta", "delta_output")
+        if not name.startswith(("row_max", "tile_q", "tile_k")) and name not in ("delta", "delta_output", "products")
     },
     "output_rounding": ROUNDINGS,
     "delta_rounding": ROUNDINGS,
+    "products": PRODUCTS,
     "delta": DELTAS,
-    "delta_output": ("output", *FORMATS),
+    "delta_output": ("output", *FORMATS, *RESIDUALS),
     "row_max": ROW_MAXES,
 }
 

@@ -77,11 +77,22 @@ PRESETS: dict[str, Preset] = {
         _fixed(row_max="stabilised_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
     ),
     "flash_fp32_pv": _flash("P V in FP32, O still rounded", _fixed(probabilities="fp32", **_FP32_ACCUMULATION)),
+    "flash_fp32_pv_tf32x3": _flash(
+        "P V by three TF32 products", _fixed(probabilities="fp32", products="tf32x3", **_FP32_ACCUMULATION)
+    ),
     "flash_fp32_pv_o": _flash(
         "P V in FP32, and an unrounded O in delta",
         _fixed(probabilities="fp32", delta_output="fp32", **_FP32_ACCUMULATION),
     ),
     "flash_fp32_o": _flash("delta from an unrounded O kept for the backward pass", _fixed(delta_output="fp32")),
+    "flash_compensated_delta": _flash(
+        "delta from O and the 8 bits that follow its own",
+        _fixed(delta_output="residual8", **_FP32_ACCUMULATION),
+    ),
+    "flash_compensated_delta_16": _flash(
+        "delta from O and the 16 bits that follow its own",
+        _fixed(delta_output="residual16", **_FP32_ACCUMULATION),
+    ),
     "flash_delta_from_p": _flash("delta = rowsum(P * dP)", _fixed(delta="rowsum_p_dp")),
     "flash_recompute_o": _flash("delta from an O recomputed in FP32", _fixed(delta="recomputed_o")),
     "flash_stochastic_o": _flash("O rounded stochastically, the same values in delta", _apart("stochastic", None)),

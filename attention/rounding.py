@@ -9,12 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention.numerics import RESIDUALS
+
 _MANTISSA_BITS = 23
 _STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # torch's own cast rounds to nearest-even, too, and is faster; 7 bits with FP32's exponents are BF16.
 _CAST = {**_STORAGE, "m7": torch.bfloat16}
 _BITS = {"bf16": 7, "fp16": 10}
 _WORD = 0xFFFFFFFF
+RANDOM_BITS = 16
+ROUNDS = 7
+"""Of Philox, in ``random_bits``."""
 
 
 def round_mantissa(x: Tensor, bits: int, rounding: str = "nearest", random_bits: Tensor | None = None) -> Tensor:
@@ -25,7 +30,8 @@ def round_mantissa(x: Tensor, bits: int, rounding: str = "nearest", random_bits:
         bits: 1 to 23.
         rounding: ``nearest`` (ties to even), ``toward_zero``, or ``stochastic`` (away from zero with the probability of
             the part cut off, so that the expectation is ``x``).
-        random_bits: int64 of x's shape, uniform in [0, 2^32); for ``stochastic`` only.
+        random_bits: int64 of x's shape, uniform in [0, 2^16); for ``stochastic`` only. Where more than 16 bits are cut off, the
+            rest count as one half, so that probabilities are rounded to 2^-16 and lean to no side.
 
     Raises ``ValueError`` for another dtype, width or rounding.
     """
@@ -45,12 +51,18 @@ def round_mantissa(x: Tensor, bits: int, rounding: str = "nearest", random_bits:
     elif rounding == "stochastic":
         if random_bits is None:
             raise ValueError("stochastic rounding needs random_bits")
-        raised = pattern + (random_bits >> (32 - cut)).to(torch.int32)
+        raised = pattern + _scaled_draw(random_bits, cut).to(torch.int32)
     else:
         raise ValueError(f"rounding = {rounding!r}: expected nearest, toward_zero or stochastic")
     rounded = (raised & -(1 << cut)).view(torch.float32)
     # Infinities have an empty mantissa and pass unchanged; a NaN could carry into the sign, so it is put back.
     return torch.where(x.isnan(), x, rounded)
+
+
+def _scaled_draw(random_bits: Tensor, cut: int) -> Tensor:
+    if cut <= RANDOM_BITS:
+        return random_bits >> (RANDOM_BITS - cut)
+    return (random_bits << (cut - RANDOM_BITS)) | (1 << (cut - RANDOM_BITS - 1))
 
 
 def round_to(x: Tensor, fmt: str, rounding: str = "nearest", random_bits: Tensor | None = None) -> Tensor:
@@ -59,14 +71,48 @@ def round_to(x: Tensor, fmt: str, rounding: str = "nearest", random_bits: Tensor
         return x
     if rounding == "nearest" and fmt in _CAST:
         return x.to(_CAST[fmt]).float()
-    bits = _BITS[fmt] if fmt in _BITS else int(fmt[1:])
-    rounded = round_mantissa(x, bits, rounding, random_bits)
+    rounded = round_mantissa(x, mantissa_bits(fmt), rounding, random_bits)
     # FP16 has fewer exponents than FP32: its cast adds overflow and subnormals, and changes nothing in between.
     return rounded.to(torch.float16).float() if fmt == "fp16" else rounded
 
 
+def residual(exact: Tensor, rounded: Tensor, fmt: str, bits: int) -> Tensor:
+    """What ``rounded`` lacks of ``exact`` (float32, any shape), as int8 or int16: units of 2^(1 - bits) of the last place of ``fmt``.
+
+    It holds anything below one unit in the last place, so any rounding at all. ``restore`` then is off by 2^-bits of a unit in the
+    last place at most (twice that at the very end of the range): of BF16, 2^-15 of the value by 8 bits, 2^-23 by 16.
+    """
+    largest = 2 ** (bits - 1) - 1
+    counts = ((exact - rounded) * _unit(rounded, fmt, bits, inverse=True)).round().clamp(-largest, largest)
+    return counts.to(torch.int8 if bits == 8 else torch.int16)
+
+
+def restore(rounded: Tensor, counts: Tensor, fmt: str, bits: int) -> Tensor:
+    """``exact`` from ``rounded`` (float32) and its ``residual``."""
+    return rounded + counts.float() * _unit(rounded, fmt, bits, inverse=False)
+
+
+def _unit(rounded: Tensor, fmt: str, bits: int, *, inverse: bool) -> Tensor:
+    """2^(1 - bits) units in the last place, or its inverse: a power of two, made of the exponent alone."""
+    mantissa = mantissa_bits(fmt)
+    smallest = max(bits + mantissa, 113 if fmt == "fp16" else 1)
+    exponent = ((rounded.contiguous().view(torch.int32) >> _MANTISSA_BITS) & 0xFF).clamp(min=smallest)
+    power = 253 + bits + mantissa - exponent if inverse else exponent + 1 - bits - mantissa
+    return (power << _MANTISSA_BITS).view(torch.float32)
+
+
+def mantissa_bits(fmt: str) -> int:
+    """Explicit mantissa bits of a format."""
+    if fmt == "fp32":
+        return _MANTISSA_BITS
+    return _BITS[fmt] if fmt in _BITS else int(fmt[1:])
+
+
 def storage_dtype(fmt: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that holds values of ``fmt`` without loss, ``dtype`` (that of q) wherever it does, else float32."""
+    """The dtype that holds values of ``fmt`` without loss: ``dtype`` (that of q) wherever it does, an integer for residuals, else
+    float32."""
+    if fmt in RESIDUALS:
+        return torch.int8 if RESIDUALS[fmt] == 8 else torch.int16
     if dtype == torch.float32 or fmt == "fp32":
         return torch.float32
     if _STORAGE.get(fmt) == dtype:
@@ -76,22 +122,26 @@ def storage_dtype(fmt: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def random_words(seed: Tensor, stream: int, shape: torch.Size) -> Tensor:
-    """One uniform 32-bit word per element, as int64: the first word of Philox-4x32-10 at counter (index, 0, stream, 0).
+def random_bits(seed: Tensor, stream: int, shape: torch.Size) -> Tensor:
+    """Sixteen uniform bits per element, as int64 in [0, 2^16): what cutting FP32 to BF16 needs, and what a kernel can afford.
+
+    Element i (row-major) takes half i % 2 (0: low) of word (i % 8) // 2 of Philox-4x32 at counter (i // 8, 0, stream, 0), with 7
+    rounds: the fewest that pass BigCrush, the authors' default being 10.
 
     Args:
         seed: int64 tensor of shape []; its low and high halves are the key, so the draw is a pure function of
-            (seed, stream, index) on every device, and the seed can change without recompiling anything.
+            (seed, stream, i) on every device, and the seed can change without recompiling anything.
         stream: separates draws of one seed; 0 to 2^32 - 1.
-        shape: of the result; ``index`` counts its elements in row-major order, below 2^32.
+        shape: of the result, below 2^35 elements.
 
-    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. With stream 0 it equals
-    ``tl.randint(seed, index)``.
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, table 2.
     """
-    index = torch.arange(shape.numel(), dtype=torch.int64, device=seed.device)
+    index = torch.arange(-(-shape.numel() // 8), dtype=torch.int64, device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     counter = (index, zero, zero + stream, zero)
-    return philox_4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))[0].view(shape)
+    words = philox_4x32(counter, (seed & _WORD, (seed >> 32) & _WORD), ROUNDS)
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
+    return halves.flatten()[: shape.numel()].view(shape)
 
 
 def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, ...]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.numerics import Numerics, numerics_from_key
-from attention.rounding import random_words, round_to, storage_dtype
+from attention.numerics import RESIDUALS, Numerics, numerics_from_key
+from attention.rounding import random_bits, restore, round_to, storage_dtype
 
 OUTPUT_STREAM, DELTA_STREAM = 0, 1
 """Streams of random bits: O as handed on, and the O inside delta, are drawn independently."""
@@ -87,6 +87,34 @@ def make_problem(q: Tensor, k: Tensor, v: Tensor, key: str, scale: float, causal
     return Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap)
 
 
+def multiply(a: Tensor, b: Tensor, products: str) -> Tensor:
+    """a b of float32 matrices: ``exact`` products, or ``tf32x3``: high high + high low + low high of TF32 parts (10 mantissa bits)."""
+    if products == "exact":
+        return a @ b
+    a_high, b_high = round_to(a, "m10"), round_to(b, "m10")
+    a_low, b_low = round_to(a - a_high, "m10"), round_to(b - b_high, "m10")
+    return a_high @ b_low + a_low @ b_high + a_high @ b_high
+
+
+def kept_apart(n: Numerics) -> bool:
+    """Whether the O for delta is kept beside O itself."""
+    return n.delta == "rowsum_do_o" and n.delta_output != "output"
+
+
+def delta_operands(o: Tensor, delta_output: Tensor) -> tuple[Tensor, Tensor]:
+    """What the backward pass needs of O [B, T, H, D]: the O for delta and its residual, empty where there is none."""
+    if not delta_output.numel():
+        return o, delta_output
+    if delta_output.is_floating_point():
+        return delta_output, delta_output.new_empty(0)
+    return o, delta_output
+
+
+def o_for_delta(o: Tensor, counts: Tensor, n: Numerics) -> Tensor:
+    """The O inside delta, float32, from ``delta_operands``; ``n`` is concrete."""
+    return restore(o.float(), counts, n.output, RESIDUALS[n.delta_output]) if counts.numel() else o.float()
+
+
 def round_output(o_BTHD: Tensor, fmt: str, rounding: str, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
-    bits = random_words(seed, stream, o_BTHD.shape) if rounding == "stochastic" and fmt != "fp32" else None
+    bits = random_bits(seed, stream, o_BTHD.shape) if rounding == "stochastic" and fmt != "fp32" else None
     return round_to(o_BTHD, fmt, rounding, bits).to(storage_dtype(fmt, dtype))

@@ -18,10 +18,20 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.flash_blocks import Blocks
-from attention.numerics import DELTAS, Numerics
-from attention.triton_blocks import block_scores, load_rows, rows_source, store_rows, takes_descriptor
+from attention.numerics import DELTAS, RESIDUALS, Numerics
+from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
 from attention.triton_forward import folds
-from attention.triton_numerics import FP32, dot, exponential, format_code, operand, round_scores, round_to, stored_code
+from attention.triton_numerics import (
+    FP32,
+    dot,
+    exponential,
+    format_code,
+    operand,
+    residual_unit,
+    round_scores,
+    round_to,
+    stored_code,
+)
 
 ROWSUM_DO_O = tl.constexpr(DELTAS.index("rowsum_do_o"))
 ROWSUM_P_DP = tl.constexpr(DELTAS.index("rowsum_p_dp"))
@@ -31,12 +41,13 @@ LOADED = tl.constexpr(len(DELTAS))
 
 @triton.jit
 def query_kernel(
-    p_q, p_k, p_v, p_do, p_o, p_lse, p_delta, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
-    stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt, stride_dh,
-    stride_dd, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, OUTPUT_GRADIENT: tl.constexpr,
-    DELTA: tl.constexpr, DELTA_SUM: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
+    p_q, p_k, p_v, p_do, p_o, p_residual, p_lse, p_delta, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd,
+    stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt,
+    stride_dh, stride_dd, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
+    OUTPUT_GRADIENT: tl.constexpr, OUTPUT: tl.constexpr, RESIDUAL: tl.constexpr, DELTA: tl.constexpr,
+    DELTA_SUM: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
     GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
-    TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
@@ -45,8 +56,7 @@ def query_kernel(
     ONLY_DELTA: tl.constexpr = DELTA == ROWSUM_P_DP or DELTA == RECOMPUTED_O
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
-    i_bh = tl.program_id(0) // blocks
-    i_t = tl.program_id(0) % blocks
+    i_bh, i_t = place(blocks, HEADS)
     if CAUSAL:
         i_t = blocks - 1 - i_t
     row = i_t * BT
@@ -64,6 +74,9 @@ def query_kernel(
     elif DELTA == ROWSUM_DO_O:
         b_o = load_rows(p_o, i_bh, H, row, T, tl.cast(T, tl.int64) * H * D, H * D, D, 1, BT, D, True, False)
         b_o = b_o.to(tl.float32)
+        if RESIDUAL:
+            b_r = load_rows(p_residual, i_bh, H, row, T, tl.cast(T, tl.int64) * H * D, H * D, D, 1, BT, D, True, False)
+            b_o += b_r.to(tl.float32) * residual_unit(b_o, OUTPUT, RESIDUAL, False)
         b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), DELTA_SUM)
         tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
@@ -115,13 +128,13 @@ def key_kernel(
     stride_dd, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, PROBABILITIES: tl.constexpr,
     OUTPUT_GRADIENT: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
     GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of columns; scores are held transposed [BS, BT], so that they are left operands of both products."""
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     blocks = tl.cdiv(S, BS)
-    i_bh = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BS
+    i_bh, i_s = place(blocks, HEADS)
+    column = i_s * BS
     o_s = column + tl.arange(0, BS)
     # [BS, D]
     b_k = load_rows(p_k, i_bh, H, column, S, stride_kb, stride_ks, stride_kh, stride_kd, BS, D, True, False)
@@ -179,6 +192,7 @@ def launch_backward(
     k: Tensor,
     v: Tensor,
     o: Tensor,
+    counts: Tensor,
     lse: Tensor,
     n: Numerics,
     blocks: tuple[Blocks, Blocks],
@@ -186,7 +200,7 @@ def launch_backward(
     causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV [B, T, H, D] in q's dtype. ``n`` is concrete; ``o`` is the O inside delta; blocks of the dK/dV and of the dQ kernel."""
+    """dQ, dK, dV [B, T, H, D] in q's dtype. ``n`` is concrete; ``o``, ``counts``: ``tiles.delta_operands``; ``blocks``: of dK/dV, of dQ."""
     (B, T, H, D), S = q.shape, k.shape[1]
     of_keys, of_queries = blocks
     fold = folds(n, scale, softcap)
@@ -218,6 +232,7 @@ def launch_backward(
             rows_source(v, of_queries.columns, by_columns),
             do,
             o,
+            counts,
             lse,
             delta,
             dq,
@@ -226,9 +241,12 @@ def launch_backward(
             S,
             *strides,
             tile=n.tile_k or 2**30,
+            OUTPUT=format_code(n.output),
+            RESIDUAL=RESIDUALS[n.delta_output] if counts.numel() else 0,
             DELTA=kind,
             DELTA_SUM=format_code(n.delta_sum),
             TMA=by_columns,
+            HEADS=of_queries.heads,
             BT=of_queries.rows,
             BS=of_queries.columns,
             num_warps=of_queries.warps,
@@ -257,6 +275,7 @@ def launch_backward(
         tile=n.tile_q or 2**30,
         PROBABILITIES=format_code(n.probabilities),
         TMA=by_rows,
+        HEADS=of_keys.heads,
         BT=of_keys.rows,
         BS=of_keys.columns,
         num_warps=of_keys.warps,

@@ -21,6 +21,15 @@ def head_pointer(p_x, i_bh, H, stride_b, stride_h):
 
 
 @triton.jit
+def place(blocks, HEADS: tl.constexpr):
+    """(head, block) of this program: HEADS heads side by side, their first blocks before their second ones."""
+    i_group = tl.program_id(0) // (HEADS * blocks)
+    i_rest = tl.program_id(0) % (HEADS * blocks)
+    heads = tl.minimum(HEADS, tl.num_programs(0) // blocks - i_group * HEADS)
+    return i_group * HEADS + i_rest % heads, i_rest // heads
+
+
+@triton.jit
 def load_rows(
     p_x, i_bh, H, start, length, stride_b, stride_t, stride_h, stride_d, ROWS: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr,
@@ -64,11 +73,21 @@ def block_scores(
     b_k = load_rows(p_k, i_bh, H, start, S, stride_kb, stride_ks, stride_kh, stride_kd, BS, D, MASKED, TMA)
     b_k = operand(b_k, INPUTS, DTYPE)
     b_s = dot(b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
-    o_s = start + tl.arange(0, BS)
-    m_s = (o_s < S)[None, :]
-    if CAUSAL:
-        m_s = m_s & (o_s[None, :] <= o_t[:, None])
+    m_s = visible(o_t, start, S, CAUSAL, False, BS)
     return round_scores(b_s, m_s, scale, softcap, SCORES, SOFTCAP, FOLD, MASKED), b_k
+
+
+@triton.jit
+def visible(o_t, start, S, CAUSAL: tl.constexpr, EVEN: tl.constexpr, BS: tl.constexpr):
+    """Which of the columns [start, start + BS) the rows o_t [BT] may see, [BT or 1, BS]. EVEN: there are no columns past the end."""
+    o_s = start + tl.arange(0, BS)
+    if not CAUSAL:
+        m_s = (o_s < S)[None, :]
+    elif EVEN:
+        m_s = o_s[None, :] <= o_t[:, None]
+    else:
+        m_s = (o_s < S)[None, :] & (o_s[None, :] <= o_t[:, None])
+    return m_s
 
 
 def rows_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:

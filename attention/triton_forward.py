@@ -14,20 +14,25 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.flash_blocks import Blocks, walks_tiles
-from attention.numerics import ROUNDINGS, ROW_MAXES, Numerics
+from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics
 from attention.rounding import storage_dtype
-from attention.tiles import DELTA_STREAM, OUTPUT_STREAM
-from attention.triton_blocks import block_scores, load_rows, rows_source, store_rows, takes_descriptor
+from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, kept_apart
+from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
 from attention.triton_numerics import (
     FP32,
+    INTERPRETED,
     PLAIN,
+    STOCHASTIC,
     divide_rows,
     dot,
     exponential,
     format_code,
     operand,
+    random_words,
+    residual,
     round_output,
     round_to,
+    several_close,
     shifted_row_max,
     stored_code,
 )
@@ -49,27 +54,41 @@ def add_tile(
 
 @triton.jit
 def forward_range(
-    b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS: tl.constexpr,
-    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, TILE_PRODUCT: tl.constexpr,
-    ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr,
+    b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, middle, last, S, stride_kb, stride_ks, stride_kh,
+    stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap,
+    INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr,
+    TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr,
+    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1 over the columns [first, last), one block at a time, where a block is a tile of ``Numerics``."""
+    """Algorithm 1 over the columns [first, last), one block at a time, where a block is a tile of ``Numerics``.
+
+    Columns may be hidden in all blocks where MASKED, and where ONE_LOOP in those from ``middle`` on.
+    """
     for start in range(first, last, BS):
         b_s, _ = block_scores(
             b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
             SCORES, SOFTCAP, FOLD, CAUSAL, MASKED, DTYPE, TMA, BT, BS, D,
         )  # fmt: skip
+        if ONE_LOOP:
+            # Few blocks hide columns: a branch costs less than the start of a second loop.
+            if start >= middle:
+                b_s = tl.where(visible(o_t, start, S, CAUSAL, EVEN, BS), b_s, -float("inf"))
         b_top = tl.max(b_s, 1)
         b_r = b_top * unit if FOLD else b_top
-        if ROW_MAX != PLAIN:
-            m_close = b_s >= (b_top - tolerance)[:, None]
-            b_r = shifted_row_max(b_r, tl.sum(m_close.to(tl.int32), 1) > 1, beta, cap, ROW_MAX)
-        b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
+        if ROW_MAX != PLAIN and FOLD:
+            # The exponentials need not wait for the count of ties: a factor a row makes up for the shift.
+            b_m_plain = tl.maximum(b_m, b_r)
+            b_r = shifted_row_max(b_r, several_close(b_s, b_top, tolerance), beta, cap, ROW_MAX)
+            b_m_new = tl.maximum(b_m, b_r)
+            b_p = exponential(b_s, b_m_plain[:, None], unit, FOLD) * tl.exp2(b_m_plain - b_m_new)[:, None]
+        else:
+            if ROW_MAX != PLAIN:
+                b_r = shifted_row_max(b_r, several_close(b_s, b_top, tolerance), beta, cap, ROW_MAX)
+            b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
+            b_p = exponential(b_s, b_m_new[:, None], unit, FOLD)
         b_alpha = exponential(b_m, b_m_new, 1.0, FOLD)
-        b_p = exponential(b_s, b_m_new[:, None], unit, FOLD)
         b_l = round_to(b_alpha * b_l + tl.sum(b_p, 1), STATISTICS)
         b_m = b_m_new
         # [BS, D]
@@ -77,9 +96,9 @@ def forward_range(
         b_v = operand(b_v, INPUTS, DTYPE)
         b_p = operand(b_p, PROBABILITIES, DTYPE)
         if TILE_PRODUCT == FP32 and ACCUMULATOR == FP32:
-            b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None])
+            b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None], TF32X3)
         else:
-            b_product = dot(b_p, b_v, tl.zeros([BT, D], tl.float32))
+            b_product = dot(b_p, b_v, tl.zeros([BT, D], tl.float32), TF32X3)
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
     return b_acc, b_exact, b_m, b_l
 
@@ -88,9 +107,10 @@ def forward_range(
 def forward_tile(
     b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
     stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS: tl.constexpr,
-    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, TILE_PRODUCT: tl.constexpr,
-    ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, TF32X3: tl.constexpr,
+    TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr,
+    SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one tile [first, last) larger than a block: first its row maximum and ties, then its product in FP32."""
     b_top = tl.full([BT], -float("inf"), tl.float32)
@@ -123,7 +143,7 @@ def forward_tile(
         b_sum += tl.sum(b_p, 1)
         b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, True, TMA)
         b_v = operand(b_v, INPUTS, DTYPE)
-        b_product = dot(operand(b_p, PROBABILITIES, DTYPE), b_v, b_product)
+        b_product = dot(operand(b_p, PROBABILITIES, DTYPE), b_v, b_product, TF32X3)
     b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)
     b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
     return b_acc, b_exact, b_m_new, b_l
@@ -134,17 +154,17 @@ def forward_kernel(
     p_q, p_k, p_v, p_o, p_delta_o, p_lse, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
     stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance,
     cap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, LOGSUMEXP: tl.constexpr,
-    PROBABILITIES: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, OUTPUT: tl.constexpr,
-    OUTPUT_ROUNDING: tl.constexpr, DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr, KEEP: tl.constexpr,
-    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TILED: tl.constexpr,
-    TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    PROBABILITIES: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr,
+    OUTPUT: tl.constexpr, OUTPUT_ROUNDING: tl.constexpr, DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr,
+    KEEP: tl.constexpr, RESIDUAL: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, TILED: tl.constexpr, ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """O, the O for delta where it is KEEPt apart, and L, of one block of rows. TILED: a tile of ``Numerics`` is many blocks."""
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     COARSE: tl.constexpr = TILE_PRODUCT != FP32 or ACCUMULATOR != FP32
     blocks = tl.cdiv(T, BT)
-    i_bh = tl.program_id(0) // blocks
-    i_t = tl.program_id(0) % blocks
+    i_bh, i_t = place(blocks, HEADS)
     if CAUSAL:
         i_t = blocks - 1 - i_t  # the rows with most columns first, so that the last programs to run are short
     row = i_t * BT
@@ -152,6 +172,14 @@ def forward_kernel(
     # [BT, D]
     b_q = load_rows(p_q, i_bh, H, row, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, True, False)
     b_q = operand(b_q, INPUTS, DTYPE)
+    # Rows of the whole output in order; the random bits of stochastic rounding belong to them.
+    o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
+    b_words = 0
+    if OUTPUT_ROUNDING == STOCHASTIC:
+        # Drawn while the first blocks are on their way; the volatile move keeps the compiler from drawing them later.
+        b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, D)
+        if not INTERPRETED:
+            b_words = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_words], tl.uint32, is_pure=False, pack=1)
     b_acc = tl.zeros([BT, D], tl.float32)
     b_exact = tl.zeros([BT, D], tl.float32)
     b_m = tl.full([BT], -float("inf"), tl.float32)
@@ -162,37 +190,34 @@ def forward_kernel(
             b_acc, b_exact, b_m, b_l = forward_tile(
                 b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, tl.minimum(first + tile, last), S,
                 stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit,
-                softcap, beta, tolerance, cap, INPUTS, SCORES, STATISTICS, PROBABILITIES, TILE_PRODUCT, ACCUMULATOR,
-                COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT, BS, D,
+                softcap, beta, tolerance, cap, INPUTS, SCORES, STATISTICS, PROBABILITIES, TF32X3, TILE_PRODUCT,
+                ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
     else:
         middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
-        b_acc, b_exact, b_m, b_l = forward_range(
-            b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, 0, middle, S, stride_kb, stride_ks, stride_kh,
-            stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS,
-            SCORES, STATISTICS, PROBABILITIES, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD,
-            CAUSAL, False, DTYPE, TMA, BT, BS, D,
-        )  # fmt: skip
-        b_acc, b_exact, b_m, b_l = forward_range(
-            b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, middle, last, S, stride_kb, stride_ks, stride_kh,
-            stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS,
-            SCORES, STATISTICS, PROBABILITIES, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD,
-            CAUSAL, True, DTYPE, TMA, BT, BS, D,
-        )  # fmt: skip
+        for MASKED in tl.static_range(0, 1 if ONE_LOOP else 2):
+            b_acc, b_exact, b_m, b_l = forward_range(
+                b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, middle if MASKED else 0, middle,
+                last if MASKED or ONE_LOOP else middle, S, stride_kb, stride_ks, stride_kh, stride_kd, stride_vb,
+                stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS, SCORES,
+                STATISTICS, PROBABILITIES, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP,
+                FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
+            )  # fmt: skip
     b_lse = b_m + tl.log2(b_l) if FOLD else round_to(b_m + tl.log(b_l), LOGSUMEXP)
     tl.store(p_lse + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
-    # Elements of the whole output in row-major order; the random words of stochastic rounding belong to them.
-    o_index = (i_bh // H).to(tl.int64) * T * H * D + (i_bh % H) * D
-    o_index = o_index + (o_t.to(tl.int64) * H * D)[:, None] + tl.arange(0, D)[None, :]
-    o_index = o_index.to(tl.uint32)
     b_o = divide_rows(b_acc, b_l)
-    b_rounded = round_output(b_o, OUTPUT, OUTPUT_ROUNDING, p_seed, _OUTPUT_STREAM, o_index)
+    b_rounded = round_output(b_o, OUTPUT, OUTPUT_ROUNDING, b_words, BT, D)
     store_rows(p_o, b_rounded, i_bh, row, T, H, BT, D)
     if KEEP:
         if COARSE:
             b_o = divide_rows(b_exact, b_l)
-        b_rounded = round_output(b_o, DELTA_OUTPUT, DELTA_ROUNDING, p_seed, _DELTA_STREAM, o_index)
-        store_rows(p_delta_o, b_rounded, i_bh, row, T, H, BT, D)
+        if RESIDUAL:
+            b_delta_o = residual(b_o, b_rounded, OUTPUT, RESIDUAL)
+        else:
+            if DELTA_ROUNDING == STOCHASTIC:
+                b_words = random_words(p_seed, o_row, _DELTA_STREAM, D)
+            b_delta_o = round_output(b_o, DELTA_OUTPUT, DELTA_ROUNDING, b_words, BT, D)
+        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, BT, D)
 
 
 def folds(n: Numerics, scale: float, softcap: float) -> bool:
@@ -203,7 +228,7 @@ def folds(n: Numerics, scale: float, softcap: float) -> bool:
 def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
     """O and the O for delta [B, T, H, D] (the latter empty where it is O itself), and L [B, H, T] float32, all unwritten."""
     o = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
-    keep = n.delta == "rowsum_do_o" and n.delta_output != "output"
+    keep = kept_apart(n)
     delta_dtype = storage_dtype(n.delta_output, q.dtype) if keep else q.dtype
     delta_o = torch.empty(q.shape if keep else 0, device=q.device, dtype=delta_dtype)
     return o, delta_o, torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device, dtype=torch.float32)
@@ -223,6 +248,7 @@ def launch_forward(
     """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
     (B, T, H, D), S = q.shape, k.shape[1]
     o, delta_o, lse = empty_outputs(q, n)
+    residual_bits = RESIDUALS.get(n.delta_output, 0)
     fold = folds(n, scale, softcap)
     tma = blocks.descriptors and takes_descriptor(k, v)
     log2_e = 1 / math.log(2)
@@ -252,19 +278,24 @@ def launch_forward(
         STATISTICS=format_code(n.statistics),
         LOGSUMEXP=format_code(n.logsumexp),
         PROBABILITIES=format_code(n.probabilities),
+        TF32X3=n.products == "tf32x3" and n.probabilities == "fp32",
         TILE_PRODUCT=format_code(n.tile_product),
         ACCUMULATOR=format_code(n.accumulator),
         OUTPUT=format_code(n.output),
         OUTPUT_ROUNDING=ROUNDINGS.index(n.output_rounding),
-        DELTA_OUTPUT=format_code(n.delta_output) if delta_o.numel() else FP32.value,
+        DELTA_OUTPUT=format_code(n.delta_output) if delta_o.numel() and not residual_bits else FP32.value,
         DELTA_ROUNDING=ROUNDINGS.index(n.delta_rounding),
         KEEP=delta_o.numel() > 0,
+        RESIDUAL=residual_bits,
         ROW_MAX=ROW_MAXES.index(n.row_max),
         SOFTCAP=softcap > 0,
         FOLD=fold,
         CAUSAL=causal,
         TILED=walks_tiles(n, blocks),
+        ONE_LOOP=blocks.one_loop and (tma or S % blocks.columns == 0),
+        EVEN=S % blocks.columns == 0,
         TMA=tma,
+        HEADS=blocks.heads,
         BT=blocks.rows,
         BS=blocks.columns,
         D=D,

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.rounding import RANDOM_BITS, ROUNDS
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)
@@ -23,6 +25,8 @@ NEAREST, TOWARD_ZERO, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexp
 PLAIN, STABILISED, STABILISED_SAFE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
+_DRAW = tl.constexpr(RANDOM_BITS)
+_ROUNDS = tl.constexpr(ROUNDS)
 
 
 def format_code(fmt: str) -> int:
@@ -39,14 +43,17 @@ def stored_code(fmt: str, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def round_mantissa(b_x, BITS: tl.constexpr, ROUNDING: tl.constexpr, b_word):
-    """``rounding.round_mantissa`` on a block; ``b_word`` (int32 bits) is read by stochastic rounding only."""
+def round_mantissa(b_x, BITS: tl.constexpr, ROUNDING: tl.constexpr, b_random):
+    """``rounding.round_mantissa`` on a block; ``b_random`` (uint32 below 2^16) is read by stochastic rounding only."""
     CUT: tl.constexpr = 23 - BITS
     b_bits = b_x.to(tl.int32, bitcast=True)
     if ROUNDING == NEAREST:
         b_bits += ((b_bits >> CUT) & 1) + ((_ONE << (CUT - 1)) - 1)
     elif ROUNDING == STOCHASTIC:
-        b_bits += (b_word.to(tl.uint32, bitcast=True) >> (32 - CUT)).to(tl.int32, bitcast=True)
+        if CUT <= _DRAW:
+            b_bits += (b_random >> (_DRAW - CUT)).to(tl.int32, bitcast=True)
+        else:
+            b_bits += ((b_random << (CUT - _DRAW)) | (_ONE << (CUT - _DRAW - 1))).to(tl.int32, bitcast=True)
     b_rounded = (b_bits & (-(_ONE << CUT))).to(tl.float32, bitcast=True)
     return tl.where(b_x != b_x, b_x, b_rounded)
 
@@ -66,22 +73,47 @@ def round_to(b_x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, p_seed, STREAM: tl.constexpr, o_index):
-    """A float32 block rounded three ways. ``o_index`` (uint32) counts the elements of the whole output in row-major order, so that
-    the random words are those of ``rounding.random_words``.
-    """
+def random_words(p_seed, o_row, STREAM: tl.constexpr, D: tl.constexpr):
+    """Philox words for rows ``o_row`` [BT] (int64, counted over the whole output) of D elements: [BT, D / 8, 2, 2] uint32."""
+    o_group = (o_row[:, None] * (D // 8) + tl.arange(0, D // 8)[None, :]).to(tl.uint32)
+    o_zero = o_group * 0
+    b_0, b_1, b_2, b_3 = tl.philox(tl.load(p_seed), o_group, o_zero, o_zero + STREAM, o_zero, _ROUNDS)
+    return tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
+
+
+@triton.jit
+def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_words, BT: tl.constexpr, D: tl.constexpr):
+    """A float32 block [BT, D] rounded three ways; stochastically with the bits of ``rounding.random_bits``, from ``random_words``."""
     if FORMAT == FP32 or ROUNDING == NEAREST:
         b_y = round_to(b_x, FORMAT)
     else:
         BITS: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
-        b_word = o_index
+        b_random = 0
         if ROUNDING == STOCHASTIC:
-            o_zero = o_index * 0
-            b_word, _, _, _ = tl.philox(tl.load(p_seed), o_index, o_zero, o_zero + STREAM, o_zero)
-        b_y = round_mantissa(b_x, BITS, ROUNDING, b_word)
+            b_random = tl.reshape(tl.join(b_words & 0xFFFF, b_words >> 16), [BT, D])
+        b_y = round_mantissa(b_x, BITS, ROUNDING, b_random)
         if FORMAT == FP16:
             b_y = b_y.to(tl.float16).to(tl.float32)
     return b_y
+
+
+@triton.jit
+def residual_unit(b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr, INVERSE: tl.constexpr):
+    """``rounding._unit`` on a block: 2^(1 - BITS) units in the last place of FORMAT, or its inverse."""
+    MANTISSA: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
+    SMALLEST: tl.constexpr = 113 if FORMAT == FP16 else BITS + MANTISSA
+    b_exponent = tl.maximum((b_rounded.to(tl.int32, bitcast=True) >> 23) & 0xFF, SMALLEST)
+    b_power = 253 + BITS + MANTISSA - b_exponent if INVERSE else b_exponent + 1 - BITS - MANTISSA
+    return (b_power << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def residual(b_exact, b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """``rounding.residual`` on a block, as float32 integers."""
+    LARGEST: tl.constexpr = (_ONE << (BITS - 1)) - 1
+    b_count = (b_exact - b_rounded) * residual_unit(b_rounded, FORMAT, BITS, True)
+    b_count = (b_count + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
+    return tl.minimum(tl.maximum(b_count, -LARGEST), LARGEST)
 
 
 @triton.jit
@@ -103,12 +135,14 @@ def operand(b_x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def dot(b_a, b_b, b_acc):
-    """b_acc + b_a b_b with FP32 products: never TF32.
+def dot(b_a, b_b, b_acc, TF32X3: tl.constexpr = False):
+    """b_acc + b_a b_b with FP32 products: never TF32, but for TF32X3's three products of its parts (exact in the interpreter).
 
     FP32 times BF16 is three products of BF16 blocks: 24 significant bits are 8 + 8 + 8, so no product loses a bit.
     """
-    if INTERPRETED:
+    if TF32X3 and not INTERPRETED:
+        b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision="tf32x3")
+    elif INTERPRETED:
         b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision="ieee")
     elif b_a.dtype == b_b.dtype:
         b_acc = tl.dot(b_a, b_b, b_acc, input_precision="ieee")
@@ -167,6 +201,12 @@ def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
     else:
         b_p = tl.exp2((b_s - b_m) * LOG2_E)
     return b_p
+
+
+@triton.jit
+def several_close(b_s, b_top, tolerance):
+    """Whether more than one score of a row [BT, BS] is within ``tolerance`` of the row's maximum b_top [BT]."""
+    return tl.sum((b_s >= (b_top - tolerance)[:, None]).to(tl.float32), 1) > 1.5
 
 
 @triton.jit

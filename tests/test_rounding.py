@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.numerics import FORMATS
-from attention.rounding import philox_4x32, random_words, round_mantissa, round_to, storage_dtype
+from attention.rounding import philox_4x32, random_bits, round_mantissa, round_to, storage_dtype
 
 
 def all_patterns(seed: int, count: int = 200_000) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_toward_zero_never_grows() -> None:
 def test_nan_and_infinity_survive_every_rounding() -> None:
     x = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int64).to(torch.int32).view(torch.float32)
     infinities = torch.tensor([math.inf, -math.inf])
-    words = torch.full((4,), 0xFFFFFFFF)
+    words = torch.full((4,), 0xFFFF)
     for rounding in ("nearest", "toward_zero", "stochastic"):
         assert round_mantissa(x, 3, rounding, words).isnan().all()
         assert torch.equal(round_mantissa(infinities, 3, rounding, words[:2]), infinities)
@@ -84,7 +84,7 @@ def test_stochastic_rounding_is_unbiased_where_nearest_is_not() -> None:
     unit = 2.0**-7
     n = 100_000
     x = torch.full((n,), 1 + 0.3 * unit)
-    words = random_words(torch.tensor(7), 0, x.shape)
+    words = random_bits(torch.tensor(7), 0, x.shape)
     error = (round_mantissa(x, 7, "stochastic", words).double() - x.double()) / unit
     standard_error = error.std() / n**0.5
     assert error.mean().abs() < 4 * standard_error
@@ -96,15 +96,38 @@ def test_stochastic_rounding_is_reproducible_and_follows_its_seed() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(3))
 
     def rounded(seed: int, stream: int = 0) -> torch.Tensor:
-        return round_to(x, "bf16", "stochastic", random_words(torch.tensor(seed), stream, x.shape))
+        return round_to(x, "bf16", "stochastic", random_bits(torch.tensor(seed), stream, x.shape))
 
     assert torch.equal(rounded(1), rounded(1))
     assert not torch.equal(rounded(1), rounded(2))
     assert not torch.equal(rounded(1), rounded(1, stream=1))
 
 
+def test_random_bits_are_the_halves_of_philox_words_in_order() -> None:
+    """One word serves two elements, one counter eight; the shape only folds the sequence."""
+    drawn = random_bits(torch.tensor(2**40 + 9), 3, torch.Size((5, 7)))
+    key = (torch.tensor(9), torch.tensor(2**8))
+    for index, value in enumerate(drawn.flatten().tolist()):
+        words = philox_4x32(tuple(torch.tensor(c) for c in (index // 8, 0, 3, 0)), key, 7)
+        assert value == (int(words[index % 8 // 2]) >> (16 * (index % 2))) & 0xFFFF
+
+
+@pytest.mark.parametrize("bits_kept", [1, 4, 7, 10])
+def test_stochastic_rounding_is_unbiased_at_every_width(bits_kept: int) -> None:
+    """Also where the sixteen random bits are fewer than the bits cut off (1 and 4 kept)."""
+    n = 200_000
+    x = 1 + torch.rand(n, generator=torch.Generator().manual_seed(bits_kept))
+    rounded = round_mantissa(x, bits_kept, "stochastic", random_bits(torch.tensor(1), 0, x.shape))
+    error = (rounded.double() - x.double()) * 2**bits_kept
+    assert error.abs().max() < 1
+    assert error.mean().abs() < 4 * error.std() / n**0.5
+    assert torch.equal(
+        round_mantissa(rounded, bits_kept, "stochastic", random_bits(torch.tensor(2), 0, x.shape)), rounded
+    )
+
+
 def test_philox_gives_the_published_words() -> None:
-    """Known answers of Random123 (Salmon et al. 2011), philox4x32 with 10 rounds."""
+    """Known answers of Random123 (Salmon et al. 2011), philox4x32 with 10 rounds and, for zeros, with 7."""
     ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
     known = {
         (0, 0, 0, 0, 0, 0): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
@@ -115,6 +138,9 @@ def test_philox_gives_the_published_words() -> None:
         tensors = [torch.tensor(w) for w in words]
         result = philox_4x32(tuple(tensors[:4]), (tensors[4], tensors[5]))
         assert tuple(int(word) for word in result) == expected
+    zeros = (torch.tensor(0),) * 4
+    seven = philox_4x32(zeros, zeros[:2], 7)
+    assert tuple(int(word) for word in seven) == (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
 
 
 def test_the_papers_worked_example() -> None:
