@@ -171,7 +171,9 @@ def load(arguments: list[str]) -> TrainConfig:
         raise UserError(f"usage: {usage}; --help lists the fields")
     config = load_preset(files[0])
     if len(files) == 2:
-        config = dataclasses.replace(config, attention=load_attention(files[1]))
+        # What computes flash attention belongs to the recipe: an ablation changes roundings, on whatever machine.
+        attention = dataclasses.replace(load_attention(files[1]), flash_backend=config.attention.flash_backend)
+        config = dataclasses.replace(config, attention=attention)
     return override(config, rest)
 
 

@@ -34,7 +34,7 @@ class Blocks:
 
 # (kernel, head dim up to) where every product reads 2-byte operands. Measured on one H200: docs/kernels.md, results/kernels/sweep.json.
 _NARROW = {
-    ("forward", 64): Blocks(64, 64, 4, 3, registers=112, one_loop=True, heads=32),
+    ("forward", 64): Blocks(64, 64, 4, 3, registers=112, one_loop=True, heads=48),
     ("forward", 128): Blocks(64, 64, 4, 3, descriptors=True),
     ("tiled", 64): Blocks(64, 64, 4, 3, descriptors=True),
     ("tiled", 128): Blocks(64, 64, 8, 2, descriptors=True),

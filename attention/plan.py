@@ -14,6 +14,7 @@ from attention.numerics import BASES, HARDWARE, Numerics, parse_site
 from errors import invalid
 
 BACKENDS = ("standard", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flash", "flash_reference")
+FLASH_BACKENDS = ("flash", "flash_reference")
 _SDPA = tuple(name for name in BACKENDS if name.startswith("sdpa_"))
 
 
@@ -56,7 +57,12 @@ def _apart(output_rounding: str, delta_rounding: str | None) -> Callable[[Numeri
 
 
 def _flash(summary: str, sites: Callable[[Numerics], dict[str, Any]]) -> Preset:
-    return Preset(backend="flash_reference", sites=sites, summary=summary)
+    return Preset(backend="flash", sites=sites, summary=summary)
+
+
+def _stable(**sites: Any) -> Callable[[Numerics], dict[str, Any]]:
+    """Ties are counted in one tile: on ``hardware`` that of a kernel, 64 columns; other bases have tiles of their own."""
+    return lambda base: {**sites, **({"tile_k": 64} if base == HARDWARE else {})}
 
 
 PRESETS: dict[str, Preset] = {
@@ -66,15 +72,15 @@ PRESETS: dict[str, Preset] = {
     "flash_untiled": _flash("one tile, the whole sequence", _fixed(tile_q=0, tile_k=0)),
     "flash_stable": _flash(
         "Algorithm 3, later version: beta 2, ties within 1e-3",
-        _fixed(row_max="stabilised", row_max_beta=2.0, row_max_tolerance=1e-3),
+        _stable(row_max="stabilised", row_max_beta=2.0, row_max_tolerance=1e-3),
     ),
     "flash_stable_exact_ties": _flash(
         "Algorithm 3, first version: beta 7, exact ties",
-        _fixed(row_max="stabilised", row_max_beta=7.0, row_max_tolerance=0.0),
+        _stable(row_max="stabilised", row_max_beta=7.0, row_max_tolerance=0.0),
     ),
     "flash_stable_safe": _flash(
         "Algorithm 3 with a bounded shift: l >= exp(-7) for any finite scores",
-        _fixed(row_max="stabilised_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
+        _stable(row_max="stabilised_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
     ),
     "flash_fp32_pv": _flash("P V in FP32, O still rounded", _fixed(probabilities="fp32", **_FP32_ACCUMULATION)),
     "flash_fp32_pv_tf32x3": _flash(
@@ -120,7 +126,7 @@ class AttentionSpec:
     sites: tuple[str, ...] = ()
     """Single sites changed after that, as site=value, for example accumulator=m1."""
     backend: str = ""
-    """Implementation in place of the preset's own; empty keeps it."""
+    """Implementation in place of the preset's own, for this spec alone; empty keeps it (see ``AttentionConfig.flash_backend``)."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -189,6 +195,7 @@ class LayerPlan:
     layer: int
     n_head: int
     groups: tuple[HeadGroup, ...]
+    flash_backend: str = "flash"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +206,12 @@ class AttentionConfig:
     """What every layer and head uses unless a rule says otherwise."""
     rules: tuple[AttentionRule, ...] = ()
     """Exceptions; no two may name the same head of the same layer."""
+    flash_backend: str = "flash"
+    """What computes the ``flash`` presets: flash (Triton kernels, on CUDA) or flash_reference (PyTorch, anywhere, slow)."""
+
+    def __post_init__(self) -> None:
+        if self.flash_backend not in FLASH_BACKENDS:
+            raise invalid("attention.flash_backend", self.flash_backend, FLASH_BACKENDS)
 
     def resolve(self, n_layer: int, n_head: int) -> tuple[LayerPlan, ...]:
         """One plan per layer. Raises ``UserError`` for layers or heads that do not exist and for overlapping rules."""
@@ -212,7 +225,8 @@ class AttentionConfig:
                         raise invalid(f"attention.rules.{index}", clash, "rules that do not overlap")
                     owner[layer, head] = index
                     specs[layer, head] = rule.attention
-        return tuple(_plan_layer(layer, [specs[layer, head] for head in range(n_head)]) for layer in range(n_layer))
+        layers = ([specs[layer, head] for head in range(n_head)] for layer in range(n_layer))
+        return tuple(_plan_layer(layer, heads, self.flash_backend) for layer, heads in enumerate(layers))
 
     def label(self) -> str:
         """Short name for curves: the default, then each rule as ``layers:heads spec``."""
@@ -245,9 +259,13 @@ def _members(name: str, chosen: tuple[int, ...], count: int) -> tuple[int, ...]:
     return chosen or tuple(range(count))
 
 
-def _plan_layer(layer: int, specs: list[AttentionSpec]) -> LayerPlan:
+def _plan_layer(layer: int, specs: list[AttentionSpec], flash_backend: str) -> LayerPlan:
     groups: dict[AttentionSpec, list[int]] = {}
     for head, spec in enumerate(specs):
         groups.setdefault(spec, []).append(head)
-    made = [HeadGroup(tuple(h), spec, spec.resolved_backend, spec.resolve().key()) for spec, h in groups.items()]
-    return LayerPlan(layer, len(specs), tuple(made))
+
+    def backend(spec: AttentionSpec) -> str:
+        return flash_backend if not spec.backend and spec.resolved_backend == "flash" else spec.resolved_backend
+
+    made = [HeadGroup(tuple(heads), spec, backend(spec), spec.resolve().key()) for spec, heads in groups.items()]
+    return LayerPlan(layer, len(specs), tuple(made), flash_backend)

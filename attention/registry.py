@@ -76,7 +76,7 @@ def _flash(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, numerics: str, **sett
 
 
 def _flash_obstacle(call: Call) -> str | None:
-    instead = "flash_reference runs anywhere"
+    instead = "flash_reference runs anywhere (--attention.flash-backend flash_reference)"
     if importlib.util.find_spec("triton") is None:
         return f"it needs triton, which is not installed; {instead}"
     if call.device.type != "cuda" and not _interprets():
@@ -109,7 +109,7 @@ def get(name: str) -> Backend:
 
 def _serves(name: str, call: Call) -> bool:
     """Whether a backend could stand in on this machine, with the roundings of its own first preset."""
-    # The kernels have no presets of their own yet: those of flash_reference run on them by AttentionSpec(backend="flash").
+    # flash_reference has no presets of its own: it computes those of the kernels.
     preset = next((preset for preset in PRESETS if PRESETS[preset].backend == name), "flash")
     own = dataclasses.replace(call, numerics=AttentionSpec(preset=preset).resolve())
     return get(name).obstacle(own) is None

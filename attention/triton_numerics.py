@@ -109,11 +109,12 @@ def residual_unit(b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr, INVERSE: 
 
 @triton.jit
 def residual(b_exact, b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr):
-    """``rounding.residual`` on a block, as float32 integers."""
+    """``rounding.residual`` on a block, int32."""
     LARGEST: tl.constexpr = (_ONE << (BITS - 1)) - 1
     b_count = (b_exact - b_rounded) * residual_unit(b_rounded, FORMAT, BITS, True)
-    b_count = (b_count + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
-    return tl.minimum(tl.maximum(b_count, -LARGEST), LARGEST)
+    b_count = tl.minimum(tl.maximum(b_count, -LARGEST), LARGEST)
+    # 1.5 * 2^23 leaves the nearest integer (ties to even) in the low bits: conversions run at an eighth of the rate of additions.
+    return (b_count + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit

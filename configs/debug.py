@@ -13,7 +13,7 @@ from training.telemetry import TelemetryConfig
 config = TrainConfig(
     run=RunConfig(name="debug", steps=30),
     model=MODEL_PRESETS["debug"],
-    attention=AttentionConfig(default=AttentionSpec(preset="flash")),
+    attention=AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset="flash")),
     data=DataConfig(sequence_length=64, global_batch=8, micro_batch=4, validation_sequences=16),
     optim=OptimConfig(lr=1e-3, warmup_steps=10, decay_steps=1000),
     # BF16 as on a GPU, so that the roundings are there to be seen.

@@ -19,7 +19,9 @@ config = TrainConfig(
     # A CPU even beside a GPU: one thread gives the same bits on every machine of a kind.
     run=RunConfig(name="quickstart", steps=1200, log_every=10, device="cpu"),
     model=MODEL_PRESETS["microcosm"],
-    attention=AttentionConfig(default=AttentionSpec(preset="flash", numerics="microcosm")),
+    attention=AttentionConfig(
+        flash_backend="flash_reference", default=AttentionSpec(preset="flash", numerics="microcosm")
+    ),
     data=DataConfig(
         dataset="data/tokens/stdlib",
         sequence_length=64,

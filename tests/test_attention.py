@@ -16,7 +16,7 @@ from attention.plan import PRESETS
 from errors import UserError
 
 TILES = ("tile_q=16", "tile_k=8")  # unequal, and neither divides T = 40: partial tiles in both directions
-FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash_reference"]
+FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
 SDPA = [name for name in PRESETS if name.startswith("sdpa_")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -70,7 +70,7 @@ def test_in_float16_the_published_stabiliser_loses_bits_and_the_safe_one_does_no
 @pytest.mark.parametrize("preset", ["standard", *SDPA])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matrix_backends_agree_with_fp64(preset: str, dtype: torch.dtype, device: torch.device) -> None:
-    plan = AttentionConfig(default=AttentionSpec(preset=preset)).resolve(1, 3)
+    plan = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset=preset)).resolve(1, 3)
     try:
         attention.check(plan, device=device, dtype=dtype, head_dim=16)
     except UserError as reason:
@@ -164,7 +164,7 @@ def test_softcap_gradients_agree_with_fp64(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["standard", "flash"])
 def test_full_attention_agrees_with_fp64(preset: str) -> None:
     p = make("random", torch.float32, torch.device("cpu"))
-    plan = AttentionConfig(default=spec_of(preset)).resolve(1, 3)[0]
+    plan = AttentionConfig(flash_backend="flash_reference", default=spec_of(preset)).resolve(1, 3)[0]
     o = attention.run(p.q, p.k, p.v, plan, rounding_seed=torch.tensor(0), causal=False)
     q, k, v = (x.double().transpose(1, 2) for x in (p.q, p.k, p.v))
     exact = torch.softmax(q @ k.mT / 4, dim=-1) @ v
@@ -177,7 +177,7 @@ def test_a_fused_projections_strided_views_give_the_same_bits() -> None:
     views = fused.split(3, dim=2)
     assert not views[1].is_contiguous()
     for preset in ("standard", "flash", "sdpa_flash"):
-        plan = AttentionConfig(default=spec_of(preset)).resolve(1, 3)[0]
+        plan = AttentionConfig(flash_backend="flash_reference", default=spec_of(preset)).resolve(1, 3)[0]
         seed = torch.tensor(0)
         assert torch.equal(
             attention.run(*views, plan, rounding_seed=seed), attention.run(p.q, p.k, p.v, plan, rounding_seed=seed)
@@ -188,7 +188,7 @@ def test_heads_of_a_mixture_get_what_they_would_get_alone() -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))
     specs = [AttentionSpec(preset=name) for name in ("flash", "standard", "flash_fp32_o")]
     rules = (AttentionRule(heads=(1,), attention=specs[1]), AttentionRule(heads=(0,), attention=specs[2]))
-    config = AttentionConfig(default=specs[0], rules=rules)
+    config = AttentionConfig(flash_backend="flash_reference", default=specs[0], rules=rules)
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
     o = attention.run(q, k, v, config.resolve(1, 3)[0], rounding_seed=torch.tensor(0))
     mixed = (o.detach(), *torch.autograd.grad(o, (q, k, v), p.do))
@@ -199,7 +199,10 @@ def test_heads_of_a_mixture_get_what_they_would_get_alone() -> None:
 
 def test_a_float32_head_makes_the_layer_float32_and_loses_nothing() -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))
-    config = AttentionConfig(rules=(AttentionRule(heads=(1,), attention=AttentionSpec(preset="flash_run_c")),))
+    config = AttentionConfig(
+        flash_backend="flash_reference",
+        rules=(AttentionRule(heads=(1,), attention=AttentionSpec(preset="flash_run_c")),),
+    )
     o = attention.run(p.q, p.k, p.v, config.resolve(1, 3)[0], rounding_seed=torch.tensor(0))
     assert o.dtype == torch.float32
     assert torch.equal(o[:, :, 1], run(p, AttentionSpec(preset="flash_run_c"))[0][:, :, 1])
@@ -209,7 +212,7 @@ def test_a_float32_head_makes_the_layer_float32_and_loses_nothing() -> None:
 def test_stochastic_presets_follow_seed_layer_and_nothing_else() -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))
     spec = AttentionSpec(preset="flash_stochastic_o")
-    plans = AttentionConfig(default=spec).resolve(2, 3)
+    plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 3)
 
     def o(layer: int, seed: int) -> torch.Tensor:
         return attention.run(p.q, p.k, p.v, plans[layer], rounding_seed=torch.tensor(seed))
@@ -293,7 +296,7 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
 def test_what_this_machine_cannot_run_is_refused_with_the_reason(
     spec: AttentionSpec, dtype: torch.dtype, softcap: float, reason: str
 ) -> None:
-    plans = AttentionConfig(default=spec).resolve(2, 2)
+    plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 2)
     with pytest.raises(UserError) as error:
         attention.check(plans, device=torch.device("cpu"), dtype=dtype, head_dim=16, softcap=softcap)
     assert reason in str(error.value)
@@ -312,3 +315,23 @@ def test_microcosm_numerics_put_o_on_a_one_bit_grid_and_the_fixes_leave_it_there
     assert set(mantissas) <= {0.0, 0.5, 0.75}
     assert all(torch.equal(outputs[0], o) for o in outputs[1:])
     assert set(BASES) == {"hardware", "paper", "fp32", "microcosm"}
+
+
+@pytest.mark.parametrize(("preset", "shrinks"), [("flash_compensated_delta", 64), ("flash_compensated_delta_16", 4096)])
+def test_a_residual_takes_os_rounding_out_of_delta(preset: str, shrinks: int) -> None:
+    from attention.flash_reference import row_deltas
+
+    p = make("random", torch.bfloat16, torch.device("cpu"), (2, 64, 3, 32))
+    deltas = {
+        name: row_deltas(
+            p.q, p.k, p.v, p.do, AttentionSpec(preset=name).resolve(), seed=torch.tensor(0), scale=32**-0.5
+        )
+        for name in ("flash", "flash_fp32_o", preset)
+    }
+    error, plain = (deltas[name] - deltas["flash_fp32_o"] for name in (preset, "flash"))
+    assert error.square().mean() * shrinks**2 < plain.square().mean()
+
+
+def test_a_residual_needs_an_accumulation_in_fp32() -> None:
+    with pytest.raises(UserError, match="delta_output = 'residual8'"):
+        AttentionSpec(preset="flash", sites=("delta_output=residual8", "accumulator=bf16"))

@@ -74,7 +74,7 @@ def test_overrides_replace_single_fields() -> None:
         plain,
         run=dataclasses.replace(plain.run, name="x.1"),
         optim=dataclasses.replace(plain.optim, lr=2e-3),
-        attention=AttentionConfig(default=AttentionSpec(preset="flash_delta_from_p")),
+        attention=dataclasses.replace(plain.attention, default=AttentionSpec(preset="flash_delta_from_p")),
         data=dataclasses.replace(plain.data, record="r", record_tokens=True),
     )
 

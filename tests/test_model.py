@@ -29,7 +29,7 @@ STABILISERS: dict[str, dict[str, Any]] = {
 
 def plans_for(config: ModelConfig, preset: str = "standard", numerics: str = "fp32") -> tuple[LayerPlan, ...]:
     spec = AttentionSpec(preset=preset, numerics=numerics)
-    return AttentionConfig(default=spec).resolve(config.n_layer, config.n_head)
+    return AttentionConfig(flash_backend="flash_reference", default=spec).resolve(config.n_layer, config.n_head)
 
 
 def make(config: ModelConfig = TINY, *, seed: int = 1, scale: float = 1.0, **changes: Any) -> GPT:

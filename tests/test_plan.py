@@ -12,7 +12,7 @@ from attention.numerics import BASES, HARDWARE, MICROCOSM, PAPER, Numerics, nume
 from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec, describe
 from errors import UserError
 
-FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash_reference"]
+FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
 
 
 def test_every_required_preset_exists() -> None:

@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adamw_bfloat16_stochastic": {
         **BF16,
         "attention": AttentionConfig(
+            flash_backend="flash_reference",
             default=AttentionSpec(preset="flash_stochastic_o"),
             rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_run_d")),),
         ),

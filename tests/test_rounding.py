@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.numerics import FORMATS
-from attention.rounding import philox_4x32, random_bits, round_mantissa, round_to, storage_dtype
+from attention.rounding import (
+    mantissa_bits,
+    philox_4x32,
+    random_bits,
+    residual,
+    restore,
+    round_mantissa,
+    round_to,
+    storage_dtype,
+)
 
 
 def all_patterns(seed: int, count: int = 200_000) -> torch.Tensor:
@@ -205,3 +214,30 @@ def test_storage_holds_every_value_of_the_format(fmt: str, dtype: torch.dtype, e
     assert storage_dtype(fmt, dtype) == expected
     values = round_to(torch.randn(1000, generator=torch.Generator().manual_seed(5)), fmt)
     assert torch.equal(values.to(expected).float(), values)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "m4"])
+def test_a_residual_restores_what_rounding_took(fmt: str, bits: int, rounding: str) -> None:
+    """To half a unit of the residual, or a whole one at the end of its range; FP32's own rounding comes on top."""
+    n = 50_000
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.randn(n, generator=generator) * torch.exp2(torch.randint(-12, 12, (n,), generator=generator).float())
+    rounded = round_to(x, fmt, rounding, random_bits(torch.tensor(5), 0, x.shape))
+    counts = residual(x, rounded, fmt, bits)
+    assert counts.dtype == (torch.int8 if bits == 8 else torch.int16)
+    last_place = torch.exp2(torch.frexp(rounded.double()).exponent - 1.0 - mantissa_bits(fmt))
+    if fmt == "fp16":
+        last_place = last_place.clamp(min=2.0**-24)  # its subnormals
+    error = (restore(rounded, counts, fmt, bits).double() - x.double()).abs() - 2.0**-24 * x.abs()
+    allowed = 2.0**-bits if rounding == "nearest" else 2.0 ** (1 - bits)
+    assert (error / last_place).max() <= allowed
+    assert ((rounded.double() - x.double()).abs() / last_place).max() > 0.49
+
+
+def test_a_residual_of_zero_and_of_the_smallest_numbers_is_harmless() -> None:
+    x = torch.tensor([0.0, -0.0, 2.0**-126, 1.5 * 2.0**-130, 3e-38])
+    rounded = round_to(x, "bf16")
+    assert torch.equal(restore(rounded, residual(x, rounded, "bf16", 8), "bf16", 8).isfinite(), torch.ones(5) > 0)
+    assert (restore(rounded, residual(x, rounded, "bf16", 16), "bf16", 16) - x).abs().max() <= 2.0**-126

@@ -41,7 +41,7 @@ TIMING = ("tokens_per_second", "mfu", "seconds")
 TINY = TrainConfig(
     run=RunConfig(steps=20, device="cpu"),
     model=ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256, vocab_multiple=1),
-    attention=AttentionConfig(default=AttentionSpec(preset="flash")),
+    attention=AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset="flash")),
     data=DataConfig(dataset="", sequence_length=16, global_batch=8, micro_batch=4, validation_sequences=8),
     optim=OptimConfig(lr=1e-2, warmup_steps=5, schedule="constant"),
     precision=PrecisionConfig(dtype="float32"),
@@ -82,7 +82,7 @@ def changed(config: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
 
 
 def preset(name: str, numerics: str = "hardware") -> AttentionConfig:
-    return AttentionConfig(default=AttentionSpec(preset=name, numerics=numerics))
+    return AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset=name, numerics=numerics))
 
 
 class Place:
