@@ -190,7 +190,18 @@ def test_a_broken_wandb_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def wandb_records(folder: Path) -> list[Any]:
-    """All records of the newest offline run under ``folder``.
+    """All records of the newest offline run under ``folder``; W&B's own process may still be writing them when ``finish`` is back."""
+    deadline = time.monotonic() + 60
+    while True:
+        records = written_records(folder)
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < deadline, "no exit record"
+        time.sleep(0.2)
+
+
+def written_records(folder: Path) -> list[Any]:
+    """What is in the file of the newest offline run so far.
 
     A .wandb file is a LevelDB log (7 bytes of file header; blocks of 32 KiB; records cut into pieces, each with CRC, length
     and a type: whole, first, middle, last) of protocol buffers.
@@ -206,6 +217,8 @@ def wandb_records(folder: Path) -> list[Any]:
             position += left_in_block
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
+        if position + 7 + length > len(data):
+            break  # not written to its end yet
         pending += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):
