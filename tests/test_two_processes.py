@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import (
     ROOT,
     TINY,
@@ -27,6 +28,7 @@ from tiny_runs import (
     weights,
 )
 
+from attention import AttentionConfig, AttentionRule, AttentionSpec
 from config import TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -155,3 +157,23 @@ def test_stochastic_rounding_does_not_depend_on_the_number_of_processes(place: P
     four_terms = 4 * 2.0**-24
     assert abs(one - two) / two <= four_terms
     assert abs(one - other_draws) / one > four_terms
+
+
+@pytest.mark.gpu
+def test_the_triton_kernels_under_ddp_and_compile_give_the_same_bits_twice(place: Place) -> None:
+    """Two GPUs; two presets in one layer, one of them stochastic; and the loss of one process to the noise of BF16."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    rule = AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_stochastic_o"))
+    fields: dict[str, Any] = {
+        "run.device": "cuda",
+        "model.n_embd": 32,
+        "attention": AttentionConfig(rules=(rule,)),
+        "precision.dtype": "bfloat16",
+        "precision.compile": True,
+    }
+    first, second = (torchrun(place, "kernels", folder, fields) for folder in ("kernels_first", "kernels_second"))
+    assert weights(first, 30) == weights(second, 30)
+    place.train("kernels", {**FIELDS, **fields, "run.folder": str(place.folder / "kernels_one")})
+    alone = column(place.folder / "kernels_one/kernels", "train_loss")
+    assert all(abs(a - b) < 2**-6 * b for a, b in zip(column(first, "train_loss"), alone, strict=True))
