@@ -21,6 +21,7 @@ from attention.plan import AttentionConfig
 from data.batches import DataConfig
 from errors import UserError, invalid
 from model import ModelConfig
+from training.alarm import AlarmConfig
 from training.checkpoint import CheckpointConfig
 from training.distributed import DeviceChoice
 from training.evaluate import EvaluationConfig
@@ -28,6 +29,7 @@ from training.metrics import WandbConfig
 from training.nonfinite import NonFiniteConfig
 from training.optim import OptimConfig
 from training.precision import PrecisionConfig
+from training.speed import SpeedConfig
 from training.telemetry import TelemetryConfig
 
 PRESETS = Path(__file__).parent / "configs"
@@ -76,16 +78,22 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     nonfinite: NonFiniteConfig = field(default_factory=NonFiniteConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    alarm: AlarmConfig = field(default_factory=AlarmConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:
         if self.data.sequence_length > self.model.block_size:
             raise invalid(
                 "data.sequence_length", self.data.sequence_length, f"at most model.block_size = {self.model.block_size}"
+            )
+        if self.alarm.response != "log" and not self.telemetry.every:
+            raise invalid(
+                "alarm.response", self.alarm.response, "log while telemetry.every = 0: nothing would raise an alarm"
             )
         # Layers and heads named by rules must exist; the error names the rule.
         self.attention.resolve(self.model.n_layer, self.model.n_head)

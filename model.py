@@ -19,6 +19,11 @@ from torch.nn import functional
 
 from attention import LayerPlan, dispatch
 from errors import invalid
+from fused.add_norm import add_norm
+from fused.embedding import lookup
+from fused.linear import Linear
+from fused.linear_cross_entropy import linear_cross_entropy
+from fused.mlp import mlp
 
 Activation = Literal["gelu", "gelu_tanh"]
 
@@ -89,6 +94,22 @@ class ModelConfig:
         return self.n_embd // self.n_head
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """Which operators of ``fused`` stand in for torch's; the maths and the parameters are the same."""
+
+    loss_chunk: int = 0
+    """In training, tokens whose logits exist at once (``fused.linear_cross_entropy``); 0 leaves logits and loss to autograd."""
+    fused_norm: bool = False
+    """Residual sums and layer norms by ``fused.add_norm``."""
+    fused_mlp: bool = False
+    """Under autocast, GELU inside the products around it (``fused.mlp``); without biases, exact GELU."""
+    float32_gradients: bool = False
+    """Under autocast, gradients of the blocks' weights are never rounded to 16 bits (``fused.linear``)."""
+    sorted_embedding: bool = False
+    """The token table's gradient is summed by ``fused.embedding``."""
+
+
 _GPT2 = ModelConfig()
 MODEL_PRESETS: dict[str, ModelConfig] = {
     "gpt2": _GPT2,  # 124M
@@ -137,8 +158,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.softcap = config.attention_softcap
         self.tracks_logits = config.qk_clip_tau > 0
-        self.c_attn = nn.Linear(C, 3 * C, bias=config.bias)
-        self.c_proj = nn.Linear(C, C, bias=config.bias)
+        self.c_attn = Linear(C, 3 * C, bias=config.bias)
+        self.c_proj = Linear(C, C, bias=config.bias)
         self.q_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.k_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.gate = nn.Linear(C, C, bias=config.bias) if config.gated_attention else None
@@ -163,11 +184,15 @@ class CausalSelfAttention(nn.Module):
         if self.tracks_logits and self.training:
             with torch.no_grad():
                 self.max_logit_H.copy_(torch.maximum(self.max_logit_H, largest_logits(q_BTHD, k_BTHD)))
-        o_BTHD = dispatch.run(q_BTHD, k_BTHD, v_BTHD, self.plan, rounding_seed=rounding_seed, softcap=self.softcap)
+        o_BTHD = self.attend(q_BTHD, k_BTHD, v_BTHD, rounding_seed)
         o_BTC = o_BTHD.reshape(B, T, C)
         if self.gate is not None:
             o_BTC = o_BTC * torch.sigmoid(self.gate(x_BTC))
         return self.project(o_BTC)
+
+    def attend(self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, rounding_seed: Tensor) -> Tensor:
+        """o [B, T, H, D]. ``analysis.capture`` puts a recorder in this method's place for one pass."""
+        return dispatch.run(q_BTHD, k_BTHD, v_BTHD, self.plan, rounding_seed=rounding_seed, softcap=self.softcap)
 
     def project(self, o_BTC: Tensor) -> Tensor:
         """W_o o. Where the plan leaves o in float32, autocast would round it on the way in, so it is projected in float32."""
@@ -180,26 +205,29 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """W_2 gelu(W_1 x), four times as wide inside."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, operators: Operators):
         super().__init__()
+        self.fused = operators.fused_mlp
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
+        if self.fused and torch.is_autocast_enabled(x_BTC.device.type):
+            return mlp(x_BTC, self.c_fc.weight, self.c_proj.weight, dtype=torch.get_autocast_dtype(x_BTC.device.type))
         return self.c_proj(functional.gelu(self.c_fc(x_BTC), approximate=self.approximate))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan):
+    def __init__(self, config: ModelConfig, plan: LayerPlan, operators: Operators):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config, plan)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, operators)
 
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
@@ -210,20 +238,33 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embeddings, blocks and the last norm: tokens -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...]):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], operators: Operators):
         super().__init__()
+        self.operators = operators
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.h = nn.ModuleList(Block(config, plan) for plan in plans)
+        self.h = nn.ModuleList(Block(config, plan, operators) for plan in plans)
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, tokens_BT: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, C]."""
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTC = self.wte(tokens_BT) + self.wpe(positions_T)
+        found_BTC = lookup(tokens_BT, self.wte.weight) if self.operators.sorted_embedding else self.wte(tokens_BT)
+        x_BTC = found_BTC + self.wpe.weight[: tokens_BT.shape[1]]
+        if self.operators.fused_norm:
+            return self.fused_blocks(x_BTC, rounding_seed)
         for block in self.h:
             x_BTC = block(x_BTC, rounding_seed)
         return self.ln_f(x_BTC)
+
+    def fused_blocks(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
+        """The blocks and the last norm, every residual sum taken together with the norm behind it."""
+        branch_BTC: Tensor | None = None
+        for block in cast(list[Block], self.h):
+            x_BTC, normed_BTC = add_norm(x_BTC, branch_BTC, block.ln_1)
+            branch_BTC = block.attn(normed_BTC, rounding_seed)
+            x_BTC, normed_BTC = add_norm(x_BTC, branch_BTC, block.ln_2)
+            branch_BTC = block.mlp(normed_BTC)
+        return add_norm(x_BTC, branch_BTC, self.ln_f)[1]
 
 
 class GPT(nn.Module):
@@ -232,20 +273,25 @@ class GPT(nn.Module):
     Raises ``ValueError`` when ``plans`` does not hold one plan for every layer.
     """
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...]):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], operators: Operators | None = None):
         super().__init__()
+        operators = Operators() if operators is None else operators
+        self.loss_chunk = operators.loss_chunk
         if len(plans) != config.n_layer:
             raise ValueError(f"{len(plans)} attention plans for {config.n_layer} layers")
         self.config = config
-        self.transformer = Transformer(config, plans)
+        self.transformer = Transformer(config, plans, operators)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.float32_gradient = operators.float32_gradients
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, rounding_seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, T, V] of every position and, given targets, the loss (see ``loss``).
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits [B, T, V] of every position (None where ``loss_chunk`` keeps none) and, given targets, the loss (see ``loss``).
 
         ``tokens_BT``, ``targets_BT`` int64; ``rounding_seed`` int64 [] seeds stochastic rounding (none given: 0);
         ``attention.run`` keeps layers apart.
@@ -256,7 +302,10 @@ class GPT(nn.Module):
             raise invalid("data.sequence_length", T, f"at most model.block_size = {self.config.block_size}")
         if rounding_seed is None:
             rounding_seed = torch.zeros((), dtype=torch.int64, device=tokens_BT.device)
-        logits_BTV = self.lm_head(self.transformer(tokens_BT, rounding_seed))
+        x_BTC = self.transformer(tokens_BT, rounding_seed)
+        if self.loss_chunk and self.training and targets_BT is not None:
+            return None, self.chunked_loss(x_BTC, targets_BT)
+        logits_BTV = self.lm_head(x_BTC)
         if self.config.logit_softcap:
             logits_BTV = self.config.logit_softcap * torch.tanh(logits_BTV.float() / self.config.logit_softcap)
         return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
@@ -276,9 +325,29 @@ class GPT(nn.Module):
             loss = loss + self.config.z_loss * torch.where(counted_N, squares_N, 0.0).sum() / counted_N.sum()
         return loss
 
+    def chunked_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+        """``loss`` of what the head would make of x, without its logits; for training, so z-loss included."""
+        device = x_BTC.device.type
+        if torch.is_autocast_enabled(device):
+            x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
+        return linear_cross_entropy(
+            x_BTC.flatten(0, 1),
+            self.lm_head.weight,
+            targets_BT.flatten(),
+            chunk=self.loss_chunk,
+            z_loss=self.config.z_loss,
+            softcap=self.config.logit_softcap,
+        )
+
     def attentions(self) -> list[CausalSelfAttention]:
         """The attention module of every layer, first to last."""
         return [cast(Block, block).attn for block in self.transformer.h]
+
+    def set_plans(self, plans: tuple[LayerPlan, ...]) -> None:
+        """Give every layer its plan, from the next forward pass on. A compiled model notices by its guards and compiles anew."""
+        for attention, plan in zip(self.attentions(), plans, strict=True):
+            if attention.plan != plan:
+                attention.plan = plan
 
     def w_q(self, layer: int) -> Tensor:
         """W_q of a layer (0-based), [C, C], a view of ``c_attn.weight``; rows h * D .. (h + 1) * D are head h."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections import deque
 
 from tqdm import tqdm
 
@@ -20,12 +21,12 @@ from errors import exit_on_user_error
 from training import distributed, throughput
 from training.distributed import Distributed
 from training.session import Session
-from training.step import StepResult
+from training.step import Launched, StepResult
 
 
 def train(config: TrainConfig) -> None:
     """Run ``config`` to its last step. Raises ``UserError`` for what the user can mend."""
-    distributed.set_deterministic(config.precision.deterministic)
+    distributed.set_deterministic(config.precision.deterministic, config.speed.fill_memory)
     distributed.set_tf32(config.precision.tf32)
     place = distributed.start(config.run.device)
     try:
@@ -56,33 +57,58 @@ def loop(session: Session) -> None:
     announce(session)
     interactive = session.place.is_main and sys.stderr.isatty()
     step, last_saved = session.start_step, session.start_step
+    launched: deque[Launched] = deque()  # steps whose values have not been read: one with speed.late_values
     with tqdm(total=config.run.steps, initial=step, unit="step", disable=not interactive) as bar:
         while True:
             row: dict[str, float | str | None] = {}
+            session.intervene(step)
             if due(step, config.evaluation.every, config.run.steps):
                 row["val_loss"] = session.evaluate()
-            if due(step, config.telemetry.every, config.run.steps):
-                row |= session.probe()
             if due(step, config.checkpoint.every, config.run.steps, always_last=True) and step > last_saved:
                 session.save(step)
                 last_saved = step
-            if step == config.run.steps:
+            # Behind the checkpoint, where a resumed run comes in: it probes as the uninterrupted one does.
+            if due(step, config.telemetry.every, config.run.steps):
+                row |= session.probe(step)
+            if step == config.run.steps or row.get("alarm") == "stop":
                 session.metrics.log(step, **row)
                 session.say(line(step, row))
                 break
             position, began = session.batches.position, time.perf_counter()
-            result = session.train_step(step)
-            row |= measurements(session, step, position, result, time.perf_counter() - began)
-            following = step + 1 if result.finite else recover(session, step, position, result, row)
-            if len(row) > len(MEASURED) or step % config.run.log_every == 0:
-                session.metrics.log(step, **row)
-                if not interactive and result.finite:  # recover() has said the rest
-                    session.say(line(step, row))
-                bar.set_postfix_str(f"loss {result.loss:.4f}")
-            if row.get("nonfinite") == "stop":
-                raise SystemExit(1)
+            launched.append(Launched(step, position, row, session.train_step(step), session.batches.digest(), began))
+            following = step + 1
+            while launched and (len(launched) > config.speed.late_values or halts(config, step + 1)):
+                done = launched.popleft()
+                after = finish(session, done, bar)
+                following = following if after == done.step + 1 else after
             step, last_saved = following, min(last_saved, following)
             bar.update(step - bar.n)
+    if row.get("alarm") == "stop":
+        session.say(
+            f"step {step}: stopped by the alarm; --run.resume --alarm.response log goes on from the checkpoint of this step"
+        )
+        raise SystemExit(1)
+
+
+def finish(session: Session, launched: Launched, bar: tqdm) -> int:
+    """Read a step's values, log it, follow the policy where it is not finite; the step to go on with."""
+    step, position, row, result = launched.step, launched.position, launched.row, launched.result.result()
+    row |= measurements(session, launched, result)
+    following = step + 1 if result.finite else recover(session, step, position, result, row)
+    if len(row) > len(MEASURED) or step % session.config.run.log_every == 0:
+        session.metrics.log(step, **row)
+        if bar.disable and result.finite:  # recover() has said the rest
+            session.say(line(step, row))
+        bar.set_postfix_str(f"loss {result.loss:.4f}")
+    if row.get("nonfinite") == "stop":
+        raise SystemExit(1)
+    return following
+
+
+def halts(config: TrainConfig, step: int) -> bool:
+    """Whether something before this step must know all values of those before it: a measurement, a checkpoint, the end."""
+    often = (config.evaluation.every, config.telemetry.every, config.checkpoint.every)
+    return step == config.run.steps or any(due(step, every, config.run.steps) for every in often)
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
@@ -93,21 +119,21 @@ def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
 MEASURED = ("batch", "tokens", "train_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds", "data_digest")
 
 
-def measurements(session: Session, step: int, position: int, result: StepResult, elapsed: float) -> dict:
+def measurements(session: Session, launched: Launched, result: StepResult) -> dict:
     """The columns of a training step, named by ``MEASURED``, in its order."""
     data = session.config.data
     tokens_per_step = data.global_batch * data.sequence_length
-    rate = tokens_per_step / elapsed
+    rate = tokens_per_step / session.lap(launched.began)
     values = (
-        position,
-        (position + 1) * tokens_per_step,  # a rollback takes steps back, not tokens
+        launched.position,
+        (launched.position + 1) * tokens_per_step,  # a rollback takes steps back, not tokens
         result.loss,
         result.grad_norm,
-        session.learning_rate(step),
+        session.learning_rate(launched.step),
         rate,
         throughput.mfu(rate, session.flops_per_token, session.place.world_size, session.peak),
         session.seconds(),
-        session.batches.digest(),
+        launched.data_digest,
     )
     return dict(zip(MEASURED, values, strict=True))
 
@@ -140,7 +166,7 @@ def announce(session: Session) -> None:
 
 def line(step: int, row: dict) -> str:
     """One line for a terminal that is not interactive."""
-    shown = ("train_loss", "val_loss", "grad_norm", "lr", "w_q_norm_max", "tokens_per_second", "mfu")
+    shown = ("train_loss", "val_loss", "grad_norm", "lr", "w_q_norm_max", "max_logit_max", "tokens_per_second", "mfu")
     parts = [f"{name} {row[name]:.4g}" for name in shown if row.get(name) is not None]
     return f"step {step}  " + "  ".join(parts)
 

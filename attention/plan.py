@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attention.numerics import BASES, HARDWARE, Numerics, parse_site
@@ -236,6 +236,23 @@ class AttentionConfig:
             heads = ":" + ",".join(map(str, rule.heads)) if rule.heads else ""
             parts.append(f"layer {where}{heads} {rule.attention.label()}")
         return "; ".join(parts)
+
+
+def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
+    """The layer with all its heads moved to another preset; the base roundings and single sites of each head stay.
+
+    A backend in place of the preset's own stays where old and new preset are made for the same one, unless ``backend`` names one.
+    Raises ``UserError`` for an unknown preset or backend, and where the base does not suit them.
+    """
+
+    def moved(spec: AttentionSpec) -> AttentionSpec:
+        if preset not in PRESETS:
+            raise invalid("attention preset", preset, PRESETS)
+        stays = PRESETS[preset].backend == PRESETS[spec.preset].backend
+        return replace(spec, preset=preset, backend=backend or (spec.backend if stays else ""))
+
+    specs = {head: moved(group.spec) for group in plan.groups for head in group.heads}
+    return _plan_layer(plan.layer, [specs[head] for head in range(plan.n_head)], plan.flash_backend)
 
 
 def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ ORDER = [
     "analysis",
     "data",
     "model",
+    "fused",
     "attention",
     "files",
     "errors",

@@ -151,8 +151,9 @@ def test_reading_an_unknown_folder(tmp_path: Path) -> None:
 
 def test_a_full_disk_names_the_file_and_the_step(tmp_path: Path) -> None:
     metrics = make(tmp_path)
-    metrics.close()
-    metrics._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    assert metrics._file is not None
+    metrics._file.close()
+    metrics._file._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with pytest.raises(UserError, match=r"metrics\.jsonl.*step 4"):
         metrics.log(4, train_loss=1.0)
 

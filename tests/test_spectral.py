@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.spectral import spectral_norm
+from analysis.spectral import (
+    FRESH_ITERATIONS,
+    attention_norms,
+    power_iteration,
+    product_power_iteration,
+    spectral_norm,
+    start_vector,
+)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 5), (3, 9), (9, 3), (2, 3, 4, 6)])
@@ -56,3 +63,122 @@ def test_no_gradient_is_recorded() -> None:
 def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="matrices"):
         spectral_norm(torch.zeros(shape))
+
+
+# ---- power iteration
+
+
+def planted(
+    *singular_values: float, rows: int = 24, columns: int = 40, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 matrix with the given leading singular values (zeros follow), and its top left singular vector."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(singular_values)
+    left = torch.linalg.qr(torch.randn(rows, count, dtype=torch.float64, generator=generator)).Q
+    right = torch.linalg.qr(torch.randn(columns, count, dtype=torch.float64, generator=generator)).Q
+    matrix = left @ torch.diag(torch.tensor(singular_values, dtype=torch.float64)) @ right.T
+    return matrix.float(), left[:, 0]
+
+
+# Rounding of float32: two products of at most 40 terms, and norms, an iteration.
+NOISE = 100 * 2.0**-24
+
+
+@pytest.mark.parametrize("gap", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("iterations", [1, 3, 10, 30])
+def test_power_iteration_keeps_its_bound(gap: float, iterations: int) -> None:
+    matrix, top = planted(3.0, 3.0 * gap, 2.0 * gap, 1.0 * gap)
+    start = start_vector(24, torch.device("cpu"))
+    cosine = (start.double() @ top).item()
+    norm, _ = power_iteration(matrix, start, iterations)
+    lost = 1 - (norm.item() / 3.0) ** 2
+    assert -NOISE <= lost <= (1 / cosine**2 - 1) * gap ** (4 * iterations) + NOISE
+
+
+def test_an_iteration_is_a_product_with_w_w_transposed() -> None:
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(3))
+    start = start_vector(24, torch.device("cpu"))
+    norm, vector = power_iteration(matrix, start, 2)
+    expected = start.double()
+    for _ in range(2):
+        expected = matrix.double() @ (matrix.double().T @ expected)
+    expected /= expected.norm()
+    torch.testing.assert_close(vector.double(), expected, rtol=0, atol=NOISE)
+    assert norm.item() == pytest.approx((matrix.double().T @ expected).norm().item(), rel=NOISE)
+
+
+def test_more_iterations_never_estimate_less() -> None:
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(3))
+    start = start_vector(24, torch.device("cpu"))
+    norms = torch.stack([power_iteration(matrix, start, iterations)[0] for iterations in range(1, 40)])
+    assert (norms.diff() >= -NOISE * norms[-1]).all()
+    assert norms[-1] > norms[0]
+
+
+def test_a_warm_start_goes_on_where_the_last_call_stopped() -> None:
+    matrix = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(3))
+    start = start_vector(24, torch.device("cpu"))
+    straight, vectors = power_iteration(matrix, start, 12)
+    _, half = power_iteration(matrix, start, 7)
+    resumed, same = power_iteration(matrix, half, 5)
+    assert torch.equal(resumed, straight)
+    assert torch.equal(same, vectors)
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (2, 3, 8, 48)])
+def test_a_fresh_start_is_within_its_bound_of_svd_without_a_gap(shape: tuple[int, ...]) -> None:
+    # Normal matrices have no gap to speak of. The bound is on the mean over starts; here it is on a mean over matrices.
+    matrices = torch.randn(40, *shape, generator=torch.Generator().manual_seed(4))
+    norms, _ = power_iteration(matrices, start_vector(shape[-2], torch.device("cpu")), FRESH_ITERATIONS)
+    lost = 1 - (norms.double() / torch.linalg.svdvals(matrices.double())[..., 0]).square()
+    assert lost.min() >= -NOISE
+    assert lost.mean() <= 0.871 * np.log(shape[-2]) / (FRESH_ITERATIONS - 1)
+
+
+def test_the_norm_of_a_product_is_svds() -> None:
+    generator = torch.Generator().manual_seed(5)
+    left, right = torch.randn(2, 3, 6, 30, generator=generator)
+    norms, _ = product_power_iteration(left, right, start_vector(6, torch.device("cpu")), 200)
+    expected = torch.linalg.svdvals(left.mT.double() @ right.double())[..., 0]
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_a_growing_norm_is_followed_by_warm_starts() -> None:
+    # One direction of one layer's W_Q grows by 5 % a probe, as in a failing run, out of the bulk of a random matrix.
+    generator = torch.Generator().manual_seed(6)
+    w_q, w_k = 0.02 * torch.randn(2, 2, 64, 64, generator=generator)
+    direction = torch.outer(*torch.nn.functional.normalize(torch.randn(2, 64, generator=generator), dim=-1))
+    state, errors = None, []
+    for probe in range(30):
+        w_q[1] += 0.05 * 1.05**probe * direction
+        norms, state = attention_norms(w_q, w_k, 4, state)
+        errors.append(1 - (norms.w_q[1] / spectral_norm(w_q[1])).item())
+    assert min(errors) >= -NOISE
+    assert max(errors) <= 0.02
+    assert errors[-1] <= NOISE
+
+
+def test_norms_of_heads_are_those_of_their_rows() -> None:
+    w_q, w_k = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(7))
+    norms, _ = attention_norms(w_q, w_k, 2)
+    heads_q, heads_k = w_q.view(2, 2, 8, 16), w_k.view(2, 2, 8, 16)
+    torch.testing.assert_close(norms.w_q_head, spectral_norm(heads_q), rtol=0.01, atol=0)
+    torch.testing.assert_close(norms.w_k_head, spectral_norm(heads_k), rtol=0.01, atol=0)
+    torch.testing.assert_close(norms.qk_head, spectral_norm(heads_q.mT @ heads_k), rtol=0.01, atol=0)
+
+
+def test_a_zero_matrix_has_norm_zero_in_power_iteration() -> None:
+    norms, _ = attention_norms(torch.zeros(1, 8, 8), torch.zeros(1, 8, 8), 2)
+    assert all((norm == 0).all() for norm in norms)
+
+
+def test_only_the_layer_that_is_not_finite_is_nan_in_power_iteration() -> None:
+    w_q = torch.stack([torch.eye(8), torch.eye(8)])
+    w_q[1, 0, 0] = torch.inf
+    assert attention_norms(w_q, w_q.clone(), 2)[0].w_q.isfinite().tolist() == [True, False]
+
+
+def test_power_iteration_moves_no_generator() -> None:
+    before = torch.get_rng_state()
+    attention_norms(torch.eye(8)[None], torch.eye(8)[None], 2)
+    assert torch.equal(torch.get_rng_state(), before)

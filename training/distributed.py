@@ -109,7 +109,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 def all_reduce_mean(tensor: Tensor) -> Tensor:
     """Elementwise mean over processes (sum, then one division); the argument, of a floating dtype, is left alone."""
-    return all_reduce_sum(tensor) / (dist.get_world_size() if dist.is_initialized() else 1)
+    return all_reduce_sum(tensor) / world_size()
 
 
 def all_reduce_max(tensor: Tensor) -> Tensor:
@@ -120,6 +120,27 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on any process: the same answer on all of them."""
     return bool(all_reduce_max(torch.tensor(int(flag))).item())
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this one is."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather_equal(tensor: Tensor) -> Tensor:
+    """All processes' tensors, of one shape and dtype everywhere, stacked in order of rank: [processes, ...], on all of them."""
+    if not dist.is_initialized():
+        return tensor[None]
+    # As bytes: gloo does not know every dtype.
+    own = tensor.contiguous().to(_collective_device()).view(torch.uint8)
+    stacked = torch.empty(dist.get_world_size() * own.numel(), dtype=torch.uint8, device=own.device)
+    dist.all_gather_into_tensor(stacked, own.flatten())
+    return stacked.view(tensor.dtype).view(-1, *tensor.shape).to(tensor.device)
 
 
 def gather_bytes(tensor: Tensor) -> list[Tensor]:
@@ -144,8 +165,10 @@ def gather_bytes(tensor: Tensor) -> list[Tensor]:
     return [row[: int(length)].cpu() for row, length in zip(received or [], lengths, strict=False)]
 
 
-def set_deterministic(on: bool) -> None:
+def set_deterministic(on: bool, fill_memory: bool = True) -> None:
     """Choose torch's deterministic kernels, an error where an operation has none. Call it before ``start``.
+
+    ``fill_memory``: new tensors are then filled with NaN, which shows reads of what nothing has written, at the price of the writes.
 
     Raises:
         RuntimeError: CUDA has been started already, too late for cuBLAS to hear of it.
@@ -155,6 +178,7 @@ def set_deterministic(on: bool) -> None:
             raise RuntimeError("set_deterministic(True) must be called before anything uses CUDA")
         os.environ[_CUBLAS_VARIABLE] = _CUBLAS_DETERMINISTIC
     torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = fill_memory  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False
 
@@ -190,7 +214,7 @@ def settle(model: nn.Module, backward: Callable[[], None]) -> None:
     than two processes' values are summed depends on their place in the bucket, so that the first step after a resume would
     round differently from the same step of the uninterrupted run.
     """
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         backward()
         model.zero_grad(set_to_none=True)
 

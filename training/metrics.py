@@ -14,7 +14,9 @@ The columns a training run writes (each line carries ``step`` and whichever of t
     seconds            wall-clock time of the run, a resumed run's earlier sessions included
     data_digest        16 hexadecimal digits that stand for every batch drawn so far
     nonfinite          only where loss or gradient was not finite: overflow, skip, continue, rollback or stop
-    w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest
+    w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest, in layer w_q_norm_layer
+    max_logit_max ...  the extremes of a probe's other columns (training.telemetry.summary_columns), which are in telemetry.jsonl
+    alarm              only where a rule of training.alarm accused a layer: log, checkpoint, stop or switch
 
 Strict JSON has no NaN and no infinity, and a failing run has both: they are written as the strings "nan", "inf" and "-inf",
 which ``read_metrics`` turns back into floats. Finite floats survive bit for bit, as Python writes the shortest decimal that
@@ -27,7 +29,7 @@ import json
 import math
 import secrets
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -63,6 +65,35 @@ class WandbConfig:
             raise invalid("wandb.project", self.project, "a name")
 
 
+class JsonLines:
+    """A file of records that have a ``step``, one line of strict JSON each.
+
+    Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one. ``resume_step``: lines of that
+    step and later are dropped; None keeps what is there. Raises ``UserError`` for a damaged file.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None):
+        self.path = path
+        if resume_step is not None and path.exists():
+            drop_lines_from(path, resume_step)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one line. Raises ``UserError`` when the disk is full."""
+        line = _line(record).encode()
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot append the line of step {record['step']} ({error.strerror})"
+            ) from error
+        if written != len(line):
+            raise UserError(f"{self.path}: the disk took only part of the line of step {record['step']}: is it full?")
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Metrics:
     """Writer of one run's measurements.
 
@@ -90,23 +121,20 @@ class Metrics:
         resume_step: int | None = None,
         enabled: bool = True,
     ):
-        self._file: Any = None
+        self._file: JsonLines | None = None
         self._wandb_run: Any = None
         if not enabled:
             return
-        self._path = folder / METRICS_FILE
-        if resume_step is None and self._path.exists():
-            raise UserError(f"{self._path} exists: resume that run, or choose another name or folder")
+        path = folder / METRICS_FILE
+        if resume_step is None and path.exists():
+            raise UserError(f"{path} exists: resume that run, or choose another name or folder")
         wandb_module = import_wandb(wandb) if wandb.mode != "disabled" else None
         folder.mkdir(parents=True, exist_ok=True)
         if wandb_module is not None:
             wandb = replace(wandb, group=wandb.group or recording, name=wandb.name or attention_name)
             run_id = _wandb_id(folder, resume=resume_step is not None)
             self._wandb_run = _start_wandb(wandb_module, folder, wandb, run_id, config_json)
-        if resume_step is not None and self._path.exists():
-            _drop_from(self._path, resume_step)
-        # Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one.
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+        self._file = JsonLines(path, resume_step)
 
     def log(self, step: int, **scalars: Any) -> None:
         """Append one line. Values: bool, int, float, str, None (not known, as the MFU of a CPU), or what has ``item()``
@@ -114,13 +142,7 @@ class Metrics:
         if self._file is None:
             return
         record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
-        line = json.dumps({name: json_safe(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
-        try:
-            written = self._file.write(line)
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot append the line of step {step} ({error.strerror})") from error
-        if written != len(line):
-            raise UserError(f"{self._path}: the disk took only part of the line of step {step}: is it full?")
+        self._file.append(record)
         self._log_to_wandb(record)
 
     def _log_to_wandb(self, record: dict[str, Any]) -> None:
@@ -131,7 +153,7 @@ class Metrics:
                 {name: value for name, value in record.items() if value is not None and not isinstance(value, str)}
             )
         except Exception as error:  # the JSON lines are the record; a broken service must not end a training run
-            warnings.warn(f"W&B stopped taking values ({error}); {self._path} goes on", stacklevel=3)
+            warnings.warn(f"W&B stopped taking values ({error}); {METRICS_FILE} goes on", stacklevel=3)
             self._wandb_run = None
 
     def close(self, exit_code: int = 0) -> None:
@@ -157,13 +179,18 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{folder}: no {METRICS_FILE} in it, so it is not the folder of a run")
-    lines = list(_read_lines(path))
+    lines = list(read_lines(path))
     if not lines:
         raise UserError(f"{path}: no line in it yet")
     return lines
 
 
-def _read_lines(path: Path) -> Iterable[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file that ``JsonLines`` wrote, non-finite values restored, less a torn last line.
+
+    Raises:
+        UserError: a line that is not a record.
+    """
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             return
@@ -173,15 +200,26 @@ def _read_lines(path: Path) -> Iterable[dict[str, Any]]:
                 raise TypeError
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: line {number} is not a record with a step") from None
-        yield {
-            name: _NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()
-        }
+        yield _restored(record)
 
 
-def _drop_from(path: Path, step: int) -> None:
-    kept = [record for record in _read_lines(path) if record["step"] < step]
-    lines = [json.dumps({name: json_safe(value) for name, value in record.items()}, allow_nan=False) for record in kept]
-    files.write_text(path, "".join(line + "\n" for line in lines))
+def drop_lines_from(path: Path, step: int, keep: Callable[[dict[str, Any]], bool] = lambda record: False) -> None:
+    """Rewrite a file of ``JsonLines`` without the records of ``step`` and later, less those to ``keep``."""
+    kept = [record for record in read_lines(path) if record["step"] < step or keep(record)]
+    files.write_text(path, "".join(map(_line, kept)))
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(json_safe(record), allow_nan=False) + "\n"
+
+
+def _restored(value: Any) -> Any:
+    """The inverse of ``json_safe``."""
+    if isinstance(value, dict):
+        return {name: _restored(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
@@ -192,7 +230,11 @@ def _plain(value: Any) -> bool | int | float | str | None:
 
 
 def json_safe(value: Any) -> Any:
-    """``value``, or the string that stands for it in these files when it is a float that strict JSON cannot write."""
+    """``value``, lists and dicts entry by entry, with strings in the place of floats that strict JSON cannot write."""
+    if isinstance(value, dict):
+        return {name: json_safe(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [json_safe(item) for item in value]
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from errors import UserError, invalid
+from training.shared_muon import SharedMuon
 
 OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "constant"]
@@ -135,8 +136,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
     """The optimiser of ``config`` over the trainable parameters of ``model`` (tied ones once), which is on ``device``.
 
     AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) decays parameters of two or more dimensions only. Muon
-    (``torch.optim.Muon``) takes the blocks' matrices, each orthogonalised whole (the fused Q, K, V projection is one
-    matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to AdamW's RMS (Moonshot, arXiv 2502.16982).
+    (``torch.optim.Muon``, its work shared out over processes) takes the blocks' matrices, each orthogonalised whole (the
+    fused Q, K, V projection is one matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to AdamW's RMS (Moonshot,
+    arXiv 2502.16982).
 
     Raises:
         UserError: Muon asked for and the model has no matrix named ``h.<layer>.attn|mlp....weight``.
@@ -148,7 +150,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
     if not hidden:
         raise UserError("optim.optimizer = 'muon': the model has no block matrices for it; choose adamw")
     taken = {id(parameter) for parameter in hidden}
-    muon = Muon(
+    muon = SharedMuon(
         hidden,
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -188,8 +190,23 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Returns the norm before clipping, a scalar on the gradients' device, not synchronised. A non-finite norm is returned
     as it is, and then clipping makes the gradients non-finite as well: look at the norm before taking the step.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = gradient_norm(model)
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Global 2-norm of all gradients, a scalar on their device, not synchronised."""
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def clip_in_step(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
+    """As ``clip_gradients``, but left to the next step of a fused AdamW, which divides the gradients as it reads them.
+
+    It divides by max(1, (norm + 1e-6) / max_norm) where ``clip_gradients`` multiplies by the inverse: one float32 rounding more or less.
+    """
+    norm = gradient_norm(model)
+    if max_norm > 0:
+        optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
     return norm

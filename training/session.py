@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,20 +16,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import registry
-from attention.plan import describe
+from attention.plan import LayerPlan, describe
 from data.batches import open_batches
 from errors import UserError, invalid
 from model import GPT, initialise
-from training import distributed, huggingface, record, throughput
+from training import distributed, huggingface, record, speed, throughput
+from training.alarm import Alarm, Watch
 from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
 from training.evaluate import evaluate
+from training.intervention import Interventions, parse_switch
+from training.late import DeviceGuard
 from training.metrics import Metrics, import_wandb
 from training.nonfinite import Action, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.qk_clip import clip_qk, forget_logits
-from training.step import StepResult, rounding_seed, throwaway_backward, train_step
-from training.telemetry import probe
+from training.step import LateResult, StepResult, rounding_seed, throwaway_backward, train_step
+from training.telemetry import Telemetry, summary_columns
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -46,8 +50,11 @@ _FREE_ON_RESUME = (
     "data.verify",
     "evaluation",
     "telemetry",
+    "alarm",
     "checkpoint",
     "nonfinite",
+    "speed.late_values",
+    "speed.fill_memory",
     "wandb",
 )
 
@@ -57,23 +64,36 @@ class Session:
 
     def __init__(self, config: TrainConfig, config_json: dict[str, Any], place: Distributed):
         self.config, self.config_json, self.place, self.device = config, config_json, place, place.device
+        self.telemetry: Telemetry | None = None  # on the main process, where probes are asked for
         self.folder = Path(config.run.folder) / config.run.name
         self.plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
-        registry.check(
-            self.plans,
-            device=self.device,
-            dtype=config.precision.torch_dtype,
-            head_dim=config.model.head_width,
-            softcap=config.model.attention_softcap,
-        )
+        self._check_plans(self.plans)
+        speed.check(config, self.device)
         if config.wandb.mode != "disabled":
             import_wandb(config.wandb)  # its absence must show before anything is written
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         loaded = self._checkpoint_to_resume()
+        self.interventions = Interventions(
+            self.plans,
+            [parse_switch(text) for text in config.alarm.switches],
+            self._check_plans,
+            self.folder if place.is_main else None,
+            resume_step=None if loaded is None else loaded.step,
+            known=() if loaded is None else loaded.extra.get("switches", ()),
+        )
+        if config.alarm.response == "switch":
+            self._check_plans(tuple(config.alarm.switch(0, 0).applied(plan) for plan in self.interventions.plans))
         with contextlib.ExitStack() as undo:
             self._build(loaded, undo)
             undo.pop_all()
         self.started = time.monotonic()
+        self._lapped = 0.0
+
+    def _check_plans(self, plans: tuple[LayerPlan, ...]) -> None:
+        model, dtype = self.config.model, self.config.precision.torch_dtype
+        registry.check(
+            plans, device=self.device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap
+        )
 
     def _build(self, loaded: Loaded | None, undo: contextlib.ExitStack) -> None:
         """Everything that may write. What a new run has written is taken back by ``undo``, should it fail to start after all."""
@@ -84,25 +104,24 @@ class Session:
         if config.data.record and loaded is None and place.is_main:
             undo.callback(shutil.rmtree, config.data.record)
         self._check_data(loaded)
-        self.raw_model = GPT(config.model, self.plans)
+        self.raw_model = GPT(config.model, self.interventions.plans, speed.operators(config.speed))
         self._fill_weights()
         self.raw_model.to(self.device)
         self.optimizer = build_optimizer(self.raw_model, config.optim, self.device)
         self.scaler = config.precision.scaler(self.device)
         self.guard = NonFiniteGuard(config.nonfinite)
+        self.device_guard = DeviceGuard(config.nonfinite.policy, self.device) if config.speed.late_values else None
         self.start_step, self.seconds_before = 0, 0.0
         if loaded is not None:
             self._restore(loaded)
             self.guard.load_state(loaded.extra["guard"])
             self.start_step, self.seconds_before = loaded.step, loaded.extra["seconds"]
-        self.model = distributed.wrap(
-            torch.compile(self.raw_model) if config.precision.compile else self.raw_model,  # type: ignore[arg-type]
-            place,
-        )
+        self.model, self.evaluated = speed.wrapped(self.raw_model, config, place)
         self._settle()
         self.flops_per_token = self.raw_model.flops_per_token(config.data.sequence_length)
         self.peak = throughput.peak_flops(self.device, config.run.peak_tflops)
         self._open_record(loaded, undo)
+        self._open_telemetry(loaded)
 
     def _checkpoint_to_resume(self) -> Loaded | None:
         run = self.config.run
@@ -162,6 +181,7 @@ class Session:
                 record.make_folder(self.folder)
                 undo.callback(shutil.rmtree, self.folder)
             record.write_record(self.folder, content)
+        self.interventions.open()
         self.metrics = Metrics(
             self.folder,
             self.config.wandb,
@@ -172,8 +192,37 @@ class Session:
             enabled=self.place.is_main,
         )
 
-    def train_step(self, step: int) -> StepResult:
-        """Draw the next batch and train on it; QK-clip follows the update where it is on."""
+    def _open_telemetry(self, loaded: Loaded | None) -> None:
+        config = self.config
+        self.watch = Watch(config.alarm, config.optim.warmup_steps)
+        if not self.place.is_main or not config.telemetry.every:
+            return
+        self.telemetry = Telemetry(
+            config.telemetry,
+            self.raw_model,
+            self.batches,
+            self.folder,
+            device=self.device,
+            precision=config.precision,
+            rounding_seed=rounding_seed(config.run.seed, 0, 0),
+            rate=functools.partial(learning_rate, config=config.optim),
+            resume_step=None if loaded is None else loaded.step,
+        )
+        for earlier in self.telemetry.earlier():
+            self.watch.update(earlier)
+
+    def intervene(self, step: int) -> None:
+        """Make the attention what it is to be in training step ``step``."""
+        changes = self.interventions.advance(step)
+        if changes and self.config.precision.compile:
+            # Another plan is another graph, with and without gradients; past its limit dynamo would go on uncompiled.
+            torch._dynamo.config.recompile_limit += 2
+        self.raw_model.set_plans(self.interventions.plans)
+        for sentence in changes:
+            self.say(sentence)
+
+    def train_step(self, step: int) -> StepResult | LateResult:
+        """Draw the next batch and train on it; QK-clip follows the update where it is on (never with late values)."""
         config, position = self.config, self.batches.position
         micro_batches = self.batches.next()
         order = range(self.place.rank, self.place.world_size * len(micro_batches), self.place.world_size)
@@ -188,8 +237,10 @@ class Session:
             autocast=self._autocast,
             grad_clip=config.optim.grad_clip,
             apply_nonfinite=config.nonfinite.policy == "continue",
+            fused_clip=config.speed.fused_clip,
+            guard=self.device_guard,
         )
-        if config.model.qk_clip_tau:
+        if config.model.qk_clip_tau and isinstance(result, StepResult):
             clip_qk(self.raw_model) if result.applied else forget_logits(self.raw_model)
         return result
 
@@ -200,18 +251,54 @@ class Session:
     def evaluate(self) -> float:
         """Validation loss on the fixed batches, nats a token."""
         seed = torch.tensor(rounding_seed(self.config.run.seed, 0, 0), device=self.device)
-        return evaluate(self.model, self.batches, self.device, self._autocast(), seed)
+        return evaluate(self.evaluated, self.batches, self.device, self._autocast(), seed)
 
-    def probe(self) -> dict[str, float]:
-        """Telemetry of the weights as they are; the main process only, the others hold the same weights."""
-        return probe(self.raw_model) if self.place.is_main else {}
+    def probe(self, step: int) -> dict[str, float | str]:
+        """Telemetry of the weights as they are, by the main process (the others hold the same weights); what an alarm asks for is done.
+
+        The columns for ``metrics.jsonl``; where there was an alarm, ``alarm`` is the response, on all processes unless it is log.
+        """
+        columns: dict[str, float | str] = {}
+        alarms: list[Alarm] = []
+        if self.telemetry is not None:
+            measured = self.telemetry.probe(step)
+            columns |= summary_columns(measured)
+            alarms = self.watch.update(measured)
+        for alarm in alarms:
+            self.say(alarm.sentence())
+            self.interventions.record(step, **alarm.record())
+        return columns | self._respond(step, {alarm.layer for alarm in alarms})
+
+    def _respond(self, step: int, accused: set[int]) -> dict[str, str]:
+        """Do what ``alarm.response`` says. All processes take part unless it is log."""
+        response = self.config.alarm.response
+        if response != "log":
+            flags_L = torch.zeros(self.config.model.n_layer, device=self.device)
+            flags_L[sorted(accused)] = 1.0
+            accused = set(distributed.all_reduce_max(flags_L).nonzero().flatten().tolist())
+        if not accused:
+            return {}
+        if response == "switch":
+            for layer in sorted(accused):
+                self.interventions.add(self.config.alarm.switch(step + 1, layer))
+        elif response != "log":
+            self.save(step)
+        return {"alarm": response}
 
     def seconds(self) -> float:
         """Wall time of the run so far, earlier sessions of a resumed run included."""
         return self.seconds_before + time.monotonic() - self.started
 
+    def lap(self, began: float) -> float:
+        """Seconds from ``began`` (a ``perf_counter``), or from the last call where that was later, until now."""
+        now = time.perf_counter()
+        elapsed, self._lapped = now - max(began, self._lapped), now
+        return elapsed
+
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step`` (rank 0), the recording flushed before it."""
+        if self.telemetry is not None:
+            self.telemetry.forget()
         states = distributed.gather_bytes(rng_state(self.device))
         failure = None
         try:
@@ -229,6 +316,7 @@ class Session:
                         "guard": self.guard.state(),
                         "seconds": self.seconds(),
                         "data_digest": self.batches.digest(),
+                        "switches": self.interventions.state(step),
                     },
                 )
         except UserError as error:
@@ -263,6 +351,8 @@ class Session:
         return loaded.step
 
     def _restore(self, loaded: Loaded) -> None:
+        if self.telemetry is not None:
+            self.telemetry.forget()
         self.raw_model.load_state_dict(_on(self.device, loaded.model_state))
         self.optimizer.load_state_dict(loaded.optimizer_state)
         self.scaler.load_state_dict(loaded.scaler_state)
@@ -284,6 +374,8 @@ class Session:
                     self.batches.flush()
         finally:
             self.metrics.close(exit_code=0 if finished else 1)
+            if self.telemetry is not None:
+                self.telemetry.close()
 
 
 def _on(device: torch.device, state: dict[str, Tensor]) -> dict[str, Tensor]:

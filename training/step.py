@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from training import distributed
-from training.optim import clip_gradients
+from training.late import DeviceGuard, Reading
+from training.optim import clip_gradients, clip_in_step
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,38 @@ class StepResult:
     finite: bool
     overflow: bool
     applied: bool
+
+    def result(self) -> StepResult:
+        """Itself, known already; see ``LateResult``."""
+        return self
+
+
+@dataclass(frozen=True)
+class LateResult:
+    """A step that was launched and whose numbers are not here yet."""
+
+    values: Reading
+    apply_nonfinite: bool
+
+    def result(self) -> StepResult:
+        """Wait for the numbers."""
+        loss, norm = self.values.read()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        return StepResult(loss, norm, finite, overflow=False, applied=finite or self.apply_nonfinite)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device works on, and what is known of it: its place in the data, when it began (``perf_counter``); ``row``
+    are the measurements before it.
+    """
+
+    step: int
+    position: int
+    row: dict[str, float | str | None]
+    result: StepResult | LateResult
+    data_digest: str
+    began: float
 
 
 def rounding_seed(run_seed: int, position: int, micro_batch: int) -> int:
@@ -50,15 +83,19 @@ def train_step(
     autocast: Callable[[], AbstractContextManager[object]],
     grad_clip: float,
     apply_nonfinite: bool,
-) -> StepResult:
+    fused_clip: bool = False,
+    guard: DeviceGuard | None = None,
+) -> StepResult | LateResult:
     """Train on this process's micro-batches (inputs_BT, targets_BT), int64 on the CPU; ``seeds`` has one rounding seed for each.
 
-    The update is left out when loss or gradient is not finite, unless ``apply_nonfinite``; float16's loss scale then shrinks.
+    The update is left out when loss or gradient is not finite, unless ``apply_nonfinite``; float16's loss scale then shrinks. With
+    a ``guard`` the device sees to that, and nothing waits for it here; ``fused_clip`` needs a fused AdamW.
     """
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=device)
     for index, ((inputs_BT, targets_BT), seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-        seed_tensor = torch.tensor(seed, dtype=torch.int64, device=device)
+        # Filled, not copied: a copy from the host would wait for all that was launched before.
+        seed_tensor = torch.full((), seed, dtype=torch.int64, device=device)
         # DDP decides in its forward pass whether this backward pass exchanges gradients.
         with distributed.no_sync(model, last=index == len(micro_batches) - 1):
             with autocast():
@@ -67,8 +104,12 @@ def train_step(
             scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
-    norm = clip_gradients(model, grad_clip)
-    mean_loss, grad_norm = distributed.all_reduce_mean(total).item(), norm.item()
+    norm = clip_in_step(model, optimizer, grad_clip) if fused_clip else clip_gradients(model, grad_clip)
+    loss_mean = distributed.all_reduce_mean(total)
+    if guard is not None:
+        guard.step(optimizer, loss_mean, norm)
+        return LateResult(Reading(torch.stack([loss_mean, norm])), apply_nonfinite)
+    mean_loss, grad_norm = loss_mean.item(), norm.item()
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     # A gradient that is not finite though the scale adds nothing to it is no overflow: halving would go on for ever.
     overflow = not finite and math.isfinite(mean_loss) and scaler.is_enabled() and scaler.get_scale() >= 1.0

@@ -1,31 +1,349 @@
-"""What is watched while training. A probe reads weights; it adds nothing to the model and changes no bit of the training."""
+"""What is watched while training: spectral norms, attention statistics and the error of delta, per layer and head, on a fixed batch.
+
+A probe is a pass of its own over the plain model. It adds nothing to the model, draws no random number, writes no gradient, and changes
+no bit of the training; the main process alone makes it. One line of ``telemetry.jsonl`` a probe, lists by layer ([L]) or by layer and head
+([L][H]); the docstring of ``COLUMNS`` says what each is. The largest of them go to ``metrics.jsonl`` and W&B (``summary_columns``).
+
+Legend: L layers, H heads, B batch, T positions, D head width, C width, N heads of several layers side by side.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from analysis.spectral import spectral_norm
-from errors import invalid
+from analysis.accumulation import one_signed_share
+from analysis.attention_statistics import attention_statistics
+from analysis.capture import LayerCapture, capture
+from analysis.delta_error import delta_errors, effective_numerics, summarise
+from analysis.spectral import SpectralState, attention_norms
+from attention.plan import HeadGroup, LayerPlan
+from attention.tiles import FORMAT_OF, Sites
+from errors import UserError, invalid
 from model import GPT
+from training.evaluate import ValidationBatches
+from training.metrics import JsonLines, read_lines
+from training.precision import PrecisionConfig
+
+TELEMETRY_FILE = "telemetry.jsonl"
+TOP_K = (2, 4, 8, 16, 32)
+SCORES_BYTES = 2**30
+"""Heads of several layers are measured in one go as long as their scores, B N T T in FP32, stay below this."""
+FP16_LOSS_SCALE = 2.0**10
+"""dO of a mean loss underflows in FP16 without it."""
+
+COLUMNS = {
+    "w_q_norm": "[L] spectral norm of W_Q, by warm-started power iteration: never above the true norm (analysis/spectral.py)",
+    "w_k_norm": "[L] the same of W_K",
+    "w_q_head_norm": "[L][H] of the head's D rows of W_Q",
+    "w_k_head_norm": "[L][H] of the head's D rows of W_K",
+    "qk_head_norm": "[L][H] of W_Q^T W_K of the head, without 1 / sqrt(D)",
+    "max_logit": "[L][H] largest score, as rounded at the site `scores`",
+    "min_row_max": "[L][H] smallest row maximum",
+    "entropy": "[L][H] mean entropy of a row, nats",
+    "sink": "[L][H] mean probability of key 0, rows 1 and later",
+    "top_1": "[L][H] mean largest probability of a row",
+    "ties_exact": "[L][H] share of rows whose maximum is attained more than once",
+    "ties_1e3": "[L][H] ... to within 1e-3, the paper's tolerance",
+    "ties_2e9": "[L][H] ... to within 2^-9, where P_bar rounds to 1 in BF16",
+    "underflow": "[L][H] share of rows that Algorithm 3 with beta 2 sends below FP32's normal range",
+    "v_one_signed": "[L][H] share of V's features with one sign at 90 % of the positions or more",
+    "delta_error_sum": "[L][H] sum over tokens of delta as the run's backward pass has it, less delta with an FP32 O",
+    "delta_error_mean": "[L][H] mean of the same; delta is of the mean loss of the probe batch, so it falls as 1 / tokens",
+    "delta_error_se": "[L][H] standard error of that mean, from blocks of 32 tokens",
+    "delta_error_rms": "[L][H] root mean square of the error",
+    "delta_error_positive": "[L][H] share of tokens with an error above 0, of those with one",
+    "delta_rms": "[L][H] root mean square of delta with an FP32 O: what the error is an error of",
+    "o_delta_error_mean": "[L][H] as delta_error_mean, for the O handed on to the next layer, whatever O the run's delta uses",
+    "o_delta_error_se": "[L][H] its standard error",
+}
+"""Columns of ``telemetry.jsonl``. Besides them: ``step``; ``lr_sum``, the scheduled learning rates of all steps so far; ``probe_seconds``,
+wall time; ``delta_units``, n of the standard errors; and, with ``telemetry.details``, ``top_k_2`` ..., the mean sum of a row's k largest
+probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """How often the probes run."""
+    """How often the probes run, and on what."""
 
-    every: int = 100
-    """Steps between two measurements of the spectral norms of W_Q; 0 never."""
+    every: int = 50
+    """Steps between two probes; 0 never."""
+    sequences: int = 1
+    """Sequences of the probe batch: the first of the validation data."""
+    details: bool = False
+    """Also the cumulative probabilities of the k largest keys, which cost partial sorts."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise invalid("telemetry.every", self.every, "0 (never) or a positive number of steps")
+        if self.sequences < 1:
+            raise invalid("telemetry.sequences", self.sequences, "a whole number of 1 or more")
+
+
+class Telemetry:
+    """The probes of one run: its fixed batch, the vectors of the last power iteration, and the file.
+
+    Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
+    """
+
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        model: GPT,
+        batches: ValidationBatches,
+        folder: Path,
+        *,
+        device: torch.device,
+        precision: PrecisionConfig,
+        rounding_seed: int,
+        rate: Callable[[int], float],
+        resume_step: int | None = None,
+    ):
+        self._config, self._model, self._device, self._precision = config, model, device, precision
+        self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.sequences))
+        self._seed = torch.tensor(rounding_seed, dtype=torch.int64, device=device)
+        self._state: SpectralState | None = None
+        self._rate, self._summed = rate, (0, 0.0)
+        self._file = JsonLines(folder / TELEMETRY_FILE, resume_step)
+
+    def probe(self, step: int) -> dict[str, Any]:
+        """Measure, write the line and return it."""
+        began = time.perf_counter()
+        top_k = TOP_K if self._config.details else ()
+        scale = FP16_LOSS_SCALE if self._precision.dtype == "float16" else 1.0
+        batch, autocast = (self._tokens_BT, self._targets_BT, self._seed), self._precision.autocast(self._device)
+        measured, units, self._state = measure(self._model, *batch, autocast, self._state, top_k, scale)
+        record: dict[str, Any] = to_lists(measured)
+        if not all(
+            math.isfinite(norm) and norm > 0 for norm in itertools.chain(record["w_q_norm"], record["w_k_norm"])
+        ):
+            self.forget()  # vectors that are not finite, or zero, lead nowhere
+        seconds = time.perf_counter() - began
+        known = {"step": step, "lr_sum": self._rate_sum(step), "probe_seconds": seconds, "delta_units": units}
+        record = known | record
+        self._file.append(record)
+        return record
+
+    def _rate_sum(self, step: int) -> float:
+        """Scheduled learning rates of the steps before ``step``, added in order: the same bits after a resume."""
+        done, total = self._summed if self._summed[0] <= step else (0, 0.0)
+        for earlier in range(done, step):
+            total += self._rate(earlier)
+        self._summed = (step, total)
+        return total
+
+    def forget(self) -> None:
+        """Start the next power iteration afresh.
+
+        To be called when a checkpoint is written or restored: the vectors are in none, and the resumed run must measure the same bits.
+        """
+        self._state = None
+
+    def earlier(self) -> Iterator[dict[str, Any]]:
+        """What the run that is gone on with has measured before."""
+        return read_lines(self._file.path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def probe_batch(batches: ValidationBatches, sequences: int) -> tuple[Tensor, Tensor]:
+    """The first ``sequences`` validation sequences of this process, (tokens_BT, targets_BT), int64 on the CPU."""
+    tokens: list[Tensor] = []
+    targets: list[Tensor] = []
+    for tokens_BT, targets_BT in batches.validation():
+        tokens.append(tokens_BT)
+        targets.append(targets_BT)
+        if sum(map(len, tokens)) >= sequences:
+            return torch.cat(tokens)[:sequences], torch.cat(targets)[:sequences]
+    expected = (
+        f"at most {sum(map(len, tokens))}, the validation sequences of the first process (data.validation_sequences)"
+    )
+    raise invalid("telemetry.sequences", sequences, expected)
 
 
 @torch.no_grad()
-def probe(model: GPT) -> dict[str, float]:
-    """Largest singular value of each layer's W_Q [C, C] (the paper's Fig. 4 watches layer index 1), and the largest of all."""
-    norms_L = spectral_norm(torch.stack([model.w_q(layer) for layer in range(model.config.n_layer)]))
-    each = {f"w_q_norm_{layer}": norm for layer, norm in enumerate(norms_L.tolist())}
-    return each | {"w_q_norm_max": norms_L.max().item()}  # torch's maximum: NaN stays NaN
+def measure(
+    model: GPT,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    seed: Tensor,
+    autocast: AbstractContextManager[object],
+    state: SpectralState | None = None,
+    top_k: Sequence[int] = (),
+    loss_scale: float = 1.0,
+) -> tuple[dict[str, Tensor], int, SpectralState]:
+    """One probe of the plain model: the columns as tensors on its device, n of the standard errors, and the state to go on from.
+
+    ``loss_scale`` multiplies the loss before the backward pass; what is reported is divided by it. Nothing waits for the device.
+    """
+    attentions = model.attentions()
+    L, H = len(attentions), model.config.n_head
+    w_q_LCC, w_k_LCC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
+    norms, state = attention_norms(w_q_LCC, w_k_LCC, H, state)
+    measured = {
+        "w_q_norm": norms.w_q,
+        "w_k_norm": norms.w_k,
+        "w_q_head_norm": norms.w_q_head,
+        "w_k_head_norm": norms.w_k_head,
+        "qk_head_norm": norms.qk_head,
+    }
+    layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
+    places: list[int] = []
+    parts: list[dict[str, Tensor]] = []
+    units = 0
+    for members in alike(layers):
+        part, units = _measure_heads(stacked(members), loss_scale, top_k)
+        parts.append(part)
+        places += [layer.layer * H + head for layer, group in members for head in group.heads]
+    back = sorted(range(L * H), key=places.__getitem__)
+    for name in parts[0]:
+        joined_N = torch.cat([part[name].float() for part in parts])
+        measured[name] = (joined_N if len(parts) == 1 else joined_N[back]).view(L, H)
+    return measured, units, state
+
+
+Member = tuple[LayerCapture, HeadGroup]
+
+
+def alike(layers: Sequence[LayerCapture]) -> Iterator[list[Member]]:
+    """Groups of heads of all layers that share backend and roundings, as many at once as ``SCORES_BYTES`` allows; in order."""
+    by_kind: dict[tuple[str, str], list[Member]] = {}
+    for layer in layers:
+        for group in layer.plan.groups:
+            by_kind.setdefault((group.backend, group.numerics), []).append((layer, group))
+    B, T = layers[0].q_BTHD.shape[:2]
+    most = max(1, SCORES_BYTES // (4 * B * T * T))
+    for members in by_kind.values():
+        taken: list[Member] = []
+        for member in members:
+            if taken and sum(len(group.heads) for _, group in [*taken, member]) > most:
+                yield taken
+                taken = []
+            taken.append(member)
+        yield taken
+
+
+def stacked(members: Sequence[Member]) -> LayerCapture:
+    """Heads that share backend and roundings side by side, as if they were one layer's. ``x_BTC`` and ``layer`` are the first's."""
+    if len(members) == 1 and len(members[0][1].heads) == members[0][0].plan.n_head:
+        return members[0][0]
+    parts = zip(*(layer.heads(group) for layer, group in members), strict=True)
+    q_BTND, k_BTND, v_BTND, o_BTND, do_BTND = (torch.cat(part, dim=2) for part in parts)
+    first, group = members[0]
+    heads = tuple(range(q_BTND.shape[2]))
+    plan = LayerPlan(first.layer, len(heads), (replace(group, heads=heads),))
+    return replace(first, q_BTHD=q_BTND, k_BTHD=k_BTND, v_BTHD=v_BTND, o_BTHD=o_BTND, do_BTHD=do_BTND, plan=plan)
+
+
+def _measure_heads(heads: LayerCapture, loss_scale: float, top_k: Sequence[int]) -> tuple[dict[str, Tensor], int]:
+    """The columns of heads that share their roundings, each [N], and n of the standard errors."""
+    (group,) = heads.plan.groups
+    numerics = effective_numerics(group).concrete(FORMAT_OF[heads.q_BTHD.dtype])
+    sites = Sites(numerics, heads.q_BTHD.dtype)
+    q_BTND, k_BTND = (sites.inputs(x.float()) for x in (heads.q_BTHD, heads.k_BTHD))
+    statistics = attention_statistics(
+        q_BTND, k_BTND, scale=heads.scale, softcap=heads.softcap, scores_format=numerics.scores, top_k=top_k
+    )
+    delta = delta_errors(heads, reference="backward")
+    error = summarise(delta.error_BHT / loss_scale)
+    handed_on_BNT = (sites.output_gradient(heads.do_BTHD.float()) * heads.o_BTHD.float()).sum(dim=-1).transpose(1, 2)
+    o_error = summarise((handed_on_BNT - delta.high_BHT) / loss_scale)
+    measured = {
+        "max_logit": statistics.max_logit,
+        "min_row_max": statistics.min_row_max,
+        "entropy": statistics.entropy,
+        "sink": statistics.sink,
+        "top_1": statistics.top_1,
+        **dict(zip(("ties_exact", "ties_1e3", "ties_2e9"), statistics.ties.unbind(dim=-1), strict=True)),
+        "underflow": statistics.underflow,
+        "v_one_signed": one_signed_share(heads.v_BTHD),
+        "delta_error_sum": error.sum_H,
+        "delta_error_mean": error.mean_H,
+        "delta_error_se": error.standard_error_H,
+        "delta_error_rms": error.rms_H,
+        "delta_error_positive": error.positive_H,
+        "delta_rms": (delta.high_BHT / loss_scale).square().mean(dim=(0, 2)).sqrt(),
+        "o_delta_error_mean": o_error.mean_H,
+        "o_delta_error_se": o_error.standard_error_H,
+        **{f"top_k_{k}": sums_N for k, sums_N in zip(top_k, statistics.top_k.unbind(dim=-1), strict=True)},
+    }
+    return measured, error.units
+
+
+def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:
+    """All tensors as nested lists of floats, brought to the host in one go."""
+    flat = iter(torch.cat([tensor.float().flatten() for tensor in measured.values()]).tolist())
+    lists: dict[str, Any] = {}
+    for name, tensor in measured.items():
+        values = list(itertools.islice(flat, tensor.numel()))
+        width = tensor.shape[-1]
+        lists[name] = values if tensor.ndim == 1 else [values[i : i + width] for i in range(0, len(values), width)]
+    return lists
+
+
+def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
+    """What ``metrics.jsonl`` and W&B get of a probe: each layer's W_Q norm, and the extreme of every other column with its layer.
+
+    ``delta_z_max`` is the largest |mean / standard error| of the delta error over layers and heads, ``delta_error_mean_max`` and
+    ``delta_bias_max`` the mean there, as it is and in units of delta's root mean square; they are absent where a single block of
+    tokens gives no standard error. NaN is the extreme of everything.
+    """
+    columns: dict[str, float | int] = {f"w_q_norm_{layer}": norm for layer, norm in enumerate(record["w_q_norm"])}
+    columns["w_q_norm_max"], columns["w_q_norm_layer"], _ = extreme([[norm] for norm in record["w_q_norm"]])
+    columns["w_k_norm_max"] = extreme([[norm] for norm in record["w_k_norm"]])[0]
+    columns["qk_norm_max"] = extreme(record["qk_head_norm"])[0]
+    columns["max_logit_max"], columns["max_logit_layer"], _ = extreme(record["max_logit"])
+    columns["entropy_min"] = -extreme([[-value for value in row] for row in record["entropy"]])[0]
+    for name in ("sink", "top_1", "ties_exact", "ties_1e3", "ties_2e9", "underflow", "v_one_signed"):
+        columns[f"{name}_max"] = extreme(record[name])[0]
+    if record["delta_units"] > 1:
+        z, layer, head = extreme([[abs(value) for value in row] for row in z_scores(record)])
+        mean = record["delta_error_mean"][layer][head]
+        columns |= {"delta_z_max": z, "delta_z_layer": layer, "delta_z_head": head, "delta_error_mean_max": mean}
+        columns["delta_bias_max"] = _ratio(mean, record["delta_rms"][layer][head])
+    return columns
+
+
+def z_scores(record: dict[str, Any], prefix: str = "delta_error") -> list[list[float]]:
+    """Mean over standard error of the delta error, [L][H]; 0 where there is no error."""
+    means, errors = record[f"{prefix}_mean"], record[f"{prefix}_se"]
+    return [[_ratio(*pair) for pair in zip(*rows, strict=True)] for rows in zip(means, errors, strict=True)]
+
+
+def _ratio(value: float, scale: float) -> float:
+    if value == 0:
+        return 0.0
+    return value / scale if scale else math.copysign(math.inf, value)
+
+
+def extreme(rows: Sequence[Sequence[float]]) -> tuple[float, int, int]:
+    """The largest of [L][H] values with its layer and head; NaN is larger than any number."""
+    cells = [(value, layer, head) for layer, row in enumerate(rows) for head, value in enumerate(row)]
+    return max(cells, key=lambda cell: (math.isnan(cell[0]), 0.0 if math.isnan(cell[0]) else cell[0]))
+
+
+def read_telemetry(folder: Path) -> list[dict[str, Any]]:
+    """All probes of a run in file order, not-finite values restored.
+
+    Raises:
+        UserError: no such folder, no telemetry in it, none yet, or a line that is not a record.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder")
+    path = folder / TELEMETRY_FILE
+    if not path.is_file():
+        raise UserError(f"{folder}: no {TELEMETRY_FILE} in it: the run was made with --telemetry.every 0, or is no run")
+    records = list(read_lines(path))
+    if not records:
+        raise UserError(f"{path}: no probe in it yet")
+    return records

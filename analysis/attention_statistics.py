@@ -1,0 +1,171 @@
+"""What an attention's probabilities look like, head by head: how large its logits are, how sharp its rows, how often a maximum repeats.
+
+Everything here is computed in FP32 from q and k as attention reads them, in chunks of queries, and waits for no device.
+
+Legend: B batch, H heads, T positions, D head width; R the queries of one chunk, S the keys they see; X rows [B, H, R].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.exact import exact_float32
+from attention.rounding import round_to
+
+TIE_TOLERANCES = (0.0, 1e-3, 2.0**-9)
+"""Exact ties; the tolerance of the paper's later version; the width of the band below the maximum whose P_bar rounds to 1 in BF16."""
+FP32_RANGE = 126 * math.log(2)
+"""exp(-x) is subnormal in FP32 beyond this x = 87.34, and kernels flush it to zero."""
+QUERY_CHUNK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionStatistics:
+    """Of each head over batch and rows, [H] float32 unless said otherwise; maxima, entropy, probabilities are NaN where a score is."""
+
+    max_logit: Tensor
+    """Largest score S = scale * q . k (after the soft-cap)."""
+    min_row_max: Tensor
+    """Smallest row maximum: the stabilised normaliser m = 0 of Algorithm 3 underflows where it is below -87.3 and tied."""
+    entropy: Tensor
+    """Mean over rows of -sum P ln P, nats; ln(t + 1) would be the uniform row of position t."""
+    sink: Tensor
+    """Mean probability of key 0, over the rows that have another key to choose (positions 1 and later)."""
+    top_1: Tensor
+    """Mean over rows of the largest probability."""
+    top_k: Tensor
+    """[H, K]: mean over rows of the sum of the k largest probabilities, for each k asked for (Su Jianlin's measure of concentration)."""
+    ties: Tensor
+    """[H, 3]: share of rows with more than one score within a tolerance of the row maximum, for each of ``TIE_TOLERANCES``."""
+    underflow: Tensor
+    """Share of rows in which Algorithm 3 (beta = 2, ties within 1e-3) shifts m so far that all exp(S - m) leave FP32's normal range."""
+
+
+def attention_statistics(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    scores_format: str = "fp32",
+    top_k: Sequence[int] = (),
+    chunk: int = QUERY_CHUNK,
+) -> AttentionStatistics:
+    """Statistics of causal attention; layers may be stacked along H.
+
+    Args:
+        q_BTHD, k_BTHD: any float dtype, as the kernel's products read them (rounded to the site ``inputs``, where that is coarser).
+        scale: of q . k.
+        softcap: c > 0 makes the scores c tanh(S / c).
+        scores_format: format of the site ``scores``: ties and row maxima are those of the rounded scores, as the kernel sees them;
+            probabilities are always those of the unrounded ones.
+        top_k: which cumulative probabilities to report besides ``top_1``; each costs a partial sort.
+        chunk: queries handled at once: memory is B * H * chunk * T floats, times about four.
+    """
+    return _scan(q_BTHD, k_BTHD, None, scale, softcap, scores_format, top_k, chunk)[0]
+
+
+def statistics_and_output(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    scores_format: str = "fp32",
+    top_k: Sequence[int] = (),
+    chunk: int = QUERY_CHUNK,
+) -> tuple[AttentionStatistics, Tensor]:
+    """As ``attention_statistics``; and O = P V [B, T, H, D] float32 with no site rounded, from the same probabilities."""
+    statistics, o_BTHD = _scan(q_BTHD, k_BTHD, v_BTHD, scale, softcap, scores_format, top_k, chunk)
+    assert o_BTHD is not None
+    return statistics, o_BTHD
+
+
+@torch.no_grad()
+def _scan(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor | None,
+    scale: float,
+    softcap: float,
+    scores_format: str,
+    top_k: Sequence[int],
+    chunk: int,
+) -> tuple[AttentionStatistics, Tensor | None]:
+    T = q_BTHD.shape[1]
+    q_BHTD, k_BHTD = q_BTHD.detach().float().transpose(1, 2), k_BTHD.detach().float().transpose(1, 2)
+    v_BHTD = None if v_BTHD is None else v_BTHD.detach().float().transpose(1, 2)
+    rows: list[dict[str, Tensor]] = []
+    outputs: list[Tensor] = []
+    with exact_float32(q_BTHD.device):
+        for start in range(0, T, chunk):
+            stop = min(start + chunk, T)
+            s_BHRS = _scores(q_BHTD[:, :, start:stop], k_BHTD[:, :, :stop], start, scale, softcap)
+            measured = _row_extremes(s_BHRS, scores_format)
+            p_BHRS, probabilities = _row_probabilities(s_BHRS, top_k)
+            rows.append({**measured, **probabilities})
+            if v_BHTD is not None:
+                outputs.append(p_BHRS @ v_BHTD[:, :, :stop])
+    joined = {name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]}
+    o_BTHD = torch.cat(outputs, dim=2).transpose(1, 2) if outputs else None
+    return _over_rows(joined), o_BTHD
+
+
+def _scores(q_BHRD: Tensor, k_BHSD: Tensor, start: int, scale: float, softcap: float) -> Tensor:
+    """S [B, H, R, S] of the queries from position ``start`` on; what is masked is -inf."""
+    s_BHRS = (q_BHRD @ k_BHSD.mT).mul_(scale)
+    if softcap:
+        s_BHRS = s_BHRS.div_(softcap).tanh_().mul_(softcap)
+    R, S = s_BHRS.shape[2:]
+    # Keys before ``start`` are seen by all of these queries.
+    future_RR = torch.ones(R, S - start, dtype=torch.bool, device=s_BHRS.device).triu(1)
+    s_BHRS[..., start:].masked_fill_(future_RR, -math.inf)
+    return s_BHRS
+
+
+def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
+    """Maximum, ties [X, 3] and underflow of each row, of the scores rounded to a format."""
+    s_BHRS = round_to(s_BHRS, scores_format)
+    max_X = s_BHRS.amax(dim=-1)
+    # The comparison of ``attention.stabilise``, in FP32.
+    ties = [(s_BHRS >= (max_X - tolerance)[..., None]).sum(dim=-1) > 1 for tolerance in TIE_TOLERANCES]
+    # m = 2 r_m for r_m > 0 and 0 for r_m < 0: a shift of |r_m| either way.
+    underflow_X = ties[1] & (max_X.abs() > FP32_RANGE)
+    return {"max": max_X, "ties": torch.stack(ties, dim=-1).float(), "underflow": underflow_X.float()}
+
+
+def _row_probabilities(s_BHRS: Tensor, top_k: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """P [B, H, R, S], and of each row: entropy, largest and first probability, and the sums of the k largest [X, K]."""
+    log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
+    p_BHRS = log_p_BHRS.exp()
+    # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
+    entropy_X = -(p_BHRS * log_p_BHRS.clamp_(min=-1e4)).sum(dim=-1)
+    measured = {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1), "sink": p_BHRS[..., 0]}
+    S = s_BHRS.shape[-1]
+    if top_k:
+        largest_BHRK = p_BHRS.topk(min(max(top_k), S), dim=-1).values
+        sums = [largest_BHRK[..., :k].sum(dim=-1) for k in top_k]
+        measured["top_k"] = torch.stack(sums, dim=-1)
+    return p_BHRS, measured
+
+
+def _over_rows(rows: dict[str, Tensor]) -> AttentionStatistics:
+    """Reduce what was measured of each row, [B, H, T] or [B, H, T, K], to heads."""
+    T, H = rows["max"].shape[2], rows["max"].shape[1]
+    return AttentionStatistics(
+        max_logit=rows["max"].amax(dim=(0, 2)),
+        min_row_max=rows["max"].amin(dim=(0, 2)),
+        entropy=rows["entropy"].mean(dim=(0, 2)),
+        # Row 0 sees key 0 alone; a sequence of one token has no other row.
+        sink=rows["sink"][:, :, min(1, T - 1) :].mean(dim=(0, 2)),
+        top_1=rows["top_1"].mean(dim=(0, 2)),
+        top_k=rows["top_k"].mean(dim=(0, 2)) if "top_k" in rows else rows["max"].new_zeros(H, 0),
+        ties=rows["ties"].mean(dim=(0, 2)),
+        underflow=rows["underflow"].mean(dim=(0, 2)),
+    )

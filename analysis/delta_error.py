@@ -1,0 +1,261 @@
+"""The error of delta, token by token: delta_lp - delta_hp of arXiv 2510.04212, Figure 5, and whether it is biased.
+
+delta[T] = sum_d dO[T, d] O[T, d]. The backward pass forms dS = P * (dP - delta), so an error of delta adds
+-scale * error[T] * (P K)[T] to dQ[T] (``analysis.low_rank`` has that equation). What counts as high precision is a choice:
+
+- ``backward``: O = P V in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The
+  error is then what makes dS inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it equals ``fp32``.
+- ``fp32``: all of attention in FP32 from the same q, k and v. A rounding of S counts as an error of O.
+- ``fp64``: the same in FP64.
+
+dO is the one that attention reads (rounded at site ``output_gradient``) on both sides, q, k and v as at site ``inputs``.
+
+Legend: B batch, T positions, H heads, D head width, U units (blocks of tokens) of a standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from analysis.capture import LayerCapture
+from attention.exact import exact_float32
+from attention.flash_reference import row_deltas
+from attention.numerics import FP32, Numerics, numerics_from_key
+from attention.plan import HeadGroup
+from attention.tiles import FORMAT_OF, Problem, Sites, make_problem, o_for_delta
+
+Reference = Literal["backward", "fp32", "fp64"]
+
+HIGH = FP32.with_sites({"output": "fp32", "inputs": "fp32", "tile_q": 0, "tile_k": 0})
+"""O of this is unrounded FP32, in one tile."""
+
+UNIT = 32
+"""Consecutive tokens whose mean error is one draw for the standard error: neighbours attend to the same keys."""
+
+_FP64_ROWS = 256
+
+
+@dataclass(frozen=True)
+class DeltaError:
+    """delta of every token in low and in high precision."""
+
+    low_BHT: Tensor
+    """As the backward pass of this layer and head sees it, float32."""
+    high_BHT: Tensor
+    """From the high-precision O; float32, or float64 for reference ``fp64``."""
+
+    @property
+    def error_BHT(self) -> Tensor:
+        """delta_lp - delta_hp (Figure 5a), in the units of delta: loss times ``loss_scale``."""
+        return self.low_BHT - self.high_BHT
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Is a set of errors biased? Each field [H] float64."""
+
+    sum_H: Tensor
+    mean_H: Tensor
+    """Over tokens."""
+    standard_error_H: Tensor
+    """Of the mean, from the spread of the means of ``units`` blocks of tokens; NaN for a single unit."""
+    rms_H: Tensor
+    """Root mean square over tokens."""
+    positive_H: Tensor
+    """Share of tokens with an error above 0, of those with one (0.5 where there is none)."""
+    units: int
+    """n of the standard error."""
+
+    @property
+    def z_H(self) -> Tensor:
+        """Mean over standard error; 0 where there is no error at all."""
+        return torch.where(self.mean_H == 0, 0.0, self.mean_H / self.standard_error_H)
+
+
+def effective_numerics(group: HeadGroup) -> Numerics:
+    """The roundings of a group. torch's math kernel is differentiated by autograd, so its delta is rowsum(P * dP)."""
+    numerics = numerics_from_key(group.numerics)
+    return numerics.with_sites({"delta": "rowsum_p_dp"}) if group.backend == "sdpa_math" else numerics
+
+
+def high_outputs(layer: LayerCapture, *, reference: Reference = "backward") -> Tensor:
+    """O of every head in high precision, [B, H, T, D]. Measured once, it can be given to the functions below as ``high_BHTD``."""
+    return over_groups(layer, lambda group: high_output(layer, group, reference))
+
+
+def delta_errors(
+    layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None
+) -> DeltaError:
+    """delta in low and high precision for each token and head of a layer (arXiv 2510.04212, section 3.2, Figure 5a).
+
+    Low precision is, head by head, what the layer's plan says: rowsum(dO * O) with the O that was produced where that O is
+    the one in delta; otherwise what ``attention.flash_reference.row_deltas`` makes of the same q, k, v (a stochastic rounding
+    of a separate O is drawn anew: same distribution, other bits than the run's).
+    """
+    return DeltaError(
+        low_BHT=over_groups(layer, lambda group: _low(layer, group)),
+        high_BHT=over_groups(
+            layer, lambda group: _rowsum(_do(layer, group), _high(layer, group, reference, high_BHTD))
+        ),
+    )
+
+
+def feature_errors(
+    layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None
+) -> Tensor:
+    """dO[T, d] * (O_lp - O_hp)[T, d], [B, H, T, D]: the error of rowsum(dO * O) by feature (Figures 5b and 5c).
+
+    O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP), recomputed), it is the O handed on: the
+    error that rowsum(dO * O) would have.
+    """
+
+    def products(group: HeadGroup) -> Tensor:
+        return _do(layer, group) * (_low_output(layer, group) - _high(layer, group, reference, high_BHTD))
+
+    return over_groups(layer, products)
+
+
+def output_errors(layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None) -> Tensor:
+    """O_lp - O_hp, [B, H, T, D], of the O inside delta (of the O handed on, where delta has none in it)."""
+    return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, reference, high_BHTD))
+
+
+def summarise(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
+    """Sum, mean, standard error, size and sign of an error for each head. No host synchronisation.
+
+    Args:
+        error_BHT: per token.
+        unit: tokens in a row whose mean counts as one draw; a shorter rest at the end of a sequence is left out of the
+            standard error alone. Sequences shorter than it are one unit each.
+    """
+    error_HBT = error_BHT.double().transpose(0, 1)
+    B, T = error_HBT.shape[1:]
+    unit = min(unit, T)
+    blocks = T // unit
+    mean_HU = error_HBT[:, :, : blocks * unit].reshape(-1, B * blocks, unit).mean(dim=-1)
+    error_HN = error_HBT.flatten(1)
+    signed_H = (error_HN != 0).sum(dim=-1)
+    positive_H = (error_HN > 0).sum(dim=-1) / signed_H.clamp(min=1)
+    return Summary(
+        sum_H=error_HN.sum(dim=-1),
+        mean_H=error_HN.mean(dim=-1),
+        # One unit has no spread: NaN, and no warning.
+        standard_error_H=mean_HU.std(dim=-1, correction=min(1, mean_HU.shape[1] - 1)) / math.sqrt(mean_HU.shape[1])
+        if mean_HU.shape[1] > 1
+        else torch.full_like(error_HN[:, 0], math.nan),
+        rms_H=error_HN.square().mean(dim=-1).sqrt(),
+        positive_H=torch.where(signed_H > 0, positive_H, 0.5).double(),
+        units=mean_HU.shape[1],
+    )
+
+
+def group_of(layer: LayerCapture, head: int) -> HeadGroup:
+    """The group of heads that a head belongs to."""
+    return next(group for group in layer.plan.groups if head in group.heads)
+
+
+def over_groups(layer: LayerCapture, measure: Callable[[HeadGroup], Tensor]) -> Tensor:
+    """``measure`` of every group of heads, [B, heads of the group, ...], put together in the order of the heads [B, H, ...]."""
+    parts = [measure(group) for group in layer.plan.groups]
+    if len(parts) == 1:
+        return parts[0]
+    order = [head for group in layer.plan.groups for head in group.heads]
+    return torch.cat(parts, dim=1)[:, [order.index(head) for head in range(layer.plan.n_head)]]
+
+
+def problem_of(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> Problem:
+    """The operands of a group as a ``Problem``: float32 [B, H, T, D], with the sites of ``numerics``."""
+    q, k, v, _, _ = layer.heads(group)
+    return make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap)
+
+
+@torch.no_grad()
+def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
+    """O, the O inside delta (empty where it is O) [B, T, H, D], and L [B, H, T], by ``flash_reference`` with ``numerics``."""
+    q, k, v, _, _ = layer.heads(group)
+    operator = torch.ops.attention.flash_reference_forward
+    o, delta_o, lse = operator(q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap)
+    if delta_o.numel() and not delta_o.is_floating_point():
+        delta_o = o_for_delta(o, delta_o, numerics.concrete(FORMAT_OF[q.dtype]))
+    return o, delta_o, lse
+
+
+@torch.no_grad()
+def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference) -> Tensor:
+    """O of a group in high precision, [B, H, T, D]; see the top of this module for ``reference``."""
+    numerics = effective_numerics(group)
+    if reference == "fp64":
+        return _fp64_output(problem_of(layer, group, _with_inputs_of(numerics, layer)))
+    n = numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
+    if reference == "fp32" or {n.scores, n.statistics, n.logsumexp} == {"fp32"}:
+        return forward_pass(layer, group, _with_inputs_of(numerics, layer))[0].transpose(1, 2)
+    lse_BHT = forward_pass(layer, group, numerics)[2]
+    with exact_float32(layer.q_BTHD.device):
+        problem = problem_of(layer, group, numerics)
+        outputs = []
+        for rows in problem.row_tiles():
+            o = torch.zeros_like(problem.v[:, :, rows])
+            for columns in problem.column_tiles(rows):
+                o += torch.exp(problem.scores(rows, columns) - lse_BHT[:, :, rows, None]) @ problem.v[:, :, columns]
+            outputs.append(o)
+        return torch.cat(outputs, dim=2)
+
+
+def _high(layer: LayerCapture, group: HeadGroup, reference: Reference, high_BHTD: Tensor | None) -> Tensor:
+    """``high_output``, taken from those of all heads where they are known."""
+    return high_output(layer, group, reference) if high_BHTD is None else high_BHTD[:, list(group.heads)]
+
+
+def _with_inputs_of(numerics: Numerics, layer: LayerCapture) -> Numerics:
+    """High precision from operands that are rounded as those of ``numerics``."""
+    return HIGH.with_sites({"inputs": numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype]).inputs})
+
+
+def _fp64_output(problem: Problem) -> Tensor:
+    """softmax(S) V in FP64, some rows at a time."""
+    problem = dataclasses.replace(problem, q=problem.q.double(), k=problem.k.double(), v=problem.v.double())
+    outputs = []
+    for start in range(0, problem.q.shape[2], _FP64_ROWS):
+        rows = slice(start, min(start + _FP64_ROWS, problem.q.shape[2]))
+        columns = slice(0, rows.stop)
+        outputs.append(torch.softmax(problem.scores(rows, columns), dim=-1) @ problem.v[:, :, columns])
+    return torch.cat(outputs, dim=2)
+
+
+def _do(layer: LayerCapture, group: HeadGroup) -> Tensor:
+    """dO of a group as the backward pass reads it, float32 [B, H, T, D]."""
+    do_BTHD = layer.heads(group)[4]
+    return Sites(effective_numerics(group), layer.q_BTHD.dtype).output_gradient(do_BTHD.transpose(1, 2).float())
+
+
+def _rowsum(do_BHTD: Tensor, o_BHTD: Tensor) -> Tensor:
+    return (do_BHTD * o_BHTD).sum(dim=-1)
+
+
+@torch.no_grad()
+def _low_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
+    """The O inside delta, or where delta has none the O handed on, float32 [B, H, T, D]."""
+    numerics = effective_numerics(group)
+    o_BTHD = layer.heads(group)[3]
+    if numerics.delta == "rowsum_do_o" and numerics.delta_output != "output":
+        o_BTHD = forward_pass(layer, group, numerics)[1]
+    return o_BTHD.transpose(1, 2).float()
+
+
+@torch.no_grad()
+def _low(layer: LayerCapture, group: HeadGroup) -> Tensor:
+    numerics = effective_numerics(group)
+    q, k, v, _, do = layer.heads(group)
+    if numerics.delta == "rowsum_do_o":
+        sites = Sites(numerics, layer.q_BTHD.dtype)
+        return sites.delta_sum(_rowsum(_do(layer, group), _low_output(layer, group)))
+    return row_deltas(
+        q, k, v, do, numerics, seed=layer.rounding_seed, scale=layer.scale, causal=True, softcap=layer.softcap
+    )

@@ -1,0 +1,186 @@
+"""Figures 5 and 12: the error of delta, token by token, summed, and by feature. Legend: B batch, T positions, H heads, D head width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from analysis.capture import LayerCapture
+from analysis.delta_error import delta_errors, feature_errors, output_errors, summarise
+from analysis.figures import canvas
+from analysis.figures.canvas import Drawn
+
+FEATURES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadError:
+    """delta_lp - delta_hp of one head over the sequences of a capture, and its parts at one token."""
+
+    label: str
+    batch: int
+    token: int
+    error_BT: Tensor
+    do_D: Tensor
+    output_error_D: Tensor
+    """O_lp - O_hp at the token."""
+    mean: float
+    standard_error: float
+    """Of the mean, over sequences where there are at least four, else over blocks of 32 tokens."""
+    positive: float
+    """Share of tokens with a positive error."""
+
+    @property
+    def product_D(self) -> Tensor:
+        """dO (O_lp - O_hp): its sum is the error of rowsum(dO * O) at the token."""
+        return self.do_D * self.output_error_D
+
+
+def first_token(length: int) -> int:
+    """From where on tokens are picked: rows of few keys have large errors, and little to show."""
+    return length // 4
+
+
+def largest_error(layer: LayerCapture, head: int) -> tuple[int, int]:
+    """(sequence, token) of the largest positive error of rowsum(dO * O) of a head, as the paper picks its token; not in the
+    first quarter of a sequence."""
+    error_BT = _pickable(layer, head)
+    batch, token = divmod(int(error_BT.argmax()), error_BT.shape[1])
+    return batch, token
+
+
+def largest_error_in(layer: LayerCapture, head: int, batch: int) -> int:
+    """The token of one sequence that ``largest_error`` would take."""
+    return int(_pickable(layer, head)[batch].argmax())
+
+
+def _pickable(layer: LayerCapture, head: int) -> Tensor:
+    error_BT = feature_errors(layer)[:, head].sum(dim=-1)
+    error_BT[:, : first_token(error_BT.shape[1])] = -torch.inf
+    return error_BT
+
+
+def head_error(layer: LayerCapture, *, head: int, batch: int, token: int, label: str) -> HeadError:
+    """What Figures 5 and 12 show (arXiv 2510.04212), float64 on the CPU."""
+    error_BHT = delta_errors(layer).error_BHT[:, [head]]
+    B, _, T = error_BHT.shape
+    summary = summarise(error_BHT, unit=T if B >= 4 else 32)
+    return HeadError(
+        label=label,
+        batch=batch,
+        token=token,
+        error_BT=error_BHT[:, 0].double().cpu(),
+        do_D=layer.do_BTHD[batch, token, head].double().cpu(),
+        output_error_D=output_errors(layer)[batch, head, token].double().cpu(),
+        mean=float(summary.mean_H[0]),
+        standard_error=float(summary.standard_error_H[0]),
+        positive=float(summary.positive_H[0]),
+    )
+
+
+def running_sum(error_BT: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Sum of the error over all tokens so far, sequence after sequence, and the root of the sum of squares so far: what
+    errors of the same sizes with random signs would reach (one standard deviation)."""
+    error_N = error_BT.flatten()
+    return error_N.cumsum(dim=0).numpy(), error_N.square().cumsum(dim=0).sqrt().numpy()
+
+
+def draw_delta(error: HeadError, over_steps: Sequence[tuple[str, np.ndarray, np.ndarray]] = ()) -> Drawn:
+    """Figure 5: (a) the error of delta summed up, (b) dO and (c) O_lp - O_hp at one token, for the features that matter most there.
+
+    The paper sums over 100 training steps; here (a) sums over the tokens of the sequences given, with the weights of one checkpoint;
+    for runs with telemetry a second panel sums ``delta_error_sum`` over the probes of the training. ``over_steps``: (label, steps, sums).
+    """
+    panels = 3 + bool(over_steps)
+    figure = canvas.sheet(0.3 + 1.2 * panels)
+    all_axes = list(figure.subplots(panels, 1))
+    numbers = _draw_sum(all_axes.pop(0), error)
+    if over_steps:
+        numbers += _draw_steps(all_axes.pop(0), over_steps)
+    order = error.product_D.abs().argsort(descending=True)[:FEATURES]
+    agree = float((error.product_D[order] > 0).double().mean())
+    names = [str(int(i)) for i in order]
+    parts = (
+        ("dO", error.do_D, f"dO, sequence {error.batch}, token {error.token}"),
+        ("output_error", error.output_error_D, f"O(lp) - O(hp): same sign as dO in {agree:.0%} of these features"),
+    )
+    for axes, (name, values_D, title) in zip(all_axes, parts, strict=True):
+        values = values_D[order].numpy()
+        axes.bar(range(len(values)), values, color=[canvas.ORANGE if v < 0 else canvas.BLUE for v in values], width=0.7)
+        axes.axhline(0, color="0.3", linewidth=0.5)
+        axes.set_xticks(range(len(names)), names)
+        axes.ticklabel_format(axis="y", scilimits=(-2, 3))
+        canvas.dress(axes, title=title)
+        numbers += [(name, int(i), float(v)) for i, v in zip(order, values, strict=True)]
+    all_axes[-1].set_xlabel("feature of the head, by |dO (O(lp) - O(hp))|", fontsize=canvas.TEXT)
+    return Drawn(figure, canvas.table(("panel", "x", "value"), numbers))
+
+
+def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
+    total, spread = running_sum(error.error_BT)
+    places = np.arange(1, len(total) + 1)
+    axes.fill_between(places, -2 * spread, 2 * spread, color="0.88", linewidth=0)
+    axes.plot(places, total, color=canvas.ORANGE, linewidth=1.2)
+    axes.axhline(0, color="0.3", linewidth=0.5)
+    axes.ticklabel_format(axis="y", scilimits=(-2, 3))
+    z = error.mean / error.standard_error if error.standard_error else float("nan")
+    title = (
+        f"{error.label}: mean {error.mean:.2g}, {z:.1f} standard errors;\n"
+        f"{error.positive:.0%} positive; grey: two deviations of random signs"
+    )
+    canvas.dress(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
+    step = max(1, len(total) // 2000)
+    return [
+        ("sum_over_tokens", int(place), float(value))
+        for place, value in zip(places[::step], total[::step], strict=True)
+    ]
+
+
+def _draw_steps(axes: Any, over_steps: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> list[tuple[Any, ...]]:
+    from analysis.plots import style
+
+    numbers: list[tuple[Any, ...]] = []
+    for index, (label, steps, sums) in enumerate(over_steps):
+        total = np.cumsum(sums)
+        axes.plot(steps, total, label=label, **(style(index) | {"linewidth": 1.2}))
+        numbers += [(f"sum_over_probes {label}", int(s), float(v)) for s, v in zip(steps, total, strict=True)]
+    axes.axhline(0, color="0.3", linewidth=0.5)
+    axes.ticklabel_format(axis="y", scilimits=(-2, 3))
+    canvas.dress(axes, x="optimiser step", y=r"sum of $\delta_{lp}-\delta_{hp}$" + "\nover probes")
+    canvas.legend(axes, *axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.12, 1.0))
+    return numbers
+
+
+def draw_tokens(error: HeadError) -> Drawn:
+    """Figure 12: delta_lp - delta_hp of every token of every sequence.
+
+    The paper captions it "Token difference visualization" and prints the sum; which tokens it takes could not be established. Here: one
+    head of one checkpoint.
+    """
+    values = error.error_BT.numpy()
+    figure = canvas.sheet(0.9 + max(1.0, min(2.4, 0.12 * len(values))))
+    axes = figure.subplots()
+    canvas.heat(figure, axes, values, signed=True, label=r"$\delta_{lp}-\delta_{hp}$")
+    title = f"{error.label}\nsum {values.sum():.3g}; {error.positive:.0%} of the errors positive"
+    canvas.dress(axes, x="token", y="sequence", title=title, grid="")
+    rows = [(b, t, float(values[b, t])) for b in range(values.shape[0]) for t in range(values.shape[1])]
+    return Drawn(figure, canvas.table(("sequence", "token", "delta_error"), rows))
+
+
+def steps_of(records: Sequence[Any], layer: int, head: int) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and ``delta_error_sum`` of one head from telemetry records; what is not finite counts as 0."""
+    from analysis import curves
+
+    steps, grids = curves.column(records, "delta_error_sum")
+    sums = np.asarray([grid[layer][head] for grid in grids], dtype=np.float64)
+    return np.asarray(steps), np.where(np.isfinite(sums), sums, 0.0)
+
+
+def choose_head(w_q_norms: Sequence[float]) -> int:
+    """The head with the largest spectral norm of W_Q, as the paper chooses head 8 (index 7)."""
+    return int(torch.tensor(list(w_q_norms)).nan_to_num(-1).argmax())

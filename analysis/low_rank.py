@@ -1,0 +1,203 @@
+"""The gradient error that an error of delta makes: a sum of rank-1 matrices, and whether they pull in one direction.
+
+arXiv 2510.04212, equations 2 and 3. With error[T] = (delta_lp - delta_hp)[T], everything else equal,
+
+    dQ(hp)[T] - dQ(lp)[T]   = scale * error[T] * (P K)[T]
+    dW_Q(hp) - dW_Q(lp)     = scale * sum_T error[T] * (P K)[T]^T X[T]
+
+The sum grows in one direction if the outer products (P K)[T]^T X[T] are alike across tokens and steps *and* error[T] has a
+sign of its own. With a soft-cap c each P[T, t] carries the factor 1 - (S[T, t] / c)^2 of the gradient. A rotation R_T of q
+behind W_Q is undone: (P K)[T] stands for R_T^T (P K)[T]. With QK-norm the same holds for the gradient with respect to the
+normed q, and W_Q lies behind the norm: "dW_Q" below is then not W_Q's.
+
+Legend: B batch, T positions, H heads, D head width, C width of X, N = B * T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from analysis.capture import LayerCapture
+from analysis.delta_error import (
+    Reference,
+    effective_numerics,
+    forward_pass,
+    high_output,
+    over_groups,
+    problem_of,
+)
+from attention.exact import exact_float32
+from attention.plan import HeadGroup
+from attention.tiles import FORMAT_OF
+
+
+def weighted_keys(layer: LayerCapture) -> Tensor:
+    """(P K)[T] for every token, [B, H, T, D] float32: the keys' mean under the P that the backward pass recomputes."""
+    return unrotated(layer, over_groups(layer, lambda group: _weighted_keys(layer, group)))
+
+
+def unrotated(layer: LayerCapture, rows_BHTD: Tensor) -> Tensor:
+    """Gradients with respect to q as those with respect to the projection's output, before the rotary embedding."""
+    if layer.rotary is None:
+        return rows_BHTD
+    cos_TD, sin_TD = (table.to(rows_BHTD) for table in layer.rotary)
+    first, second = rows_BHTD.chunk(2, dim=-1)
+    return rows_BHTD * cos_TD + torch.cat([second, -first], dim=-1) * sin_TD
+
+
+@torch.no_grad()
+def _weighted_keys(layer: LayerCapture, group: HeadGroup) -> Tensor:
+    numerics = effective_numerics(group)
+    lse_BHT = forward_pass(layer, group, numerics)[2]
+    with exact_float32(layer.q_BTHD.device):
+        problem = problem_of(layer, group, numerics)
+        sums = []
+        for rows in problem.row_tiles():
+            total = torch.zeros_like(problem.k[:, :, rows])
+            for columns in problem.column_tiles(rows):
+                s = problem.scores(rows, columns)
+                p = problem.through_softcap(torch.exp(s - lse_BHT[:, :, rows, None]), s)
+                total += p @ problem.k[:, :, columns]
+            sums.append(total)
+        return torch.cat(sums, dim=2)
+
+
+def predicted_dw_q_error(error_BHT: Tensor, pk_BHTD: Tensor, x_BTC: Tensor, scale: float) -> Tensor:
+    """dW_Q(hp) - dW_Q(lp) of each head by equation 3, [H, D, C] float32 (rows as in ``c_attn.weight``)."""
+    with exact_float32(x_BTC.device):
+        weighted_BHTD = scale * error_BHT[..., None].float() * pk_BHTD
+        return _outer_sum(weighted_BHTD, x_BTC)
+
+
+def direct_dw_q_error(
+    layer: LayerCapture, *, reference: Reference = "backward", score_gradients: str = "fp32"
+) -> Tensor:
+    """dW_Q(hp) - dW_Q(lp) of each head from two backward passes that differ in the O inside delta alone, [H, D, C] float32.
+
+    ``score_gradients`` is the format of dS in both: with ``fp32`` equation 3 holds to FP32 noise, with ``input`` (what
+    kernels do) the rounding of dS adds an error of its own.
+
+    Raises:
+        ValueError: a head whose delta is not rowsum(dO * O).
+    """
+    error_BHTD = over_groups(layer, lambda group: _dq_error(layer, group, reference, score_gradients))
+    with exact_float32(layer.x_BTC.device):
+        return _outer_sum(unrotated(layer, error_BHTD), layer.x_BTC)
+
+
+def high_dw_q(layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None) -> Tensor:
+    """dW_Q of each head with delta from the high-precision O, [H, D, C] float32: what an error is to be compared with.
+
+    ``high_BHTD``: that O, where it is known (``delta_error.high_outputs``).
+    """
+
+    def dq(group: HeadGroup) -> Tensor:
+        o_BHTD = high_output(layer, group, reference) if high_BHTD is None else high_BHTD[:, list(group.heads)]
+        return _dq(layer, group, o_BHTD.transpose(1, 2), "fp32")
+
+    with exact_float32(layer.x_BTC.device):
+        return _outer_sum(unrotated(layer, over_groups(layer, dq)), layer.x_BTC)
+
+
+def _dq_error(layer: LayerCapture, group: HeadGroup, reference: Reference, score_gradients: str) -> Tensor:
+    """dQ(hp) - dQ(lp) of a group, [B, H, T, D]."""
+    numerics = effective_numerics(group)
+    if numerics.delta != "rowsum_do_o":
+        raise ValueError(f"heads {group.heads} have delta = {numerics.delta}: there is no O in it to replace")
+    high_BTHD = high_output(layer, group, reference).transpose(1, 2)
+    low_BTHD = layer.heads(group)[3]
+    if numerics.delta_output != "output":
+        low_BTHD = forward_pass(layer, group, numerics)[1]
+    return _dq(layer, group, high_BTHD, score_gradients) - _dq(layer, group, low_BTHD, score_gradients)
+
+
+@torch.no_grad()
+def _dq(layer: LayerCapture, group: HeadGroup, o_BTHD: Tensor, score_gradients: str) -> Tensor:
+    """dQ of a group [B, H, T, D] float32, with this O inside delta = rowsum(dO * O)."""
+    numerics = effective_numerics(group)
+    lse_BHT = forward_pass(layer, group, numerics)[2]
+    # FP32 tensors with the input's format at the sites: dQ comes back in the dtype of q, and is not to be rounded.
+    sites = numerics.with_sites({"delta": "rowsum_do_o", "delta_output": "output", "score_gradients": score_gradients})
+    key = sites.concrete(FORMAT_OF[layer.q_BTHD.dtype]).key()
+    q, k, v, _, do = (x.float() for x in layer.heads(group))
+    operator = torch.ops.attention.flash_reference_backward
+    o_BTHD = o_BTHD.float().contiguous()
+    return operator(do, q, k, v, o_BTHD, o_BTHD.new_empty(0), lse_BHT, key, layer.scale, True, layer.softcap)[
+        0
+    ].transpose(1, 2)
+
+
+def _outer_sum(rows_BHTD: Tensor, x_BTC: Tensor) -> Tensor:
+    """sum over tokens of rows[T]^T x[T], [H, D, C] float32."""
+    return torch.einsum("bhtd,btc->hdc", rows_BHTD.float(), x_BTC.float())
+
+
+def singular_shares(matrix_XMN: Tensor) -> Tensor:
+    """Share of ||matrix||_F^2 in each singular direction, largest first, [..., min(M, N)] float64; zeros for a zero matrix."""
+    squares_XK = torch.linalg.svdvals(matrix_XMN.double()).square()
+    total_X1 = squares_XK.sum(dim=-1, keepdim=True)
+    return squares_XK / torch.where(total_X1 > 0, total_X1, 1.0)
+
+
+def outer_product_similarity(pk_BHTD: Tensor, x_BTC: Tensor, *, batch: int = 0) -> Tensor:
+    """Cosine of (P K)[T]^T X[T] and (P K)[T']^T X[T'] for all pairs of tokens of one sequence, [H, T, T] float32.
+
+    For rank-1 matrices it is the product of the cosines of their factors.
+    """
+    pk_HTD, x_TC = _unit(pk_BHTD[batch]), _unit(x_BTC[batch])
+    return (pk_HTD @ pk_HTD.mT) * (x_TC @ x_TC.T)
+
+
+@dataclass(frozen=True)
+class Coherence:
+    """Mean over tokens of the outer products (P K)[T]^T X[T], each scaled to norm 1: to be compared across captures."""
+
+    mean_HDC: Tensor
+    tokens: int
+
+    @property
+    def within_H(self) -> Tensor:
+        """Mean cosine of the outer products of two different tokens, [H]: 1 if all are alike up to a positive factor, about 0 if
+        they have nothing in common."""
+        squared_H = self.mean_HDC.square().sum(dim=(-2, -1))
+        return (self.tokens * squared_H - 1) / max(self.tokens - 1, 1)
+
+
+def coherence(pk_BHTD: Tensor, x_BTC: Tensor) -> Coherence:
+    """How alike the outer products are across all tokens of a capture, without a matrix of pairs."""
+    with exact_float32(x_BTC.device):
+        tokens = x_BTC.shape[0] * x_BTC.shape[1]
+        return Coherence(_outer_sum(_unit(pk_BHTD), _unit(x_BTC)) / tokens, tokens)
+
+
+def cross_coherence(first: Coherence, second: Coherence) -> Tensor:
+    """Mean cosine between an outer product of one capture and one of another (other tokens, or another step), [H]."""
+    return (first.mean_HDC * second.mean_HDC).sum(dim=(-2, -1))
+
+
+def _unit(x_XN: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x_XN.float(), dim=-1)
+
+
+def sign_coherence(error_BHT: Tensor) -> Tensor:
+    """|sum of the errors| / sum of their sizes for each head, [H]: 1 if all have one sign, about 1 / sqrt(N) if signs are random."""
+    error_HN = error_BHT.double().transpose(0, 1).flatten(1)
+    size_H = error_HN.abs().sum(dim=-1)
+    return error_HN.sum(dim=-1).abs() / torch.where(size_H > 0, size_H, 1.0)
+
+
+def pull(error_BHT: Tensor, pk_BHTD: Tensor, x_BTC: Tensor) -> Tensor:
+    """How far the terms error[T] (P K)[T]^T X[T] add up: ||their sum||_F / sum of their norms, [H] in 0 .. 1.
+
+    It joins both conditions: alike outer products and a coefficient with a sign of its own. Random signs give about
+    1 / sqrt(N).
+    """
+    with exact_float32(x_BTC.device):
+        weighted_BHTD = error_BHT[..., None].float() * pk_BHTD
+        total_H = _outer_sum(weighted_BHTD, x_BTC).square().sum(dim=(-2, -1)).sqrt()
+        sizes_BHT = weighted_BHTD.norm(dim=-1) * x_BTC.float().norm(dim=-1)[:, None]
+    size_H = sizes_BHT.sum(dim=(0, 2))
+    return total_H / torch.where(size_H > 0, size_H, 1.0)

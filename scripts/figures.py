@@ -1,0 +1,212 @@
+"""Draw the figures of arXiv 2510.04212 from this project's runs and checkpoints: NAME.png, NAME.svg and the numbers drawn, NAME.csv.
+
+    python scripts/figures.py 2 7 --runs runs/failing runs/fixed
+    python scripts/figures.py 3 4 5 6 12 --checkpoint runs/failing/checkpoints/step_00005000
+    python scripts/figures.py 8 9 --hf FOLDER --text "The quick brown fox jumps over the lazy dog"
+    python scripts/figures.py all --runs runs/failing runs/fixed --checkpoint runs/failing/checkpoints/step_00005000
+
+Layers, heads, tokens and features count from 0; the paper's layer 2 is layer 1 here, its head 8 is head 7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from analysis.accumulation import accumulate
+from analysis.figures import canvas, delta, heads, keys, loss, similarity
+from analysis.figures.canvas import Drawn
+from errors import UserError, exit_on_user_error, invalid
+from scripts.figure_inputs import Inputs
+
+
+def _figure_3(inputs: Inputs) -> Drawn:
+    layer = inputs.layer
+    return heads.draw_heads(
+        [
+            heads.head_norms(opened.model.w_q(layer), opened.model.config.n_head, layer=layer, label=opened.label)
+            for opened in inputs.checkpoints()
+        ]
+    )
+
+
+def _figure_4(inputs: Inputs) -> Drawn:
+    rows = []
+    count = len(inputs.checkpoints())
+    # One checkpoint: two of its sequences. Several: the same sequence in each.
+    for which, batch in [(i, 0) for i in range(count)] if count > 1 else [(0, 0), (0, -1)]:
+        layer, head = inputs.capture(which), inputs.head()
+        batch = batch % len(layer.q_BTHD)
+        token = delta.largest_error_in(layer, head, batch) if inputs.token is None else inputs.token
+        source = inputs.checkpoints()[which].label
+        label = f"{source}, sequence {batch}"
+        rows.append(similarity.rank_one(layer, head=head, batch=batch, token=token, source=source, label=label))
+    return similarity.draw_similarity(rows)
+
+
+def _head_error(inputs: Inputs) -> delta.HeadError:
+    layer, head = inputs.capture(), inputs.head()
+    batch, token = delta.largest_error(layer, head)
+    if inputs.token is not None:
+        batch, token = inputs.sequence, inputs.token
+    return delta.head_error(layer, head=head, batch=batch, token=token, label=inputs.place())
+
+
+def _figure_5(inputs: Inputs) -> Drawn:
+    over_steps = [
+        (run.label, *delta.steps_of(run.telemetry, inputs.layer, inputs.head()))
+        for run in inputs.runs(needed=False)
+        if run.telemetry
+    ]
+    return delta.draw_delta(_head_error(inputs), over_steps)
+
+
+def _figure_6(inputs: Inputs) -> Drawn:
+    layer, head = inputs.capture(), inputs.head()
+    batch, token, feature = keys.choose_row(layer, head)
+    if inputs.token is not None:
+        batch, token = inputs.sequence, inputs.token
+    feature = feature if inputs.feature is None else inputs.feature
+    try:
+        sums = accumulate(layer, batch, head, token, feature)
+    except ValueError as error:
+        raise UserError(f"figure 6: {error}") from None
+    return keys.draw_accumulation(
+        sums, label=f"{inputs.place()}, sequence {batch},\ntoken T = {token}", feature=feature
+    )
+
+
+def _figure_8(inputs: Inputs) -> Drawn:
+    model = inputs.pretrained()
+    layer, T = model.layers[inputs.layer], model.layers[inputs.layer].q_BTHD.shape[1]
+    place = f"{model.label}, layer {inputs.layer} head {model.head}"
+    row = similarity.rank_one(layer, head=model.head, batch=0, token=T - 1, source=model.label, label=place)
+    return similarity.draw_outer_products(row, sorted({1 + (T - 2) * i // 3 for i in range(4)}))
+
+
+def _figure_9(inputs: Inputs) -> Drawn:
+    model = inputs.pretrained()
+    return keys.draw_attention_rows(keys.attention_rows(model.layers), label=model.label)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One figure: what it shows, what it is drawn from, and how."""
+
+    what: str
+    needs: str
+    draw: Callable[[Inputs], Drawn]
+
+
+RUNS, TELEMETRY = "--runs", "--runs with telemetry"
+CHECKPOINT, MODEL = "--checkpoint", "--hf or --checkpoint"
+REGISTRY: dict[int, Entry] = {
+    2: Entry("loss of the failing run and of the others", RUNS, lambda inputs: loss.draw_losses(inputs.runs())),
+    3: Entry("spectral norm of W_Q, head by head", CHECKPOINT, _figure_3),
+    4: Entry("P K, X and their outer products at two tokens", CHECKPOINT, _figure_4),
+    5: Entry("error of delta: summed, and by feature", CHECKPOINT, _figure_5),
+    6: Entry("error of O_bar along the keys of one row", CHECKPOINT, _figure_6),
+    7: Entry("stabilised against original attention", RUNS, lambda inputs: loss.draw_stabilised(inputs.runs())),
+    8: Entry("outer products of a pretrained model", MODEL, _figure_8),
+    9: Entry("rows of a pretrained model with a repeated maximum", MODEL, _figure_9),
+    11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: loss.draw_norms(inputs.runs_with_norms())),
+    12: Entry("error of delta, every token", CHECKPOINT, lambda inputs: delta.draw_tokens(_head_error(inputs))),
+    13: Entry(
+        "repeated maxima before the explosion", TELEMETRY, lambda inputs: loss.draw_ties(inputs.runs_with_telemetry())
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    listing = "\n".join(f"  {number:>2}  {entry.what:<52} {entry.needs}" for number, entry in REGISTRY.items())
+    parser = _Parser(
+        description=__doc__,
+        epilog=f"figures, and what each needs:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("figures", nargs="+", metavar="N", help="numbers of the paper's figures, or all")
+    parser.add_argument("--runs", nargs="+", type=Path, default=[], metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--checkpoint",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="as runs/NAME/checkpoints/step_00005000, or a run (its newest)",
+    )
+    parser.add_argument("--data", type=Path, help="data set to take sequences from (that of the checkpoint's run)")
+    parser.add_argument("--hf", type=Path, metavar="FOLDER", help="local Hugging Face model, for figures 8 and 9")
+    parser.add_argument("--text", default="The quick brown fox jumps over the lazy dog", help="what that model reads")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of the validation tokens to read (8)")
+    parser.add_argument("--layer", type=int, default=1, help="which layer (1, the paper's layer 2)")
+    parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
+    parser.add_argument("--sequence", type=int, default=0, help="the sequence that --token is in (0)")
+    parser.add_argument("--token", type=int, help="which token (figures 4, 5, 6, 12: the one with the largest error)")
+    parser.add_argument(
+        "--feature", type=int, help="which feature of the head (figure 6: the one with the largest error)"
+    )
+    parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
+    parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/figures"), help="folder to write to (results/figures)"
+    )
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespace]:
+    """Numbers, whether ``all`` was asked for, and the options, checked."""
+    args = _parser().parse_args(argv)
+    for name in ("layer", "head", "sequence", "token", "feature"):
+        if (getattr(args, name) or 0) < 0:
+            raise invalid(f"--{name}", getattr(args, name), "a number from 0")
+    if args.patience < 1:
+        raise invalid("--patience", args.patience, "1 or more steps")
+    if not args.margin >= 0:
+        raise invalid("--margin", args.margin, "0 or more nats")
+    if args.sequences < 1:
+        raise invalid("--sequences", args.sequences, "1 or more")
+    if args.device not in ("auto", "cpu", "cuda"):
+        raise invalid("--device", args.device, ("auto", "cpu", "cuda"))
+    if "all" in args.figures:
+        return list(REGISTRY), True, args
+    for number in args.figures:
+        if not number.isdecimal() or int(number) not in REGISTRY:
+            raise invalid("figure", number, (*REGISTRY, "all"))
+    return [int(number) for number in args.figures], False, args
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw what was asked for; with ``all``, what the inputs allow, and say what was left out and why."""
+    numbers, is_all, args = parse(argv)
+    inputs = Inputs(args)
+    for number in numbers:
+        inputs.figure = number
+        try:
+            drawn = REGISTRY[number].draw(inputs)
+        except UserError as error:
+            if not (is_all and inputs.is_missing(error)):
+                raise
+            print(f"left out: {error}")
+            continue
+        try:
+            paths = canvas.write(drawn, args.out, f"figure_{number:02d}")
+        except OSError as error:
+            raise UserError(f"--out {args.out}: cannot be written ({error.strerror})") from None
+        print(*paths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Train several variants of a recipe on the same batches, one a GPU, and stop those that have exploded.
+
+    python scripts/run_variants.py configs/fast_failure.py --data.replay replay_batches/fast_failure \\
+        --variants failing "control: --attention.default.preset flash_fp32_o" "paper: --attention.default.numerics paper"
+
+A variant is ``NAME`` or ``NAME: FLAGS``; it trains as ``train.py RECIPE COMMON-FLAGS FLAGS --run.name NAME``. As many run at once
+as there are slots (GPUs, or ``--slots`` on a CPU); a free one takes the next in order. What a run prints goes to LOGS/NAME.log. A run
+is stopped ``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), and all of them when
+``--minutes`` are over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by
+itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import config as configuration
+from analysis import curves
+from errors import UserError, exit_on_user_error, invalid
+from training.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_FOR_AN_END = 60.0
+"""Seconds that a run has between the interrupt and the kill: to flush its recording and close its files."""
+
+
+@dataclass
+class Variant:
+    """One run: what is asked for, and how it stands. ``outcome`` is set once it has ended."""
+
+    name: str
+    arguments: list[str]
+    folder: Path
+    steps: int
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
+    slot: int = -1
+    step: int = -1
+    loss: float | None = None
+    exploded: int | None = None
+    interrupted: float | None = None
+    outcome: str = ""
+    failed: bool = False
+
+    def look(self) -> None:
+        """Read how far the run has come."""
+        try:
+            steps, losses = curves.column(read_metrics(self.folder), "train_loss")
+        except UserError:
+            return  # nothing written yet
+        if steps:
+            self.step, self.loss = steps[-1], losses[-1]
+            self.exploded = curves.explosion_step(losses, steps=steps)
+
+    def start(self, slot: int, gpu: bool, logs: Path) -> None:
+        resume = ["--run.resume"] if self.folder.exists() else []
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(slot)} if gpu else {})
+        self.slot, self.log = slot, open(logs / f"{self.name}.log", "ab")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), *self.arguments, *resume],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+    def stop(self) -> None:
+        """Ask the run to end, once; make it, when it does not."""
+        assert self.process is not None
+        if self.interrupted is None:
+            self.interrupted = time.monotonic()
+            self.process.send_signal(signal.SIGINT)
+        elif time.monotonic() - self.interrupted > PATIENCE_FOR_AN_END:
+            self.process.kill()
+
+    def end(self) -> None:
+        """Note how the run ended."""
+        assert self.process is not None
+        assert self.log is not None
+        self.look()
+        self.log.close()
+        code, self.process = self.process.returncode, None
+        explosion = "" if self.exploded is None else f"exploded at step {self.exploded}; "
+        if self.interrupted is not None:
+            self.outcome = f"{explosion}stopped at step {self.step}"
+        elif code == 0 or self.exploded is not None:
+            self.outcome = f"{explosion}ended at step {self.step}"
+        else:
+            self.outcome, self.failed = f"failed with exit code {code}; see {self.log.name}", True
+
+
+def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
+    """The runs as typed, each checked as ``train.py`` would. Raises ``UserError`` for one that cannot be."""
+    made: list[Variant] = []
+    for text in args.variants:
+        name, _, flags = (part.strip() for part in text.partition(":"))
+        arguments = [*args.recipe, *common, *shlex.split(flags), "--run.name", name]
+        config = configuration.load(arguments)
+        folder = Path(config.run.folder) / name
+        if name in [variant.name for variant in made]:
+            raise invalid("--variants", name, "each name once")
+        if folder.exists() and not args.resume:
+            raise invalid("--variants", name, f"a name without a run, or --resume: {folder} exists")
+        made.append(Variant(name, arguments, folder, config.run.steps))
+    return made
+
+
+def run(queue: list[Variant], args: argparse.Namespace, gpu: bool) -> None:
+    """See them all through."""
+    began, said = time.monotonic(), 0.0
+    waiting, active = list(queue), list[Variant]()
+    for variant in queue if args.resume else []:
+        variant.look()
+        if variant.exploded is not None or variant.step >= variant.steps - 1:
+            variant.outcome = "was over already"
+            waiting.remove(variant)
+    while waiting or active:
+        over = args.minutes > 0 and time.monotonic() - began > 60 * args.minutes
+        free = [slot for slot in args.slots if slot not in [variant.slot for variant in active]]
+        while waiting and free and not over:
+            active.append(waiting.pop(0))
+            active[-1].start(free.pop(0), gpu, args.logs)
+        for variant in list(active):
+            variant.look()
+            assert variant.process is not None
+            spent = variant.exploded is not None and variant.step >= variant.exploded + args.after
+            if variant.process.poll() is not None:
+                variant.end()
+                active.remove(variant)
+                print(f"{variant.name}: {variant.outcome}", flush=True)
+            elif spent or over:
+                variant.stop()
+        if over:
+            for variant in waiting:
+                variant.outcome = "not started"
+            waiting = []
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(f"{said - began:5.0f} s  " + "  ".join(f"{v.name} {v.step}" for v in active), flush=True)
+        time.sleep(args.every)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and the flags that go to every run."""
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="+", help="recipe and ablation, as train.py takes them")
+    parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[: FLAGS]")
+    parser.add_argument("--slots", type=int, nargs="+", help="numbers of the GPUs to use (all), or of CPU slots (0)")
+    parser.add_argument("--after", type=int, default=1000, help="steps that a run goes on behind its explosion (1000)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop everything after so long; 0 never")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at the runs (5)")
+    parser.add_argument("--resume", action="store_true", help="go on with runs that exist and are not over")
+    parser.add_argument("--logs", type=Path, default=Path("runs/logs"))
+    return parser.parse_known_args(argv)
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    args, common = parse(argv)
+    queue = variants(args, common)
+    gpu = torch.cuda.is_available() and configuration.load(queue[0].arguments).run.device != "cpu"
+    args.slots = args.slots or (list(range(torch.cuda.device_count())) if gpu else [0])
+    args.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        run(queue, args, gpu)
+    finally:
+        for variant in queue:
+            if variant.process is not None:
+                variant.process.send_signal(signal.SIGINT)
+    width = max(len(variant.name) for variant in queue)
+    print(*(f"{variant.name:{width}}  {variant.outcome}" for variant in queue), sep="\n")
+    if any(variant.failed for variant in queue):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

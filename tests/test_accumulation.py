@@ -1,0 +1,93 @@
+"""The sum over keys of one row: against exact arithmetic, and on a row whose every carry is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_captures import make_layer, random_layer, tied_layer
+
+from analysis.accumulation import accumulate, count_ones, negative_share, one_signed_share
+from attention import AttentionRule, AttentionSpec
+
+
+def test_the_last_sum_is_o_bar() -> None:
+    layer = random_layer()
+    sums = accumulate(layer, 1, 2, 20, 5)
+    s = layer.q_BTHD[1, 20, 2].double() @ layer.k_BTHD[1, :21, 2].double().T * layer.scale
+    p_bar = torch.exp(s - s.max())
+    expected = (p_bar * layer.v_BTHD[1, :21, 2, 5].double()).sum()
+    assert sums.high_S[-1].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert sums.low_S[-1].item() == sums.low_S[-1].bfloat16().item()
+    assert sums.error_S.shape == (21,)
+
+
+def test_two_ones_and_a_bit_too_many() -> None:
+    """The example of arXiv 2510.04212, section 3.3: two P_bar of 1, V in [-4, -2). Their sum lies in [-8, -4), where BF16 has steps
+    of 2^-5; -2.40625 - 2.296875 = -4.703125 is half-way between -4.6875 and -4.71875 and, as a tie, would go to the even
+    -4.6875; a third key of the same sign, however small, makes it -4.71875.
+    """
+    q = torch.zeros(1, 3, 1, 2)
+    q[..., 0] = 1.0
+    k = torch.zeros(1, 3, 1, 2)
+    k[0, 2, 0, 0] = -8.0
+    v = torch.tensor([-2.40625, -2.296875, -2.5]).view(1, 3, 1, 1).expand(-1, -1, -1, 2)
+    layer = make_layer(q, k, v, torch.ones_like(v), spec=AttentionSpec(numerics="paper"), scale=1.0)
+    sums = accumulate(layer, 0, 0, 2, 0)
+    assert sums.one_S.tolist() == [True, True, False]
+    assert sums.carry_S.tolist() == [False, True, False]
+    assert sums.low_S.tolist() == [-2.40625, -4.6875, -4.71875]
+    assert sums.error_S[2].item() == pytest.approx(-4.71875 + 4.703125, abs=2e-3)
+    sequential = accumulate(layer, 0, 0, 2, 0, accumulator="sequential")
+    assert sequential.low_S.tolist() == [-2.40625, -4.6875, -4.6875]
+
+
+def test_the_cumulative_error_of_a_tied_head_has_the_sign_of_v() -> None:
+    for sign in (-1.0, 1.0):
+        layer = tied_layer(sign=sign, spec=AttentionSpec(numerics="paper"))
+        places = [(sequence, feature) for sequence in range(8) for feature in range(16)]
+        last = torch.stack([accumulate(layer, b, 1, 15, d).error_S[-1] for b, d in places])
+        assert sign * last.mean() > 5 * last.std() / len(places) ** 0.5
+
+
+def test_a_head_of_a_mixed_layer_is_the_head_asked_for() -> None:
+    rule = AttentionRule(heads=(0,), attention=AttentionSpec(numerics="paper"))
+    mixed, plain = random_layer(rules=(rule,)), random_layer()
+    assert torch.equal(accumulate(mixed, 0, 2, 9, 3).high_S, accumulate(plain, 0, 2, 9, 3).high_S)
+
+
+@pytest.mark.parametrize("where", [(2, 0, 0, 0), (0, 3, 0, 0), (0, 0, 40, 0), (0, 0, 0, 16)])
+def test_an_index_that_is_not_there(where: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="the capture has 0 to"):
+        accumulate(random_layer(), *where)
+
+
+def test_ones_and_ties_of_a_tied_head() -> None:
+    ones = count_ones(tied_layer())
+    assert (ones.ones_BHT[:, 1, 1:] == 2).all()
+    assert (ones.ones_BHT[:, 1, 0] == 1).all()
+    assert all((ties[:, 1, 1:] == 2).all() for ties in ones.ties_BHT.values())
+    assert ones.ones_BHT[:, [0, 2]].float().mean() < 1.2
+
+
+def test_a_probability_rounds_to_one_within_2_to_the_minus_9() -> None:
+    """1e-3 misses half of the band in which BF16 rounds exp(S - m) to 1."""
+    q = torch.zeros(1, 2, 1, 2)
+    q[..., 0] = 1.0
+    k = torch.zeros(1, 2, 1, 2)
+    k[0, 0, 0, 0] = -0.0015
+    layer = make_layer(q, k, torch.ones_like(q), torch.ones_like(q), scale=1.0)
+    counts = count_ones(layer)
+    assert counts.ones_BHT[0, 0, 1] == 2
+    assert {name: ties[0, 0, 1].item() for name, ties in counts.ties_BHT.items()} == {"exact": 1, "1e-3": 1, "2^-9": 2}
+
+
+def test_the_stabilised_maximum_leaves_no_one() -> None:
+    ones = count_ones(tied_layer(spec=AttentionSpec(preset="flash_stable_safe")))
+    assert (ones.ones_BHT[:, 1, 1:] == 0).all()
+
+
+def test_signs_of_v() -> None:
+    v = torch.tensor([[-1.0, 1.0], [-2.0, -1.0], [-1.0, 3.0], [-4.0, 5.0]]).view(1, 4, 1, 2)
+    assert negative_share(v).tolist() == [[1.0, 0.25]]
+    assert one_signed_share(v).tolist() == [0.5]
+    assert one_signed_share(tied_layer().v_BTHD)[1] == 1.0

@@ -1,0 +1,400 @@
+"""training/alarm.py: the layer and head that fail are named, healthy ones are not accused, and the response is what the config says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import Place, column, lines, new_place, start_train, train_and_kill, weights
+
+from config import TrainConfig
+from errors import UserError
+from training.alarm import Alarm, AlarmConfig, Watch, alarms, logit_alarm, loss_alarm
+from training.checkpoint import Checkpoints
+from training.metrics import read_lines
+from training.telemetry import TelemetryConfig, read_telemetry
+
+BF16 = {"precision.dtype": "bfloat16"}
+L, H = 6, 4
+RATE, WARM_UP, EVERY = 1e-3, 500, 50
+
+
+# ---- rules on made-up courses
+
+
+def clock(step: int) -> float:
+    """Summed rates of a linear warm-up and a constant rate."""
+    return RATE * (step**2 / (2 * WARM_UP) if step < WARM_UP else step - WARM_UP / 2)
+
+
+def record(step: int, norm: np.ndarray, logit: np.ndarray, z: np.ndarray, bias: np.ndarray) -> dict[str, Any]:
+    return {
+        "step": step,
+        "lr_sum": clock(step),
+        "qk_head_norm": norm.tolist(),
+        "max_logit": logit.tolist(),
+        "delta_error_mean": bias.tolist(),
+        "delta_error_se": (bias / z).tolist(),
+        "delta_rms": np.ones((L, H)).tolist(),
+    }
+
+
+def healthy(seed: int, steps: int = 6000, every: int = EVERY) -> list[dict[str, Any]]:
+    """Heads that drift at their own constant speeds out of a random start, norms like (a + b c)^2, with 2 % of noise, to large logits."""
+    generator = np.random.default_rng(seed)
+    speed = generator.uniform(1.0, 4.0, (L, H))
+    records = []
+    for step in range(0, steps + 1, every):
+        norm = (0.3 + speed * clock(step)) ** 2 * np.exp(0.02 * generator.standard_normal((L, H)))
+        z = generator.standard_normal((L, H))
+        records.append(record(step, norm, 40 * norm, z, 1e-2 * z))
+    return records
+
+
+def with_growth(records: list[dict[str, Any]], layer: int, heads: Sequence[int], onset: int) -> list[dict[str, Any]]:
+    """From step ``onset`` on, the product of these heads grows like the fifth power of the clock."""
+    for entry in records:
+        if entry["step"] > onset:
+            factor = (entry["lr_sum"] / clock(onset)) ** 3
+            for head in heads:
+                entry["qk_head_norm"][layer][head] *= factor
+                entry["max_logit"][layer][head] *= factor
+    return records
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_healthy_heads_are_not_accused(seed: int) -> None:
+    assert alarms(healthy(seed), AlarmConfig(delta_z=5.0), WARM_UP) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_layer_that_sets_out_to_grow_is_named_with_its_heads(seed: int) -> None:
+    layer, heads = seed % L, (seed % H, (seed + 1) % H)
+    raised = alarms(with_growth(healthy(seed), layer, heads, onset=2000), AlarmConfig(), WARM_UP)
+    assert [alarm.layer for alarm in raised] == [layer]
+    assert set(raised[0].heads) <= set(heads)
+    # A window of 1.3 is 30 % more of the clock at most, and two probes must agree.
+    assert 2000 < raised[0].step <= 2000 * 1.35
+
+
+def test_the_evidence_is_of_the_worst_head() -> None:
+    # Both set out between two probes, head 2 faster.
+    records = with_growth(with_growth(healthy(0, every=400), 1, [0, 2], onset=2500), 1, [2], onset=2500)
+    (alarm,) = alarms(records, AlarmConfig(growth_exponent=2.5, growth_probes=1), WARM_UP)
+    assert alarm.heads == (2, 0)
+    evidence = alarm.evidence
+    now = next(entry for entry in records if entry["step"] == alarm.step)
+    before = next(entry for entry in records if entry["step"] == evidence["since_step"])
+    assert evidence["qk_norm"] == now["qk_head_norm"][1][2]
+    assert evidence["qk_norm_before"] == before["qk_head_norm"][1][2]
+    assert now["lr_sum"] >= 1.3 * before["lr_sum"]
+    slope = math.log(evidence["qk_norm"] / evidence["qk_norm_before"]) / math.log(now["lr_sum"] / before["lr_sum"])
+    assert evidence["exponent"] == pytest.approx(slope)
+    assert 1 < evidence["median_exponent_elsewhere"] < 2.2
+    assert "layer 1, head(s) 2, 0:" in alarm.sentence()
+
+
+def test_the_delta_error_of_the_window_is_in_the_evidence_with_its_error() -> None:
+    records = with_growth(healthy(3), 0, [0], onset=2000)
+    (alarm,) = alarms(records, AlarmConfig(), WARM_UP)
+    window = [r for r in records if alarm.evidence["since_step"] < r["step"] <= alarm.step]
+    values = np.array([entry["delta_error_mean"][0][0] for entry in window])
+    assert alarm.evidence["delta_probes"] == len(values) > 5
+    assert alarm.evidence["delta_bias"] == pytest.approx(values.mean())
+    assert alarm.evidence["delta_bias_se"] == pytest.approx(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+@pytest.mark.parametrize(("rate", "every"), [(10.0, 50), (0.1, 50), (1.0, 10), (1.0, 200)])
+def test_rate_and_spacing_do_not_matter(rate: float, every: int) -> None:
+    records = with_growth(healthy(1, every=every), 2, [1], onset=2000)
+    for entry in records:
+        entry["lr_sum"] *= rate
+    (alarm,) = alarms(records, AlarmConfig(), WARM_UP)
+    assert (alarm.layer, alarm.heads) == (2, (1,))
+    assert 2000 < alarm.step <= 2000 * 1.35 + 2 * every
+
+
+def test_heads_with_small_logits_may_grow() -> None:
+    records = with_growth(healthy(1), 2, [1], onset=2000)
+    for entry in records:
+        entry["max_logit"][2][1] = 99.0
+    assert alarms(records, AlarmConfig(), WARM_UP) == []
+    assert len(alarms(records, AlarmConfig(growth_logit=98.0), WARM_UP)) == 1
+
+
+def test_one_probe_alone_raises_no_alarm() -> None:
+    records = healthy(1)
+    records[60]["qk_head_norm"][2][1] *= 10
+    assert alarms(records, AlarmConfig(), WARM_UP) == []
+    assert [alarm.step for alarm in alarms(records, AlarmConfig(growth_probes=1), WARM_UP)] == [60 * EVERY]
+
+
+def test_a_rule_accuses_a_layer_once_and_others_still() -> None:
+    records = with_growth(with_growth(healthy(1), 2, [1], onset=2000), 4, [0], onset=3000)
+    raised = alarms(records, AlarmConfig(), WARM_UP)
+    assert [(alarm.rule, alarm.layer) for alarm in raised] == [("growth", 2), ("growth", 4)]
+
+
+def test_the_warm_up_is_not_looked_at() -> None:
+    records = with_growth(healthy(1), 2, [1], onset=150)
+    first = alarms(records, AlarmConfig(warm_up=0), WARM_UP)[0].step
+    assert first < WARM_UP
+    # The window of an exponent lies behind the warm-up, too.
+    silent = [entry for entry in records if clock(entry["step"]) < 1.3 * clock(WARM_UP)]
+    assert silent[-1]["step"] > WARM_UP
+    assert alarms(silent, AlarmConfig(), WARM_UP) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_an_alarm(value: float) -> None:
+    records = healthy(1)
+    for entry in records[80:]:
+        entry["qk_head_norm"][3] = [value] * H
+        entry["max_logit"][3] = [value] * H
+    raised = alarms(records, AlarmConfig(), WARM_UP)
+    assert [(alarm.layer, alarm.step) for alarm in raised] == [(3, 81 * EVERY)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_delta_error_with_one_sign_is_named(seed: int, sign: int) -> None:
+    records = healthy(seed)
+    for entry in records[60:]:
+        # Half a standard error a probe: nothing to be seen in any one of them.
+        entry["delta_error_mean"][1][2] = 1e-2 * sign * (0.5 + np.random.default_rng(entry["step"]).standard_normal())
+        entry["delta_error_se"][1][2] = 1e-2
+    raised = alarms(records, AlarmConfig(growth_exponent=0.0, delta_z=5.0, delta_probes=50), WARM_UP)
+    accused = [(alarm.rule, alarm.layer, alarm.heads) for alarm in raised]
+    assert accused in ([("delta", 1, (2,))], [])
+    strong = alarms(_biased(records, sign), AlarmConfig(growth_exponent=0.0, delta_z=5.0), WARM_UP)
+    assert [(alarm.rule, alarm.layer, alarm.heads) for alarm in strong] == [("delta", 1, (2,))]
+    assert math.copysign(1, strong[0].evidence["z"]) == sign == math.copysign(1, strong[0].evidence["delta_bias"])
+
+
+def _biased(records: list[dict[str, Any]], sign: int) -> list[dict[str, Any]]:
+    for entry in records[60:]:
+        entry["delta_error_mean"][1][2] = 2e-2 * sign
+        entry["delta_error_se"][1][2] = 1e-2
+    return records
+
+
+def test_a_significant_delta_error_that_is_tiny_is_no_alarm() -> None:
+    records = healthy(1)
+    for entry in records:
+        entry["delta_error_mean"][1][2], entry["delta_error_se"][1][2] = 1e-7, 1e-8
+    config = AlarmConfig(delta_z=5.0)
+    assert alarms(records, config, WARM_UP) == []
+
+
+def test_forgetting_old_probes_changes_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = with_growth(with_growth(healthy(5), 2, [1], onset=2000), 4, [0], onset=4000)
+    config = AlarmConfig(delta_z=3.0, delta_probes=5, growth_exponent=2.2, growth_probes=3)
+    forgetful = alarms(records, config, WARM_UP)
+    watch = Watch(config, WARM_UP)
+    for entry in records:
+        watch.update(entry)
+    assert len(watch._probes) < 0.5 * len(records)
+    monkeypatch.setattr(Watch, "_forget", lambda self: None)
+    assert alarms(records, config, WARM_UP) == forgetful
+    assert len(forgetful) >= 2
+
+
+def test_after_a_rollback_the_course_that_was_left_is_forgotten() -> None:
+    failing, calm = with_growth(healthy(1), 2, [1], onset=2000), healthy(1)
+    watch = Watch(AlarmConfig(), WARM_UP)
+    first = [alarm for entry in failing if entry["step"] <= 2500 for alarm in watch.update(entry)]
+    assert len(first) == 1
+    # Back to step 2000, before the alarm: what fails again is told again, and a calm course is not accused of the old one.
+    assert [alarm for entry in calm if 2000 <= entry["step"] <= 2500 for alarm in watch.update(entry)] == []
+    again = [alarm for entry in failing if 2000 <= entry["step"] <= 2500 for alarm in watch.update(entry)]
+    assert [(alarm.layer, alarm.step) for alarm in again] == [(2, first[0].step)]
+
+
+# ---- what it is compared with
+
+
+def test_the_loss_alarm_sees_a_jump_and_not_the_noise() -> None:
+    generator = np.random.default_rng(0)
+    losses = 3.0 - 1e-4 * np.arange(3000) + 0.05 * generator.standard_normal(3000)
+    steps = list(range(3000))
+    assert loss_alarm(steps, losses.tolist()) is None
+    losses[2500] += 0.5
+    assert loss_alarm(steps, losses.tolist()) == 2500
+    losses[2400] = math.nan
+    assert loss_alarm(steps, losses.tolist()) == 2400
+
+
+def test_the_logit_alarm_is_a_threshold() -> None:
+    records = healthy(1)
+    assert logit_alarm(records, 1e9) is None
+    records[30]["max_logit"][5][3] = 2e9
+    assert logit_alarm(records, 1e9) == 30 * EVERY
+
+
+# ---- responses of a run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        yield place
+
+
+# Any growth at all, of any head: an alarm within the first probes of a tiny run.
+TOUCHY = AlarmConfig(growth_exponent=1e-6, growth_window=1.01, growth_logit=0.0, growth_probes=1, warm_up=4)
+
+
+def touchy(**changes: Any) -> dict[str, Any]:
+    return {**BF16, "alarm": replace(TOUCHY, **changes), "telemetry": TelemetryConfig(every=3)}
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    path = run / "interventions.jsonl"
+    return [entry for entry in read_lines(path) if entry["kind"] == kind] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def quiet(place: Place) -> Path:
+    return place.train("quiet", {**BF16, "alarm.growth_exponent": 0.0, "telemetry.every": 3})
+
+
+def test_log_records_the_alarm_and_changes_no_bit(
+    place: Place, quiet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place.train("logged", touchy())
+    assert weights(run, 20) == weights(quiet, 20)
+    assert events(quiet, "alarm") == []
+    first = events(run, "alarm")[0]
+    assert first["rule"] == "growth"
+    assert first["step"] == 9  # probes behind the warm-up are those of steps 6 and 9
+    assert f"step 9: ALARM (growth): layer {first['layer']}" in capsys.readouterr().out
+    assert next(line["step"] for line in lines(run) if line.get("alarm") == "log") == 9
+    # Made afterwards from the file, the alarms are the same.
+    expected = [alarm.record() | {"step": alarm.step} for alarm in alarms(read_telemetry(run), TOUCHY, 5)]
+    assert events(run, "alarm") == expected
+
+
+def test_checkpoint_saves_at_the_alarm(place: Place, quiet: Path) -> None:
+    run = place.train("saved", {**touchy(response="checkpoint"), "checkpoint.every": 0, "checkpoint.keep_last": 9})
+    steps = [entry["step"] for entry in events(run, "alarm")]
+    assert 9 in steps
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == sorted({f"step_{step:08d}" for step in [*steps, 20]})
+    assert weights(run, 20) == weights(quiet, 20)
+
+
+def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, quiet: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        place.train("stopped", touchy(response="stop"))
+    assert stopped.value.code == 1
+    run = place.runs / "stopped"
+    assert column(run, "step")[-1] == 9
+    loaded = Checkpoints(run / "checkpoints", place.config("stopped").checkpoint).load_newest()
+    assert loaded is not None
+    assert loaded.step == 9
+    place.train("stopped", {**touchy(), "run.resume": True})
+    assert weights(run, 20) == weights(quiet, 20)
+
+
+@pytest.fixture(scope="module")
+def switched(place: Place) -> Path:
+    fields = touchy(response="switch", switch_to="flash_delta_from_p")
+    return place.train("switched", {**fields, "data.record": place.recording("alarm")})
+
+
+def test_switch_moves_the_accused_layers_at_the_next_step(switched: Path) -> None:
+    accused = [(entry["step"] + 1, entry["layer"]) for entry in events(switched, "alarm")]
+    made = [(entry["step"], entry["layer"]) for entry in events(switched, "switch")]
+    assert accused[0][0] == 10
+    assert made == accused
+    assert all(entry["to"] == "flash_delta_from_p" for entry in events(switched, "switch"))
+    assert {entry["cause"] for entry in events(switched, "switch")} == {"alarm"}
+
+
+def test_a_switch_by_alarm_changes_the_course(switched: Path, quiet: Path) -> None:
+    assert column(switched, "train_loss")[:11] == column(quiet, "train_loss")[:11]
+    assert column(switched, "train_loss")[11:] != column(quiet, "train_loss")[11:]
+
+
+def test_a_replay_with_the_recorded_switches_has_the_same_bits(place: Place, switched: Path) -> None:
+    options = tuple(entry["option"] for entry in events(switched, "switch"))
+    fields = {**touchy(switches=options), "data.replay": place.recording("alarm")}
+    replayed = place.train("replayed", fields)
+    told = [{k: v for k, v in line.items() if k != "alarm"} for line in lines(switched)]
+    assert [{k: v for k, v in line.items() if k != "alarm"} for line in lines(replayed)] == told
+    assert weights(replayed, 20) == weights(switched, 20)
+
+
+def test_a_killed_and_resumed_run_has_the_same_alarms_and_switches(place: Place, switched: Path) -> None:
+    fields = touchy(response="switch", switch_to="flash_delta_from_p")
+    assert train_and_kill(place, place.config("killed", fields)) == -9
+    killed = place.train("killed", {**fields, "run.resume": True})
+    assert list(read_lines(killed / "interventions.jsonl")) == list(read_lines(switched / "interventions.jsonl"))
+    assert lines(killed) == lines(switched)
+    assert weights(killed, 20) == weights(switched, 20)
+
+
+# ---- bad settings
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response", "shout"),
+        ("switch_to", ""),
+        ("switches", ("5:1",)),
+        ("growth_exponent", -1.0),
+        ("growth_window", 1.0),
+        ("growth_probes", 0),
+        ("warm_up", -2),
+    ],
+)
+def test_bad_settings_name_the_field(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"alarm\.{field}"):
+        AlarmConfig(**{field: value})
+
+
+def test_a_response_needs_telemetry() -> None:
+    with pytest.raises(UserError, match=r"alarm\.response = 'stop': expected log while telemetry\.every = 0"):
+        TrainConfig(alarm=AlarmConfig(response="stop"), telemetry=TelemetryConfig(every=0))
+
+
+def test_a_switch_that_no_machine_can_run_fails_before_the_run_starts(place: Place) -> None:
+    with pytest.raises(UserError, match="it needs a CUDA device"):
+        place.train("impossible", touchy(response="switch", switch_to="sdpa_cudnn"))
+    assert not (place.runs / "impossible").exists()
+
+
+def test_an_alarm_says_what_it_is_in_one_line() -> None:
+    alarm = Alarm(step=5, rule="growth", layer=1, heads=(3,), evidence={"exponent": 3.14159, "delta_probes": 4})
+    assert alarm.sentence() == "step 5: ALARM (growth): layer 1, head(s) 3: exponent 3.14, delta_probes 4"
+
+
+# ---- more than one process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("response", ["switch", "stop"])
+def test_all_processes_follow_an_alarm_that_one_of_them_sees(place: Place, response: str) -> None:
+    fields = touchy(response=response, switch_to="flash_delta_from_p")
+    done = start_train([str(place.preset_file(place.config(f"two_{response}", fields)))], processes=2)
+    run = place.runs / f"two_{response}"
+    assert events(run, "alarm"), done.stderr
+    if response == "stop":
+        assert done.returncode == 1
+        assert column(run, "step")[-1] == 9
+    else:
+        assert done.returncode == 0, done.stderr
+        assert events(run, "switch")
+        assert column(run, "step")[-1] == 20
+        # Had one process gone on with the old attention, weights would have parted: DDP averages gradients of one model.
+        options = tuple(entry["option"] for entry in events(run, "switch"))
+        replay = {**touchy(switches=options), "run.name": "two_replayed"}
+        again = start_train([str(place.preset_file(place.config("two_replayed", replay)))], processes=2)
+        assert again.returncode == 0, again.stderr
+        assert weights(place.runs / "two_replayed", 20) == weights(run, 20)

@@ -1,0 +1,139 @@
+"""scripts/alarm_table.py on made-up runs: who exploded, who warned when, who was accused for nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import alarm_table
+
+WARM_UP, EVERY, STEPS = 100, 50, 4000
+
+
+def write_run(
+    folder: Path, *, grows_from: int | None = None, explodes_at: int | None = None, logit: float = 100.0
+) -> Path:
+    """A run of 2 layers with 2 heads: layer 1, head 0 grows like clock^6 from a step on; the loss jumps by 2 nats at another."""
+    folder.mkdir()
+    with open(folder / "metrics.jsonl", "w") as out:
+        for step in range(STEPS):
+            loss = 3.0 + 0.01 * math.sin(step) + (2.0 if explodes_at is not None and step >= explodes_at else 0.0)
+            out.write(json.dumps({"step": step, "train_loss": loss}) + "\n")
+    with open(folder / "telemetry.jsonl", "w") as out:
+        for step in range(0, STEPS, EVERY):
+            clock = max(step - WARM_UP / 2, 1.0)
+            factor = max(1.0, clock / (grows_from - WARM_UP / 2)) ** 6 if grows_from else 1.0
+            norms = [[1.0, 1.0], [factor, 1.0]]
+            entry: dict[str, Any] = {
+                "step": step,
+                "lr_sum": clock,
+                "w_q_norm": [1.0, factor**0.5],
+                "qk_head_norm": norms,
+                "max_logit": [[logit * value for value in row] for row in norms],
+                "delta_error_mean": [[0.0, 0.0], [0.0, 0.0]],
+                "delta_error_se": [[1.0, 1.0], [1.0, 1.0]],
+                "delta_rms": [[1.0, 1.0], [1.0, 1.0]],
+            }
+            out.write(json.dumps(entry) + "\n")
+    content = {"config": {"optim": {"warmup_steps": WARM_UP}}, "attention_name": "flash"}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    failing = write_run(tmp_path / "failing", grows_from=1000, explodes_at=3000)
+    stable = write_run(tmp_path / "stable")
+    accused = write_run(tmp_path / "accused", grows_from=2000)
+    return [str(folder) for folder in (stable, failing, accused)]
+
+
+def table(tmp_path: Path, runs: list[str], *options: str) -> dict[str, dict[str, str]]:
+    out = tmp_path / "table.csv"
+    alarm_table.main([*runs, "--out", str(out), *options])
+    with open(out) as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
+
+
+def test_explosion_warning_and_false_alarms(
+    tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = table(tmp_path, runs)
+    assert {name: row["exploded_at"] for name, row in rows.items()} == {"failing": "3000", "stable": "", "accused": ""}
+    # The sixth power over a window of which half must have grown: 1.3^3, and two probes.
+    assert 1000 < int(rows["failing"]["growth"]) <= 1300
+    assert rows["failing"]["growth_names"] == "layer 1, heads 0"
+    assert rows["stable"]["growth"] == rows["stable"]["max_logit"] == rows["stable"]["loss"] == ""
+    printed = capsys.readouterr().out
+    warning = 3000 - int(rows["failing"]["growth"])
+    assert f"growth: warned of 1 of 1 explosions, {warning} to {warning} steps ahead (median {warning})" in printed
+    assert "; false alarms in 1 of 2 stable runs." in printed
+    assert f"| {rows['failing']['growth']} ({warning}) |" in printed
+    assert f"**{rows['accused']['growth']}** (false)" in printed
+
+
+def test_the_loss_alone_warns_when_it_is_too_late(tmp_path: Path, runs: list[str]) -> None:
+    assert table(tmp_path, runs)["failing"]["loss"] == "3000"
+
+
+def test_the_largest_logit_alone_is_a_threshold(tmp_path: Path, runs: list[str]) -> None:
+    rows = table(tmp_path, runs, "--max-logit", "1000")
+    # 100 * ((c / 950)^6) passes 1000 at c = 950 * 10^(1/6) = 1394, at the probe of step 1450.
+    assert rows["failing"]["max_logit"] == "1450"
+    assert table(tmp_path, runs, "--max-logit", "99")["stable"]["max_logit"] == "0"
+
+
+def test_thresholds_can_be_tried(tmp_path: Path, runs: list[str]) -> None:
+    assert table(tmp_path, runs, "--exponent", "7")["failing"]["growth"] == ""
+    assert table(tmp_path, runs, "--logit", "1e9")["failing"]["growth"] == ""
+
+
+def test_a_run_that_ends_in_the_excursion_is_neither(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = write_run(tmp_path / "late", grows_from=1000, explodes_at=3900)
+    alarm_table.main([str(late)])
+    printed = capsys.readouterr().out
+    assert "too soon to tell" in printed
+    assert "warned of 0 of 0 explosions; false alarms in 0 of 0 stable runs" in printed
+
+
+def test_the_evidence_is_a_line_a_probe(tmp_path: Path, runs: list[str]) -> None:
+    alarm_table.main([*runs, "--thin", str(tmp_path / "thin")])
+    with open(tmp_path / "thin" / "failing.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == STEPS // EVERY
+    assert float(rows[-1]["qk_head_norm_1"]) > 1000 * float(rows[-1]["qk_head_norm_0"])
+    assert [row["step"] for row in rows[:2]] == ["0", "50"]
+
+
+def test_the_document_has_the_table_that_was_published() -> None:
+    root = Path(__file__).resolve().parent.parent
+    rows = [line for line in (root / "results/alarm/microcosm.md").read_text().splitlines() if line.startswith("|")]
+    assert len(rows) == 22
+    assert "\n".join(rows) in (root / "docs/diagnosis.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "no such run folder"),
+        (["{folder}"], "no telemetry.jsonl in it"),
+        (["{folder}", "--patience", "0"], "--patience"),
+        (["{folder}", "--out", "x.png"], "--out"),
+        ([], "the following arguments are required: runs"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train_loss": 1.0}\n')
+    with pytest.raises(SystemExit) as stopped:
+        alarm_table.main([argument.format(folder=tmp_path) for argument in arguments])
+    assert stopped.value.code == 2
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert complaint.count("\n") == 1

@@ -1,0 +1,143 @@
+"""analysis/attention_statistics.py against a plain float64 computation, and on attentions whose statistics are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from analysis.attention_statistics import attention_statistics, statistics_and_output
+from attention.rounding import round_to
+
+B, T, H, D = 2, 37, 3, 8
+SCALE = D**-0.5
+
+
+def operands(seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(spread * torch.randn(3, B, T, H, D, generator=torch.Generator().manual_seed(seed)))  # type: ignore[return-value]
+
+
+def scores(q: Tensor, k: Tensor, softcap: float = 0.0) -> Tensor:
+    """S [B, H, T, T] in the operands' dtype, masked entries -inf."""
+    s = SCALE * q.transpose(1, 2) @ k.transpose(1, 2).mT
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    return s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+
+
+def along(direction: list[float]) -> Tensor:
+    """Keys [1, n, 1, 1]: with queries of 1 and scale 1 they are the scores."""
+    return torch.tensor(direction)[None, :, None, None]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 16, 128])
+def test_statistics_are_those_of_the_whole_matrix(chunk: int, softcap: float) -> None:
+    q, k, _ = operands(spread=2.0)
+    measured = attention_statistics(q, k, scale=SCALE, softcap=softcap, top_k=(1, 3), chunk=chunk)
+    s = scores(q.double(), k.double(), softcap)
+    p = s.softmax(dim=-1)
+    expected = {
+        "max_logit": s.amax(dim=(0, 2, 3)),
+        "min_row_max": s.amax(dim=-1).amin(dim=(0, 2)),
+        "entropy": -(p * p.clamp(min=1e-300).log()).sum(dim=-1).mean(dim=(0, 2)),
+        "sink": p[:, :, 1:, 0].mean(dim=(0, 2)),
+        "top_1": p.amax(dim=-1).mean(dim=(0, 2)),
+        "top_k": torch.stack([p.topk(k).values.sum(dim=-1).mean(dim=(0, 2)) for k in (1, 3)], dim=-1),
+    }
+    for name, value in expected.items():
+        # Scores of at most 40 in float32 are off by 40 * D * 2^-24, and so, relatively, are probabilities.
+        torch.testing.assert_close(getattr(measured, name).double(), value, rtol=40 * D * 2.0**-24, atol=1e-6)
+
+
+def test_the_output_is_that_of_the_same_probabilities() -> None:
+    q, k, v = operands()
+    _, o = statistics_and_output(q, k, v, scale=SCALE, chunk=16)
+    exact = scores(q.double(), k.double()).softmax(dim=-1) @ v.double().transpose(1, 2)
+    torch.testing.assert_close(o.double(), exact.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_stacked_heads_are_measured_each_by_itself() -> None:
+    q, k, _ = operands()
+    together = attention_statistics(q, k, scale=SCALE, top_k=(2,))
+    alone = [attention_statistics(q[:, :, [h]], k[:, :, [h]], scale=SCALE, top_k=(2,)) for h in range(H)]
+    for field in dataclasses.fields(together):
+        parts = torch.cat([getattr(one, field.name) for one in alone])
+        torch.testing.assert_close(getattr(together, field.name), parts, rtol=1e-5, atol=1e-6)
+
+
+def test_repeated_maxima_are_told_by_tolerance() -> None:
+    # Row t sees the first t + 1 scores: alone; 2^-9 apart; 1e-3 apart; exactly tied.
+    k = along([1.0, 1.0 + 2.0**-9, 1.0 + 2.0**-9 + 0.0009, 1.0 + 2.0**-9 + 0.0009])
+    ties = attention_statistics(torch.ones_like(k), k, scale=1.0).ties
+    torch.testing.assert_close(ties, torch.tensor([[1 / 4, 2 / 4, 3 / 4]]))
+
+
+def test_ties_are_those_of_the_scores_as_the_kernel_rounds_them() -> None:
+    k = along([1.0, 1.0 + 2.0**-9])
+    q = torch.ones_like(k)
+    assert attention_statistics(q, k, scale=1.0).ties[0, 0] == 0
+    assert attention_statistics(q, k, scale=1.0, scores_format="bf16").ties[0, 0] == 0.5
+
+
+def test_rounded_scores_are_counted_as_by_hand() -> None:
+    q, k, _ = operands(seed=3)
+    s = round_to(scores(q, k).contiguous(), "m2")
+    expected = ((s == s.amax(dim=-1, keepdim=True)).sum(dim=-1) > 1).float().mean(dim=(0, 2))
+    measured = attention_statistics(q, k, scale=SCALE, scores_format="m2", chunk=T).ties[:, 0]
+    assert torch.equal(measured, expected)
+    assert (expected > 0).all()
+
+
+@pytest.mark.parametrize(("largest", "share"), [(87.0, 0.0), (88.0, 0.5), (-87.0, 0.0), (-88.0, 0.5)])
+def test_underflow_is_a_tied_row_beyond_the_range(largest: float, share: float) -> None:
+    # Row 0 has a single score, so nothing ties there; row 1 has two of the same.
+    k = along([largest, largest])
+    assert attention_statistics(torch.ones_like(k), k, scale=1.0).underflow.tolist() == [share]
+
+
+def test_a_row_beyond_the_range_that_is_not_tied_does_not_underflow() -> None:
+    k = along([100.0, 90.0])
+    assert attention_statistics(torch.ones_like(k), k, scale=1.0).underflow.tolist() == [0.0]
+
+
+def test_underflow_is_where_the_stabiliser_loses_a_row() -> None:
+    # Against attention/stabilise.py itself: the rows whose exp(S - m) are all below the smallest normal number.
+    from attention.numerics import Numerics
+    from attention.stabilise import tile_row_max
+
+    q, k, _ = operands(seed=5, spread=40.0)
+    k[:, 1::2] = k[:, :-1:2]  # pairs of equal keys, so that many rows tie
+    s = scores(q, k)
+    m = tile_row_max(s, Numerics(row_max="stabilised"))
+    lost = torch.exp(s - m).amax(dim=-1) < torch.finfo(torch.float32).tiny
+    measured = attention_statistics(q, k, scale=SCALE, chunk=T).underflow
+    assert torch.equal(measured, lost.float().mean(dim=(0, 2)))
+    assert measured.min() > 0
+
+
+def test_uniform_attention_has_the_entropy_of_its_rows() -> None:
+    zeros = torch.zeros(1, T, 1, D)
+    measured = attention_statistics(zeros, zeros, scale=1.0)
+    lengths = torch.arange(1, T + 1, dtype=torch.float64)
+    assert measured.entropy.item() == pytest.approx(lengths.log().mean().item(), rel=1e-6)
+    assert measured.sink.item() == pytest.approx((1 / lengths[1:]).mean().item(), rel=1e-6)
+
+
+def test_more_keys_than_a_row_has_hold_all_of_it() -> None:
+    q, k, _ = operands()
+    torch.testing.assert_close(attention_statistics(q, k, scale=SCALE, top_k=(1000,)).top_k, torch.ones(H, 1))
+
+
+def test_nothing_is_nan_where_probabilities_underflow() -> None:
+    measured = attention_statistics(*operands(spread=1e3)[:2], scale=SCALE, top_k=(2,))
+    assert all(getattr(measured, field.name).isfinite().all() for field in dataclasses.fields(measured))
+
+
+def test_a_nan_query_is_seen_in_its_head_only() -> None:
+    q, k, _ = operands()
+    q[0, 5, 1] = math.nan
+    assert attention_statistics(q, k, scale=SCALE).max_logit.isnan().tolist() == [False, True, False]

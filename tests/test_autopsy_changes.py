@@ -1,0 +1,116 @@
+"""Which rounding carries a planted bias and what removes it, against what tests/test_bias.py establishes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from layer_captures import tied_layer
+from planted_models import healthy, plant, subject
+
+from analysis.autopsy_bias import Bias, head_with
+from analysis.autopsy_changes import (
+    Change,
+    HeadChanges,
+    head_changes,
+    preset_changes,
+    rounding_sites,
+    smallest_set,
+    try_changes,
+)
+from attention import PRESETS, AttentionSpec
+
+PAPER = AttentionSpec(numerics="paper")
+
+
+@pytest.fixture(scope="module")
+def planted() -> HeadChanges:
+    layer = tied_layer(spec=PAPER)
+    return head_changes(0, 1, [head_with(layer, 1, PAPER.resolve())], PAPER)
+
+
+def names(changes: list[Change]) -> set[str]:
+    return {change.name for change in changes if change.removes}
+
+
+def test_repairs_of_the_backward_pass_remove_the_bias(planted: HeadChanges) -> None:
+    assert {"flash_delta_from_p", "flash_recompute_o", "flash_fp32_o", "flash_fp32_pv_o"} <= names(planted.presets)
+
+
+def test_rounding_o_stochastically_in_delta_removes_it(planted: HeadChanges) -> None:
+    assert {"flash_stochastic_o", "flash_run_d"} <= names(planted.presets)
+
+
+def test_what_keeps_the_rounding_keeps_the_bias(planted: HeadChanges) -> None:
+    left = {change.name: change.left for change in planted.presets}
+    assert left["flash_untiled"] == pytest.approx(1)
+    assert not {"flash_untiled", "flash_run_b", "flash_run_c"} & names(planted.presets)
+
+
+def test_the_sites_that_carry_it_are_those_of_o(planted: HeadChanges) -> None:
+    """O_bar is rounded at two sites and O at a third: none alone removes the bias, the three together do."""
+    assert [change.name for change in planted.sites] == [
+        "scores",
+        "statistics",
+        "probabilities",
+        "tile_product",
+        "accumulator",
+        "output",
+    ]
+    assert names(planted.sites) == set()
+    assert planted.together is not None
+    assert planted.together.name == "tile_product, accumulator, output"
+
+
+def test_every_change_of_a_head_that_has_none_left_is_tried() -> None:
+    spec = AttentionSpec(preset="flash_delta_from_p", numerics="paper")
+    tried = preset_changes(spec, spec.resolve())
+    assert "flash_delta_from_p" not in tried
+    assert set(tried) == {n for n in PRESETS if not n.startswith("sdpa_")} - {"flash_delta_from_p"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "fmt", "expected"),
+    [
+        (AttentionSpec(), "bf16", ["inputs", "probabilities", "output"]),
+        (AttentionSpec(), "fp32", []),
+        (AttentionSpec(preset="flash_run_c"), "bf16", ["inputs", "probabilities", "output_gradient", "delta_output"]),
+        (AttentionSpec(preset="flash_delta_from_p"), "bf16", ["inputs", "probabilities", "output"]),
+    ],
+)
+def test_the_sites_that_round(spec: AttentionSpec, fmt: str, expected: list[str]) -> None:
+    assert rounding_sites(spec.resolve().concrete(fmt)) == expected
+
+
+def change(name: str, left: float) -> Change:
+    nothing = Bias(mean=0.0, standard_error=0.0, rms=0.0, positive=0.5, relative=0.0, units=8)
+    return Change(name=name, bias=nothing, left=left)
+
+
+def test_the_smallest_set_has_no_site_to_spare() -> None:
+    needed = {"output", "accumulator"}
+    found = smallest_set(
+        ["scores", "output", "accumulator"],
+        lambda sites: change(", ".join(sites), 0.0 if needed <= set(sites) else 1.0),
+    )
+    assert found is not None
+    assert found.name == "output, accumulator"
+
+
+def test_no_set_where_all_of_them_do_not_remove_it() -> None:
+    assert smallest_set(["scores", "output"], lambda sites: change("", 1.0)) is None
+
+
+def test_a_model_is_looked_into_head_by_head() -> None:
+    model = plant(healthy(3), 1, 3, seed=3)
+    (found,) = try_changes(subject(model, 3), [(1, 3)])
+    assert (found.layer, found.head) == (1, 3)
+    assert found.before.ratio > 0.3
+    assert "flash_recompute_o" in names(found.presets)
+
+
+def test_no_head_no_work() -> None:
+    def refuse(batch: int, layers: object) -> list[object]:
+        raise AssertionError
+
+    assert try_changes(dataclasses.replace(subject(healthy(0), 0), capture=refuse), []) == []  # type: ignore[arg-type]

@@ -1,0 +1,257 @@
+"""The autopsy's command line: a checkpoint of a run, its page and its text; one line for what cannot be examined."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from planted_models import PAPER, SHAPE, healthy, plant
+from tiny_runs import ROOT, Place, command, environment, make_data, new_place, preset
+
+import config as configuration
+from attention import AttentionConfig
+from config import TrainConfig
+from data.batches import DataConfig
+from data.token_files import TokenWriter
+from model import GPT
+from scripts import autopsy
+from training.checkpoint import CheckpointConfig, Checkpoints
+from training.intervention import Switch
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def run(place: Place) -> Path:
+    return place.train("run", {"run.steps": 10, "precision.dtype": "bfloat16", "attention": preset("flash", "paper")})
+
+
+def examined(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    """What the command prints."""
+    monkeypatch.setattr("sys.argv", ["autopsy.py", *map(str, arguments), "--device", "cpu"])
+    autopsy.main()
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    """The line that the command leaves with."""
+    with pytest.raises(SystemExit) as caught:
+        examined(capsys, monkeypatch, *arguments)
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    return message
+
+
+def save(model: GPT, folder: Path, data: Path, switches: tuple[Switch, ...] = ()) -> Path:
+    """A checkpoint of a model that no run has trained."""
+    config = TrainConfig(
+        model=SHAPE,
+        attention=AttentionConfig(flash_backend="flash_reference", default=PAPER),
+        data=DataConfig(dataset=str(data), sequence_length=16),
+    )
+    return Checkpoints(folder, CheckpointConfig()).save(
+        7,
+        model_state=model.state_dict(),
+        optimizer_state={"state": {}, "param_groups": []},
+        scaler_state={},
+        rng=[torch.zeros(1, dtype=torch.uint8)],
+        position=0,
+        config_json=configuration.to_json(config),
+        extra={"switches": [dataclasses.asdict(switch) for switch in switches]},
+    )
+
+
+@pytest.fixture
+def skewed_data(tmp_path: Path) -> Path:
+    """Validation tokens of which most are one: dO has a direction. The planted models' vocabulary."""
+    generator = np.random.default_rng(0)
+    tokens = np.where(generator.random(20_000) < 0.6, 5, generator.integers(0, 64, 20_000)).astype(np.uint8)
+    for split in ("train", "val"):
+        with TokenWriter(
+            tmp_path / "data", split, dtype="uint8", vocabulary="bytes", vocabulary_size=64, source="test"
+        ) as out:
+            out.write(tokens)
+    return tmp_path / "data"
+
+
+def test_a_planted_checkpoint(
+    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(plant(healthy(3), 1, 3, seed=3), tmp_path / "checkpoints", skewed_data)
+    out = tmp_path / "page"
+    printed = examined(capsys, monkeypatch, checkpoint, "--sequences", 16, "--out", out)
+    assert "BIASED: the rounding of attention gives delta a biased error in 1 of 12 heads: layer 1 head 3." in printed
+    removing = re.search(r"Presets that remove it: (.*)\.", printed)
+    assert removing is not None
+    assert {"flash_recompute_o", "flash_delta_from_p"} <= set(removing[1].split("; "))
+    page = (out / "autopsy.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page
+    assert len((out / "autopsy.txt").read_text().splitlines()) > len(printed.splitlines()) - 2
+
+
+def test_a_healthy_checkpoint_is_said_to_be_so(
+    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(healthy(3), tmp_path / "checkpoints", skewed_data)
+    printed = examined(capsys, monkeypatch, checkpoint, "--sequences", 16)
+    assert "HEALTHY: in none of 12 heads" in printed
+
+
+def test_a_layer_that_was_switched_is_examined_as_switched(
+    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same planted weights, whose layer moved to another delta at step 5, and one that is to move after the checkpoint."""
+    switches = (Switch(5, 1, "flash_recompute_o"), Switch(9, 0, "standard"))
+    checkpoint = save(plant(healthy(3), 1, 3, seed=3), tmp_path / "checkpoints", skewed_data, switches)
+    printed = examined(capsys, monkeypatch, checkpoint, "--sequences", 16)
+    assert "HEALTHY" in printed
+    assert "switched: 5:1:flash_recompute_o (step:layer:preset)" in printed
+
+
+def test_a_runs_folder_stands_for_its_newest_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = examined(capsys, monkeypatch, run)
+    assert "step_00000010" in printed
+    assert "step: 10" in printed
+
+
+def test_a_backend_that_cannot_run_here_is_replaced_aloud(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of a GPU's kernel, examined on a CPU."""
+    loaded = Checkpoints.load(run / "checkpoints/step_00000010")
+    loaded.config_json["attention"]["default"] = {"preset": "sdpa_cudnn", "numerics": "hardware"}
+    Checkpoints(tmp_path, CheckpointConfig()).save(
+        10,
+        model_state=loaded.model_state,
+        optimizer_state=loaded.optimizer_state,
+        scaler_state=loaded.scaler_state,
+        rng=loaded.rng,
+        position=loaded.position,
+        config_json=loaded.config_json,
+        extra=loaded.extra,
+    )
+    printed = examined(capsys, monkeypatch, tmp_path)
+    assert "computed by: flash_reference in place of sdpa_cudnn, which cannot run here" in printed
+
+
+def test_as_a_user_starts_it(run: Path) -> None:
+    done = subprocess.run(
+        command(ROOT / "scripts/autopsy.py", [str(run), "--device", "cpu", "--batches", "2"]),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Autopsy of" in done.stdout
+
+
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no such folder" in refused(capsys, monkeypatch, tmp_path / "nowhere")
+
+
+def test_a_folder_with_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no weights" in refused(capsys, monkeypatch, tmp_path)
+
+
+def changed_checkpoint(run: Path, folder: Path, **model: object) -> Path:
+    """A copy whose config has another model; its checksums fit."""
+    path = folder / "checkpoints/step_00000010"
+    shutil.copytree(run / "checkpoints/step_00000010", path)
+    state = json.loads((path / "state.json").read_text())
+    state["config"]["model"] |= model
+    (path / "state.json").write_text(json.dumps(state))
+    names = [line.split()[1] for line in (path / "SHA256SUMS").read_text().splitlines()]
+    sums = "".join(f"{autopsy.files.sha256_file(path / name)}  {name}\n" for name in names)
+    (path / "SHA256SUMS").write_text(sums)
+    return path
+
+
+def test_a_checkpoint_of_another_shape(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = changed_checkpoint(run, tmp_path, n_embd=32)
+    assert "its weights do not fit its config" in refused(capsys, monkeypatch, path)
+
+
+def test_a_field_that_this_version_does_not_know(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "mixture" in refused(capsys, monkeypatch, changed_checkpoint(run, tmp_path, mixture=3))
+
+
+def test_weights_that_are_not_finite(
+    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = healthy(0)
+    with torch.no_grad():
+        model.w_q(1)[3, 4] = torch.nan
+    checkpoint = save(model, tmp_path / "checkpoints", skewed_data)
+    assert "is not finite: examine an earlier checkpoint" in refused(capsys, monkeypatch, checkpoint)
+
+
+def test_data_of_a_larger_vocabulary(
+    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(healthy(0), tmp_path / "checkpoints", skewed_data)
+    bytes_ = make_data(tmp_path / "bytes")
+    assert "vocabulary, 64" in refused(capsys, monkeypatch, checkpoint, "--data", bytes_)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name one thing"),
+        (["--data", "nowhere"], "name one thing"),
+        (["x", "--hf", "y"], "name one thing"),
+        (["x", "--batches", "0"], "--batches = 0"),
+        (["--hf", "nowhere"], "no config.json"),
+        (["--hf", "nowhere", "--attention", "flesh"], "attention preset"),
+    ],
+)
+def test_what_cannot_be_asked(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert message in refused(capsys, monkeypatch, *arguments)
+
+
+def test_too_little_data(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tokens for 4000 sequences of 16" in refused(capsys, monkeypatch, run, "--batches", 1000)
+
+
+def test_a_hugging_face_folder_on_a_text(
+    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, intermediate_size=32, vocab_size=64
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "llama")
+    capsys.readouterr()
+    folder = tmp_path / "llama"
+    printed = examined(capsys, monkeypatch, "--hf", folder, "--data", skewed_data, "--length", 32)
+    assert "family: llama" in printed
+    assert "(assumed: the folder does not say)" in printed
+    text = tmp_path / "text.txt"
+    text.write_text("a text")
+    assert "cannot be turned into tokens" in refused(capsys, monkeypatch, "--hf", folder, "--data", text)
+    assert "--hf needs --data" in refused(capsys, monkeypatch, "--hf", folder)

@@ -1,0 +1,44 @@
+"""scripts/bench_telemetry.py runs on a CPU, and would notice a probe that changes the training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import bench_telemetry
+
+TINY = ["--tiny", "--repeats", "2", "--warm-up", "1", "--run.device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _switches_as_they_were() -> Any:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.backends.cudnn.deterministic = before[1]
+
+
+def test_it_reports_times_and_equal_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_telemetry.main([*TINY, "--json", str(tmp_path / "bench.json"), "--telemetry.every", "25"])
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["bits"]["equal"] is True
+    assert result["overhead_at_every"] == pytest.approx(result["probe"]["wall_s"] / (25 * result["step"]["wall_s"]))
+    assert "the same bits" in capsys.readouterr().out
+
+
+def test_a_probe_that_changes_a_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = bench_telemetry.Bench.probe
+
+    def clumsy(self: bench_telemetry.Bench) -> dict[str, Any]:
+        with torch.no_grad():
+            next(self.raw_model.parameters())[0, 0] += 2.0**-10
+        return original(self)
+
+    monkeypatch.setattr(bench_telemetry.Bench, "probe", clumsy)
+    with pytest.raises(SystemExit) as stopped:
+        bench_telemetry.main(TINY)
+    assert stopped.value.code == 1

@@ -1,0 +1,105 @@
+"""The benchmark of whole steps, at a size for a CPU: its table, its JSON, and that one bad variant does not take the others along."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import ROOT, TINY, Place, environment
+
+# What bench_train.py uses of nanoGPT's model.py.
+NANOGPT = """
+import torch
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1
+    vocab_size: int = 1
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 1
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+
+    def forward(self, x, y):
+        logits = self.table(x)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+VARIANTS = ["plain", "late=optim.fused=on,speed.late_values=true", "chunk=speed.loss_chunk=64,speed.fill_memory=false"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+    """(what it prints, its JSON, its profile)."""
+    folder = tmp_path_factory.mktemp("bench")
+    place = Place(folder)
+    (folder / "nanogpt").mkdir()
+    (folder / "nanogpt/model.py").write_text(NANOGPT)
+    recipe = place.preset_file(place.config("recipe", {"run.peak_tflops": 1.0}))
+    arguments = ["--variants", *VARIANTS, "bad=speed.late_values=true", "--rounds", "2", "--steps", "3", "--matmuls"]
+    arguments += ["--set", "data.micro_batch=8", "--nanogpt", str(folder / "nanogpt")]
+    arguments += ["--json", str(folder / "b.json"), "--profile", str(folder / "p.txt"), "--profile-variants", "plain"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/bench_train.py"), str(recipe), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=folder,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["b.json", "data", "nanogpt", "p.txt", "recipe.py"]
+    return done.stdout, json.loads((folder / "b.json").read_text()), folder / "p.txt"
+
+
+def rows(bench: tuple[str, dict[str, Any], Path]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in bench[1]["rows"]}
+
+
+def test_every_variant_has_a_row(bench: Any) -> None:
+    assert list(rows(bench)) == ["plain", "late", "chunk", "nanogpt", "bad"]
+    assert rows(bench)["late"]["settings"] == {"optim.fused": "on", "speed.late_values": "true"}
+
+
+def test_a_variant_that_raises_says_why(bench: Any) -> None:
+    assert rows(bench)["bad"]["failed"].startswith("UserError: optim.fused = 'auto'")
+    assert "bad " in bench[0]
+
+
+def test_rates_follow_from_times(bench: Any) -> None:
+    tokens = TINY.data.global_batch * TINY.data.sequence_length
+    for name in ("plain", "late", "chunk"):
+        row = rows(bench)[name]
+        assert len(row["ms_all_rounds"]) == 2
+        assert row["tokens_per_second"] == pytest.approx(1000 * tokens / row["ms_per_step"])
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * bench[1]["flops_per_token"] / 1e12)
+        assert row["of_matmul_ceiling"] == pytest.approx(row["mfu"] / bench[1]["matmul_ceiling_tflops"])
+
+
+def test_parts_are_parts_of_the_step(bench: Any) -> None:
+    parts = rows(bench)["plain"]["parts_ms"]
+    assert list(parts) == ["data", "forward", "backward", "clip", "optimiser", "logging"]
+    assert all(part["device"] > 0 for part in parts.values())
+
+
+def test_the_formula_and_the_products_are_printed(bench: Any) -> None:
+    assert "6 N + 12 L C T" in bench[0]
+    assert "all products:" in bench[0]
+
+
+def test_the_profile_names_the_variant(bench: Any) -> None:
+    assert bench[2].read_text().startswith("plain: ")

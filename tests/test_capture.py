@@ -1,0 +1,147 @@
+"""What ``capture`` returns is what attention saw and what training differentiates; and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention
+from analysis.capture import LayerCapture, capture
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+from model import GPT, ModelConfig, initialise
+
+B, T = 2, 24
+BASE = ModelConfig(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=64, vocab_multiple=1)
+VARIANTS = {
+    "plain": BASE,
+    "qk_norm": dataclasses.replace(BASE, qk_norm=True),
+    "gated": dataclasses.replace(BASE, gated_attention=True),
+    "softcap": dataclasses.replace(BASE, attention_softcap=5.0, z_loss=1e-2),
+}
+MIXED = AttentionConfig(
+    flash_backend="flash_reference",
+    default=AttentionSpec(preset="flash"),
+    rules=(AttentionRule(layers=(1,), heads=(0, 2), attention=AttentionSpec(preset="flash_run_c")),),
+)
+
+
+def make(config: ModelConfig, plans: AttentionConfig | None = None) -> GPT:
+    model = GPT(
+        config, (plans or AttentionConfig(flash_backend="flash_reference")).resolve(config.n_layer, config.n_head)
+    )
+    initialise(model, seed=3)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 64, (B, T + 1), generator=torch.Generator().manual_seed(5))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def autocast(dtype: torch.dtype = torch.bfloat16) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+
+
+def captured(model: GPT, dtype: torch.dtype = torch.bfloat16, **options: object) -> list[LayerCapture]:
+    return capture(model, *batch(), autocast=autocast(dtype), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("plans", [None, MIXED], ids=["one group", "two groups"])
+def test_q_k_v_give_o_by_attention_run(variant: str, plans: AttentionConfig | None) -> None:
+    for layer in captured(make(VARIANTS[variant], plans)):
+        o = attention.run(
+            layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.plan, rounding_seed=torch.tensor(0), softcap=layer.softcap
+        )
+        assert torch.equal(o, layer.o_BTHD)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_of_the_weights_follow_from_what_was_captured(variant: str) -> None:
+    """dO through attention and ``c_attn`` gives the gradient of W_v that ``backward`` gives: dO is training's own."""
+    model = make(VARIANTS[variant])
+    model.train()
+    layers = captured(model, torch.float32)
+    model(*batch())[1].backward()
+    for layer, module in zip(layers, model.attentions(), strict=True):
+        q, k, v = (x.clone().requires_grad_() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD))
+        o = attention.run(q, k, v, layer.plan, rounding_seed=torch.tensor(0), softcap=layer.softcap)
+        (dv,) = torch.autograd.grad(o, v, layer.do_BTHD)
+        expected = module.c_attn.weight.grad[2 * BASE.n_embd :]
+        torch.testing.assert_close(dv.flatten(2).flatten(0, 1).T @ layer.x_BTC.flatten(0, 1), expected)
+
+
+def test_x_is_what_c_attn_reads() -> None:
+    model = make(BASE)
+    for layer, module in zip(captured(model, torch.float32), model.attentions(), strict=True):
+        v_BTHD = (layer.x_BTC @ module.c_attn.weight[2 * BASE.n_embd :].T).view(layer.v_BTHD.shape)
+        torch.testing.assert_close(v_BTHD, layer.v_BTHD)
+
+
+def test_a_chosen_layer_is_the_same_as_among_all() -> None:
+    model = make(BASE)
+    (alone,) = captured(model, layers=[1])
+    together = captured(model)[1]
+    assert alone.layer == together.layer == 1
+    for field in ("x_BTC", "q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD"):
+        assert torch.equal(getattr(alone, field), getattr(together, field))
+
+
+def test_a_layer_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="layer 3"):
+        captured(make(BASE), layers=[3])
+
+
+def test_the_loss_scale_is_a_factor_of_do() -> None:
+    model = make(BASE)
+    for one, scaled in zip(captured(model), captured(model, loss_scale=2.0**10), strict=True):
+        assert torch.equal(one.do_BTHD * 2**10, scaled.do_BTHD)
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    config = dataclasses.replace(BASE, qk_clip_tau=100.0)
+    model = make(config)
+    model.train()
+    before = [(set(module.__dict__), dict(module._forward_pre_hooks), module.training) for module in model.modules()]
+    random = torch.get_rng_state()
+    captured(model)
+    assert [(set(m.__dict__), dict(m._forward_pre_hooks), m.training) for m in model.modules()] == before
+    assert all(p.grad is None for p in model.parameters())
+    assert all(bool((a.max_logit_H == -math.inf).all()) for a in model.attentions())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_an_error_in_the_pass_leaves_nothing_either() -> None:
+    model = make(BASE)
+    model.train()
+    with pytest.raises(IndexError):
+        capture(model, torch.full((1, 4), 64), torch.zeros(1, 4, dtype=torch.int64), autocast=autocast())
+    assert all("attend" not in a.__dict__ and a.training for a in model.attentions())
+
+
+def test_a_frozen_model_and_no_grad_mode_give_the_same() -> None:
+    model = make(BASE)
+    expected = captured(model)
+    with torch.no_grad():
+        frozen = captured(model.requires_grad_(False))
+    for a, b in zip(expected, frozen, strict=True):
+        assert torch.equal(a.do_BTHD, b.do_BTHD)
+        assert not any(x.requires_grad for x in (a.x_BTC, a.q_BTHD, a.k_BTHD, a.v_BTHD, a.o_BTHD, a.do_BTHD))
+
+
+def test_a_training_step_is_the_same_bits_after_a_capture() -> None:
+    def gradients(look: bool) -> list[Tensor]:
+        model = make(BASE)
+        model.train()
+        if look:
+            captured(model)
+        with autocast():
+            loss = model(*batch())[1]
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))

@@ -1,0 +1,182 @@
+"""delta in low and high precision: against fp64, against the backward pass itself, and on planted bias in both directions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from layer_captures import make_layer, random_layer, tied_layer
+
+from analysis.delta_error import (
+    DeltaError,
+    delta_errors,
+    effective_numerics,
+    feature_errors,
+    high_outputs,
+    output_errors,
+    summarise,
+)
+from attention import AttentionRule, AttentionSpec
+from attention.flash_reference import row_deltas
+
+PAPER = AttentionSpec(numerics="paper")
+
+
+def test_low_is_what_the_backward_pass_computes() -> None:
+    layer = random_layer(spec=PAPER)
+    expected = row_deltas(
+        layer.q_BTHD,
+        layer.k_BTHD,
+        layer.v_BTHD,
+        layer.do_BTHD,
+        PAPER.resolve(),
+        seed=layer.rounding_seed,
+        scale=layer.scale,
+    )
+    torch.testing.assert_close(delta_errors(layer).low_BHT, expected)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_high_in_fp64_is_the_gradient_of_a_scale_of_o(softcap: float) -> None:
+    """delta[T] = d/dc sum_d dO[T, d] (c O[T, d]): by autograd in FP64 on plain softmax attention."""
+    layer = random_layer(softcap=softcap)
+    q, k, v, do = (x.double().transpose(1, 2) for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
+    s = q @ k.mT * layer.scale
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    expected = (do * (torch.softmax(s, dim=-1) @ v)).sum(dim=-1)
+    high = delta_errors(layer, reference="fp64").high_BHT
+    assert high.dtype == torch.float64
+    torch.testing.assert_close(high, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("numerics", ["hardware", "paper"])
+@pytest.mark.parametrize("reference", ["backward", "fp32"])
+def test_high_precision_is_high(numerics: str, reference: str) -> None:
+    """FP32 noise only against FP64, except where the reference takes over the layer's own roundings of S and l."""
+    layer = random_layer(spec=AttentionSpec(numerics=numerics))
+    exact = delta_errors(layer, reference="fp64").high_BHT
+    error = (delta_errors(layer, reference=reference).high_BHT - exact).abs().max() / exact.abs().max()
+    if numerics == "paper" and reference == "backward":
+        assert error > 1e-4
+    else:
+        assert error < 1e-6
+
+
+def test_the_backward_reference_is_rowsum_p_dp_of_the_same_roundings() -> None:
+    """rowsum(P * dP) = rowsum(dO * (P V)) in exact arithmetic: the delta that makes rows of dS sum to 0."""
+    layer = random_layer(spec=PAPER)
+    consistent = AttentionSpec(preset="flash_delta_from_p", numerics="paper").resolve()
+    expected = row_deltas(
+        layer.q_BTHD,
+        layer.k_BTHD,
+        layer.v_BTHD,
+        layer.do_BTHD,
+        consistent,
+        seed=layer.rounding_seed,
+        scale=layer.scale,
+    )
+    torch.testing.assert_close(delta_errors(layer).high_BHT, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("numerics", ["hardware", "paper", "microcosm"])
+def test_features_add_up_to_the_error(numerics: str) -> None:
+    dtype = torch.float32 if numerics == "microcosm" else torch.bfloat16
+    layer = random_layer(spec=AttentionSpec(numerics=numerics), dtype=dtype)
+    error = delta_errors(layer).error_BHT
+    torch.testing.assert_close(feature_errors(layer).sum(dim=-1), error, rtol=1e-4, atol=1e-5)
+    assert error.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("preset", ["flash_delta_from_p", "flash_recompute_o", "flash_fp32_pv_o"])
+def test_an_error_of_o_that_delta_does_not_see(preset: str) -> None:
+    """O handed on is rounded, delta is not: the error of delta is FP32 noise, that of O is there all the same."""
+    layer = random_layer(spec=AttentionSpec(preset=preset))
+    size = delta_errors(layer).high_BHT.abs().max()
+    assert delta_errors(layer).error_BHT.abs().max() < 1e-5 * size
+    if preset != "flash_fp32_pv_o":
+        assert output_errors(layer).abs().max() > 1e-3
+
+
+def test_delta_from_a_separately_rounded_o() -> None:
+    """Run C: O is handed on unrounded, delta's is rounded; the O in the capture says nothing about it."""
+    layer = random_layer(spec=AttentionSpec(preset="flash_run_c"))
+    assert layer.o_BTHD.dtype == torch.float32
+    expected = random_layer(spec=AttentionSpec())
+    assert torch.equal(output_errors(layer), output_errors(expected))
+
+
+def test_groups_of_heads_come_back_in_their_places() -> None:
+    rule = AttentionRule(heads=(0, 2), attention=AttentionSpec(preset="flash_delta_from_p"))
+    mixed, plain = random_layer(rules=(rule,)), random_layer()
+    repaired = random_layer(spec=AttentionSpec(preset="flash_delta_from_p"))
+    error = delta_errors(mixed).error_BHT
+    assert torch.equal(error[:, 1], delta_errors(plain).error_BHT[:, 1])
+    assert torch.equal(error[:, [0, 2]], delta_errors(repaired).error_BHT[:, [0, 2]])
+
+
+def test_the_math_kernel_has_its_delta_from_p() -> None:
+    layer = random_layer(spec=AttentionSpec(preset="sdpa_math"))
+    assert effective_numerics(layer.plan.groups[0]).delta == "rowsum_p_dp"
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_planted_bias_has_its_sign_and_its_head(sign: float) -> None:
+    """O of the tied head moves away from zero (tests/test_bias.py), dO > 0 there: the error of delta has the sign of V."""
+    layer = tied_layer(sign=sign, spec=PAPER)
+    summary = summarise(delta_errors(layer).error_BHT)
+    assert sign * summary.z_H[1] > 8
+    assert sign * (summary.positive_H[1] - 0.5) > 0.3
+    assert summary.z_H[[0, 2]].abs().max() < 4
+
+
+def test_the_summary_of_known_numbers() -> None:
+    error = torch.tensor([[[1.0, 3.0, 5.0, 7.0, -100.0]], [[2.0, 2.0, 0.0, 0.0, 0.0]]])  # [2, 1, 5], units of 2
+    summary = summarise(error, unit=2)
+    means = torch.tensor([2.0, 6.0, 2.0, 0.0], dtype=torch.float64)  # the fifth token is in no unit
+    assert summary.units == 4
+    assert summary.sum_H.item() == -80
+    assert summary.mean_H.item() == -8
+    assert summary.standard_error_H.item() == pytest.approx(means.std().item() / 2)
+    assert summary.positive_H.item() == pytest.approx(6 / 7)
+
+
+def test_one_unit_has_no_standard_error() -> None:
+    summary = summarise(torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0)))
+    assert summary.units == 1
+    assert summary.standard_error_H.isnan().all()
+
+
+def test_no_error_at_all_is_no_bias() -> None:
+    summary = summarise(DeltaError(torch.zeros(2, 1, 64), torch.zeros(2, 1, 64)).error_BHT)
+    assert (summary.z_H.tolist(), summary.positive_H.tolist()) == ([0.0], [0.5])
+
+
+def test_the_standard_error_covers_unbiased_noise() -> None:
+    """|z| of independent zero-mean errors is above 3 about as often as a normal variable's: 256 heads, 0.7 expected."""
+    error = torch.randn(2, 256, 1024, generator=torch.Generator().manual_seed(2))
+    z = summarise(error).z_H
+    assert (z.abs() > 3).sum() <= 5
+    assert z.std().item() == pytest.approx(1, abs=0.15)
+
+
+def test_tokens_that_share_an_error_count_once() -> None:
+    """Every block of 32 tokens has one error: a standard error from single tokens would be sqrt(32) too small."""
+    shared = torch.randn(1, 256, 32, 1, generator=torch.Generator().manual_seed(3)).expand(-1, -1, -1, 32).flatten(2)
+    assert summarise(shared).z_H.std().item() == pytest.approx(1, abs=0.2)
+
+
+def test_layers_in_fp32_have_no_error_to_speak_of() -> None:
+    layer = make_layer(*(torch.randn(1, 32, 2, 16, generator=torch.Generator().manual_seed(4)) for _ in range(4)),
+                       dtype=torch.float32)  # fmt: skip
+    assert delta_errors(layer).error_BHT.abs().max() < 1e-5
+
+
+def test_an_o_that_is_known_gives_the_same() -> None:
+    rule = AttentionRule(heads=(0, 2), attention=AttentionSpec(preset="flash_delta_from_p"))
+    layer = random_layer(rules=(rule,), spec=PAPER)
+    high = high_outputs(layer)
+    assert torch.equal(delta_errors(layer, high_BHTD=high).high_BHT, delta_errors(layer).high_BHT)
+    assert torch.equal(feature_errors(layer, high_BHTD=high), feature_errors(layer))
+    assert torch.equal(output_errors(layer, high_BHTD=high), output_errors(layer))

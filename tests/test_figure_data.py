@@ -1,0 +1,234 @@
+"""analysis/figures: the numbers behind each figure, on captures made by hand and on curves with known answers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from layer_captures import make_layer, random_layer, tied_layer
+
+from analysis.accumulation import Accumulation, accumulate, count_ones
+from analysis.capture import LayerCapture
+from analysis.delta_error import delta_errors
+from analysis.figures import canvas, delta, heads, keys, loss, similarity
+from analysis.low_rank import outer_product_similarity, weighted_keys
+from attention import AttentionSpec
+
+PAPER = AttentionSpec(numerics="paper")
+
+
+def run(
+    name: str = "a", *, exploded_at: int | None = None, telemetry: tuple[dict, ...] = (), **columns: list
+) -> loss.RunCurves:
+    length = max(len(values) for values in columns.values())
+    records = [
+        {"step": s} | {k: v[s] for k, v in columns.items() if s < len(v) and v[s] is not None} for s in range(length)
+    ]
+    return loss.RunCurves(
+        name=name, attention="flash", group="g", exploded_at=exploded_at, records=records, telemetry=telemetry
+    )
+
+
+def test_head_norms_are_those_of_the_heads_rows() -> None:
+    w_q = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
+    w_q[4:8] *= 5
+    norms = heads.head_norms(w_q, 3, layer=1, label="m")
+    exact = [torch.linalg.matrix_norm(rows.double(), 2).item() for rows in w_q.split(4)]
+    assert norms.norms == pytest.approx(exact, rel=1e-6)
+    assert norms.outliers == (1,)
+
+
+def test_the_chosen_head_has_the_largest_norm_and_nan_is_not_it() -> None:
+    assert delta.choose_head([1.0, 3.0, math.nan, 2.0]) == 1
+
+
+def test_the_running_sum_is_that_of_the_errors_of_delta() -> None:
+    layer = random_layer()
+    error = delta.head_error(layer, head=1, batch=0, token=5, label="")
+    total, spread = delta.running_sum(error.error_BT)
+    errors = delta_errors(layer).error_BHT[:, 1].double().flatten()
+    assert total[-1] == pytest.approx(errors.sum().item())
+    assert spread[-1] == pytest.approx(errors.square().sum().sqrt().item())
+    assert len(total) == errors.numel()
+
+
+def test_features_of_one_token_add_up_to_its_error() -> None:
+    layer = random_layer()
+    error = delta.head_error(layer, head=2, batch=1, token=9, label="")
+    assert error.product_D.sum().item() == pytest.approx(error.error_BT[1, 9].item(), rel=1e-3, abs=1e-6)
+
+
+def test_the_largest_error_is_the_largest() -> None:
+    layer = random_layer()
+    batch, token = delta.largest_error(layer, 0)
+    error_BT = delta_errors(layer).error_BHT[:, 0]
+    assert error_BT[batch, token].item() == pytest.approx(error_BT[:, 10:].max().item(), rel=1e-3)
+    assert delta.largest_error_in(layer, 0, batch) == token
+
+
+def test_no_token_of_the_first_quarter_is_picked() -> None:
+    layer = random_layer()
+    layer.do_BTHD[:, :10] *= 1000
+    assert delta.largest_error(layer, 0)[1] >= 10
+    assert keys.choose_row(layer, 0)[1] >= 10
+
+
+def test_a_planted_head_has_a_biased_sum_and_its_neighbours_have_not() -> None:
+    """V of one sign below zero and dO above: the error of delta is negative, by many standard errors."""
+    layer = tied_layer(spec=PAPER)
+    planted, healthy = (delta.head_error(layer, head=head, batch=0, token=4, label="") for head in (1, 0))
+    assert planted.mean / planted.standard_error < -8
+    assert abs(healthy.mean / healthy.standard_error) < 4
+
+
+def test_the_row_chosen_for_figure_6_has_two_unit_probabilities() -> None:
+    layer = tied_layer(spec=PAPER, sign=1.0)
+    batch, token, feature = keys.choose_row(layer, 1)
+    sums = keys_of(layer, batch, token, feature)
+    assert sums.one_S.sum() == 2
+
+
+def keys_of(layer: LayerCapture, batch: int, token: int, feature: int) -> Accumulation:
+    """Of head 1, the planted one."""
+    return accumulate(layer, batch, 1, token, feature)
+
+
+def test_a_row_with_two_unit_probabilities_is_taken_before_one_with_a_larger_error() -> None:
+    """In sequence 0 two keys are the same, and win in some rows; in sequence 1 none are, and dO is a thousand times larger."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(2, 24, 1, 8, generator=generator) for _ in range(4))
+    k[0, 1] = k[0, 0] = 3 * k[0, 0]
+    do[1] *= 1000
+    layer = make_layer(q, k, v, do)
+    ones_BT = count_ones(layer).ones_BHT[:, 0]
+    assert ones_BT[1].max() == 1
+    batch, token, _ = keys.choose_row(layer, 0)
+    assert (batch, int(ones_BT[batch, token])) == (0, 2)
+
+
+def test_figure_6_tells_every_key() -> None:
+    layer = tied_layer(spec=PAPER, sign=1.0)
+    batch, token, feature = keys.choose_row(layer, 1)
+    sums = keys_of(layer, batch, token, feature)
+    table = keys.draw_accumulation(sums, label="", feature=feature).table
+    assert [row[0] for row in table.rows] == list(range(token + 1))
+    assert [row[2] for row in table.rows] == sums.one_S.tolist()
+    terms_S = sums.p_bar_S.double() * sums.v_S.double()
+    assert [row[6] for row in table.rows] == pytest.approx((sums.low_S - terms_S.cumsum(0)).tolist(), abs=1e-12)
+
+
+def test_rows_with_a_repeated_maximum_are_found_and_come_first() -> None:
+    layer = tied_layer(spec=PAPER)
+    rows = keys.attention_rows([layer])
+    assert len(rows) == 3
+    assert rows[0].head == 1
+    assert rows[0].tied_S.tolist() == [True, True] + [False] * (rows[0].query - 1)
+    assert rows[0].p_S.sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_tied_row_is_taken_before_a_sharper_one() -> None:
+    """Query 5 spreads over two equal keys and others, the other queries are certain of one key."""
+    q = torch.zeros(1, 8, 1, 4)
+    q[0, :, 0, 1] = 50
+    q[0, 5, 0] = torch.tensor([1.0, 0, 0, 0])
+    k = torch.zeros(1, 8, 1, 4)
+    k[0, :2, 0, 0] = 1
+    k[0, :, 0, 1] = torch.arange(8.0)
+    (row,) = keys.attention_rows([make_layer(q, k, k, q)])
+    assert (row.query, row.tied_S.tolist()) == (5, [True, True, False, False, False, False])
+
+
+def test_no_row_is_found_tied_where_none_is() -> None:
+    q = torch.ones(1, 6, 1, 4)
+    k = torch.arange(6.0).reshape(1, 6, 1, 1).expand(1, 6, 1, 4)
+    rows = keys.attention_rows([make_layer(q, k, k, q)])
+    assert rows[0].tied_S.sum() == 1
+
+
+def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
+    layer = random_layer()
+    row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
+    pairs = outer_product_similarity(weighted_keys(layer), layer.x_BTC)[0]
+    assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx(pairs[3, 7].item(), abs=1e-5)
+
+
+def test_the_features_shown_are_the_largest() -> None:
+    layer = random_layer()
+    layer.x_BTC[..., 11] += 100
+    layer.x_BTC[..., 40] -= 50
+    row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
+    assert similarity.shown_features([row], 2).tolist() == [11, 40]
+    assert len(similarity.shown_features([row], 10_000)) == layer.x_BTC.shape[-1]
+
+
+def test_tokens_shown_span_the_sequence() -> None:
+    assert similarity.shown_tokens(1024)[[0, -1]].tolist() == [0, 1023]
+    assert similarity.shown_tokens(5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_table_of_losses_is_what_was_logged() -> None:
+    table = loss.draw_losses([run(val_loss=[3.0, None, 2.0], train_loss=[3.5, 3.0, 2.5])]).table
+    first, second, *others = [row[:5] for row in table.rows]
+    assert (first, second) == (("a", "flash", "val_loss", 0, 3.0), ("a", "flash", "val_loss", 2, 2.0))
+    assert [row[4] for row in others] == [3.5, 3.0, 2.5]
+
+
+def test_a_long_curve_is_told_by_means_and_ranges_of_its_parts() -> None:
+    drawn = loss.curve(run(train_loss=[1.0, 2.0, 3.0, 4.0, 5.0, math.inf]), "train_loss", size=2)
+    assert drawn.steps.tolist() == [1, 3, 5]
+    assert drawn.mean.tolist() == [1.5, 3.5, math.inf]
+    assert (drawn.low.tolist(), drawn.high.tolist()) == ([1.0, 3.0, 5.0], [2.0, 4.0, math.inf])
+
+
+def test_the_longest_run_decides_how_many_values_make_a_place() -> None:
+    short, long = run(train_loss=[1.0] * 30), run(train_loss=[1.0] * (3 * loss.PLACES - 1))
+    assert loss.place_size([short, long], "train_loss") == 3
+    assert loss.place_size([short], "train_loss") == 1
+
+
+def test_a_panel_for_each_group_of_figure_7() -> None:
+    first, second = (run(n, val_loss=[5.0, 4.0, x], train_loss=[5.0, 4.0, x]) for n, x in (("a", 3.0), ("b", 3.5)))
+    other = loss.RunCurves(**(first.__dict__ | {"name": "c", "group": "muon"}))
+    drawn = loss.draw_stabilised([first, second, other])
+    assert [axes.get_title(loc="left") for axes in drawn.figure.axes] == ["g", "muon"]
+
+
+def test_an_explosion_runs_off_the_top_of_the_loss() -> None:
+    drawn = loss.draw_losses([run(exploded_at=2, train_loss=[5.0, 3.0, 800.0, math.inf])])
+    assert drawn.figure.axes[0].get_ylim()[1] < 6
+    assert [row[4] for row in drawn.table.rows] == [5.0, 3.0, 800.0, math.inf]
+
+
+def test_norms_of_all_layers_come_from_the_metrics() -> None:
+    steps, grid = loss.norm_grid(run(w_q_norm_0=[1.0, None, 2.0], w_q_norm_1=[3.0, 9.0, 4.0], train_loss=[1.0] * 3))
+    assert steps.tolist() == [0, 2]
+    assert grid.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_norms_come_from_the_telemetry_where_there_is_some() -> None:
+    telemetry = (
+        {"step": 0, "w_q_norm": [1.0, 2.0], "w_k_norm": [3.0, 4.0]},
+        {"step": 5, "w_q_norm": [5.0, 6.0], "w_k_norm": [7.0, 8.0]},
+    )
+    one = run(train_loss=[1.0], telemetry=telemetry)
+    assert loss.norm_grid(one)[1].tolist() == [[1.0, 5.0], [2.0, 6.0]]
+    assert loss.norm_grid(one, "w_k")[1].tolist() == [[3.0, 7.0], [4.0, 8.0]]
+
+
+def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:
+    telemetry = ({"step": 0, "ties_1e3": [[0.0, 0.5], [0.25, 0.25]]}, {"step": 9, "ties_1e3": [[1.0, 0.0], [0.0, 0.0]]})
+    steps, mean, largest = loss.tie_rates(run(train_loss=[1.0], telemetry=telemetry), "ties_1e3")
+    assert (steps.tolist(), mean.tolist(), largest.tolist()) == ([0, 9], [0.25, 0.25], [0.5, 1.0])
+
+
+def test_the_sum_over_probes_leaves_out_what_is_not_finite() -> None:
+    records = [{"step": 0, "delta_error_sum": [[1.0]]}, {"step": 5, "delta_error_sum": [[math.nan]]}]
+    steps, sums = delta.steps_of(records, 0, 0)
+    assert (steps.tolist(), sums.tolist()) == ([0, 5], [1.0, 0.0])
+
+
+def test_csv_says_what_is_not_finite() -> None:
+    text = canvas.table(("a", "b"), [(1, math.nan), (np.int64(2), -math.inf), ("x, y", 0.1)]).csv()
+    assert text == 'a,b\n1,nan\n2,-inf\n"x, y",0.1\n'

@@ -1,0 +1,251 @@
+"""scripts/figures.py: every figure from a tiny real run, legible at column width, its numbers beside it; one line for each mistake."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_docs import ROOT, table
+from tiny_runs import Place, column, new_place
+
+from analysis.figures import canvas
+from scripts import figures
+from scripts.figures import REGISTRY
+from training.checkpoint import Checkpoints
+
+WRITTEN = ("png", "svg", "csv")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Two runs of eight steps, one of which has telemetry. Pictures are coarse, which changes no size of text and saves seconds."""
+    with new_place(tmp_path_factory) as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canvas, "DPI", 60)
+        place.train("failing", {"telemetry.every": 2, "run.steps": 8})
+        place.train("fixed", {"telemetry.every": 0, "run.steps": 8, "optim.lr": 5e-3})
+        yield place
+
+
+def checkpoint(place: Place, name: str = "failing", step: int = 8) -> Path:
+    return place.runs / f"{name}/checkpoints/step_{step:08d}"
+
+
+def given(place: Place) -> list[str]:
+    runs = [str(place.runs / name) for name in ("failing", "fixed")]
+    return ["--runs", *runs, "--checkpoint", str(checkpoint(place)), "--device", "cpu", "--sequences", "4"]
+
+
+@pytest.fixture(scope="module")
+def out(place: Place) -> Path:
+    """All figures drawn, once."""
+    folder = place.folder / "figures"
+    figures.main(["all", *given(place), "--out", str(folder)])
+    return folder
+
+
+def rows(out: Path, number: int) -> list[dict[str, str]]:
+    with open(out / f"figure_{number:02d}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        figures.main(arguments)
+    streams = capsys.readouterr()
+    assert (stop.value.code, streams.err.count("\n")) == (2, 1)
+    return streams.err
+
+
+def test_the_figures_are_those_asked_for() -> None:
+    assert list(REGISTRY) == [2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13]
+
+
+@pytest.mark.parametrize("number", REGISTRY)
+def test_each_figure_is_a_png_an_svg_and_a_csv_with_rows(out: Path, number: int) -> None:
+    assert all((out / f"figure_{number:02d}.{ending}").stat().st_size > 40 for ending in WRITTEN)
+    assert rows(out, number)
+
+
+def test_nothing_else_is_written(out: Path) -> None:
+    expected = {f"figure_{number:02d}.{ending}" for number in REGISTRY for ending in WRITTEN}
+    assert {path.name for path in out.iterdir()} == expected
+
+
+@pytest.fixture(scope="module")
+def drawn(place: Place) -> dict[int, Any]:
+    _, _, args = figures.parse(["all", *given(place)])
+    inputs = figures.Inputs(args)
+    pictures = {number: entry.draw(inputs).figure for number, entry in REGISTRY.items()}
+    for figure in pictures.values():
+        figure.canvas.draw()
+    return pictures
+
+
+@pytest.mark.parametrize("number", REGISTRY)
+def test_every_figure_is_one_column_wide_and_no_text_is_below_six_points(drawn: dict[int, Any], number: int) -> None:
+    from matplotlib.text import Text
+
+    figure = drawn[number]
+    assert figure.get_size_inches()[0] == canvas.COLUMN == 3.3
+    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert min(sizes) >= 6
+
+
+@pytest.mark.parametrize("number", REGISTRY)
+def test_no_title_or_legend_is_cut_off(drawn: dict[int, Any], number: int) -> None:
+    figure = drawn[number]
+    renderer = figure.canvas.get_renderer()
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    texts = [t for axes in shown for t in (axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label)]
+    boxes = [t.get_window_extent(renderer) for t in [*texts, *figure.texts, *figure.legends]]
+    slack = 2
+    assert all(box.x0 >= -slack and box.x1 <= figure.bbox.x1 + slack for box in boxes if box.width)
+    assert all(box.y0 >= -slack and box.y1 <= figure.bbox.y1 + slack for box in boxes if box.height)
+
+
+@pytest.mark.parametrize("number", REGISTRY)
+def test_titles_side_by_side_do_not_overlap(drawn: dict[int, Any], number: int) -> None:
+    figure = drawn[number]
+    renderer = figure.canvas.get_renderer()
+    titles = [axes._left_title for axes in figure.axes if axes.get_visible() and axes._left_title.get_text()]
+    boxes = [title.get_window_extent(renderer) for title in titles]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_the_same_numbers_give_the_same_files(place: Place, out: Path, tmp_path: Path) -> None:
+    figures.main(["2", "12", *given(place), "--out", str(tmp_path)])
+    assert len(list(tmp_path.iterdir())) == 6
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (out / path.name).read_bytes(), path.name
+
+
+def test_figure_2_holds_the_losses_of_the_metrics(place: Place, out: Path) -> None:
+    found = [float(r["mean"]) for r in rows(out, 2) if r["run"] == "failing" and r["column"] == "train_loss"]
+    assert found == pytest.approx(column(place.runs / "failing", "train_loss"), rel=1e-5)
+
+
+def test_figure_3_holds_the_norms_of_the_checkpoints_heads(place: Place, out: Path) -> None:
+    loaded = Checkpoints.load(checkpoint(place))
+    w_q = loaded.model_state["transformer.h.1.attn.c_attn.weight"][:16]
+    exact = [torch.linalg.matrix_norm(rows, 2).item() for rows in w_q.split(8)]
+    assert [float(r["w_q_head_norm"]) for r in rows(out, 3)] == pytest.approx(exact, rel=1e-4)
+
+
+def test_figure_5_ends_at_the_sum_of_figure_12(out: Path) -> None:
+    total = [float(r["value"]) for r in rows(out, 5) if r["panel"] == "sum_over_tokens"][-1]
+    errors = [float(r["delta_error"]) for r in rows(out, 12)]
+    assert len(errors) == 4 * 16
+    assert total == pytest.approx(sum(errors), rel=1e-3, abs=1e-9)
+
+
+def test_figure_5_sums_the_telemetry_of_the_runs_that_have_some(place: Place, out: Path) -> None:
+    found = [r for r in rows(out, 5) if r["panel"].startswith("sum_over_probes")]
+    assert {r["panel"].split(" ")[1] for r in found} == {"failing:"}
+    probes = [json.loads(line) for line in (place.runs / "failing/telemetry.jsonl").read_text().splitlines()]
+    assert len(found) == len(probes) == 5
+
+
+def test_figure_11_has_every_layer_of_the_run_with_norms(out: Path) -> None:
+    found = {(r["run"], r["matrix"], r["layer"]) for r in rows(out, 11)}
+    assert {("failing", "W_Q", "0"), ("failing", "W_Q", "1")} <= found
+    assert not any(name == "fixed" for name, _, _ in found)
+
+
+def test_two_checkpoints_are_drawn_side_by_side(place: Place, tmp_path: Path) -> None:
+    both = [str(checkpoint(place)), str(checkpoint(place, "fixed"))]
+    figures.main(["3", "4", "--checkpoint", *both, "--device", "cpu", "--out", str(tmp_path)])
+    assert {r["model"] for r in rows(tmp_path, 3)} == {"failing step 8", "fixed step 8"}
+    assert {r["of"] for r in rows(tmp_path, 4)} == {"failing step 8, sequence 0", "fixed step 8, sequence 0"}
+
+
+def test_token_head_and_feature_can_be_chosen(place: Place, tmp_path: Path) -> None:
+    chosen = ["--layer", "0", "--head", "1", "--sequence", "2", "--token", "7", "--feature", "3"]
+    figures.main(["6", *given(place), *chosen, "--out", str(tmp_path)])
+    assert [r["key"] for r in rows(tmp_path, 6)] == [str(key) for key in range(8)]
+
+
+def test_a_hugging_face_folder_is_read(place: Place, tmp_path: Path) -> None:
+    from scripts.export_huggingface import load_model
+    from training.huggingface import export_gpt2
+
+    export_gpt2(load_model(checkpoint(place)), tmp_path / "hf")
+    arguments = ["8", "9", "--hf", str(tmp_path / "hf"), "--data", str(place.data), "--device", "cpu"]
+    figures.main([*arguments, "--out", str(tmp_path / "out")])
+    assert rows(tmp_path / "out", 8)
+    queries = {(r["layer"], r["head"], r["query"]): 0.0 for r in rows(tmp_path / "out", 9)}
+    for r in rows(tmp_path / "out", 9):
+        queries[r["layer"], r["head"], r["query"]] += float(r["probability"])
+    assert list(queries.values()) == pytest.approx([1.0] * 4, abs=1e-4)
+
+
+def test_all_says_what_it_leaves_out(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures.main(["all", "--runs", str(place.runs / "fixed"), "--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert {path.name for path in tmp_path.glob("*.png")} == {"figure_02.png", "figure_07.png"}
+    assert [line for line in lines if line.startswith("left out: figure 4 needs --checkpoint DIR")]
+    assert [line for line in lines if line.startswith("left out: figure 13 needs telemetry.jsonl, which fixed lacks")]
+
+
+def test_help_lists_every_figure_and_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        figures.main(["--help"])
+    out = capsys.readouterr().out
+    for number, entry in REGISTRY.items():
+        assert f"{number:>2}  {entry.what}" in out
+        assert entry.needs in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("1", "figure = '1': expected one of 2, 3, 4"),
+        ("x", "figure = 'x'"),
+        ("2", "figure 2 needs --runs RUN [RUN ...]"),
+        ("3", "figure 3 needs --checkpoint DIR"),
+        ("9", "figure 9 needs --hf FOLDER"),
+        ("2 --runs RUNS/none", "none: no such run folder"),
+        (
+            "13 --runs RUNS/fixed",
+            "figure 13 needs telemetry.jsonl, which fixed lacks: train with telemetry.every above 0",
+        ),
+        ("11 --runs RUNS/fixed", "figure 11 needs spectral norms, which fixed lacks"),
+        ("3 --checkpoint RUNS", "no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000"),
+        ("3 --checkpoint CHECKPOINT --layer 2", "--layer = 2: expected 0 to 1"),
+        ("3 --checkpoint CHECKPOINT --layer -1", "--layer = -1: expected a number from 0"),
+        ("5 --checkpoint CHECKPOINT --head 2", "--head = 2: expected 0 to 1"),
+        ("5 --checkpoint CHECKPOINT --token 16", "--token = 16: expected 0 to 15"),
+        ("6 --checkpoint CHECKPOINT --feature 8", "--feature = 8: expected 0 to 7"),
+        ("5 --checkpoint CHECKPOINT --sequence 8", "--sequence = 8: expected 0 to 7"),
+        ("5 --checkpoint CHECKPOINT --data RUNS/none", "no such data set"),
+        ("5 --checkpoint CHECKPOINT --sequences 0", "--sequences = 0: expected 1 or more"),
+        ("5 --checkpoint CHECKPOINT --device tpu", "--device = 'tpu': expected one of auto, cpu, cuda"),
+        ("9 --hf RUNS/failing", "failing: no weights; expected *.safetensors"),
+        ("2 --runs RUNS/failing --patience 0", "--patience = 0: expected 1 or more steps"),
+        ("2 --runs RUNS/failing --out A_FILE/x", "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(place: Place, arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "a_file").write_text("")
+    places = {"RUNS": place.runs, "CHECKPOINT": checkpoint(place), "A_FILE": place.folder / "a_file"}
+    for name, path in places.items():
+        arguments = arguments.replace(name, str(path))
+    out = [] if "--out" in arguments else ["--out", str(place.folder / "unused")]
+    assert words in complaint([*shlex.split(arguments), *out], capsys)
+
+
+def test_the_readme_lists_every_figure_with_a_command_that_is_understood() -> None:
+    listed = table(ROOT / "README.md", "figure")
+    assert [(int(row["figure"]), row["what"]) for row in listed] == [(n, entry.what) for n, entry in REGISTRY.items()]
+    for row in listed:
+        numbers, _, args = figures.parse(shlex.split(row["command (after python scripts/figures.py)"]))
+        assert numbers == [int(row["figure"])]
+        needs = REGISTRY[numbers[0]].needs
+        assert args.runs or not needs.startswith("--runs")
+        assert args.checkpoint or args.hf or "--checkpoint" not in needs

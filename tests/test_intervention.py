@@ -1,0 +1,231 @@
+"""training/intervention.py: a layer's attention switched in mid-run, the same bits for a replay, a resume and a compiled model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_and_kill, weights
+
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention.plan import switched
+from errors import UserError
+from model import GPT, ModelConfig, initialise
+from training.intervention import Interventions, Switch, parse_switch, plans_at
+from training.metrics import read_lines
+
+BF16 = {"precision.dtype": "bfloat16"}
+SWITCH = {"alarm.switches": ("7:1:flash_delta_from_p",)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        yield place
+
+
+def interventions(run: Path) -> list[dict[str, Any]]:
+    return list(read_lines(run / "interventions.jsonl"))
+
+
+# ---- plans
+
+
+def test_all_heads_move_and_keep_their_base_and_sites() -> None:
+    rule = AttentionRule(heads=(1,), attention=AttentionSpec(preset="standard", numerics="paper", sites=("output=m7",)))
+    (plan,) = AttentionConfig(
+        flash_backend="flash_reference", default=AttentionSpec(numerics="paper"), rules=(rule,)
+    ).resolve(1, 3)
+    moved = switched(plan, "flash_fp32_o")
+    assert [(group.heads, group.spec) for group in moved.groups] == [
+        ((0, 2), AttentionSpec(preset="flash_fp32_o", numerics="paper")),
+        ((1,), AttentionSpec(preset="flash_fp32_o", numerics="paper", sites=("output=m7",))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "to", "backend", "expected"),
+    [
+        (AttentionSpec(preset="flash", backend="flash"), "flash_fp32_o", "", "flash"),
+        (AttentionSpec(preset="flash", backend="flash"), "standard", "", "standard"),
+        (AttentionSpec(preset="flash"), "flash_fp32_o", "flash", "flash"),
+        (AttentionSpec(preset="sdpa_flash"), "flash_fp32_o", "", "flash_reference"),
+    ],
+)
+def test_a_backend_stays_where_it_fits(spec: AttentionSpec, to: str, backend: str, expected: str) -> None:
+    (plan,) = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(1, 2)
+    assert [group.backend for group in switched(plan, to, backend).groups] == [expected]
+
+
+def test_plans_are_a_function_of_the_step() -> None:
+    base = preset("flash").resolve(3, 2)
+    switches = [Switch(9, 1, "flash_untiled"), Switch(4, 1, "flash_fp32_o"), Switch(4, 2, "standard")]
+    names = {
+        step: [plan.groups[0].spec.preset for plan in plans_at(base, switches, step)] for step in (3, 4, 8, 9, 100)
+    }
+    assert names[3] == ["flash"] * 3
+    assert names[4] == names[8] == ["flash", "flash_fp32_o", "standard"]
+    assert names[9] == names[100] == ["flash", "flash_untiled", "standard"]
+
+
+@pytest.mark.parametrize("text", ["5000:1:flash", "0:0:standard", "7:11:flash_fp32_o:flash"])
+def test_an_option_is_read_as_it_is_written(text: str) -> None:
+    assert parse_switch(text).option() == text
+
+
+@pytest.mark.parametrize("text", ["", "5000:1", "5000:1:", "x:1:flash", "-5:1:flash", "5:1:flash:flash:flash"])
+def test_what_is_no_switch_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"alarm\.switches.*STEP:LAYER:PRESET"):
+        parse_switch(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5:2:flash_fp32_o", "a layer from 0 to 1"),
+        ("5:1:flsh", "attention preset = 'flsh'"),
+        ("5:1:flash_fp32_o:flsh", "attention backend = 'flsh'"),
+        ("5:1:sdpa_cudnn", "it needs a CUDA device"),
+    ],
+)
+def test_a_switch_that_cannot_be_fails_before_the_run_starts(place: Place, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        place.train("impossible", {"alarm.switches": (text,)})
+    assert not (place.runs / "impossible").exists()
+
+
+def test_a_switch_to_what_is_there_is_none() -> None:
+    base = preset("flash").resolve(2, 2)
+    some = Interventions(base, [], lambda plans: None, None)
+    assert some.add(Switch(5, 1, "flash")) is False
+    assert some.add(Switch(5, 1, "flash_fp32_o")) is True
+    assert some.add(Switch(6, 1, "flash_fp32_o")) is False
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def switched_run(place: Place) -> Path:
+    return place.train("switched", {**BF16, **SWITCH})
+
+
+def test_the_switch_acts_from_its_step_on(place: Place, switched_run: Path) -> None:
+    without = place.train("without", BF16)
+    before, after = (column(run, "train_loss") for run in (without, switched_run))
+    # delta takes part in the backward pass alone: step 7's loss is still the same, the weights behind it are not.
+    assert before[:8] == after[:8]
+    assert before[8] != after[8]
+
+
+def test_a_layer_switched_at_step_0_is_a_layer_with_a_rule(place: Place) -> None:
+    rule = AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash_delta_from_p"))
+    ruled = place.train("ruled", {**BF16, "attention": AttentionConfig(flash_backend="flash_reference", rules=(rule,))})
+    at_once = place.train("at_once", {**BF16, "alarm.switches": ("0:1:flash_delta_from_p",)})
+    assert lines(ruled) == lines(at_once)
+    assert weights(ruled, 20) == weights(at_once, 20)
+
+
+def test_the_record_says_what_was_switched(switched_run: Path) -> None:
+    (entry,) = interventions(switched_run)
+    assert entry == {
+        "step": 7,
+        "kind": "switch",
+        "layer": 1,
+        "from": "flash",
+        "to": "flash_delta_from_p",
+        "cause": "schedule",
+        "option": "7:1:flash_delta_from_p",
+    }
+
+
+def test_a_replay_with_the_records_switches_has_the_same_bits(place: Place, switched_run: Path) -> None:
+    place.train("recorded", {**BF16, **SWITCH, "data.record": place.recording("switched")})
+    options = tuple(entry["option"] for entry in interventions(place.runs / "recorded"))
+    replay = {**BF16, "data.replay": place.recording("switched"), "alarm.switches": options}
+    replayed = place.train("replayed", replay)
+    assert lines(replayed) == lines(switched_run)
+    assert weights(replayed, 20) == weights(switched_run, 20)
+
+
+# The doomed run saves at step 10 and dies before 18: a switch before, at and after its checkpoint.
+@pytest.mark.parametrize("step", [7, 10, 12])
+def test_a_killed_and_resumed_run_switches_once(place: Place, step: int) -> None:
+    fields = {**BF16, "alarm.switches": (f"{step}:1:flash_delta_from_p",)}
+    straight = place.train(f"straight_{step}", fields)
+    assert train_and_kill(place, place.config(f"killed_{step}", fields)) == -9
+    killed = place.train(f"killed_{step}", {**fields, "run.resume": True})
+    assert lines(killed) == lines(straight)
+    assert weights(killed, 20) == weights(straight, 20)
+    assert optimizer(killed, 20) == optimizer(straight, 20)
+    assert interventions(killed) == interventions(straight)
+
+
+def test_a_resumed_run_knows_the_switch_by_its_checkpoint(place: Place, switched_run: Path) -> None:
+    place.train("forgetful", {**BF16, **SWITCH, "run.steps": 10})
+    forgetful = place.train("forgetful", {**BF16, "run.resume": True})
+    assert weights(forgetful, 20) == weights(switched_run, 20)
+
+
+def test_a_run_may_be_resumed_into_a_later_switch(place: Place) -> None:
+    late = {"alarm.switches": ("10:1:flash_delta_from_p",)}
+    straight = place.train("late_straight", {**BF16, **late})
+    place.train("late", {**BF16, "run.steps": 10})
+    resumed = place.train("late", {**BF16, **late, "run.resume": True})
+    assert weights(resumed, 20) == weights(straight, 20)
+    assert interventions(resumed) == interventions(straight)
+
+
+def test_a_switch_in_the_past_of_a_resumed_run_is_refused(place: Place) -> None:
+    place.train("past", {**BF16, "run.steps": 10})
+    with pytest.raises(UserError, match=r"7:1:flash_delta_from_p.*a step from 10 on"):
+        place.train("past", {**BF16, **SWITCH, "run.resume": True})
+
+
+def test_a_rollback_goes_back_behind_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # The loss turns NaN at step 13 by way of the weights; the checkpoint of step 10 is from before the switch of step 12.
+    base = preset("flash").resolve(2, 2)
+    some = Interventions(base, [Switch(12, 1, "flash_fp32_o")], lambda plans: None, tmp_path_factory.mktemp("run"))
+    labels = []
+    for step in (11, 12, 13, 10, 11, 12, 13):
+        some.advance(step)
+        labels.append(some.plans[1].groups[0].spec.preset)
+    assert labels == ["flash", "flash_fp32_o", "flash_fp32_o", "flash", "flash", "flash_fp32_o", "flash_fp32_o"]
+
+
+# ---- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_a_compiled_model_follows_a_switch() -> None:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=32, vocab_multiple=1)
+    base = preset("flash").resolve(2, 2)
+    tokens = torch.randint(32, (2, 17), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+
+    def gradients(compiled: bool) -> list[torch.Tensor]:
+        model = GPT(config, base)
+        initialise(model, seed=0)
+        called = torch.compile(model) if compiled else model
+        seen = []
+        for plans in (base, plans_at(base, [Switch(0, 1, "flash", ""), Switch(0, 1, "flash_run_a")], 0), base):
+            model.set_plans(plans)
+            for _ in range(2):
+                model.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    _, loss = called(tokens[:, :-1], tokens[:, 1:], torch.tensor(3))
+                loss.backward()
+                seen.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        return seen
+
+    eager, compiled = gradients(False), gradients(True)
+    # The switch itself shows, far above the noise between eager and compiled.
+    change = torch.linalg.norm(eager[2] - eager[0])
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.linalg.norm(one - other) < 0.05 * change
+    assert torch.equal(compiled[0], compiled[4])

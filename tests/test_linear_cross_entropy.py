@@ -1,0 +1,249 @@
+"""The head's loss without its logits, against autograd's own path and fp64; its Triton kernel in the interpreter and on a GPU.
+
+The interpreter is chosen for a whole process, and inductor cannot live with it: the tests of the kernel on a CPU run in a pytest of
+their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attention import AttentionConfig
+from fused.linear_cross_entropy import linear_cross_entropy, softmax_rows
+from model import GPT, ModelConfig, Operators, initialise
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALF = [torch.bfloat16, torch.float16]
+SETTINGS = {
+    "plain": {},
+    "z_loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 3.0},
+    "both": {"z_loss": 1e-2, "softcap": 3.0},
+}
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    dx: Tensor
+    dweight: Tensor
+
+
+def problem(
+    device: torch.device, n: int = 64, c: int = 32, v: int = 300, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x [N, C] float32, W [V, C] float32, targets [N] with some ignored); logits of a size where softmax is neither flat nor one-hot."""
+    generator = torch.Generator().manual_seed(seed)
+    x_NC = torch.randn(n, c, generator=generator)
+    weight_VC = 0.4 * torch.randn(v, c, generator=generator)
+    targets_N = torch.randint(v, (n,), generator=generator)
+    targets_N[::7] = -1
+    return x_NC.to(device), weight_VC.to(device), targets_N.to(device)
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, softcap: float = 0.0) -> Tensor:
+    """What ``GPT.forward`` and ``GPT.loss`` do, in the dtype of x; the softmax in float32 at least."""
+    logits = functional.linear(x, weight.to(x.dtype))
+    logits = logits.float() if logits.dtype in HALF else logits
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = functional.cross_entropy(logits, targets, ignore_index=-1)
+    if z_loss:
+        counted = targets != -1
+        loss = loss + z_loss * torch.where(counted, torch.logsumexp(logits, -1).square(), 0.0).sum() / counted.sum()
+    return loss
+
+
+def differentiate(function, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, **settings) -> Result:  # type: ignore[no-untyped-def]
+    """Loss and gradients; x is rounded to ``dtype`` on the way in, as autocast does it."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = function(x.to(dtype), weight, targets, **settings)
+    (3 * loss).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return Result(loss.detach(), x.grad, weight.grad)
+
+
+def errors(found: Result, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, **settings) -> list[float]:  # type: ignore[no-untyped-def]
+    """Root mean square distance from fp64, of what the rounded x and W give."""
+    rounded = (x.to(dtype).double(), weight.to(dtype).double())
+    exact = differentiate(reference, *rounded, targets, torch.float64, **settings)
+    return [(a.double() - b).square().mean().sqrt().item() for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("chunk", [64, 16, 48])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_errors_are_within_twice_those_of_autograds_path(
+    dtype: torch.dtype, settings: dict[str, float], chunk: int, device: torch.device
+) -> None:
+    squares = torch.zeros(3, 2)
+    for seed in range(6):  # a loss is one number: alone it may be right by accident
+        tensors = problem(device, seed=seed)
+        found = differentiate(linear_cross_entropy, *tensors, dtype, chunk=chunk, **settings)
+        plain = differentiate(reference, *tensors, dtype, **settings)
+        pairs = zip(*(errors(result, *tensors, dtype, **settings) for result in (found, plain)), strict=True)
+        squares += torch.tensor(list(pairs)).square()
+    # Half a float32 rounding of a loss near 6 is granted, which in float32 is all the error there is.
+    floors = [found.loss.item() * 2.0**-24, 0.0, 0.0]
+    for (own, other), floor in zip((squares / 6).sqrt().tolist(), floors, strict=True):
+        assert own <= 2 * other + floor
+
+
+def test_gradients_have_the_dtypes_of_their_tensors(device: torch.device) -> None:
+    x, weight, targets = problem(device)
+    x = x.bfloat16().requires_grad_()
+    weight.requires_grad_()
+    linear_cross_entropy(x, weight, targets, chunk=16).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_no_targets_give_nan_as_autograds_path_does(device: torch.device) -> None:
+    x, weight, targets = problem(device)
+    none = torch.full_like(targets, -1)
+    assert reference(x, weight, none).isnan()
+    assert linear_cross_entropy(x, weight, none, chunk=16).isnan()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows(bad: float, device: torch.device) -> None:
+    x, weight, targets = problem(device)
+    x[5, 3] = bad
+    assert not linear_cross_entropy(x, weight, targets, chunk=16).isfinite()
+
+
+def test_the_same_bits_twice(device: torch.device) -> None:
+    tensors = problem(device)
+    once, again = (differentiate(linear_cross_entropy, *tensors, torch.bfloat16, chunk=16) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_the_operator_is_sound() -> None:
+    """torch's own checks: the fake agrees with the real one, and autograd is registered."""
+    x, weight, targets = problem(torch.device("cpu"), 12, 8, 20)
+    arguments = (x.requires_grad_(), weight.requires_grad_(), targets, 5, 0.0, 0.0)
+    torch.library.opcheck(
+        torch.ops.fused.linear_cross_entropy.default,
+        arguments,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+# ---- in the model
+
+TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=61, vocab_multiple=8, z_loss=1e-3)
+
+
+def tiny(loss_chunk: int) -> GPT:
+    model = GPT(
+        TINY,
+        AttentionConfig(flash_backend="flash_reference").resolve(TINY.n_layer, TINY.n_head),
+        Operators(loss_chunk=loss_chunk),
+    )
+    initialise(model, 0)
+    return model
+
+
+def gradients(model, dtype: torch.dtype) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    tokens = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        _, loss = model(tokens[:, :-1], tokens[:, 1:].contiguous())
+    loss.backward()
+    found = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="inductor cannot live with the interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_eager_is_compiled(dtype: torch.dtype) -> None:
+    """Attention apart, inductor may keep more digits between operations: as near as the plain model's two forms are."""
+    apart = {}
+    for chunk in (0, 24):
+        eager, compiled = gradients(tiny(chunk), dtype), gradients(torch.compile(tiny(chunk)), dtype)
+        apart[chunk] = max((eager[n] - compiled[n]).norm().item() / eager[n].norm().item() for n in eager)
+    assert apart[24] <= 2 * apart[0] + 1e-6
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing of Triton in it")
+def test_the_model_in_float32_agrees_with_its_plain_path() -> None:
+    plain, chunked = gradients(tiny(0), torch.float32), gradients(tiny(24), torch.float32)
+    assert plain.keys() == chunked.keys()
+    for name in plain:
+        # Sums of 64 tokens and of 16 columns, in another order.
+        assert (plain[name] - chunked[name]).norm() <= 64 * 2.0**-24 * plain[name].norm()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing of Triton in it")
+def test_evaluation_keeps_its_logits_and_leaves_out_the_z_loss() -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    logits, loss = tiny(24).eval()(tokens, tokens)
+    expected = tiny(0).eval()(tokens, tokens)
+    assert torch.equal(logits, expected[0])
+    assert torch.equal(loss, expected[1])
+
+
+# ---- the kernel
+
+
+def test_the_kernel_in_tritons_interpreter() -> None:
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("this is the interpreter's own pytest")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "kernel_agrees", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+KERNEL_DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("place", KERNEL_DEVICES)
+@pytest.mark.parametrize("v", [300, 4096, 5000])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_the_kernel_agrees_with_torch(dtype: torch.dtype, settings: dict[str, float], v: int, place: str) -> None:
+    if place == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from fused.softmax_triton import softmax_rows_triton
+
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(9, v, generator=generator)).to(dtype).to(place)
+    targets = torch.randint(v, (9,), generator=generator).to(place)
+    targets[4] = -1
+    arguments = (settings.get("z_loss", 0.0), settings.get("softcap", 0.0))
+    results = []
+    for function, compute in ((softmax_rows, torch.float64), (softmax_rows, dtype), (softmax_rows_triton, dtype)):
+        rows = logits.clone() if compute == dtype else logits.double()
+        loss = torch.full((9,), torch.nan, device=place, dtype=torch.float32)
+        if compute == torch.float64:
+            loss, rows = exact_rows(rows, targets, *arguments)
+        else:
+            function(rows, targets, loss, *arguments)
+        results.append((loss.double(), rows.double()))
+    (exact_loss, exact), (torch_loss, by_torch), (kernel_loss, by_kernel) = results
+    assert (by_kernel - exact).norm() <= 2 * (by_torch - exact).norm()
+    assert (kernel_loss - exact_loss).norm() <= 2 * (torch_loss - exact_loss).norm() + exact_loss.norm() * 2.0**-24
+
+
+def exact_rows(logits: Tensor, targets: Tensor, z_loss: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """Losses and gradients of the rows in fp64, by autograd."""
+    logits = logits.detach().requires_grad_()
+    s = softcap * torch.tanh(logits / softcap) if softcap else logits
+    losses = functional.cross_entropy(s, targets, ignore_index=-1, reduction="none")
+    losses = losses + torch.where(targets != -1, z_loss * torch.logsumexp(s, -1).square(), 0.0)
+    losses.sum().backward()
+    assert logits.grad is not None
+    return losses.detach(), logits.grad

@@ -1,0 +1,165 @@
+"""Equations 2 and 3 of arXiv 2510.04212 against two backward passes, and the measures of coherence on known matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from layer_captures import random_layer, tied_layer
+
+import attention
+from analysis.capture import LayerCapture
+from analysis.delta_error import delta_errors
+from analysis.low_rank import (
+    coherence,
+    cross_coherence,
+    direct_dw_q_error,
+    high_dw_q,
+    outer_product_similarity,
+    predicted_dw_q_error,
+    pull,
+    sign_coherence,
+    singular_shares,
+    unrotated,
+    weighted_keys,
+)
+from attention import AttentionRule, AttentionSpec
+
+
+def gradient_norm(layer: LayerCapture) -> torch.Tensor:
+    """||dW_Q|| itself, with the same roundings."""
+    q, k, v = (x.float().requires_grad_() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD))
+    o = attention.run(q, k, v, layer.plan, rounding_seed=layer.rounding_seed, softcap=layer.softcap)
+    (dq,) = torch.autograd.grad(o, q, layer.do_BTHD.to(o.dtype))
+    return torch.einsum("bthd,btc->hdc", dq, layer.x_BTC).norm()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("numerics", ["hardware", "paper", "microcosm"])
+def test_equation_3_holds_to_fp32_noise(numerics: str, softcap: float) -> None:
+    """dW_Q(hp) - dW_Q(lp) of two backward passes is scale * sum_T error[T] (P K)[T]^T X[T].
+
+    FP32 noise is a few units of 2^-24 of the two gradients, whose difference is some hundred times smaller.
+    """
+    dtype = torch.float32 if numerics == "microcosm" else torch.bfloat16
+    layer = random_layer(spec=AttentionSpec(numerics=numerics), softcap=softcap, dtype=dtype)
+    direct = direct_dw_q_error(layer)
+    predicted = predicted_dw_q_error(delta_errors(layer).error_BHT, weighted_keys(layer), layer.x_BTC, layer.scale)
+    assert direct.shape == (3, 16, 48)
+    assert (direct - predicted).norm() < 4 * 2**-24 * gradient_norm(layer)
+    assert direct.norm() > 1e-4 * gradient_norm(layer)
+
+
+def test_equation_3_holds_for_heads_of_two_kinds() -> None:
+    rule = AttentionRule(heads=(0, 2), attention=AttentionSpec(numerics="paper"))
+    layer = random_layer(rules=(rule,))
+    direct = direct_dw_q_error(layer)
+    predicted = predicted_dw_q_error(delta_errors(layer).error_BHT, weighted_keys(layer), layer.x_BTC, layer.scale)
+    assert (direct - predicted).norm() < 1e-4 * direct.norm()
+
+
+def test_equation_3_has_the_sign_of_the_paper() -> None:
+    """hp - lp is plus the sum: the wrong sign would leave twice the error."""
+    layer = random_layer(spec=AttentionSpec(numerics="paper"))
+    direct = direct_dw_q_error(layer)
+    predicted = predicted_dw_q_error(delta_errors(layer).error_BHT, weighted_keys(layer), layer.x_BTC, layer.scale)
+    assert (direct * predicted).sum() > 0
+
+
+def test_rounding_ds_adds_an_error_of_its_own() -> None:
+    layer = random_layer()
+    exact, kernel = direct_dw_q_error(layer), direct_dw_q_error(layer, score_gradients="input")
+    assert (exact - kernel).norm() > 1e-2 * exact.norm()
+
+
+def test_a_delta_without_an_o_has_no_such_error() -> None:
+    with pytest.raises(ValueError, match="rowsum_p_dp"):
+        direct_dw_q_error(random_layer(spec=AttentionSpec(preset="flash_delta_from_p")))
+
+
+def test_weighted_keys_of_one_key_are_that_key() -> None:
+    layer = random_layer()
+    torch.testing.assert_close(weighted_keys(layer)[:, :, 0], layer.k_BTHD[:, 0].float())
+
+
+def test_singular_shares() -> None:
+    matrix = torch.diag(torch.tensor([3.0, 0.0, 4.0]))[:, :2]  # singular values 3 and 0
+    assert singular_shares(matrix).tolist() == [1.0, 0.0]
+    assert singular_shares(torch.diag(torch.tensor([3.0, 4.0]))).tolist() == pytest.approx([16 / 25, 9 / 25])
+    assert singular_shares(torch.zeros(2, 2)).tolist() == [0.0, 0.0]
+
+
+def outer(pk: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The outer products of a sequence, scaled to norm 1, [H, T, D * C]."""
+    products = torch.einsum("htd,tc->htdc", pk[0], x[0]).flatten(2)
+    return torch.nn.functional.normalize(products, dim=-1)
+
+
+def test_similarity_and_coherence_are_those_of_the_outer_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pk, x = torch.randn(1, 2, 6, 4, generator=generator), torch.randn(1, 6, 5, generator=generator)
+    expected = outer(pk, x) @ outer(pk, x).mT
+    torch.testing.assert_close(outer_product_similarity(pk, x), expected)
+    off_diagonal = (expected.sum(dim=(-2, -1)) - 6) / 30
+    torch.testing.assert_close(coherence(pk, x).within_H, off_diagonal)
+    other_pk, other_x = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 3, 5, generator=generator)
+    across = (outer(pk, x) @ outer(other_pk, other_x).mT).mean(dim=(-2, -1))
+    torch.testing.assert_close(cross_coherence(coherence(pk, x), coherence(other_pk, other_x)), across)
+
+
+def test_coherence_of_like_and_of_random_products() -> None:
+    generator = torch.Generator().manual_seed(1)
+    size = 1 + torch.rand(1, 1, 64, 1, generator=generator)
+    alike = coherence(size * torch.randn(4, generator=generator), torch.ones(1, 64, 5))
+    assert alike.within_H.item() == pytest.approx(1)
+    random = coherence(torch.randn(1, 1, 512, 16, generator=generator), torch.randn(1, 512, 48, generator=generator))
+    assert abs(random.within_H.item()) < 0.01
+
+
+def test_sign_coherence() -> None:
+    error = torch.tensor([[[1.0, 2.0, 3.0], [1.0, -1.0, 2.0], [0.0, 0.0, 0.0]]])
+    assert sign_coherence(error).tolist() == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_terms_pull_together_only_with_one_sign_and_one_direction() -> None:
+    generator = torch.Generator().manual_seed(2)
+    T = 400
+    signs = torch.randn(1, 1, T, generator=generator)
+    alike, random = torch.ones(1, 1, T, 8), torch.randn(1, 1, T, 8, generator=generator)
+    x = torch.ones(1, T, 8)
+    assert pull(signs.abs(), alike, x).item() == pytest.approx(1, abs=1e-5)
+    assert pull(signs, alike, x).item() < 0.1
+    assert pull(signs.abs(), random, torch.randn(1, T, 8, generator=generator)).item() < 0.1
+
+
+def test_planted_bias_pulls_in_one_direction() -> None:
+    layer = tied_layer(spec=AttentionSpec(numerics="paper"))
+    strength = pull(delta_errors(layer).error_BHT, weighted_keys(layer), torch.ones_like(layer.x_BTC))
+    assert strength[1] > 0.8
+    assert strength[[0, 2]].max() < 0.3
+
+
+def test_the_high_precision_gradient_is_that_of_fp64() -> None:
+    layer = random_layer()
+    q, k, v, do = (x.double().transpose(1, 2) for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
+    q.requires_grad_()
+    s = (q @ k.mT * layer.scale).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf)
+    (dq,) = torch.autograd.grad(torch.softmax(s, dim=-1) @ v, q, do)
+    expected = torch.einsum("bhtd,btc->hdc", dq, layer.x_BTC.double())
+    torch.testing.assert_close(high_dw_q(layer).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rotation_behind_w_q_is_undone() -> None:
+    """q' = R_T q by halves, as Llama rotates: the gradient with respect to q is R_T^T times that with respect to q'."""
+    layer = random_layer()
+    T, D = 40, 16
+    angle_TD = (torch.arange(T)[:, None] * 0.3 ** torch.arange(D // 2)).repeat(1, 2)
+    rotary = (angle_TD.cos(), angle_TD.sin())
+    q = torch.randn(1, 2, T, D, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    first, second = q.chunk(2, dim=-1)
+    rotated = q * rotary[0] + torch.cat([-second, first], dim=-1) * rotary[1]
+    gradient = torch.randn(rotated.shape, generator=torch.Generator().manual_seed(4))
+    (expected,) = torch.autograd.grad(rotated, q, gradient)
+    torch.testing.assert_close(unrotated(dataclasses.replace(layer, rotary=rotary), gradient), expected)
+    assert torch.equal(unrotated(layer, gradient), gradient)

@@ -1,0 +1,335 @@
+"""training/telemetry.py: a probe changes no bit of a run, says what is known of planted cases, and its file outlives a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_and_kill, weights
+
+import train
+from analysis.capture import capture
+from analysis.delta_error import delta_errors
+from analysis.spectral import spectral_norm
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+from data.batches import open_batches
+from errors import UserError
+from model import GPT, ModelConfig, initialise
+from training import telemetry
+from training.session import Session
+from training.telemetry import COLUMNS, TelemetryConfig, measure, read_telemetry, summary_columns, to_lists
+
+BF16 = {"precision.dtype": "bfloat16"}
+OFTEN, NEVER = {"telemetry.every": 1}, {"telemetry.every": 0}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        yield place
+
+
+# ---- no bit of the training
+
+
+MIXED = AttentionConfig(
+    flash_backend="flash_reference",
+    default=AttentionSpec(preset="flash_stochastic_o"),
+    rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_run_b")),),
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stochastic": {**BF16, "attention": MIXED},
+    "paper": {**BF16, "attention": preset("flash", "paper")},
+    "accumulated": {**BF16, "data.micro_batch": 2},
+    "float16_qk_clip": {"precision.dtype": "float16", "model.qk_clip_tau": 0.1},
+    "z_loss_details": {"model.z_loss": 1e-3, "telemetry.details": True, "telemetry.sequences": 3},
+    "muon": {"optim.optimizer": "muon"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_weights_are_the_same_bits_with_a_probe_every_step_and_with_none(place: Place, name: str) -> None:
+    # The last step's weights are probed, too; a checkpoint between probes must not matter either.
+    with_probes, without = (
+        place.train(f"{name}_{word}", {**SETTINGS[name], **every, "checkpoint.every": 5, "evaluation.every": 0})
+        for word, every in (("often", OFTEN), ("never", NEVER))
+    )
+    assert len(read_telemetry(with_probes)) == 21
+    assert weights(with_probes, 20) == weights(without, 20)
+    assert optimizer(with_probes, 20) == optimizer(without, 20)
+    assert column(with_probes, "train_loss") == column(without, "train_loss")
+
+
+def test_a_probe_leaves_generators_gradients_and_modes_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = Session.probe
+
+    def watched(self: Session, step: int) -> dict[str, Any]:
+        def state() -> tuple[Any, ...]:
+            model = self.raw_model
+            gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            modes = [module.training for module in model.modules()]
+            own = [sorted(vars(module)) for module in model.modules()]
+            return torch.get_rng_state(), gradients, modes, own, [len(m._forward_pre_hooks) for m in model.modules()]
+
+        before = state()
+        row = original(self, step)
+        after = state()
+        same = [x is y is None or torch.equal(x, y) for x, y in zip(before[1], after[1], strict=True)]
+        seen.append((torch.equal(before[0], after[0]), all(same), before[2:] == after[2:], len(same)))
+        return row
+
+    monkeypatch.setattr(Session, "probe", watched)
+    place.train("watched", {**OFTEN, "run.steps": 3, "data.micro_batch": 2})
+    assert [entry[:3] for entry in seen] == [(True, True, True)] * 4
+
+
+def test_no_probe_leaves_no_file(place: Place) -> None:
+    run = place.train("silent", {**NEVER, "run.steps": 2})
+    assert not (run / "telemetry.jsonl").exists()
+    with pytest.raises(UserError, match=r"telemetry\.every 0"):
+        read_telemetry(run)
+
+
+# ---- what a probe says
+
+
+def tiny(attention: AttentionConfig, n_layer: int = 2) -> GPT:
+    config = ModelConfig(n_layer=n_layer, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1)
+    model = GPT(config, attention.resolve(n_layer, 2))
+    initialise(model, seed=0)
+    return model
+
+
+def batch(sequences: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(64, (sequences, 17), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:], torch.tensor(5)
+
+
+def bf16() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def probe_of(model: GPT, sequences: int = 1, **settings: Any) -> dict[str, Any]:
+    measured, units, _ = measure(model, *batch(sequences), bf16(), **settings)
+    return {"delta_units": units, **to_lists(measured)}
+
+
+def test_every_column_is_documented_and_has_its_shape() -> None:
+    record = probe_of(tiny(preset("flash"), n_layer=3))
+    assert list(record) == ["delta_units", *COLUMNS]
+    for name, text in COLUMNS.items():
+        values = record[name]
+        assert len(values) == 3
+        assert all(isinstance(row, list) and len(row) == 2 for row in values) is text.startswith("[L][H]")
+
+
+def test_details_add_cumulative_probabilities() -> None:
+    record = probe_of(tiny(preset("flash")), top_k=(2, 16))
+    assert all(value == pytest.approx(1.0) for row in record["top_k_16"] for value in row)
+    assert all(
+        a > b for x, y in zip(record["top_k_2"], record["top_1"], strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+PLANS = {
+    "one": preset("flash"),
+    "mixed": MIXED,
+    "heads_apart": AttentionConfig(
+        flash_backend="flash_reference",
+        rules=(AttentionRule(heads=(0,), attention=AttentionSpec(preset="flash_fp32_o")),),
+    ),
+    "three": AttentionConfig(
+        flash_backend="flash_reference",
+        default=AttentionSpec(numerics="paper"),
+        rules=(
+            AttentionRule(layers=(2,), heads=(0,), attention=AttentionSpec(preset="standard")),
+            AttentionRule(layers=(0,), attention=AttentionSpec(preset="flash_delta_from_p")),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("at_once", [2**30, 1])
+def test_stacked_layers_are_measured_as_each_alone(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "SCORES_BYTES", at_once)
+    model = tiny(PLANS[name], n_layer=3)
+    record = probe_of(model)
+    for layer in capture(model, *batch()[:2], autocast=bf16(), rounding_seed=batch()[2]):
+        error_BHT = delta_errors(layer).error_BHT
+        for head in range(2):
+            mean = error_BHT[:, head].double().mean().item()
+            # Where the O in delta is drawn anew, the draw depends on the head's place in the call.
+            redrawn = layer.plan.groups[-1].spec.preset == "flash_run_b" and head == 1
+            if not redrawn:
+                assert record["delta_error_mean"][layer.layer][head] == pytest.approx(mean, rel=1e-4, abs=1e-12)
+            logits = (layer.q_BTHD[0, :, head].float() @ layer.k_BTHD[0, :, head].float().T) * layer.scale
+            largest = logits.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf).max().item()
+            assert record["max_logit"][layer.layer][head] == pytest.approx(largest, rel=2.0**-8, abs=1e-6)
+
+
+def test_norms_are_those_of_the_weights() -> None:
+    model = tiny(preset("flash"))
+    with torch.no_grad():
+        model.w_q(1).mul_(5)
+    record = probe_of(model)
+    for layer in range(2):
+        assert record["w_q_norm"][layer] == pytest.approx(spectral_norm(model.w_q(layer)).item(), rel=0.01)
+        assert record["w_k_norm"][layer] == pytest.approx(spectral_norm(model.w_k(layer)).item(), rel=0.01)
+    assert record["w_q_norm"][1] > 3 * record["w_q_norm"][0]
+
+
+def test_the_error_vanishes_where_delta_has_no_o_in_it() -> None:
+    rounded, repaired = (probe_of(tiny(preset(name)), 4) for name in ("flash", "flash_delta_from_p"))
+    for layer in range(2):
+        for head in range(2):
+            assert repaired["delta_error_rms"][layer][head] < 1e-3 * rounded["delta_error_rms"][layer][head]
+    # The O handed on is rounded in both.
+    assert repaired["o_delta_error_se"] == rounded["o_delta_error_se"]
+    assert all(value > 0 for row in rounded["o_delta_error_se"] for value in row)
+
+
+def test_the_two_errors_agree_where_delta_uses_the_o_handed_on() -> None:
+    record = probe_of(tiny(preset("flash")), 4)
+    torch.testing.assert_close(torch.tensor(record["o_delta_error_mean"]), torch.tensor(record["delta_error_mean"]))
+
+
+def test_a_loss_scale_changes_nothing_but_the_range() -> None:
+    plain, scaled = (probe_of(tiny(preset("flash")), 4, loss_scale=scale) for scale in (1.0, 1024.0))
+    for name in ("delta_error_mean", "delta_error_se", "delta_rms", "o_delta_error_mean"):
+        torch.testing.assert_close(torch.tensor(scaled[name]), torch.tensor(plain[name]), rtol=1e-5, atol=1e-12)
+
+
+def test_one_transfer_brings_everything_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "__index__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: Any, _name: str = name, _original: Any = original) -> Any:
+            count.append(_name)
+            return _original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    measured, _, _ = measure(tiny(preset("flash")), *batch(), bf16())
+    assert count == []
+    to_lists(measured)
+    assert count == ["tolist"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["flash", "flash_fp32_o", "flash_delta_from_p", "sdpa_flash"])
+def test_a_warm_probe_never_waits_for_the_gpu(name: str) -> None:
+    attention = preset(name)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=128, block_size=256, vocab_size=64, vocab_multiple=1)
+    model = GPT(config, attention.resolve(2, 2))
+    initialise(model, seed=0)
+    model.cuda()
+    tokens = torch.randint(64, (1, 257), generator=torch.Generator().manual_seed(0)).cuda()
+    inputs = (model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.tensor(5).cuda())
+    state = None
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            measured, _, state = measure(*inputs, torch.autocast("cuda", dtype=torch.bfloat16), state)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(math.isfinite(norm) for norm in to_lists(measured)["w_q_norm"])
+
+
+def test_summary_names_the_worst_layer() -> None:
+    model = tiny(preset("flash"), n_layer=3)
+    with torch.no_grad():
+        model.w_q(2).mul_(100)
+        model.w_k(2).mul_(100)
+    record = probe_of(model)
+    columns = summary_columns(record)
+    assert (columns["w_q_norm_layer"], columns["max_logit_layer"]) == (2, 2)
+    assert columns["max_logit_max"] == max(map(max, record["max_logit"]))
+    assert [columns[f"w_q_norm_{layer}"] for layer in range(3)] == record["w_q_norm"]
+
+
+def test_one_block_of_tokens_has_no_standard_error_and_no_z() -> None:
+    # 16 tokens are one block; four sequences are four.
+    assert "delta_z_max" not in summary_columns(probe_of(tiny(preset("flash"))))
+    columns = summary_columns(probe_of(tiny(preset("flash")), 4))
+    assert columns["delta_z_max"] > 0
+
+
+def test_nan_is_the_worst_of_all() -> None:
+    model = tiny(preset("flash"), n_layer=3)
+    with torch.no_grad():
+        model.w_q(1)[0, 0] = math.nan
+    columns = summary_columns(probe_of(model))
+    assert math.isnan(columns["w_q_norm_max"])
+    assert columns["w_q_norm_layer"] == 1
+    assert not math.isnan(columns["w_q_norm_0"])
+
+
+def test_a_probe_after_nan_starts_afresh(place: Place) -> None:
+    session = Session(place.config("afresh", {**OFTEN}), {}, train.distributed.start("cpu"))
+    try:
+        assert session.telemetry is not None
+        whole = session.raw_model.w_q(0).clone()
+        with torch.no_grad():
+            session.raw_model.w_q(0).fill_(math.nan)
+            assert math.isnan(session.telemetry.probe(0)["w_q_norm"][0])
+            session.raw_model.w_q(0).copy_(whole)
+        assert session.telemetry.probe(1)["w_q_norm"][0] == pytest.approx(spectral_norm(whole).item(), rel=0.01)
+    finally:
+        session.close(finished=False)
+
+
+# ---- the file
+
+
+def timeless(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k != "probe_seconds"} for record in read_telemetry(run)]
+
+
+def test_a_killed_and_resumed_run_has_the_telemetry_of_a_straight_one(place: Place) -> None:
+    fields = {**BF16, "telemetry.every": 3}
+    straight = place.train("straight", fields)
+    assert train_and_kill(place, place.config("killed", fields)) == -9
+    killed = place.train("killed", {**fields, "run.resume": True})
+    assert timeless(killed) == timeless(straight)
+    assert lines(killed) == lines(straight)
+
+
+def test_the_file_is_strict_json_when_a_run_fails(place: Place) -> None:
+    fields = {"optim.lr": 1e30, "optim.grad_clip": 0.0, "nonfinite.policy": "continue", "optim.warmup_steps": 0}
+    run = place.train("exploding", {**fields, **OFTEN, "run.steps": 3})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    for line in (run / "telemetry.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    assert any(math.isnan(norm) for norm in read_telemetry(run)[-1]["w_q_norm"])
+
+
+def test_more_sequences_than_there_are_is_an_error(place: Place) -> None:
+    with pytest.raises(UserError, match=r"telemetry\.sequences = 9: expected at most 8"):
+        place.train("greedy", {"telemetry.sequences": 9})
+    assert not (place.runs / "greedy").exists()
+
+
+def test_the_batch_is_the_first_validation_sequences(place: Place) -> None:
+    batches = open_batches(place.config("x", {"data.micro_batch": 2}).data)
+    tokens, targets = telemetry.probe_batch(batches, 3)
+    parts = list(batches.validation())
+    assert torch.equal(tokens, torch.cat([part[0] for part in parts])[:3])
+    assert torch.equal(targets, torch.cat([part[1] for part in parts])[:3])
+
+
+@pytest.mark.parametrize(("field", "value"), [("every", -1), ("sequences", 0)])
+def test_bad_settings_name_the_field(field: str, value: int) -> None:
+    with pytest.raises(UserError, match=rf"telemetry\.{field}"):
+        TelemetryConfig(**{field: value})

@@ -1,0 +1,277 @@
+"""Rules over the telemetry that warn of an explosion long before the loss moves, and name layer, heads and evidence.
+
+What fails grows: the error of delta adds the same direction to W_Q and W_K of some heads, step after step, and S grows with their product.
+Under AdamW or Muon a step moves a weight by about the learning rate at most, so the natural clock is c, the sum of the learning rates so
+far. A drift that has always been there makes a norm grow at most like c and a product of two like c^2, in a run of any size and schedule; a
+drift that sets in, or feeds itself, grows faster. The rule ``growth`` looks at this exponent.
+
+Everything is a fold over the records of ``telemetry.jsonl``: a resumed run, a table made afterwards and the run itself see the same alarms.
+
+Legend: L layers, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from errors import invalid
+from training.intervention import Switch, parse_switch
+from training.telemetry import z_scores
+
+Response = Literal["log", "checkpoint", "stop", "switch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmConfig:
+    """What raises an alarm and what it does; and switches of a layer's attention that are made at any rate."""
+
+    response: Response = "log"
+    """log; checkpoint; stop (after a checkpoint); switch the named layer to alarm.switch_to with the next step."""
+    switch_to: str = "flash_fp32_o"
+    """PRESET or PRESET:BACKEND that response switch moves a layer to; the layer's base roundings stay."""
+    switches: tuple[str, ...] = ()
+    """STEP:LAYER:PRESET[:BACKEND]: all heads of that layer use that preset from training step STEP on, alarm or not."""
+    growth_exponent: float = 3.0
+    """Rule growth: a head's ||W_Q^T W_K|| grows like this power of the summed learning rate, or faster; 0 switches the rule off."""
+    growth_window: float = 1.3
+    """Rule growth: the exponent is measured from where the summed learning rate was this many times smaller."""
+    growth_logit: float = 100.0
+    """Rule growth: heads whose largest logit is below this do no harm yet, however fast they grow."""
+    growth_probes: int = 2
+    """Rule growth: probes in a row that must agree."""
+    delta_z: float = 0.0
+    """Rule delta: |sum of z over probes| / sqrt(probes) of a head's delta error, all of it from recent probes; 0 switches the rule off."""
+    delta_probes: int = 20
+    """Rule delta: how many recent probes are put together."""
+    delta_bias: float = 1e-3
+    """Rule delta: and their mean error is at least this part of delta's root mean square."""
+    warm_up: int = -1
+    """Steps at the start that no rule looks at; -1: the learning rate's warm-up."""
+
+    def __post_init__(self) -> None:
+        if self.response not in get_args(Response):
+            raise invalid("alarm.response", self.response, get_args(Response))
+        for text in self.switches:
+            parse_switch(text)
+        self.switch(0, 0)
+        for name in ("growth_exponent", "growth_logit", "delta_z", "delta_bias"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise invalid(f"alarm.{name}", getattr(self, name), "0 or a positive number")
+        if not 1 < self.growth_window < math.inf:
+            raise invalid("alarm.growth_window", self.growth_window, "a factor above 1")
+        for name in ("growth_probes", "delta_probes"):
+            if getattr(self, name) < 1:
+                raise invalid(f"alarm.{name}", getattr(self, name), "a whole number of 1 or more")
+        if self.warm_up < -1:
+            raise invalid("alarm.warm_up", self.warm_up, "a number of steps, or -1 for the learning rate's warm-up")
+
+    def switch(self, step: int, layer: int) -> Switch:
+        """What response ``switch`` does to a layer. Raises ``UserError`` where ``switch_to`` is no PRESET[:BACKEND]."""
+        preset, _, backend = self.switch_to.partition(":")
+        if not preset or ":" in backend:
+            raise invalid("alarm.switch_to", self.switch_to, "PRESET or PRESET:BACKEND")
+        return Switch(step, layer, preset, backend, cause="alarm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """One layer that a rule accuses, at the probe of ``step``."""
+
+    step: int
+    rule: str
+    layer: int
+    heads: tuple[int, ...]
+    """The worst first."""
+    evidence: dict[str, Any]
+    """Of the worst head; see the rule."""
+
+    def sentence(self) -> str:
+        """For the terminal."""
+        heads = ", ".join(map(str, self.heads))
+        facts = ", ".join(f"{name} {_short(value)}" for name, value in self.evidence.items())
+        return f"step {self.step}: ALARM ({self.rule}): layer {self.layer}, head(s) {heads}: {facts}"
+
+    def record(self) -> dict[str, Any]:
+        """As a line of ``interventions.jsonl``, without its step."""
+        return {
+            "kind": "alarm",
+            "rule": self.rule,
+            "layer": self.layer,
+            "heads": list(self.heads),
+            "evidence": self.evidence,
+        }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What the rules remember of a record; arrays [L, H]."""
+
+    step: int
+    clock: float
+    norm: np.ndarray
+    logit: np.ndarray
+    z: np.ndarray
+    bias: np.ndarray
+
+
+def _probe(record: dict[str, Any]) -> _Probe:
+    norm, logit, mean, rms = (
+        np.asarray(record[name], dtype=np.float64)
+        for name in ("qk_head_norm", "max_logit", "delta_error_mean", "delta_rms")
+    )
+    bias = np.divide(mean, rms, out=np.zeros_like(mean), where=rms > 0)
+    return _Probe(record["step"], record["lr_sum"], norm, logit, np.asarray(z_scores(record)), bias)
+
+
+class Watch:
+    """The rules over the probes of one run, in order. ``warm_up`` steps of the learning rate are used where the config says -1."""
+
+    def __init__(self, config: AlarmConfig, warm_up: int):
+        self._config = config
+        self._from_step = warm_up if config.warm_up < 0 else config.warm_up
+        self._probes: list[_Probe] = []
+        self._raised: dict[tuple[str, int], int] = {}
+
+    def update(self, record: dict[str, Any]) -> list[Alarm]:
+        """Take in one record of ``telemetry.jsonl``; the alarms it raises. A rule accuses a layer once.
+
+        After a rollback (a step that is not later than the last) what came after the step is forgotten. Probes are kept for as
+        long as a rollback by a factor of ``growth_window`` in the clock could need them.
+        """
+        probe = _probe(record)
+        self._probes = [earlier for earlier in self._probes if earlier.step < probe.step]
+        self._raised = {key: step for key, step in self._raised.items() if step < probe.step}
+        if probe.step >= self._from_step:
+            self._probes.append(probe)
+        alarms = [*self._growth(), *self._delta()]
+        new = [alarm for alarm in alarms if (alarm.rule, alarm.layer) not in self._raised]
+        self._raised |= {(alarm.rule, alarm.layer): alarm.step for alarm in new}
+        self._forget()
+        return new
+
+    def _forget(self) -> None:
+        """Drop what no rule will look at again, not even after a rollback."""
+        oldest_end = self._probes[-self._config.growth_probes :][:1]
+        limit = oldest_end[0].clock / self._config.growth_window**2 if oldest_end else 0.0
+        behind = [index for index, probe in enumerate(self._probes) if probe.clock <= limit]
+        if behind:
+            self._probes = self._probes[max(min(behind[-1], len(self._probes) - self._config.delta_probes), 0) :]
+
+    def _growth(self) -> list[Alarm]:
+        config, count = self._config, self._config.growth_probes
+        if not config.growth_exponent or len(self._probes) <= count:
+            return []
+        spans = [(self._window_start(end), end) for end in range(len(self._probes) - count, len(self._probes))]
+        agreed, exponent = np.array(True), np.array(0.0)
+        for start, end in spans:
+            if start is None:
+                return []
+            exponent = _exponent(self._probes[start], self._probes[end])
+            harmful = ~(self._probes[end].logit < config.growth_logit)  # NaN is harm, too
+            agreed = agreed & (exponent >= config.growth_exponent) & harmful
+        start = spans[-1][0] or 0
+        return [self._accuse_growth(layer, agreed[layer], exponent, start) for layer in _layers(agreed)]
+
+    def _window_start(self, end: int) -> int | None:
+        """The latest probe at which the clock was ``growth_window`` times smaller than at ``end``."""
+        limit = self._probes[end].clock / self._config.growth_window
+        earlier = [index for index in range(end) if 0 < self._probes[index].clock <= limit]
+        return earlier[-1] if earlier else None
+
+    def _accuse_growth(self, layer: int, agreed_H: np.ndarray, exponent: np.ndarray, start: int) -> Alarm:
+        probe, before = self._probes[-1], self._probes[start]
+        heads = _worst_first(agreed_H, exponent[layer])
+        head = heads[0]
+        others = np.delete(exponent, layer, axis=0)
+        since = self._probes[start + 1 :]
+        errors = np.array([p.bias[layer, head] for p in since])
+        evidence = {
+            "exponent": float(exponent[layer, head]),
+            "median_exponent_elsewhere": float(np.median(others)) if others.size else None,
+            "qk_norm": float(probe.norm[layer, head]),
+            "qk_norm_before": float(before.norm[layer, head]),
+            "since_step": before.step,
+            "max_logit": float(probe.logit[layer, head]),
+            "delta_bias": float(errors.mean()),
+            "delta_bias_se": float(errors.std(ddof=1) / math.sqrt(len(errors))) if len(errors) > 1 else None,
+            "delta_probes": len(errors),
+        }
+        return Alarm(step=probe.step, rule="growth", layer=layer, heads=heads, evidence=evidence)
+
+    def _delta(self) -> list[Alarm]:
+        config, probes = self._config, self._probes[-self._config.delta_probes :]
+        if not config.delta_z or len(probes) < config.delta_probes:
+            return []
+        total = np.sum([probe.z for probe in probes], axis=0) / math.sqrt(len(probes))
+        biases = np.array([probe.bias for probe in probes])
+        bias = biases.mean(axis=0)
+        agreed = (np.abs(total) >= config.delta_z) & (np.abs(bias) >= config.delta_bias) & (total * bias > 0)
+        alarms = []
+        for layer in _layers(agreed):
+            heads = _worst_first(agreed[layer], np.abs(total[layer]))
+            head = heads[0]
+            spread = biases[:, layer, head].std(ddof=1) if len(probes) > 1 else math.nan
+            evidence = {
+                "z": float(total[layer, head]),
+                "delta_bias": float(bias[layer, head]),
+                "delta_bias_se": float(spread / math.sqrt(len(probes))),
+                "delta_probes": len(probes),
+                "max_logit": float(probes[-1].logit[layer, head]),
+            }
+            alarms.append(Alarm(step=probes[-1].step, rule="delta", layer=layer, heads=heads, evidence=evidence))
+        return alarms
+
+
+def _exponent(before: _Probe, after: _Probe) -> np.ndarray:
+    """d ln norm / d ln clock between two probes, [L, H]; +inf where the norm is no longer finite."""
+    with np.errstate(all="ignore"):
+        exponent = np.log(after.norm / before.norm) / math.log(after.clock / before.clock)
+    return np.where(np.isfinite(after.norm) & np.isfinite(after.logit), exponent, math.inf)
+
+
+def _layers(agreed: np.ndarray) -> list[int]:
+    return [int(layer) for layer in np.flatnonzero(agreed.any(axis=1))]
+
+
+def _worst_first(agreed_H: np.ndarray, badness_H: np.ndarray) -> tuple[int, ...]:
+    return tuple(sorted((int(head) for head in np.flatnonzero(agreed_H)), key=lambda head: -badness_H[head]))
+
+
+def alarms(records: Iterable[dict[str, Any]], config: AlarmConfig, warm_up: int) -> list[Alarm]:
+    """All alarms of a run, in order: a pure function of its telemetry."""
+    watch = Watch(config, warm_up)
+    return [alarm for record in records for alarm in watch.update(record)]
+
+
+def loss_alarm(
+    steps: Sequence[int], losses: Sequence[float], *, sigmas: float = 6.0, window: int = 200, warm_up: int = 0
+) -> int | None:
+    """For comparison: the first step whose loss lies ``sigmas`` standard deviations above the mean of the ``window`` losses before it.
+
+    A loss that is not finite is an alarm. None where there is none.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    for index in range(window, len(values)):
+        if steps[index] < warm_up:
+            continue
+        before = values[index - window : index]
+        if not values[index] <= before.mean() + sigmas * before.std(ddof=1):
+            return steps[index]
+    return None
+
+
+def logit_alarm(records: Iterable[dict[str, Any]], threshold: float = 1000.0) -> int | None:
+    """For comparison: the first probe at which some head's largest logit passes ``threshold`` (or is not finite)."""
+    for record in records:
+        if not all(value <= threshold for row in record["max_logit"] for value in row):
+            return record["step"]
+    return None

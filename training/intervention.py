@@ -1,0 +1,158 @@
+"""Switching a layer's attention during a run: scheduled, or as an alarm's response; recorded, so that a resume and a replay do the same.
+
+Which plan a layer has is a pure function of the step: the config's plan, and every switch of that step or an earlier one after it. What
+happened is in ``interventions.jsonl`` of the run's folder, and in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attention.plan import LayerPlan, switched
+from errors import invalid
+from training.metrics import JsonLines, drop_lines_from
+
+INTERVENTIONS_FILE = "interventions.jsonl"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """All heads of ``layer`` move to ``preset`` with training step ``step`` (the first one that is computed with it)."""
+
+    step: int
+    layer: int
+    preset: str
+    backend: str = ""
+    cause: Literal["schedule", "alarm"] = "schedule"
+
+    def option(self) -> str:
+        """As ``--alarm.switches`` takes it, for a replay."""
+        return ":".join([str(self.step), str(self.layer), self.preset, *([self.backend] if self.backend else [])])
+
+    def applied(self, plan: LayerPlan) -> LayerPlan:
+        """``plan`` after it. Raises ``UserError`` where the preset does not exist or does not suit the base roundings."""
+        return switched(plan, self.preset, self.backend)
+
+
+def parse_switch(text: str, field: str = "alarm.switches") -> Switch:
+    """``STEP:LAYER:PRESET[:BACKEND]``. Raises ``UserError`` for anything else."""
+    step, layer, preset, *backend = [*text.split(":"), "", ""]
+    if not (step.isdecimal() and layer.isdecimal() and preset) or text.count(":") > 3:
+        raise invalid(field, text, "STEP:LAYER:PRESET or STEP:LAYER:PRESET:BACKEND, for example 5000:1:flash_fp32_o")
+    return Switch(int(step), int(layer), preset, backend[0])
+
+
+def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -> tuple[LayerPlan, ...]:
+    """The plans that training step ``step`` is computed with.
+
+    Raises ``UserError`` for a layer that does not exist, and for a preset that does not exist or does not suit the layer's base roundings.
+    """
+    plans = list(base)
+    for switch in sorted(switches, key=lambda switch: switch.step):
+        if switch.layer >= len(plans):
+            expected = f"a layer from 0 to {len(plans) - 1}"
+            raise invalid("alarm.switches", switch.option(), expected)
+        if switch.step <= step:
+            plans[switch.layer] = switch.applied(plans[switch.layer])
+    return tuple(plans)
+
+
+class Interventions:
+    """The switches of one run, and the record of what happened.
+
+    Args:
+        base: the config's plans.
+        scheduled: the config's switches.
+        check: raises ``UserError`` for plans that this machine cannot run (``attention.registry.check``); every state to come is checked.
+        folder: the run's; None on all processes but the first, which write nothing.
+        resume_step, known: step and ``state()`` of the checkpoint that the run goes on from.
+
+    Raises ``UserError`` for a switch that cannot be, and for one scheduled before ``resume_step`` that the checkpoint does not know.
+    """
+
+    def __init__(
+        self,
+        base: tuple[LayerPlan, ...],
+        scheduled: Sequence[Switch],
+        check: Callable[[tuple[LayerPlan, ...]], None],
+        folder: Path | None,
+        *,
+        resume_step: int | None = None,
+        known: Sequence[dict[str, Any]] = (),
+    ):
+        self._base, self._check, self._folder = base, check, folder
+        self._switches = [Switch(**entry) for entry in known]
+        # What the checkpoint knows was made, and recorded, before it was written.
+        self.plans = base if resume_step is None else plans_at(base, self._switches, resume_step)
+        made = {switch.option() for switch in self._switches}
+        for switch in scheduled:
+            if switch.option() in made:
+                continue
+            if resume_step is not None and switch.step < resume_step:
+                expected = (
+                    f"a step from {resume_step} on, where the run goes on, or a switch that its checkpoint has made"
+                )
+                raise invalid("alarm.switches", switch.option(), expected)
+            self._switches.append(switch)
+        for switch in self._switches:
+            check(plans_at(base, self._switches, switch.step))
+        self._resume_step = resume_step
+
+    def open(self) -> None:
+        """Drop what the record says of steps that the resumed run will do again. Call it once the run is sure to start."""
+        if self._folder is None or self._resume_step is None or not (self._folder / INTERVENTIONS_FILE).exists():
+            return
+        # A switch of the very step was made before its checkpoint, an alarm is raised behind it and will be again.
+        drop_lines_from(
+            self._folder / INTERVENTIONS_FILE,
+            self._resume_step,
+            keep=lambda record: record["kind"] == "switch" and record["step"] == self._resume_step,
+        )
+
+    def add(self, switch: Switch) -> bool:
+        """Schedule one more; False where the layer has that attention then anyway. Raises ``UserError`` where it cannot be."""
+        before = plans_at(self._base, self._switches, switch.step)
+        after = plans_at(self._base, [*self._switches, switch], switch.step)
+        if before == after:
+            return False
+        self._check(after)
+        self._switches.append(switch)
+        return True
+
+    def advance(self, step: int) -> list[str]:
+        """Bring ``plans`` to ``step``; what changed, a sentence a layer, which is recorded."""
+        wanted = plans_at(self._base, self._switches, step)
+        said = []
+        for old, new in zip(self.plans, wanted, strict=True):
+            if old != new:
+                made = [s for s in self._switches if s.layer == new.layer and s.step == step]
+                cause = made[-1].cause if made else "rollback"
+                record = {"kind": "switch", "layer": new.layer, "from": _label(old), "to": _label(new), "cause": cause}
+                self.record(step, **record, option=made[-1].option() if made else None)
+                said.append(f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)} ({cause})")
+        self.plans = wanted
+        return said
+
+    def record(self, step: int, **facts: Any) -> None:
+        """Append a line to the record. Raises ``UserError`` when the disk is full."""
+        if self._folder is None:
+            return
+        file = JsonLines(self._folder / INTERVENTIONS_FILE)
+        try:
+            file.append({"step": step, **facts})
+        finally:
+            file.close()
+
+    def state(self, step: int) -> list[dict[str, Any]]:
+        """What a checkpoint of ``step`` must know: switches made, and an alarm's that are still to come."""
+        return [asdict(switch) for switch in self._switches if switch.step <= step or switch.cause == "alarm"]
+
+
+def _label(plan: LayerPlan) -> str:
+    """Attention of a layer in words, groups of heads apart."""
+    if len(plan.groups) == 1:
+        return plan.groups[0].spec.label()
+    return "; ".join(f"heads {','.join(map(str, group.heads))} {group.spec.label()}" for group in plan.groups)
