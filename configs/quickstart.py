@@ -17,7 +17,7 @@ from training.telemetry import TelemetryConfig
 
 config = TrainConfig(
     # A CPU even beside a GPU: one thread gives the same bits on every machine of a kind.
-    run=RunConfig(name="quickstart", steps=1200, log_every=10, device="cpu"),
+    run=RunConfig(name="quickstart", steps=1500, log_every=10, device="cpu"),
     model=MODEL_PRESETS["microcosm"],
     attention=AttentionConfig(
         flash_backend="flash_reference", default=AttentionSpec(preset="flash", numerics="microcosm")
