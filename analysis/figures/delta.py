@@ -130,8 +130,8 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
     axes.ticklabel_format(axis="y", scilimits=(-2, 3))
     z = error.mean / error.standard_error if error.standard_error else float("nan")
     title = (
-        f"{error.label}: mean {error.mean:.2g}, {z:.1f} standard errors;\n"
-        f"{error.positive:.0%} positive; grey: two deviations of random signs"
+        f"{error.label}\nmean {error.mean:.2g}, {z:.1f} standard errors; {error.positive:.0%} positive\n"
+        "grey: two deviations of random signs"
     )
     canvas.dress(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
     step = max(1, len(total) // 2000)

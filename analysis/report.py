@@ -1,0 +1,318 @@
+"""The facts of a run that the documents state, the rows of its logs that carry them, and counts over its error of delta.
+
+Records are dictionaries with ``step`` and any of the other columns of ``training.metrics`` (a row a step) or, for ``HeadRow``, of
+``training.telemetry`` (a row a probe and head of one layer). Layers and heads count from 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from analysis import curves
+from analysis.curves import Record
+
+MARGIN, PATIENCE = 0.5, 200
+"""What an explosion is: ``curves.explosion_step``."""
+DEPARTURE, DEPARTURE_FROM = 20.0, 200
+"""A run departs at the first step, from the latter on, whose gradient norm exceeds the former."""
+LAYER = 1
+"""The layer whose W_Q and logits are told: the paper's layer 2."""
+SPAN = 50
+"""Steps that the loss at the end is a mean of."""
+UNREST = 2.0
+"""A run that was cut is leaving, not quiet, when the median of its last ``SPAN`` gradient norms is so many times that of the steps
+from 1,000 to 500 before its end."""
+NEAR = 60
+"""Steps on either side of an event that are all kept."""
+
+HeadRow = Mapping[str, float]
+
+
+def by_step(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One row a step, steps increasing; where a run went back, what it had logged from there on is replaced."""
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        while rows and rows[-1]["step"] > record["step"]:
+            rows.pop()
+        if rows and rows[-1]["step"] == record["step"]:
+            rows[-1] |= record
+        else:
+            rows.append(dict(record))
+    return rows
+
+
+def _losses(records: Sequence[Record]) -> tuple[list[int], list[float]]:
+    return curves.column(records, "train_loss")
+
+
+def departure_step(records: Sequence[Record]) -> int | None:
+    """First step from ``DEPARTURE_FROM`` on with a gradient norm above ``DEPARTURE``, or one that is not finite."""
+    for step, norm in zip(*curves.column(records, "grad_norm"), strict=True):
+        if step >= DEPARTURE_FROM and not norm <= DEPARTURE:
+            return step
+    return None
+
+
+def excursion_rows(steps: Sequence[int], losses: Sequence[float]) -> set[int]:
+    """The steps that decide what ``curves.explosion_step`` and ``open_excursion`` say of the losses.
+
+    Of every excursion above the margin: the best loss before it, its first step, the one that makes it long enough, its last
+    one and the first behind it. Without the other steps both say the same: the best is the same wherever it is compared with.
+    """
+    keep: set[int] = set()
+    best_step, lowest, start, before = -1, math.inf, -1, -1
+    for step, loss in zip(steps, losses, strict=True):
+        if math.isfinite(loss) and loss <= lowest + MARGIN:
+            if start >= 0:
+                keep |= {before, step}
+            start = -1
+            if loss < lowest:
+                best_step, lowest = step, loss
+        else:
+            if start < 0:
+                start = step
+                keep |= {best_step, step} - {-1}
+            if step == start + PATIENCE - 1 or not math.isfinite(loss):
+                # An explosion: nothing behind it changes the verdict.
+                return keep | {step}
+        before = step
+    return keep | {best_step, before} - {-1}
+
+
+def kept_steps(records: Sequence[Record], every: int) -> set[int]:
+    """Steps of ``by_step`` records that a thinned log keeps.
+
+    Every ``every``-th step, each with a probe or a validation loss, all steps near the departure and the explosion, the last
+    ``SPAN``, both sides of a change of source, and what decides the verdict (``excursion_rows``).
+    """
+    steps, losses = _losses(records)
+    keep = {record["step"] for record in records if record["step"] % every == 0}
+    keep |= {record["step"] for record in records if "w_q_norm_max" in record or "val_loss" in record}
+    keep |= excursion_rows(steps, losses) | set(steps[-SPAN:])
+    for earlier, later in itertools.pairwise(records):
+        if earlier.get("source") != later.get("source"):
+            keep |= {earlier["step"], later["step"]}
+    exploded = curves.explosion_step(losses, MARGIN, PATIENCE, steps=steps)
+    for event in (departure_step(records), exploded):
+        if event is not None:
+            keep |= {step for step in steps if abs(step - event) <= NEAR}
+    return keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A run as ``results/`` has it: its config.json, thinned records, the heads of ``LAYER`` and z of all heads."""
+
+    name: str
+    config: Mapping[str, Any]
+    records: Sequence[Record]
+    heads: Sequence[HeadRow] = field(default=())
+    z_scores: Sequence[float] = field(default=())
+    """Mean over standard error of the delta error, all layers, heads and probes; NaN where there is no error."""
+
+    def setting(self, path: str) -> Any:
+        """A value of the run's configuration by its dotted name."""
+        found: Any = self.config["config"]
+        for part in path.split("."):
+            found = found[part]
+        return found
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention, as the run recorded it."""
+        return str(self.config["attention_name"])
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What runs on other seeds have in common."""
+        names = ("optim.optimizer", "optim.lr", "optim.warmup_steps", "data.global_batch", "model.n_layer")
+        return (self.attention, *(self.setting(name) for name in names))
+
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """Of the weights, and of the order of the data."""
+        return int(self.setting("run.seed")), int(self.config["batches"]["seed"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is told of a run. Losses in nats a token; the norms and logits are those of ``LAYER``, by step of the probe."""
+
+    last_step: int
+    exploded_at: int | None
+    above_since: int | None
+    departed_at: int | None
+    is_finished: bool
+    unrest: float
+    """Median of the last ``SPAN`` gradient norms over that of the steps from 1,000 to 500 before the end; NaN for a short run."""
+    loss_at_end: float
+    validation: dict[int, float]
+    w_q: dict[int, float]
+    logit: dict[int, float]
+    largest_w_q_in_layer: tuple[int, int]
+    """Probes from the end of warm-up + 500 on, and in how many ``LAYER`` had the largest W_Q of all layers."""
+    tokens_per_second: float
+    minutes: tuple[int, float]
+    """The last step with a time, and the wall time to it, compilation and probes included."""
+    printed_from: int | None
+    """First step that is known from the run's printed lines only, to four digits."""
+
+    @property
+    def verdict(self) -> str:
+        """How the run ended, in words."""
+        if self.exploded_at is not None:
+            return f"exploded at {self.exploded_at:,}, logs to {self.last_step:,}"
+        if self.above_since is not None:
+            return f"above the margin since {self.above_since:,}, cut at {self.last_step:,}: too soon to tell"
+        end = f"{'finished' if self.is_finished else 'cut'} at {self.last_step:,}"
+        if self.unrest > UNREST:
+            return f"{end}, leaving: gradient norm {self.unrest:.1f} times that of 500 - 1,000 steps before"
+        return f"{end}, quiet"
+
+
+def facts(run: Evidence) -> Facts:
+    """The facts of a run; ``records`` may be thinned by ``kept_steps``."""
+    steps, losses = _losses(run.records)
+    begin = int(run.setting("optim.warmup_steps")) + 500
+    leaders = [_leading_layer(record) for record in run.records if record["step"] >= begin and "w_q_norm_0" in record]
+    logit: dict[int, float] = {}
+    for row in run.heads:
+        step = int(row["step"])
+        logit[step] = max(logit.get(step, -math.inf), row["max_logit"])
+    printed = [record["step"] for record in run.records if record.get("source") == "printed"]
+    timed, seconds = curves.column(run.records, "seconds")
+    return Facts(
+        last_step=steps[-1],
+        exploded_at=curves.explosion_step(losses, MARGIN, PATIENCE, steps=steps),
+        above_since=curves.open_excursion(losses, MARGIN, PATIENCE, steps=steps),
+        departed_at=departure_step(run.records),
+        is_finished=steps[-1] + 1 >= int(run.setting("run.steps")),
+        unrest=unrest(run.records),
+        loss_at_end=curves.final(losses, SPAN),
+        validation=dict(zip(*curves.column(run.records, "val_loss"), strict=True)),
+        w_q=dict(zip(*curves.column(run.records, f"w_q_norm_{LAYER}"), strict=True)),
+        logit=logit,
+        largest_w_q_in_layer=(len(leaders), leaders.count(LAYER)),
+        tokens_per_second=statistics.median(curves.column(run.records, "tokens_per_second")[1]),
+        minutes=(timed[-1], seconds[-1] / 60),
+        printed_from=min(printed, default=None),
+    )
+
+
+def unrest(records: Sequence[Record]) -> float:
+    """How much larger the gradient norm is at the end than it was: ``Facts.unrest``."""
+    steps, norms = curves.column(records, "grad_norm")
+    if not steps:
+        return math.nan
+    before = [norm for step, norm in zip(steps, norms, strict=True) if 500 <= steps[-1] - step <= 1000]
+    return statistics.median(norms[-SPAN:]) / statistics.median(before) if before else math.nan
+
+
+def _leading_layer(record: Record) -> int:
+    norms = {int(name.rsplit("_", 1)[1]): value for name, value in record.items() if _is_layer_norm(name)}
+    return max(norms, key=norms.__getitem__)
+
+
+def _is_layer_norm(name: str) -> bool:
+    return name.startswith("w_q_norm_") and name.rsplit("_", 1)[1].isdecimal()
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Growth of a positive quantity over a stretch of steps, by least squares on the quantity and on its logarithm."""
+
+    per_thousand: float
+    """Added in a thousand steps."""
+    factor: float
+    """Multiplied by in a thousand steps."""
+
+
+def growth(series: Mapping[int, float], first: int, last: int) -> Growth | None:
+    """Growth from step ``first`` to ``last``, both included; None where the series does not reach both."""
+    if first not in series or last not in series:
+        return None
+    steps = np.array([step for step in series if first <= step <= last], dtype=np.float64)
+    values = np.array([series[int(step)] for step in steps], dtype=np.float64)
+    return Growth(
+        per_thousand=1000 * float(np.polyfit(steps, values, 1)[0]),
+        factor=math.exp(1000 * float(np.polyfit(steps, np.log(values), 1)[0])),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bias:
+    """Has the delta error of one layer a sign? Every head of every probe is a test; they are taken as independent."""
+
+    tests: int
+    """Heads of probes that have an error at all."""
+    beyond_3: int
+    """Tests with |mean| above three standard errors."""
+    expected_beyond_3: float
+    """As many are expected of unbiased errors: of Student's t with ``delta_units`` - 1 degrees of freedom."""
+    positive: int
+    sum_z: float
+    """Sum of the means over its standard error."""
+    relative_mean: float
+    """Mean of the errors' means, each in units of delta's root mean square."""
+    relative_se: float
+
+
+def bias(rows: Sequence[HeadRow], *, prefix: str = "delta_error") -> Bias | None:
+    """Counts over the rows of a layer's heads; None where no row has an error."""
+    tests = [row for row in rows if row[f"{prefix}_mean"] != 0 and row[f"{prefix}_se"] > 0]
+    if not tests:
+        return None
+    mean_N, se_N = (np.array([row[f"{prefix}_{name}"] for row in tests]) for name in ("mean", "se"))
+    scale_N = np.array([row["delta_rms"] for row in tests])
+    return Bias(
+        tests=len(tests),
+        beyond_3=int((np.abs(mean_N) > 3 * se_N).sum()),
+        expected_beyond_3=sum(student_tail(3.0, int(row["delta_units"]) - 1) for row in tests),
+        positive=int((mean_N > 0).sum()),
+        sum_z=float(mean_N.sum() / math.sqrt(np.square(se_N).sum())),
+        relative_mean=float((mean_N / scale_N).mean()),
+        relative_se=math.sqrt(float(np.square(se_N / scale_N).sum())) / len(tests),
+    )
+
+
+def student_tail(t: float, freedom: int) -> float:
+    """P(|T| > t) of Student's distribution, by integrating its density (Simpson's rule, error below 1e-9 here)."""
+    points = np.linspace(0.0, t, 2001)
+    constant = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    density = constant * (1 + points**2 / freedom) ** (-(freedom + 1) / 2)
+    inside = (points[1] / 3) * float(density[0] + density[-1] + 4 * density[1::2].sum() + 2 * density[2:-1:2].sum())
+    return 1 - 2 * inside
+
+
+def relative_error(rows: Sequence[HeadRow], step: int) -> float | None:
+    """Median over the layer's heads of the delta error's root mean square over delta's, at one probe; None where there is none."""
+    ratios = [row["delta_error_rms"] / row["delta_rms"] for row in rows if row["step"] == step and row["delta_rms"] > 0]
+    return statistics.median(ratios) if ratios else None
+
+
+def repeated_maxima(rows: Sequence[HeadRow], first: int, last: int) -> tuple[float, float] | None:
+    """Share of a layer's rows whose maximum is repeated to within 2^-9, from step ``first`` to ``last``.
+
+    Mean over heads and probes, and the largest of one head at one probe; None where there is no probe.
+    """
+    shares = [row["ties_2e9"] for row in rows if first <= row["step"] <= last]
+    return (statistics.fmean(shares), max(shares)) if shares else None
+
+
+def sharpness(rows: Sequence[HeadRow], step: int) -> float | None:
+    """Median over the layer's heads of the mean largest probability of a row, at one probe; None where there is none."""
+    shares = [row["top_1"] for row in rows if row["step"] == step]
+    return statistics.median(shares) if shares else None
+
+
+def largest_heads(rows: Sequence[HeadRow], step: int, count: int) -> list[int]:
+    """The heads with the largest spectral norm of W_Q at one probe, largest first."""
+    at = [row for row in rows if row["step"] == step]
+    return [int(row["head"]) for row in sorted(at, key=lambda row: -row["w_q_head_norm"])[:count]]

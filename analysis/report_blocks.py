@@ -1,0 +1,317 @@
+"""Tables and single numbers of the documents, as Markdown, from the evidence in ``results/``; and how they are put into a document.
+
+In a document ``<!-- report: NAME -->`` ... ``<!-- /report -->`` holds a block, ``<!-- value: NAME -->...<!-- / -->`` a number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from analysis import report
+from analysis.report import DEPARTURE, LAYER, Evidence, Facts
+from errors import UserError
+
+BLOCK = re.compile(r"(<!-- report: (\S+) -->\n).*?(<!-- /report -->)", flags=re.DOTALL)
+VALUE = re.compile(r"(<!-- value: (\S+) -->)[^<\n]*(<!-- / -->)")
+
+VALIDATION_AT = (3500, 5000, 10_000)
+NORM_AT = (1000, 2000, 3000, 3500, 5000, 10_000)
+LOGIT_AT = (1000, 3000, 3500, 5000, 10_000)
+SHARP_AT = (1000, 2000, 3000, 5000, 10_000)
+ERROR_AT = (1000, 2000, 3000, 5000, 10_000)
+GROWTH = (1000, 3000)
+NONE = "-"
+
+Told = Sequence[tuple[Evidence, Facts]]
+
+
+def told(runs: Sequence[Evidence]) -> list[tuple[Evidence, Facts]]:
+    """Runs with their facts: those that exploded first, by step, then the others by name."""
+    pairs = [(run, report.facts(run)) for run in runs]
+    return sorted(pairs, key=lambda pair: (pair[1].exploded_at is None, pair[1].exploded_at or 0, pair[0].name))
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
+    """A Markdown table, its first ``left`` columns to the left; a column without any content is left out."""
+    shown = [i for i in range(len(heads)) if i < left or any(row[i] != NONE for row in rows)]
+    rule = ["---" if i < left else "---:" for i in range(len(heads))]
+    lines = [heads, rule, *rows]
+    return "".join("| " + " | ".join(line[i] for i in shown) + " |\n" for line in lines)
+
+
+def number(value: float | None, form: str = ",.0f") -> str:
+    """A number, or a dash where there is none."""
+    return NONE if value is None else format(value, form)
+
+
+def significant(value: float | None) -> str:
+    """Three digits, or all before the point where these are at most five."""
+    if value is None:
+        return NONE
+    return (
+        f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 1e5 else format(value, ",.0f" if abs(value) >= 100 else "#.3g")
+    )
+
+
+def count_of(run: Evidence, all_runs: Told) -> int:
+    """Runs of the same variant with other seeds, this one included."""
+    return len({other.seeds for other, _ in all_runs if other.variant == run.variant})
+
+
+def runs_table(runs: Told) -> str:
+    """How each run went, one line a run."""
+    heads = [
+        "run",
+        "attention",
+        "seeds: weights/data",
+        "n",
+        "how it ended",
+        "exploded at",
+        f"gradient norm > {DEPARTURE:g} first at",
+    ]
+    heads += [f"validation loss at {step:,}" for step in VALIDATION_AT]
+    heads += ["training loss, last 50 steps", f"largest W_Q norm, layer {LAYER} (step)"]
+    heads += [f"largest logit, layer {LAYER} (step)", "tokens/s", "minutes (to step)"]
+    rows = []
+    for run, facts in runs:
+        rows.append(
+            [
+                run.name,
+                run.attention,
+                "/".join(map(str, run.seeds)),
+                str(count_of(run, runs)),
+                facts.verdict,
+                number(facts.exploded_at),
+                number(facts.departed_at),
+                *(number(facts.validation.get(step), ".3f") for step in VALIDATION_AT),
+                number(facts.loss_at_end, ".3f"),
+                _largest(facts.w_q),
+                _largest(facts.logit),
+                number(facts.tokens_per_second),
+                f"{facts.minutes[1]:.1f} ({facts.minutes[0]:,})",
+            ]
+        )
+    return table(heads, rows, left=3)
+
+
+def _largest(series: Mapping[int, float]) -> str:
+    if not series:
+        return NONE
+    step = max(series, key=series.__getitem__)
+    return f"{significant(series[step])} ({step:,})"
+
+
+def growth_table(runs: Told) -> str:
+    """W_Q's norm and the largest logit of ``LAYER`` over training, and the norm's rate of growth."""
+    first, last = GROWTH
+    heads = ["run", "attention", *(f"W_Q norm at {step:,}" for step in NORM_AT)]
+    heads += [f"growth in 1,000 steps, {first:,} - {last:,}", "as a factor"]
+    heads += [f"largest logit at {step:,}" for step in LOGIT_AT]
+    rows = []
+    for run, facts in runs:
+        rate = report.growth(facts.w_q, first, last)
+        rates = [
+            NONE if rate is None else f"{rate.per_thousand:+.1f}",
+            NONE if rate is None else f"x {rate.factor:.2f}",
+        ]
+        norms = [significant(facts.w_q.get(step)) for step in NORM_AT]
+        rows.append(
+            [run.name, run.attention, *norms, *rates, *(significant(facts.logit.get(step)) for step in LOGIT_AT)]
+        )
+    return table(heads, rows)
+
+
+def bias_table(runs: Told) -> str:
+    """Whether the delta error has a sign, run by run."""
+    heads = ["run", "delta uses", f"tests in layer {LAYER}", "beyond 3 s.e.", "expected", "positive", "sum / s.e."]
+    heads += ["mean, 1e-6 of delta", "tests in all layers", "beyond 3 s.e.", "expected"]
+    rows = []
+    for run, _ in runs:
+        found = report.bias(run.heads)
+        if found is None:
+            continue
+        zs = [z for z in run.z_scores if z == z]
+        expected = found.expected_beyond_3 / found.tests * len(zs)
+        rows.append(
+            [
+                run.name,
+                delta_of(run),
+                number(found.tests),
+                str(found.beyond_3),
+                f"{found.expected_beyond_3:.1f}",
+                f"{found.positive / found.tests:.0%}",
+                f"{found.sum_z:+.1f}",
+                f"{1e6 * found.relative_mean:+.2g} ± {1e6 * found.relative_se:.2g}",
+                number(len(zs)),
+                str(sum(abs(z) > 3 for z in zs)),
+                f"{expected:.1f}",
+            ]
+        )
+    return table(heads, rows)
+
+
+def delta_of(run: Evidence) -> str:
+    """What delta is made of in the first group of a run's attention."""
+    group = run.config["attention"][0]
+    numerics = group.get("numerics")
+    if not isinstance(numerics, dict):
+        return f"O as handed on ({group['backend']})"
+    if numerics["delta"] == "rowsum_p_dp":
+        return "P and dP"
+    if numerics["delta"] == "recomputed_o":
+        return "O computed again in FP32"
+    return "O as handed on" if numerics["delta_output"] == "output" else f"O kept apart, {numerics['delta_output']}"
+
+
+def error_table(runs: Told) -> str:
+    """Size of the delta error over training: what an FP32 O in delta removes, and what it leaves."""
+    heads = ["run", "delta uses", *(f"at {step:,}" for step in ERROR_AT)]
+    rows = []
+    for run, _ in runs:
+        errors = [report.relative_error(run.heads, step) for step in ERROR_AT]
+        rows.append([run.name, delta_of(run), *(number(error, ".1e") for error in errors)])
+    return table(heads, rows)
+
+
+def ties_table(runs: Told) -> str:
+    """How often P_bar is 1 more than once in a row of ``LAYER``, and how much of a row goes to one key."""
+    first, last = GROWTH
+    heads = ["run", "attention", f"rows with a repeated maximum, {first:,} - {last:,}", "largest of a head and probe"]
+    heads += [f"largest P of a row at {step:,}" for step in SHARP_AT]
+    rows = []
+    for run, _ in runs:
+        shares = report.repeated_maxima(run.heads, first, last) or (None, None)
+        sharp = [number(report.sharpness(run.heads, step), ".3f") for step in SHARP_AT]
+        rows.append([run.name, run.attention, *(number(share, ".1%") for share in shares), *sharp])
+    return table(heads, rows)
+
+
+def again_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Runs that were made twice."""
+    lines = [
+        [row["run"], f"{int(row['common_steps']):,}", row["first_difference"] or "none", row["sha256"][:12]]
+        for row in rows
+    ]
+    return table(["run", "steps in common", "first that differs", "SHA-256 of the losses in common"], lines, left=1)
+
+
+def short_table(runs: Told) -> str:
+    """A few columns for the README."""
+    heads = ["run", "attention", "how it ended", "validation loss at 3,500", f"W_Q norm, layer {LAYER}, at 3,500"]
+    heads += ["largest logit at 3,500"]
+    rows = [
+        [
+            run.name,
+            run.attention,
+            facts.verdict,
+            number(facts.validation.get(3500), ".3f"),
+            significant(facts.w_q.get(3500)),
+            significant(facts.logit.get(3500)),
+        ]
+        for run, facts in runs
+    ]
+    return table(heads, rows, left=3)
+
+
+def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """All blocks by name."""
+    ordered = told(runs)
+    makers: dict[str, Callable[[Told], str]] = {
+        "runs": runs_table,
+        "growth": growth_table,
+        "bias": bias_table,
+        "error": error_table,
+        "ties": ties_table,
+        "short": short_table,
+    }
+    return {name: make(ordered) for name, make in makers.items()} | {"again": again_table(again)}
+
+
+def values(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]] = ()) -> dict[str, str]:
+    """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.val@STEP, RUN.heads@STEP ..."""
+    ordered = told(runs)
+    found = {"runs": str(len(runs)), "seeds": str(max((count_of(run, ordered) for run, _ in ordered), default=0))}
+    for run, facts in ordered:
+        probes, led = facts.largest_w_q_in_layer
+        own: dict[str, str] = {
+            "exploded": number(facts.exploded_at),
+            "departed": number(facts.departed_at),
+            "last": number(facts.last_step),
+            "printed": number(facts.printed_from),
+            "unrest": number(facts.unrest, ".1f"),
+            "probes": str(probes),
+            "led": str(led),
+            "tokens/s": number(facts.tokens_per_second),
+            "minutes": number(facts.minutes[1], ".1f"),
+            "timed": number(facts.minutes[0]),
+            "whole": number(_whole_minutes(run, facts)),
+        }
+        own |= {f"w_q@{step}": significant(value) for step, value in facts.w_q.items() if step % 500 == 0}
+        own |= {f"logit@{step}": significant(value) for step, value in facts.logit.items() if step % 500 == 0}
+        own |= {f"val@{step}": number(value, ".3f") for step, value in facts.validation.items()}
+        if rate := report.growth(facts.w_q, *GROWTH):
+            own |= {"growth": f"{rate.per_thousand:+.1f}", "factor": f"{rate.factor:.2f}"}
+        for step in (s for s in facts.logit if s % 500 == 0):
+            own[f"heads@{step}"] = ", ".join(map(str, report.largest_heads(run.heads, step, 4)))
+            own[f"sharp@{step}"] = number(report.sharpness(run.heads, step), ".3f")
+            own[f"error@{step}"] = number(report.relative_error(run.heads, step), ".1e")
+        found |= {f"{run.name}.{name}": value for name, value in own.items()}
+        found |= _bias_values(run)
+        if shares := report.repeated_maxima(run.heads, *GROWTH):
+            found |= {f"{run.name}.ties": f"{shares[0]:.1%}", f"{run.name}.most_ties": f"{shares[1]:.1%}"}
+    return found | {f"{row['run']}.again": f"{int(row['common_steps']):,}" for row in again}
+
+
+def _whole_minutes(run: Evidence, facts: Facts) -> float:
+    """What all planned steps take at the run's median speed."""
+    names = ("run.steps", "data.global_batch", "data.sequence_length")
+    return math.prod(int(run.setting(name)) for name in names) / facts.tokens_per_second / 60
+
+
+def _bias_values(run: Evidence) -> dict[str, str]:
+    found = report.bias(run.heads)
+    if found is None:
+        return {}
+    return {
+        f"{run.name}.tests": number(found.tests),
+        f"{run.name}.beyond_3": str(found.beyond_3),
+        f"{run.name}.sum_z": f"{found.sum_z:+.1f}",
+        f"{run.name}.bias": f"{1e6 * found.relative_mean:+.2g} ± {1e6 * found.relative_se:.2g}",
+        f"{run.name}.bias_z": f"{found.relative_mean / found.relative_se:+.1f}",
+    }
+
+
+def refreshed(text: str, blocks: Mapping[str, str], values: Mapping[str, str], where: str) -> str:
+    """A document with its blocks and numbers made anew. Raises ``UserError`` for a name that is not known."""
+
+    def known(kind: str, names: Mapping[str, str], name: str) -> str:
+        if name not in names or names[name] == NONE:
+            raise UserError(f"{where}: {kind} {name!r}: the evidence has none of that name")
+        return names[name]
+
+    def block(match: re.Match[str]) -> str:
+        return match[1] + known("report", blocks, match[2]) + match[3]
+
+    def value(match: re.Match[str]) -> str:
+        return match[1] + known("value", values, match[2]) + match[3]
+
+    return VALUE.sub(value, BLOCK.sub(block, text))
+
+
+def outside(text: str) -> str:
+    """What of a document no script makes: its text without blocks and numbers."""
+    return VALUE.sub("", BLOCK.sub("", text))
+
+
+def as_row(record: Mapping[str, Any], columns: Sequence[str], forms: Mapping[str, str]) -> list[str]:
+    """A record as cells of a CSV: numbers by ``forms`` (a format for a column, "" for the default), empty where there is none."""
+    return [_cell(record.get(name), forms.get(name, forms[""])) for name in columns]
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return ""
+    return format(value, form) if isinstance(value, float) else str(value)

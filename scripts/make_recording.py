@@ -1,0 +1,90 @@
+"""Write a recording without training: the batches that a run of a recipe would draw, from its data and data.seed alone.
+
+    python scripts/make_recording.py configs/fast_failure.py --steps 13000 --out replay_batches/fast_failure [--data.seed 7 ...]
+
+Batches are drawn, cut from the tokens and recorded by the trainer's own code (data/batches.py), so that a run with the same data and
+seed sees the same ones and logs the same data_digest. With --against RUN the digests that a run logged are compared on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import config
+from analysis import curves
+from data.batches import Batches, DataConfig, open_batches
+from errors import UserError, exit_on_user_error, invalid
+from training.metrics import read_metrics
+
+SOURCE = "make_recording"
+
+
+def logged_digests(folder: Path) -> dict[int, str]:
+    """data_digest by step, of a run. Raises ``UserError`` when it logged none."""
+    found = dict(zip(*curves.column(read_metrics(folder), "data_digest"), strict=True))
+    if not found:
+        raise UserError(f"{folder}: its metrics have no data_digest to compare with")
+    return found
+
+
+def record(batches: Batches, steps: int, logged: dict[int, str]) -> int:
+    """Draw ``steps`` steps; the number of digests compared. Raises ``UserError`` at the first that differs."""
+    compared = 0
+    for step in range(steps):
+        batches.next()
+        if step in logged:
+            if batches.digest() != logged[step]:
+                raise UserError(
+                    f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}: other batches"
+                )
+            compared += 1
+    return compared
+
+
+def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int:
+    """Write the recording ``out``, whole or not at all; the number of digests compared. Raises ``UserError``."""
+    if out.exists():
+        raise UserError(f"{out} exists: choose another name or remove it")
+    try:
+        batches = open_batches(dataclasses.replace(data, record=str(out), replay=""), source_run=SOURCE)
+        compared = record(batches, steps, logged)
+        batches.close()
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return compared
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the recording and say what it is."""
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("recipe", help="configs/RECIPE.py; fields of it follow as --section.field value")
+    parser.add_argument("--steps", type=int, default=0, help="steps to record (the recipe's run.steps)")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write, e.g. replay_batches/NAME")
+    parser.add_argument("--against", type=Path, help="run folder whose data_digest column must agree")
+    args, fields = parser.parse_known_args(argv)
+    chosen = config.load([args.recipe, *fields])
+    steps = args.steps or chosen.run.steps
+    if steps < 1:
+        raise invalid("--steps", args.steps, "1 or more")
+    compared = make(chosen.data, args.out, steps, logged_digests(args.against) if args.against else {})
+    told = f"; {compared:,} digests of {args.against} agree" if args.against else ""
+    print(f"{args.out}: {steps:,} steps of {chosen.data.global_batch} x {chosen.data.sequence_length} tokens{told}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Evidence for the documents: thin the logs of runs into results/, then make the tables and plots from them.
+
+    python scripts/report.py collect runs/flash runs/fp32_o ... [--printed LOGS] [--again OTHER/flash] [--out results/fast_failure]
+    python scripts/report.py tables [--check]
+    python scripts/report.py plots
+
+``collect`` writes one folder a run: config.json, metrics.csv (thinned, at most 200 kB), heads.csv (layer 1, head by head) and z.csv.
+``--printed`` takes NAME.log files with what the runs printed, for steps that their metrics.jsonl no longer has. ``--again`` takes
+second makings of runs collected in the same call and notes in again.csv whether they gave the same losses. ``tables`` refreshes the
+marked parts of README.md and docs/reproduction.md. To add a run: collect it, then tables, then plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import io
+import json
+import math
+import re
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import files
+from analysis import curves, report, report_blocks, report_plots
+from analysis.report import LAYER, Evidence
+from errors import UserError, exit_on_user_error
+from training.metrics import read_metrics
+from training.telemetry import read_telemetry
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = Path("results/fast_failure")
+DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"))
+PICTURE = ("flash_lr2e-3", "paper_lr2e-3", "delta_from_p_lr2e-3", "fp32_o_lr2e-3")
+"""Runs of the README's picture."""
+
+MOST_BYTES = 200_000
+EVERY = (10, 20, 50, 100)
+DIGEST_EVERY = 500
+METRICS = ("step", "train_loss", "grad_norm", "val_loss", "tokens_per_second", "seconds", "max_logit_max")
+METRICS_LAST = ("max_logit_layer", "data_digest", "source")
+FORMS = {"": ".5g", "train_loss": ".7g", "val_loss": ".7g", "tokens_per_second": ".0f", "seconds": ".1f"}
+HEADS: tuple[str, ...] = (
+    *("step", "head", "delta_units", "w_q_head_norm", "qk_head_norm", "max_logit", "ties_2e9", "top_1", "v_one_signed"),
+    *("delta_error_mean", "delta_error_se", "delta_error_rms", "delta_rms", "o_delta_error_mean", "o_delta_error_se"),
+)
+AGAIN = ("run", "common_steps", "last_common_step", "first_difference", "sha256")
+PRINTED = re.compile(r"^step (\d+)((?:  \w+ \S+)+)$")
+PRINTED_COLUMNS = ("train_loss", "grad_norm", "val_loss", "tokens_per_second")
+
+
+def printed_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows that a run printed, to four digits. Raises ``UserError`` for a file that cannot be read."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise UserError(f"{path}: unreadable ({error.strerror})") from None
+    rows = []
+    for line in text.splitlines():
+        if found := PRINTED.match(line):
+            named = dict(pair.split(" ") for pair in found[2].strip().split("  "))
+            row = {name: float(named[name]) for name in PRINTED_COLUMNS if name in named}
+            rows.append({"step": int(found[1]), **row, "source": "printed"})
+    return rows
+
+
+def with_printed(records: list[dict[str, Any]], printed: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Records, and behind their last step the printed ones. Raises ``UserError`` where the two are of different runs."""
+    losses = {row["step"]: row["train_loss"] for row in printed if "train_loss" in row}
+    for step, loss in zip(*curves.column(records, "train_loss"), strict=True):
+        if step in losses and not math.isclose(losses[step], loss, rel_tol=1e-3):
+            raise UserError(
+                f"{where}: step {step} has the loss {losses[step]}, the run's metrics have {loss}: another run"
+            )
+    return records + [row for row in printed if row["step"] > records[-1]["step"]]
+
+
+def thin(run: Evidence) -> tuple[str, list[dict[str, Any]]]:
+    """metrics.csv, and its rows as read back, kept as densely as ``MOST_BYTES`` allows.
+
+    Raises ``UserError`` when it cannot be so small, or when the thinned rows tell another story than all of them.
+    """
+    last = run.records[-1]["step"]
+    for every in EVERY:
+        keep = report.kept_steps(run.records, every)
+        rows = [dict(record) for record in run.records if record["step"] in keep]
+        for row in rows:
+            if row["step"] % DIGEST_EVERY and row["step"] != last:
+                row.pop("data_digest", None)
+        norms = sorted({n for row in rows for n in row if re.fullmatch(r"w_q_norm_\d+", n)}, key=lambda n: int(n[9:]))
+        text = as_csv((*METRICS, *norms, *METRICS_LAST), rows)
+        if len(text) <= MOST_BYTES:
+            break
+    else:
+        raise UserError(f"{run.name}: its thinned metrics take {len(text):,} bytes, more than {MOST_BYTES:,}")
+    read_back = read_csv(io.StringIO(text))
+    if _story(read_back) != _story(run.records):
+        raise UserError(f"{run.name}: its thinned metrics say {_story(read_back)}, all of them {_story(run.records)}")
+    return text, read_back
+
+
+def _story(records: Sequence[curves.Record]) -> tuple[int | None, ...]:
+    """(explosion, open excursion, departure, last step)."""
+    steps, losses = curves.column(records, "train_loss")
+    excursion = curves.open_excursion(losses, report.MARGIN, report.PATIENCE, steps=steps)
+    exploded = curves.explosion_step(losses, report.MARGIN, report.PATIENCE, steps=steps)
+    return exploded, excursion, report.departure_step(records), steps[-1]
+
+
+def as_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV text."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(report_blocks.as_row(row, columns, FORMS) for row in rows)
+    return out.getvalue()
+
+
+def read_csv(file: Any) -> list[dict[str, Any]]:
+    """Rows of ``as_csv``: whole numbers, numbers and words again, without the empty cells."""
+    return [{name: _value(name, cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+def _value(name: str, cell: str) -> Any:
+    if name in ("data_digest", "source"):
+        return cell
+    return int(cell) if name in ("step", "head", "delta_units", "max_logit_layer") else float(cell)
+
+
+def head_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a probe and head of ``LAYER``."""
+    rows = []
+    for probe in probes:
+        for head in range(len(probe["max_logit"][LAYER])):
+            row = {"step": probe["step"], "head": head, "delta_units": probe["delta_units"]}
+            rows.append(row | {name: probe[name][LAYER][head] for name in HEADS[3:]})
+    return rows
+
+
+def z_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a probe: mean over standard error of the delta error, layer by layer and head by head, where there is an error."""
+    rows = []
+    for probe in probes:
+        row: dict[str, Any] = {"step": probe["step"]}
+        for layer, pairs in enumerate(zip(probe["delta_error_mean"], probe["delta_error_se"], strict=True)):
+            for head, (mean, error) in enumerate(zip(*pairs, strict=True)):
+                row[f"z_{layer}_{head}"] = float(mean / error) if mean != 0 and error > 0 else None
+        rows.append(row)
+    return rows
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run. Raises ``UserError``."""
+    try:
+        content: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        content["config"]["run"]["name"], content["attention_name"], content["batches"]["seed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder}/config.json: not the record of a run") from None
+    return content
+
+
+def collect_run(folder: Path, printed: Path | None, out: Path) -> None:
+    """Write the folder of one run below ``out``. Raises ``UserError``."""
+    name = folder.resolve().name
+    records = report.by_step(read_metrics(folder))
+    if not curves.column(records, "train_loss")[0]:
+        raise UserError(f"{folder}: its metrics have no train_loss yet")
+    if printed is not None and (printed / f"{name}.log").is_file():
+        records = with_printed(records, printed_rows(printed / f"{name}.log"), str(printed / f"{name}.log"))
+    # A checkout's commit is told where the folder is published: runs on lent machines have none, or one of a copy.
+    config = load_config(folder) | {"git_commit": None}
+    text, _ = thin(Evidence(name=name, config=config, records=records))
+    probes = read_telemetry(folder)
+    zs = z_rows(probes)
+    target = out / name
+    target.mkdir(parents=True, exist_ok=True)
+    files.write_json(target / "config.json", config)
+    files.write_text(target / "metrics.csv", text)
+    files.write_text(target / "heads.csv", as_csv(HEADS, head_rows(probes)))
+    z_text = as_csv(tuple(zs[0]), [{k: _short(v) for k, v in row.items()} for row in zs])
+    files.write_text(target / "z.csv", z_text)
+    print(f"{target}: {len(text):,} bytes of metrics, {len(probes)} probes")
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
+def compare_again(first: Path, second: Path) -> dict[str, Any]:
+    """The row of again.csv for a run made twice: training losses and gradient norms of the steps that both logged."""
+    one, two = (report.by_step(read_metrics(folder)) for folder in (first, second))
+    common = curves.common_steps(one, two)
+    if not common:
+        raise UserError(f"{first} and {second} have no step in common")
+    parted = [curves.first_divergence(one, two, key) for key in ("train_loss", "grad_norm")]
+    losses = dict(zip(*curves.column(one, "train_loss"), strict=True))
+    digest = hashlib.sha256(b"".join(struct.pack("<d", losses[step]) for step in common)).hexdigest()
+    first_difference = min((step for step in parted if step is not None), default=None)
+    cells = (first.resolve().name, len(common), common[-1], first_difference, digest)
+    return dict(zip(AGAIN, cells, strict=True))
+
+
+def collect(args: argparse.Namespace) -> None:
+    """The command ``collect``."""
+    for folder in args.runs:
+        collect_run(folder, args.printed, args.out)
+    firsts = {folder.resolve().name: folder for folder in args.runs}
+    known = {row["run"]: row for row in read_again(args.out)}
+    for folder in args.again:
+        name = folder.resolve().name
+        if name not in firsts:
+            raise UserError(f"--again {folder}: no run of that name is collected in this call")
+        known[name] = compare_again(firsts[name], folder)
+    if known:
+        files.write_text(args.out / "again.csv", as_csv(AGAIN, [known[name] for name in sorted(known)]))
+
+
+def read_again(out: Path) -> list[dict[str, str]]:
+    """Rows of again.csv, where there is one."""
+    path = out / "again.csv"
+    if not path.is_file():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_evidence(out: Path) -> list[Evidence]:
+    """All runs below a folder that ``collect`` wrote. Raises ``UserError`` when there is none."""
+    found = []
+    for path in sorted(out.glob("*/metrics.csv")):
+        folder = path.parent
+        with open(path, newline="") as metrics, open(folder / "heads.csv", newline="") as heads:
+            records, rows = read_csv(metrics), read_csv(heads)
+        with open(folder / "z.csv", newline="") as file:
+            zs = [float(z) if z else math.nan for row in csv.DictReader(file) for n, z in row.items() if n != "step"]
+        found.append(Evidence(name=folder.name, config=load_config(folder), records=records, heads=rows, z_scores=zs))
+    if not found:
+        raise UserError(f"{out}: no run in it: python scripts/report.py collect RUN ... --out {out}")
+    return found
+
+
+def documents(out: Path, root: Path) -> dict[Path, tuple[str, str]]:
+    """(text as it is, text as it should be) of each document."""
+    runs, again = read_evidence(out), read_again(out)
+    blocks, values = report_blocks.blocks(runs, again), report_blocks.values(runs, again)
+    found = {}
+    for path in DOCUMENTS:
+        text = (root / path).read_text()
+        found[path] = (text, report_blocks.refreshed(text, blocks, values, str(path)))
+    return found
+
+
+def tables(args: argparse.Namespace) -> None:
+    """The command ``tables``."""
+    for path, (old, new) in documents(args.out, ROOT).items():
+        if args.check and old != new:
+            raise UserError(f"{path}: differs from {args.out}: python scripts/report.py tables")
+        if old != new:
+            files.write_text(ROOT / path, new)
+        print(f"{path}: {'as the evidence has it' if old == new else 'refreshed'}")
+
+
+def plots(args: argparse.Namespace) -> None:
+    """The command ``plots``: curves.png with all runs, failing_and_fixed.png with those of ``PICTURE``."""
+    runs = report_blocks.told(read_evidence(args.out))
+    chosen = [(run, facts) for run, facts in runs if run.name in PICTURE]
+    try:
+        report_plots.draw(runs, report_plots.PANELS, args.out / "curves.png")
+        if chosen:
+            report_plots.draw(chosen, report_plots.PANELS[:2], args.out / "failing_and_fixed.png", like=runs)
+    except ImportError as error:
+        raise UserError(f"plots: matplotlib cannot be used here ({error})") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    gather = commands.add_parser("collect", help="run folders -> results")
+    gather.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    gather.add_argument("--printed", type=Path, help="folder of NAME.log files, for steps that metrics.jsonl lacks")
+    gather.add_argument("--again", nargs="+", type=Path, default=[], metavar="RUN", help="second makings of these runs")
+    gather.set_defaults(do=collect)
+    refresh = commands.add_parser("tables", help="results -> README.md and docs/reproduction.md")
+    refresh.add_argument("--check", action="store_true", help="change nothing; fail where a document differs")
+    refresh.set_defaults(do=tables)
+    draw = commands.add_parser("plots", help="results -> plots")
+    draw.set_defaults(do=plots)
+    for command in (gather, refresh, draw):
+        command.add_argument("--out", type=Path, default=EVIDENCE, help=f"folder of the evidence ({EVIDENCE})")
+    return parser.parse_args(argv)
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one of the three commands."""
+    args = parse(argv)
+    try:
+        args.do(args)
+    except OSError as error:
+        raise UserError(f"{error.filename or args.out}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()

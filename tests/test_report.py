@@ -1,0 +1,357 @@
+"""scripts/report.py and analysis/report*.py: what is kept of a run, what is said of it, and that the documents say it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from analysis import curves, report, report_blocks, report_plots
+from analysis.report import Evidence
+from errors import UserError
+from scripts import report as script
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / script.EVIDENCE
+STEPS, WARM_UP = 1500, 100
+
+
+def loss_at(step: int, explodes_at: int | None) -> float:
+    return 3.0 + 0.01 * math.sin(step) + (2.0 if explodes_at is not None and step >= explodes_at else 0.0)
+
+
+def probe(step: int) -> dict[str, Any]:
+    """2 layers of 2 heads; head 1 of layer 1 grows and has a mean error of four standard errors."""
+    grows = [[1.0, 1.0], [1.0, 1.0 + step / 100]]
+    flat = [[0.5, 0.5], [0.5, 0.5]]
+    names = ("w_q_head_norm", "qk_head_norm", "max_logit", "ties_2e9", "top_1", "v_one_signed", "delta_error_rms")
+    return {
+        "step": step,
+        "delta_units": 32,
+        **dict.fromkeys(names, flat),
+        "w_q_head_norm": grows,
+        "max_logit": grows,
+        "delta_error_mean": [[0.0, 0.1], [0.1, 0.4]],
+        "delta_error_se": [[0.0, 0.1], [0.1, 0.1]],
+        "delta_rms": [[1.0, 1.0], [1.0, 1.0]],
+        "o_delta_error_mean": flat,
+        "o_delta_error_se": flat,
+    }
+
+
+def write_run(
+    folder: Path, *, explodes_at: int | None = None, seed: int = 42, steps: int = STEPS, preset: str = "flash"
+) -> Path:
+    """A run folder as the trainer leaves it."""
+    folder.mkdir(parents=True)
+    with open(folder / "metrics.jsonl", "w") as out:
+        for step in range(steps):
+            grad_norm = 30.0 if explodes_at is not None and step >= explodes_at - 50 else 0.3
+            row = {"step": step, "train_loss": loss_at(step, explodes_at), "grad_norm": grad_norm}
+            row |= {"tokens_per_second": 1000.0, "seconds": 0.1 * (step + 1), "data_digest": f"{step:016x}"}
+            if step % 100 == 0:
+                row |= {"val_loss": 3.1, "w_q_norm_0": 1.0, "w_q_norm_1": 1.0 + step / 100, "w_q_norm_max": 1.0}
+            out.write(json.dumps(row) + "\n")
+    (folder / "telemetry.jsonl").write_text("".join(json.dumps(probe(step)) + "\n" for step in range(0, steps, 100)))
+    sections = {
+        "run": {"name": folder.name, "steps": 2 * STEPS, "seed": seed},
+        "optim": {"optimizer": "adamw", "lr": 1e-3, "warmup_steps": WARM_UP},
+        "data": {"global_batch": 32, "sequence_length": 8},
+        "model": {"n_layer": 2},
+    }
+    numerics = {"delta": "rowsum_do_o", "delta_output": "output"}
+    content = {
+        "config": sections,
+        "git_commit": "0123",
+        "attention_name": preset,
+        "attention": [{"backend": "flash", "numerics": numerics}],
+        "batches": {"seed": 1337},
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Evidence of a failing and a quiet run."""
+    failing = write_run(tmp_path / "runs" / "failing", explodes_at=1000)
+    quiet = write_run(tmp_path / "runs" / "quiet", preset="flash_fp32_o")
+    script.main(["collect", str(failing), str(quiet), "--out", str(tmp_path / "out")])
+    return tmp_path / "out"
+
+
+def told(out: Path) -> dict[str, report.Facts]:
+    return {run.name: facts for run, facts in report_blocks.told(script.read_evidence(out))}
+
+
+# The documents.
+
+
+@pytest.mark.parametrize("path", script.DOCUMENTS, ids=str)
+def test_a_document_says_what_the_evidence_says(path: Path) -> None:
+    old, new = script.documents(EVIDENCE, ROOT)[path]
+    assert old == new, "python scripts/report.py tables"
+
+
+def test_every_number_in_a_sentence_has_a_source() -> None:
+    """Decimals and thousands outside the marked parts are quoted from one of the files that hold what was measured or chosen."""
+    text = report_blocks.outside((ROOT / "docs/reproduction.md").read_text())
+    quoted = set(
+        re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])|\d{1,3}(?:,\d{3})+", re.sub(r"\]\([^)]*\)|arXiv [\d.]+", "", text))
+    )
+    files = ("results/figures/README.md", "results/fast_failure/README.md")
+    recipes = ("configs/gpt2_paper.py", "configs/fast_failure.py")
+    sources = " ".join((ROOT / name).read_text() for name in (*files, *recipes))
+    steps = {f"{step:,}" for step in (*report_blocks.NORM_AT, 1500, 2500)}
+    sections = {"3.1", "3.2", "3.3", f"{report.MARGIN:g}"}
+    assert quoted
+    assert {number for number in quoted - steps - sections if number not in sources} == set()
+
+
+def test_a_changed_number_is_set_right() -> None:
+    text = "<!-- report: a -->\nold\n<!-- /report --> and <!-- value: b -->7<!-- / -->, <!-- value: b --><!-- / -->\n"
+    new = report_blocks.refreshed(text, {"a": "new\n"}, {"b": "8"}, "doc")
+    assert new == text.replace("old", "new").replace("-->7<", "-->8<").replace("--><!-- / -->", "-->8<!-- / -->")
+
+
+@pytest.mark.parametrize("text", ["<!-- report: x -->\n<!-- /report -->", "<!-- value: x -->1<!-- / -->"])
+def test_a_name_without_evidence_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="'x'"):
+        report_blocks.refreshed(text, {}, {}, "doc")
+
+
+def test_a_value_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UserError, match="exploded"):
+        report_blocks.refreshed("<!-- value: a.exploded -->5<!-- / -->", {}, {"a.exploded": "-"}, "doc")
+
+
+# The published files.
+
+
+def test_published_files_are_small() -> None:
+    files = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 15e6
+    assert [str(path) for path in files if path.stat().st_size > 500_000] == []
+    assert [p for p in EVIDENCE.glob("*/metrics.csv") if p.stat().st_size > script.MOST_BYTES] == []
+    pictures = [*EVIDENCE.glob("*.png"), *(ROOT / "results/figures").glob("*.png")]
+    assert pictures
+    assert [str(path) for path in pictures if path.stat().st_size > 300_000] == []
+
+
+def test_published_runs_saw_the_same_batches() -> None:
+    digests = [dict(zip(*curves.column(r.records, "data_digest"), strict=True)) for r in script.read_evidence(EVIDENCE)]
+    common = set.intersection(*(set(found) for found in digests))
+    assert len(common) >= 5
+    assert all(len({found[step] for found in digests}) == 1 for step in common)
+
+
+def test_published_text_names_no_folder_of_a_machine() -> None:
+    texts = [p.read_text() for p in EVIDENCE.rglob("*") if p.suffix in (".json", ".csv", ".md")]
+    assert not any(re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", text) for text in texts)
+
+
+# Thinning.
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.sampled_from([3.0, 3.4, 3.6, 4.2, math.nan])), max_size=14),
+    st.integers(0, 9),
+)
+def test_thinned_losses_tell_the_same_story(stretches: list[tuple[int, float]], seed: int) -> None:
+    losses = [level - 0.001 * seed * (i % 7) for count, level in stretches for i in range(count)] or [3.0]
+    steps = list(range(len(losses)))
+    keep = sorted(report.excursion_rows(steps, losses))
+    thinned = [losses[step] for step in keep]
+    for verdict in (curves.explosion_step, curves.open_excursion):
+        assert verdict(thinned, steps=keep) == verdict(losses, steps=steps)
+
+
+def test_steps_near_the_departure_are_all_kept(out: Path) -> None:
+    (run,) = (run for run in script.read_evidence(out) if run.name == "failing")
+    kept = {record["step"] for record in run.records}
+    assert set(range(950 - report.NEAR, 1000 + report.NEAR + 1)) <= kept
+    assert len(kept) < STEPS / 2
+
+
+def test_a_run_that_went_back_counts_once() -> None:
+    records = [{"step": 0, "a": 1}, {"step": 1, "a": 2}, {"step": 2, "a": 3}, {"step": 1, "a": 5}, {"step": 1, "b": 6}]
+    assert report.by_step(records) == [{"step": 0, "a": 1}, {"step": 1, "a": 5, "b": 6}]
+
+
+def test_thinned_metrics_that_tell_another_story_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", explodes_at=1001)
+    monkeypatch.setattr(report, "kept_steps", lambda records, every: set(range(0, STEPS, 7)))
+    with pytest.raises(SystemExit):
+        script.main(["collect", str(run), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+# What is said of a run.
+
+
+def test_an_explosion_is_told(out: Path) -> None:
+    failing = told(out)["failing"]
+    assert (failing.exploded_at, failing.departed_at, failing.last_step) == (1000, 950, STEPS - 1)
+    assert failing.verdict == "exploded at 1,000, logs to 1,499"
+
+
+def test_a_run_that_was_cut_says_so(out: Path) -> None:
+    assert told(out)["quiet"].verdict == "cut at 1,499, quiet"
+
+
+def test_an_excursion_that_the_end_cuts_short_is_no_verdict(tmp_path: Path) -> None:
+    script.main(["collect", str(write_run(tmp_path / "r", explodes_at=STEPS - 50)), "--out", str(tmp_path / "out")])
+    assert told(tmp_path / "out")["r"].verdict == "above the margin since 1,450, cut at 1,499: too soon to tell"
+
+
+def test_a_rising_gradient_is_not_quiet() -> None:
+    records = [{"step": s, "grad_norm": 0.3 if s < 1400 else 0.9} for s in range(1500)]
+    assert report.unrest(records) == pytest.approx(3.0)
+    assert report.unrest(records[:1400]) == 1.0
+
+
+def test_norms_and_logits_are_those_of_layer_1(out: Path) -> None:
+    quiet = told(out)["quiet"]
+    assert quiet.w_q[1000] == quiet.logit[1000] == 11.0
+    assert quiet.largest_w_q_in_layer == (9, 9)
+
+
+def test_the_time_of_all_steps_is_at_the_median_speed(out: Path) -> None:
+    assert report_blocks.values(script.read_evidence(out))["quiet.whole"] == f"{2 * STEPS * 32 * 8 / 1000 / 60:.0f}"
+
+
+def test_n_counts_seeds_of_one_variant(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"r{seed}", seed=seed) for seed in (1, 2)]
+    other = write_run(tmp_path / "other", preset="standard")
+    script.main(["collect", *map(str, [*folders, other]), "--out", str(tmp_path / "out")])
+    runs = report_blocks.told(script.read_evidence(tmp_path / "out"))
+    assert {run.name: report_blocks.count_of(run, runs) for run, _ in runs} == {"r1": 2, "r2": 2, "other": 1}
+
+
+def test_growth_of_an_exponential_is_its_factor() -> None:
+    found = report.growth({step: 2.0 ** (step / 1000) for step in range(0, 4001, 100)}, 1000, 3000)
+    assert found is not None
+    assert found.factor == pytest.approx(2.0)
+
+
+def test_growth_of_a_line_is_its_slope() -> None:
+    found = report.growth({step: 5 + step / 100 for step in range(0, 4001, 100)}, 1000, 3000)
+    assert found is not None
+    assert found.per_thousand == pytest.approx(10.0)
+
+
+def test_growth_of_a_run_that_was_cut_before_is_none() -> None:
+    assert report.growth({1000: 1.0, 2000: 2.0}, 1000, 3000) is None
+
+
+@pytest.mark.parametrize(("t", "freedom", "tail"), [(2.042, 30, 0.05), (2.750, 30, 0.01), (12.706, 1, 0.05)])
+def test_tails_are_those_of_the_printed_tables(t: float, freedom: int, tail: float) -> None:
+    assert report.student_tail(t, freedom) == pytest.approx(tail, rel=2e-3)
+
+
+def test_bias_counts_heads_that_have_an_error(out: Path) -> None:
+    (run,) = (run for run in script.read_evidence(out) if run.name == "quiet")
+    found = report.bias(run.heads)
+    assert found is not None
+    probes = STEPS // 100
+    assert (found.tests, found.beyond_3, found.positive) == (2 * probes, probes, 2 * probes)
+    assert found.relative_mean == pytest.approx(0.25)
+    assert found.relative_se == pytest.approx(0.1 / math.sqrt(2 * probes))
+    assert found.sum_z == pytest.approx(2.5 * math.sqrt(2 * probes))
+
+
+def test_z_of_a_head_without_error_is_left_out(out: Path) -> None:
+    (run,) = (run for run in script.read_evidence(out) if run.name == "quiet")
+    assert sum(math.isnan(z) for z in run.z_scores) == STEPS // 100
+
+
+# Runs of which only what they printed is left, and runs made twice.
+
+LINE = "step {step}  train_loss {loss:.4g}  grad_norm 0.3  lr 0.001  tokens_per_second 1000  mfu 0.1\n"
+
+
+def write_log(folder: Path, steps: int, explodes_at: int | None, offset: float = 0.0) -> Path:
+    folder.mkdir()
+    lines = [LINE.format(step=step, loss=loss_at(step, explodes_at) + offset) for step in range(steps)]
+    (folder / "failing.log").write_text("runs/failing: attention flash\n" + "".join(lines) + "step 17  train_lo")
+    return folder
+
+
+def test_printed_lines_go_on_where_the_metrics_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "failing", explodes_at=1400)
+    logs = write_log(tmp_path / "logs", 1800, 1400)
+    script.main(["collect", str(run), "--printed", str(logs), "--out", str(tmp_path / "out")])
+    facts = told(tmp_path / "out")["failing"]
+    assert (facts.exploded_at, facts.last_step, facts.printed_from) == (1400, 1799, STEPS)
+
+
+def test_printed_lines_of_another_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "failing")
+    logs = write_log(tmp_path / "logs", 1800, None, offset=0.1)
+    with pytest.raises(SystemExit):
+        script.main(["collect", str(run), "--printed", str(logs), "--out", str(tmp_path / "out")])
+    assert "another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("explodes_at", "difference"), [(None, ""), (800, "750")])
+def test_runs_made_twice_are_compared(tmp_path: Path, explodes_at: int | None, difference: str) -> None:
+    first, again = write_run(tmp_path / "a" / "r"), write_run(tmp_path / "b" / "r", explodes_at=explodes_at, steps=900)
+    script.main(["collect", str(first), "--again", str(again), "--out", str(tmp_path / "out")])
+    with open(tmp_path / "out" / "again.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["run"], row["common_steps"], row["first_difference"]) == ("r", "900", difference)
+
+
+def test_the_commit_of_a_lent_machine_is_not_published(out: Path) -> None:
+    assert json.loads((out / "quiet" / "config.json").read_text())["git_commit"] is None
+
+
+# Tables and pictures.
+
+
+def test_a_column_without_content_is_left_out(out: Path) -> None:
+    text = report_blocks.runs_table(report_blocks.told(script.read_evidence(out)))
+    assert "validation loss at 10,000" not in text
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_plots_write_both_pictures(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "PICTURE", ("failing",))
+    script.main(["plots", "--out", str(out)])
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "failing_and_fixed.png"))
+
+
+def test_a_run_has_one_colour_in_both_pictures(out: Path) -> None:
+    runs = report_blocks.told(script.read_evidence(out))
+    order = [run.name for run, _ in runs]
+    alone = report_plots.figure(runs[1:], report_plots.PANELS[:1], order).axes[0].lines[0]
+    assert alone.get_color() == report_plots.figure(runs, report_plots.PANELS[:1], order).axes[0].lines[-1].get_color()
+
+
+def test_stretches_are_means_over_steps_not_rows() -> None:
+    steps, means = report_plots.stretches([0, 1, 2, 60], [1.0, 2.0, 3.0, 9.0], is_log=False)
+    assert (steps.tolist(), means.tolist()) == ([1.0, 60.0], [2.0, 9.0])
+
+
+def test_evidence_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run in it"):
+        script.read_evidence(tmp_path)
+
+
+def test_facts_of_records_in_full_and_thinned_agree(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r", explodes_at=1234)
+    records = report.by_step(script.read_metrics(folder))
+    run = Evidence(name="r", config=script.load_config(folder), records=records)
+    _, thinned = script.thin(run)
+    short = Evidence(name="r", config=run.config, records=thinned)
+    full, less = report.facts(run), report.facts(short)
+    assert (full.exploded_at, full.departed_at, full.verdict) == (less.exploded_at, less.departed_at, less.verdict)
+    assert full.loss_at_end == pytest.approx(less.loss_at_end, rel=1e-6)
