@@ -3,16 +3,17 @@
     python scripts/run_variants.py configs/fast_failure.py --data.replay replay_batches/fast_failure \\
         --variants failing "control: --attention.default.preset flash_fp32_o" "paper: --attention.default.numerics paper"
 
-A variant is ``NAME`` or ``NAME: FLAGS``; it trains as ``train.py RECIPE COMMON-FLAGS FLAGS --run.name NAME``. As many run at once
-as there are slots (GPUs, or ``--slots`` on a CPU); a free one takes the next in order. What a run prints goes to LOGS/NAME.log. A run
-is stopped ``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), and all of them when
-``--minutes`` are over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by
-itself.
+A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``; it trains as ``train.py RECIPE [ABLATION.py] COMMON-FLAGS FLAGS --run.name NAME``.
+``@FILE`` stands for the lines of a file, less those that begin with # (configs/reproduction.txt). As many run at once as there are slots
+(GPUs, or ``--slots`` on a CPU); a free one takes the next in order. What a run prints goes to LOGS/NAME.log. A run is stopped
+``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), and all of them when ``--minutes`` are
+over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import signal
@@ -106,7 +107,9 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     made: list[Variant] = []
     for text in args.variants:
         name, _, flags = (part.strip() for part in text.partition(":"))
-        arguments = [*args.recipe, *common, *shlex.split(flags), "--run.name", name]
+        words = shlex.split(flags)
+        ablation = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+        arguments = [args.recipe, *ablation, *common, *words[len(ablation) :], "--run.name", name]
         config = configuration.load(arguments)
         folder = Path(config.run.folder) / name
         if name in [variant.name for variant in made]:
@@ -156,12 +159,19 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
 
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """A line of an @FILE is one variant; none where it is empty or a remark."""
+        line = arg_line.strip()
+        return [line] if line and not line.startswith("#") else []
+
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The command line, and the flags that go to every run."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="+", help="recipe and ablation, as train.py takes them")
-    parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[: FLAGS]")
+    parser = _Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
+    )
+    parser.add_argument("recipe", help="recipe, as train.py takes it")
+    parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[: FLAGS]", help="or @FILE")
     parser.add_argument("--slots", type=int, nargs="+", help="numbers of the GPUs to use (all), or of CPU slots (0)")
     parser.add_argument("--after", type=int, default=1000, help="steps that a run goes on behind its explosion (1000)")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop everything after so long; 0 never")

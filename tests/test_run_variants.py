@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from tiny_runs import Place, column, lines, new_place, start_train
+from tiny_runs import ROOT, Place, column, lines, new_place, start_train
 
+import config
 from scripts import run_variants
 
 
@@ -63,6 +65,15 @@ def test_what_cannot_be_is_told_before_anything_starts(place: Place, arguments: 
         start(place, *arguments)
     assert stop.value.code == 2
     assert not (place.runs / "a").exists()
+
+
+def test_every_variant_of_the_reproduction_is_understood(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    recording = ["--data.replay", "replay_batches/fast_failure", "--run.folder", str(tmp_path)]
+    arguments = ["configs/fast_failure.py", *recording, "--variants", "@configs/reproduction.txt"]
+    made = run_variants.variants(*run_variants.parse(arguments))
+    assert len(made) == len({variant.name for variant in made}) > 30
+    assert len({str(config.load(variant.arguments).attention) for variant in made}) > 15
 
 
 def test_an_existing_run_is_not_touched_without_resume(place: Place) -> None:
