@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Record a run that explodes, replay its batches with delta from P and with standard attention, compare. Four to five minutes on 2 CPU cores, after the install.
+# Record a run that explodes, replay its batches with delta from P and with standard attention, compare. Two to four minutes on 2 CPU cores, after the install.
 #   bash scripts/quickstart.sh                    makes .venv and installs into it first
 #   bash scripts/quickstart.sh --python python3   uses that interpreter as it is and installs nothing
 #   bash scripts/quickstart.sh --out FOLDER       puts runs, recording and results there (default: results/quickstart)
