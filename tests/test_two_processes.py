@@ -161,7 +161,7 @@ def test_stochastic_rounding_does_not_depend_on_the_number_of_processes(place: P
 
 @pytest.mark.gpu
 def test_the_triton_kernels_under_ddp_and_compile_give_the_same_bits_twice(place: Place) -> None:
-    """Two GPUs; two presets in one layer, one of them stochastic; and the loss of one process to the noise of BF16."""
+    """Two GPUs; two presets in one layer, one of them stochastic; the first loss is that of one process, whose sums have another order."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     rule = AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_stochastic_o"))
@@ -175,5 +175,5 @@ def test_the_triton_kernels_under_ddp_and_compile_give_the_same_bits_twice(place
     first, second = (torchrun(place, "kernels", folder, fields) for folder in ("kernels_first", "kernels_second"))
     assert weights(first, 30) == weights(second, 30)
     place.train("kernels", {**FIELDS, **fields, "run.folder": str(place.folder / "kernels_one")})
-    alone = column(place.folder / "kernels_one/kernels", "train_loss")
-    assert all(abs(a - b) < 2**-6 * b for a, b in zip(column(first, "train_loss"), alone, strict=True))
+    alone = column(place.folder / "kernels_one/kernels", "train_loss")[0]
+    assert abs(column(first, "train_loss")[0] - alone) < NOISE * alone

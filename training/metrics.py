@@ -174,11 +174,20 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: no such folder, no metrics in it, none yet, or a line that is not a record.
     """
+    return read_run_file(folder, METRICS_FILE, "so it is not the folder of a run")
+
+
+def read_run_file(folder: Path, name: str, absent: str) -> list[dict[str, Any]]:
+    """``read_lines`` of a file of a run's folder; ``absent`` says what its absence means.
+
+    Raises:
+        UserError: no such folder, no such file in it, no line in it yet, or a line that is not a record.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
-    path = folder / METRICS_FILE
+    path = folder / name
     if not path.is_file():
-        raise UserError(f"{folder}: no {METRICS_FILE} in it, so it is not the folder of a run")
+        raise UserError(f"{folder}: no {name} in it, {absent}")
     lines = list(read_lines(path))
     if not lines:
         raise UserError(f"{path}: no line in it yet")

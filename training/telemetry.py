@@ -28,10 +28,10 @@ from analysis.delta_error import delta_errors, effective_numerics, summarise
 from analysis.spectral import SpectralState, attention_norms
 from attention.plan import HeadGroup, LayerPlan
 from attention.tiles import FORMAT_OF, Sites
-from errors import UserError, invalid
+from errors import invalid
 from model import GPT
 from training.evaluate import ValidationBatches
-from training.metrics import JsonLines, read_lines
+from training.metrics import JsonLines, read_lines, read_run_file
 from training.precision import PrecisionConfig
 
 TELEMETRY_FILE = "telemetry.jsonl"
@@ -338,12 +338,4 @@ def read_telemetry(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: no such folder, no telemetry in it, none yet, or a line that is not a record.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such run folder")
-    path = folder / TELEMETRY_FILE
-    if not path.is_file():
-        raise UserError(f"{folder}: no {TELEMETRY_FILE} in it: the run was made with --telemetry.every 0, or is no run")
-    records = list(read_lines(path))
-    if not records:
-        raise UserError(f"{path}: no probe in it yet")
-    return records
+    return read_run_file(folder, TELEMETRY_FILE, "made with --telemetry.every 0, or not the folder of a run")
