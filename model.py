@@ -175,9 +175,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]; ``rounding_seed`` int64 [] on the same device."""
         B, T, C = x_BTC.shape
-        q_BTHD, k_BTHD, v_BTHD = (
-            part_BTC.view(B, T, self.n_head, C // self.n_head) for part_BTC in self.c_attn(x_BTC).split(C, dim=-1)
-        )
+        # Split by heads, as the kernels return their gradients: a compiler then sees that joining them takes no copy.
+        fused_BTFD = self.c_attn(x_BTC).view(B, T, 3 * self.n_head, C // self.n_head)
+        q_BTHD, k_BTHD, v_BTHD = fused_BTFD.split(self.n_head, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             # Autocast hands layer norms back in float32; attention takes one dtype for q, k and v.
             q_BTHD, k_BTHD = self.q_norm(q_BTHD).type_as(v_BTHD), self.k_norm(k_BTHD).type_as(v_BTHD)

@@ -16,7 +16,7 @@ from attention.flash_blocks import backward_blocks, forward_blocks
 from attention.flash_reference import _setup_context
 from attention.numerics import numerics_from_key
 from attention.tiles import FORMAT_OF
-from attention.triton_backward import launch_backward
+from attention.triton_backward import empty_gradients, launch_backward
 from attention.triton_forward import empty_outputs, launch_forward
 
 
@@ -49,8 +49,8 @@ def _backward(
     scale: float,
     causal: bool,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``."""
+) -> Tensor:
+    """dQ, dK and dV in one tensor (``triton_backward.empty_gradients``). ``o`` and ``counts`` are ``tiles.delta_operands``."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
@@ -59,12 +59,15 @@ def _backward(
 
 @_backward.register_fake
 def _(do, q, k, v, o, counts, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty(x.shape, device=q.device, dtype=q.dtype) for x in (q, k, v))
+    return empty_gradients(q, k)
 
 
 def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
     q, k, v, o, counts, lse = ctx.saved_tensors
-    return *_backward(do, q, k, v, o, counts, lse, *ctx.settings), None, None, None, None, None
+    gradients = _backward(do, q, k, v, o, counts, lse, *ctx.settings).split([q.shape[2]] * 3, dim=2)
+    # Split by a list, and cut where lengths differ only: torch.compile then sees that split and joined they are the whole again.
+    lengths = (x.shape[1] for x in (q, k, v))
+    return *(g if g.shape[1] == n else g[:, :n] for g, n in zip(gradients, lengths, strict=True)), *(None,) * 5
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -43,7 +43,7 @@ LOADED = tl.constexpr(len(DELTAS))
 def query_kernel(
     p_q, p_k, p_v, p_do, p_o, p_residual, p_lse, p_delta, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt,
-    stride_dh, stride_dd, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
+    stride_dh, stride_dd, stride_gb, stride_gr, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
     OUTPUT_GRADIENT: tl.constexpr, OUTPUT: tl.constexpr, RESIDUAL: tl.constexpr, DELTA: tl.constexpr,
     DELTA_SUM: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
     GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
@@ -114,7 +114,7 @@ def query_kernel(
                         b_part = tl.where(m_full, 0.0, b_part)
     if not ONLY_DELTA:
         b_dq = round_to(b_acc + scale * b_part, GRADIENT_ACCUMULATOR)
-        store_rows(p_dq, b_dq, i_bh, row, T, H, BT, D)
+        store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, D)
     else:
         if DELTA == RECOMPUTED_O:
             b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
@@ -125,10 +125,11 @@ def query_kernel(
 def key_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
     stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt, stride_dh,
-    stride_dd, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, PROBABILITIES: tl.constexpr,
-    OUTPUT_GRADIENT: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
-    GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    stride_dd, stride_gb, stride_gr, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
+    PROBABILITIES: tl.constexpr, OUTPUT_GRADIENT: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr,
+    SCORE_GRADIENTS: tl.constexpr, GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of columns; scores are held transposed [BS, BT], so that they are left operands of both products."""
     DTYPE: tl.constexpr = p_k.dtype.element_ty
@@ -182,8 +183,14 @@ def key_kernel(
                 b_dv_part = tl.where(m_full, 0.0, b_dv_part)
     b_dk = round_to(b_dk + scale * b_dk_part, GRADIENT_ACCUMULATOR)
     b_dv = round_to(b_dv + b_dv_part, GRADIENT_ACCUMULATOR)
-    store_rows(p_dk, b_dk, i_bh, column, S, H, BS, D)
-    store_rows(p_dv, b_dv, i_bh, column, S, H, BS, D)
+    store_rows(p_dk, b_dk, i_bh, column, S, H, stride_gb, stride_gr, BS, D)
+    store_rows(p_dv, b_dv, i_bh, column, S, H, stride_gb, stride_gr, BS, D)
+
+
+def empty_gradients(q: Tensor, k: Tensor) -> Tensor:
+    """Room for dQ, dK and dV, [B, max(T, S), 3 H, D] in q's dtype: the layout of a fused projection, whose gradient then needs no copy."""
+    B, T, H, D = q.shape
+    return torch.empty((B, max(T, k.shape[1]), 3 * H, D), device=q.device, dtype=q.dtype)
 
 
 def launch_backward(
@@ -199,16 +206,20 @@ def launch_backward(
     scale: float,
     causal: bool,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV [B, T, H, D] in q's dtype. ``n`` is concrete; ``o``, ``counts``: ``tiles.delta_operands``; ``blocks``: of dK/dV, of dQ."""
+) -> Tensor:
+    """dQ, dK, dV side by side (``empty_gradients``).
+
+    ``n`` is concrete; ``o`` and ``counts`` are ``tiles.delta_operands``; ``blocks`` those of dK/dV and of dQ.
+    """
     (B, T, H, D), S = q.shape, k.shape[1]
     of_keys, of_queries = blocks
     fold = folds(n, scale, softcap)
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
-    dq, dk, dv = (torch.empty(x.shape, device=q.device, dtype=q.dtype) for x in (q, k, v))
+    gradients = empty_gradients(q, k)
+    dq, dk, dv = gradients.split(H, dim=2)
     by_columns = of_queries.descriptors and takes_descriptor(k, v)
     by_rows = of_keys.descriptors and takes_descriptor(q, do)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
+    strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride(), *gradients.stride()[:2])
     shared: dict[str, Any] = {
         "scale": scale,
         "unit": scale / math.log(2) if fold else 1.0,
@@ -284,4 +295,4 @@ def launch_backward(
         EVEN=T % of_keys.rows == 0,
         **shared,
     )
-    return dq, dk, dv
+    return gradients

@@ -51,13 +51,13 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(p_x, b_x, i_bh, start, length, H, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows of one head into a contiguous [B, length, H, D]."""
+def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of one head into [B, length, H, D], heads of one row side by side; ``stride_b``, ``stride_r``: of batch and row."""
     o_r = tl.arange(0, ROWS).to(tl.int64)
     o_d = tl.arange(0, D).to(tl.int64)
-    p_head = head_pointer(p_x, i_bh, H, tl.cast(length, tl.int64) * H * D, D)
+    p_head = head_pointer(p_x, i_bh, H, stride_b, D)
     # [ROWS, D]
-    p_block = p_head + tl.cast(start, tl.int64) * H * D + (o_r[:, None] * (H * D) + o_d[None, :])
+    p_block = p_head + tl.cast(start, tl.int64) * stride_r + (o_r[:, None] * stride_r + o_d[None, :])
     if INTERPRETED and p_x.dtype.element_ty == tl.bfloat16:
         b_x = round_mantissa(b_x, BF16, NEAREST, 0)
     tl.store(p_block, b_x.to(p_x.dtype.element_ty), mask=(start + tl.arange(0, ROWS) < length)[:, None])

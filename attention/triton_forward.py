@@ -207,7 +207,7 @@ def forward_kernel(
     tl.store(p_lse + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
     b_o = divide_rows(b_acc, b_l)
     b_rounded = round_output(b_o, OUTPUT, OUTPUT_ROUNDING, b_words, BT, D)
-    store_rows(p_o, b_rounded, i_bh, row, T, H, BT, D)
+    store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
     if KEEP:
         if COARSE:
             b_o = divide_rows(b_exact, b_l)
@@ -217,7 +217,7 @@ def forward_kernel(
             if DELTA_ROUNDING == STOCHASTIC:
                 b_words = random_words(p_seed, o_row, _DELTA_STREAM, D)
             b_delta_o = round_output(b_o, DELTA_OUTPUT, DELTA_ROUNDING, b_words, BT, D)
-        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, BT, D)
+        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
 
 
 def folds(n: Numerics, scale: float, softcap: float) -> bool:
