@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
 from model import GPT, CausalSelfAttention
 
@@ -49,7 +50,7 @@ class LayerCapture:
         tensors = (self.q_BTHD, self.k_BTHD, self.v_BTHD, self.o_BTHD, self.do_BTHD)
         if len(group.heads) == self.plan.n_head:
             return tensors
-        chosen = list(group.heads)
+        chosen = head_index(group.heads, self.q_BTHD.device)
         return tuple(x_BTHD[:, :, chosen] for x_BTHD in tensors)  # type: ignore[return-value]
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from analysis.capture import LayerCapture
 from attention.exact import exact_float32
 from attention.flash_reference import row_deltas
+from attention.heads import head_index
 from attention.numerics import FP32, Numerics, numerics_from_key
 from attention.plan import HeadGroup
 from attention.tiles import FORMAT_OF, Problem, Sites, make_problem, o_for_delta
@@ -167,7 +168,8 @@ def over_groups(layer: LayerCapture, measure: Callable[[HeadGroup], Tensor]) -> 
     if len(parts) == 1:
         return parts[0]
     order = [head for group in layer.plan.groups for head in group.heads]
-    return torch.cat(parts, dim=1)[:, [order.index(head) for head in range(layer.plan.n_head)]]
+    back = head_index(tuple(order.index(head) for head in range(layer.plan.n_head)), parts[0].device)
+    return torch.cat(parts, dim=1)[:, back]
 
 
 def problem_of(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> Problem:
@@ -210,7 +212,9 @@ def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference) -> 
 
 def _high(layer: LayerCapture, group: HeadGroup, reference: Reference, high_BHTD: Tensor | None) -> Tensor:
     """``high_output``, taken from those of all heads where they are known."""
-    return high_output(layer, group, reference) if high_BHTD is None else high_BHTD[:, list(group.heads)]
+    if high_BHTD is None:
+        return high_output(layer, group, reference)
+    return high_BHTD[:, head_index(group.heads, high_BHTD.device)]
 
 
 def _with_inputs_of(numerics: Numerics, layer: LayerCapture) -> Numerics:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention import registry
+from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
 
 
@@ -47,8 +48,13 @@ def run(
 
     if len(plan.groups) == 1:
         return call(plan.groups[0], q_BTHD, k_BTHD, v_BTHD)
-    parts = [call(g, *(x[:, :, list(g.heads)] for x in (q_BTHD, k_BTHD, v_BTHD))) for g in plan.groups]
+    parts = [call(g, *(_chosen(x, g.heads) for x in (q_BTHD, k_BTHD, v_BTHD))) for g in plan.groups]
     order = [head for group in plan.groups for head in group.heads]
-    back = [order.index(head) for head in range(plan.n_head)]
+    back = tuple(order.index(head) for head in range(plan.n_head))
     dtype = torch.float32 if any(part.dtype == torch.float32 for part in parts) else q_BTHD.dtype
-    return torch.cat([part.to(dtype) for part in parts], dim=2)[:, :, back]
+    return _chosen(torch.cat([part.to(dtype) for part in parts], dim=2), back)
+
+
+def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:
+    # A compiler makes a constant of the list; elsewhere every call would copy it to the device, and wait.
+    return x_BTHD[:, :, list(heads) if torch.compiler.is_compiling() else head_index(heads, x_BTHD.device)]

@@ -5,14 +5,17 @@
 
 GPT-2 124M, sequences of 1024, 32 a step in BF16, compiled, on random tokens. Options of the form --section.field go to the config, as
 train.py takes them. Times are medians of ``--repeats``: wall time between two synchronisations, and, on CUDA, the device's own time
-between two events. The probe's first call, which starts the power iteration afresh, is told apart. Bit equality: weights after some
-steps with a probe behind each and with none.
+between two events, of the probe as a run makes it (on CUDA a replayed graph) and op by op. Told apart are a probe that starts the power
+iteration afresh and the one that captures the graph. What a probe adds to a training that goes on is the median difference between
+blocks of ``BLOCK_STEPS`` steps with a probe behind them and without, in turns. Bit equality: weights after some steps with a probe behind
+each and with none; and what probes say with and without a graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import statistics
@@ -29,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as configuration
 import files
-from analysis.spectral import SpectralState
 from attention import AttentionConfig, AttentionSpec, registry
 from config import TrainConfig
 from errors import exit_on_user_error, invalid
@@ -37,9 +39,11 @@ from model import GPT, MODEL_PRESETS, initialise
 from training import distributed, record
 from training.optim import build_optimizer, set_learning_rate
 from training.step import train_step
-from training.telemetry import FP16_LOSS_SCALE, TOP_K, measure, to_lists
+from training.telemetry import build_probe, to_lists
+from training.telemetry_graph import Probe
 
 EQUAL_STEPS = 5
+BLOCK_STEPS = 10
 
 
 def default_config(*, tiny: bool) -> TrainConfig:
@@ -75,10 +79,12 @@ class Bench:
             (block_BT[:, :-1].contiguous(), block_BT[:, 1:].contiguous())
             for block_BT in blocks_BT.split(config.data.micro_batch)
         ]
-        tokens_BT, targets_BT = self.micro_batches[0]
-        sequences = config.telemetry.sequences
-        self.probe_batch = (tokens_BT[:sequences].to(device), targets_BT[:sequences].to(device))
-        self.state: SpectralState | None = None
+        self.measured, self.eager = (self.new_probe(graph=graph) for graph in (config.telemetry.cuda_graph, False))
+
+    def new_probe(self, *, graph: bool) -> Probe:
+        telemetry = dataclasses.replace(self.config.telemetry, cuda_graph=graph)
+        tokens_BT, targets_BT = (x_BT[: telemetry.sequences] for x_BT in self.micro_batches[0])
+        return build_probe(telemetry, self.raw_model, (tokens_BT, targets_BT), self.device, self.config.precision, 0)
 
     def step(self) -> None:
         train_step(
@@ -94,12 +100,19 @@ class Bench:
         )
 
     def probe(self) -> dict[str, Any]:
-        seed = torch.zeros((), dtype=torch.int64, device=self.device)
-        top_k = TOP_K if self.config.telemetry.details else ()
-        scale = FP16_LOSS_SCALE if self.config.precision.dtype == "float16" else 1.0
-        autocast = self.config.precision.autocast(self.device)
-        measured, _, self.state = measure(self.raw_model, *self.probe_batch, seed, autocast, self.state, top_k, scale)
-        return to_lists(measured)
+        """As a run makes it."""
+        return to_lists(self.measured().columns)
+
+    def eager_probe(self) -> dict[str, Any]:
+        """Op by op."""
+        return to_lists(self.eager().columns)
+
+    def block(self, probes: int) -> None:
+        """Some steps, and probes behind them."""
+        for _ in range(BLOCK_STEPS):
+            self.step()
+        for _ in range(probes):
+            self.probe()
 
     def digest(self) -> str:
         """SHA-256 of all weights."""
@@ -145,7 +158,64 @@ def bits_are_equal(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     return {"steps": EQUAL_STEPS, "equal": digests[0] == digests[1], "with": digests[0], "without": digests[1]}
 
 
-def run(config: TrainConfig, repeats: int, warm_up: int) -> dict[str, Any]:
+def probes_are_equal(bench: Bench) -> dict[str, Any]:
+    """Columns in which a probe as a run makes it and one op by op differ in a bit, over some steps; both start afresh once on the way."""
+    different: set[str] = set()
+    for step in range(2 * EQUAL_STEPS):
+        if step in (0, EQUAL_STEPS):
+            bench.measured.forget()
+            bench.eager.forget()
+        bench.step()
+        as_run, eager = bench.measured().columns, bench.eager().columns
+        different |= {name for name in eager if not same_bits(as_run[name], eager[name])}
+    return {"steps": 2 * EQUAL_STEPS, "equal": not different, "different": sorted(different)}
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """NaN equals itself here."""
+    return x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def reserved(device: torch.device) -> int:
+    """Bytes that torch holds for live tensors and for graphs; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def measure_probes(bench: Bench, repeats: int) -> dict[str, Any]:
+    """Times of steps and probes, and the memory that the graph keeps."""
+    device = bench.device
+    bench.probe()  # kernels are loaded, and compiled where they are Triton's
+    bench.measured.forget()
+    first = timed(bench.probe, device)
+    bench.probe()
+    before = reserved(device)
+    capture = timed(bench.probe, device)
+    graph_bytes = reserved(device) - before
+    for _ in range(2):
+        bench.eager_probe()
+        bench.step()
+    return {
+        "step": median([timed(bench.step, device) for _ in range(repeats)]),
+        "probe": median([timed(bench.probe, device) for _ in range(repeats)]),
+        "eager_probe": median([timed(bench.eager_probe, device) for _ in range(repeats)]),
+        "first_probe": first,
+        "capturing_probe": capture,
+        "graph_bytes": graph_bytes,
+    }
+
+
+def added_to_training(bench: Bench, pairs: int) -> dict[str, Any]:
+    """Seconds that a probe adds to the steps before it: the median over pairs of blocks, with and without in turns."""
+    blocks = [functools.partial(bench.block, probes) for probes in (1, 0)]
+    seconds = [[timed(block, bench.device)["wall_s"] for block in blocks] for _ in range(pairs)]
+    differences = [with_probe - without for with_probe, without in seconds]
+    return {"pairs": pairs, "steps": BLOCK_STEPS, "median_s": statistics.median(differences), "each_s": differences}
+
+
+def run(config: TrainConfig, repeats: int, warm_up: int, pairs: int) -> dict[str, Any]:
     """Everything measured, as JSON values."""
     distributed.set_deterministic(config.precision.deterministic)
     distributed.set_tf32(config.precision.tf32)
@@ -153,28 +223,47 @@ def run(config: TrainConfig, repeats: int, warm_up: int) -> dict[str, Any]:
     bench = Bench(config, device)
     for _ in range(warm_up):
         bench.step()
-    bench.probe()  # kernels are loaded, and compiled where they are Triton's
-    bench.state = None
-    first = timed(bench.probe, device)
-    steps = median([timed(bench.step, device) for _ in range(repeats)])
-    probes = median([timed(bench.probe, device) for _ in range(repeats)])
+    times = measure_probes(bench, repeats)
+    added = added_to_training(bench, pairs)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    probe_bits = probes_are_equal(bench)
     del bench
-    every = config.telemetry.every
+    every, step_s = config.telemetry.every, times["step"]["wall_s"]
     return {
         "attention": config.attention.label(),
         "sequences": config.telemetry.sequences,
-        "step": steps,
-        "probe": probes,
-        "first_probe": first,
-        "probe_over_step": probes["wall_s"] / steps["wall_s"],
+        "cuda_graph": config.telemetry.cuda_graph and device.type == "cuda",
+        **times,
+        "added_to_training": added,
+        "probe_over_step": times["probe"]["wall_s"] / step_s,
         "every": every,
-        "overhead_at_every": probes["wall_s"] / (every * steps["wall_s"]) if every else 0.0,
+        "overhead_at_every": times["probe"]["wall_s"] / (every * step_s) if every else 0.0,
+        "eager_overhead_at_every": times["eager_probe"]["wall_s"] / (every * step_s) if every else 0.0,
         "peak_bytes": memory,
         "bits": bits_are_equal(config, device),
+        "probe_bits": probe_bits,
         "config": configuration.to_json(config),
         **record.environment(device, 1),
     }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The times, a line each, with what they are of the step time at the chosen spacing."""
+    whole = result["every"] * result["step"]["wall_s"]
+    rows = [("step", result["step"]["wall_s"], False)]
+    names = {"probe": "probe, as a run makes it", "eager_probe": "probe, op by op", "first_probe": "probe, afresh"}
+    if result["cuda_graph"]:
+        names["capturing_probe"] = "probe that captures the graph"
+    rows += [(text, result[name]["wall_s"], True) for name, text in names.items()]
+    added = result["added_to_training"]
+    rows.append((f"added by a probe, median of {added['pairs']} pairs", added["median_s"], True))
+    lines = [f"{'':40}{'ms':>10}   share at every {result['every']} steps"]
+    for text, seconds, shared in rows:
+        share = f"{100 * seconds / whole:10.2f} %" if shared and whole else ""
+        lines.append(f"{text:40}{1e3 * seconds:10.2f}{share}")
+    if result["cuda_graph"]:
+        lines.append(f"memory kept by the graph: {result['graph_bytes'] / 2**30:.2f} GiB")
+    return "\n".join(lines)
 
 
 @exit_on_user_error
@@ -187,21 +276,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="0.1M parameters, uncompiled")
     parser.add_argument("--repeats", type=int, default=20, help="calls a median is of (20)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first measured (5)")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of blocks of steps with and without a probe (5)")
     args, rest = parser.parse_known_args(argv)
     if args.repeats < 1:
         raise invalid("--repeats", args.repeats, "1 or more")
-    result = run(configuration.override(default_config(tiny=args.tiny), rest), args.repeats, args.warm_up)
-    print(
-        f"step {1e3 * result['step']['wall_s']:.2f} ms, probe {1e3 * result['probe']['wall_s']:.2f} ms "
-        f"(first {1e3 * result['first_probe']['wall_s']:.2f} ms), every {result['every']} steps: "
-        f"{100 * result['overhead_at_every']:.2f} % of the step time; weights with and without probes: "
-        f"{'the same bits' if result['bits']['equal'] else 'DIFFERENT'}"
-    )
+    if args.pairs < 1:
+        raise invalid("--pairs", args.pairs, "1 or more")
+    config = configuration.override(default_config(tiny=args.tiny), rest)
+    result = run(config, args.repeats, args.warm_up, args.pairs)
+    print(table(result))
+    equal = result["bits"]["equal"], result["probe_bits"]["equal"]
+    print(f"weights with and without probes: {'the same bits' if equal[0] else 'DIFFERENT'}")
+    print(f"probes with and without a graph: {'the same bits' if equal[1] else 'DIFFERENT'}")
     if args.json == "-":
         print(json.dumps(result, indent=2))
     elif args.json:
         files.write_json(Path(args.json), result)
-    if not result["bits"]["equal"]:
+    if not all(equal):
         raise SystemExit(1)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from scripts import bench_telemetry
 
-TINY = ["--tiny", "--repeats", "2", "--warm-up", "1", "--run.device", "cpu"]
+TINY = ["--tiny", "--repeats", "2", "--pairs", "2", "--warm-up", "1", "--run.device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,9 @@ def test_it_reports_times_and_equal_bits(tmp_path: Path, capsys: pytest.CaptureF
     result = json.loads((tmp_path / "bench.json").read_text())
     assert result["bits"]["equal"] is True
     assert result["overhead_at_every"] == pytest.approx(result["probe"]["wall_s"] / (25 * result["step"]["wall_s"]))
-    assert "the same bits" in capsys.readouterr().out
+    assert result["probe_bits"] == {"steps": 10, "equal": True, "different": []}
+    assert len(result["added_to_training"]["each_s"]) == 2
+    assert capsys.readouterr().out.count("the same bits") == 2
 
 
 def test_a_probe_that_changes_a_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +44,30 @@ def test_a_probe_that_changes_a_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit) as stopped:
         bench_telemetry.main(TINY)
     assert stopped.value.code == 1
+
+
+def test_a_probe_that_says_something_else_than_op_by_op_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(bench_telemetry.Probe):
+        """Measures the weights as they were at the last call."""
+
+        def __call__(self) -> Any:
+            fresh = super().__call__()
+            last, self._last = getattr(self, "_last", fresh), fresh
+            return last
+
+    original = bench_telemetry.Bench.new_probe
+
+    def new_probe(self: bench_telemetry.Bench, *, graph: bool) -> bench_telemetry.Probe:
+        probe = original(self, graph=graph)
+        if graph:
+            probe.__class__ = Late
+        return probe
+
+    monkeypatch.setattr(bench_telemetry.Bench, "new_probe", new_probe)
+    with pytest.raises(SystemExit) as stopped:
+        bench_telemetry.main([*TINY, "--json", str(tmp_path / "bench.json")])
+    assert stopped.value.code == 1
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert (result["bits"]["equal"], result["probe_bits"]["equal"]) == (True, False)
