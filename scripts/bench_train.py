@@ -7,6 +7,9 @@ option of torch.compile that no config has. Each runs ``train.loop`` itself:
 batches drawn and recorded, metrics written, gradients clipped; no evaluation, checkpoint or probe falls into a round. A round runs every
 variant for ``--steps`` steps between two synchronisations; the table has medians over rounds, and the range. nanoGPT runs as its
 bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
+
+Nothing hangs in silence: what takes longer than ``--variant-seconds`` ends the process, the stacks of all threads on stderr, and
+``--json`` has what was known by then ("complete": false).
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import importlib.util
 import json
 import math
@@ -22,8 +24,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,27 +40,12 @@ from data.token_files import TokenWriter
 from errors import UserError, exit_on_user_error
 from model import GPT
 from scripts.bench_profile import PARTS, Stopwatch, Timed, matmul_rate, products, profile, synchronise
+from scripts.bench_trial import Contender, Trial, write_results
 from training import distributed, optim, speed, step, throughput
 from training.metrics import Metrics
 from training.session import Session
 
 WARM_UP = 3
-
-
-@dataclass
-class Contender:
-    """One that takes part: ``run(n)`` trains n steps. ``times`` has seconds a step, one entry a round."""
-
-    name: str
-    tokens_per_step: int
-    run: Callable[[int], None]
-    enter: Callable[[], None]
-    settings: dict[str, Any]
-    session: Session | None = None
-    own_bytes: int = 0
-    peak_bytes: int = 0
-    times: list[float] = field(default_factory=list)
-    parts: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def allocated() -> int:
@@ -127,12 +112,17 @@ def build(recipe: TrainConfig, text: str, folder: Path) -> Contender:
     }
     with mock.patch.object(speed, "compile_options", return_value=options):
         session = Session(config, configuration.to_json(config), place)
-    session.say = lambda text: None  # type: ignore[method-assign]
+    said = [""]
+    session.say = lambda text: said.append(text)  # type: ignore[method-assign]
 
     def run(count: int) -> None:
         start = session.start_step
         session.config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=start + count))
-        train.loop(session)
+        try:
+            train.loop(session)
+        except SystemExit as stop:
+            # The policy for a loss that is not finite: the end of a run, but of no other variant's.
+            raise RuntimeError(said[-1]) from stop
         session.start_step = start + count
 
     contender = Contender(name, config.data.global_batch * config.data.sequence_length, run, enter, settings, session)
@@ -240,6 +230,7 @@ def row_of(contender: Contender, flops_per_token: int, ceiling: float, peak: flo
     return {
         "name": contender.name,
         "settings": contender.settings,
+        "build_seconds": contender.build_seconds,
         "ms_per_step": 1000 * median,
         "ms_range": [1000 * min(contender.times), 1000 * max(contender.times)],
         "ms_all_rounds": [1000 * t for t in contender.times],
@@ -274,38 +265,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-
-
-def attempt(name: str, failed: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns; a variant that raises is reported, and the others go on."""
-    try:
-        return function(*args)
-    except Exception as error:
-        failed[name] = first_line(error)
-        print(f"{name} failed: {failed[name]}", file=sys.stderr)
-        return None
-
-
 def measure(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     recipe = changed(configuration.load(args.recipe), dict(item.split("=", 1) for item in args.set))
     write_tokens(folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
     texts = {text.partition("=")[0]: text for text in args.variants}
-    failed: dict[str, str] = {}
-    contenders: list[Contender] = []
+    trial = Trial(args.variant_seconds, args.json)
     distributed.set_deterministic(True)  # cuBLAS hears of it before CUDA starts, whatever the first variant is
     torch._dynamo.config.recompile_limit = 256  # the variants share the code of one class
     started = time.perf_counter()
     for name, text in texts.items():
-        began = time.perf_counter()
-        if began - started > args.build_seconds:
-            failed[name] = "not built: --build-seconds were over"
+        if time.perf_counter() - started > args.build_seconds:
+            trial.failed[name] = "not built: --build-seconds were over"
             continue
-        made = attempt(name, failed, build, recipe, text, folder)
-        print(f"{name}: ready after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-        contenders += [made] if made else []
-        gc.collect()
+        trial.build(name, build, recipe, text, folder)
     device = torch.device("cuda" if torch.cuda.is_available() and recipe.run.device != "cpu" else "cpu")
     if args.nanogpt:
         tokens = np.fromfile(folder / "data" / "train.bin", dtype=np.uint16)[-100_000:].astype(np.int64)
@@ -313,18 +285,18 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]
         x_BT, y_BT = (
             torch.from_numpy(np.resize(tokens[shift:], (B, T)) % recipe.model.vocab_size).to(device) for shift in (0, 1)
         )
-        made = attempt("nanogpt", failed, build_nanogpt, args.nanogpt, recipe, (x_BT, y_BT))
-        contenders += [made] if made else []
+        trial.build("nanogpt", build_nanogpt, args.nanogpt, recipe, (x_BT, y_BT))
     for _ in range(args.rounds):
-        for contender in contenders:
-            if contender.name not in failed:
-                attempt(contender.name, failed, one_round, contender, args.steps)
-    sound = [c for c in contenders if c.name not in failed]
+        trial.note()
+        for contender in trial.sound():
+            trial.attempt(contender.name, one_round, contender, args.steps)
+    trial.note()
+    sound = trial.sound()
     for contender in sound:
-        attempt(f"{contender.name} by part", failed, time_parts, contender, args.steps)
+        trial.attempt(f"{contender.name} by part", time_parts, contender, args.steps)
     if args.profile:
         chosen = [c for c in sound if not args.profile_variants or c.name in args.profile_variants]
-        tables = (attempt(f"{c.name} profile", failed, profiled, c) for c in chosen)
+        tables = (trial.attempt(f"{c.name} profile", profiled, c) for c in chosen)
         args.profile.write_text("".join(filter(None, tables)))
     size = 8192 if device.type == "cuda" else 256
     ceiling, peak = matmul_rate(device, size, size, size), throughput.peak_flops(device, recipe.run.peak_tflops)
@@ -339,7 +311,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]
                 torch.backends.cuda.preferred_blas_library(library)
             print(library, products(device, recipe.model, recipe.data.micro_batch * recipe.data.sequence_length))
     rows = [row_of(c, flops, ceiling, peak) for c in sound]
-    rows += [{"name": name, "failed": why} for name, why in failed.items()]
+    rows += trial.failures()
     return rows, {"matmul_ceiling_tflops": ceiling / 1e12, "flops_per_token": flops, "peak_flops": peak}
 
 
@@ -356,17 +328,16 @@ def main() -> None:
     parser.add_argument("--profile-variants", nargs="+", help="only these")
     parser.add_argument("--matmuls", action="store_true", help="time every matrix product of the step by itself")
     parser.add_argument("--build-seconds", type=float, default=math.inf, help="build no further variant after so long")
-    parser.add_argument("--json", type=Path)
+    watch = (
+        "end the process, with all stacks on stderr, when a variant's building, or a round of it, takes longer (120)"
+    )
+    parser.add_argument("--variant-seconds", type=float, default=120.0, metavar="N", help=watch)
+    parser.add_argument("--json", type=Path, help="file for all numbers; rewritten as they come, complete at the end")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows, facts = measure(args, Path(folder))
     print(table(rows))
-    if args.json:
-        machine = {"torch": torch.__version__, "cuda": torch.version.cuda}
-        machine |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-        args.json.write_text(
-            json.dumps({"command": sys.argv, "machine": machine, **facts, "rows": rows}, indent=1) + "\n"
-        )
+    write_results(args.json, rows, complete=True, **facts)
 
 
 if __name__ == "__main__":

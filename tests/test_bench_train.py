@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from tiny_runs import ROOT, TINY, Place, environment
 
+from scripts.bench_train import build
+from scripts.bench_trial import Contender, Trial
+
 # What bench_train.py uses of nanoGPT's model.py.
 NANOGPT = """
 import torch
@@ -103,3 +106,57 @@ def test_the_formula_and_the_products_are_printed(bench: Any) -> None:
 
 def test_the_profile_names_the_variant(bench: Any) -> None:
     assert bench[2].read_text().startswith("plain: ")
+
+
+def test_the_json_says_that_it_is_complete(bench: Any) -> None:
+    assert bench[1]["complete"] is True
+    assert rows(bench)["plain"]["build_seconds"] > 0
+
+
+def note_of(trial: Trial) -> dict[str, Any]:
+    assert trial.json is not None
+    return json.loads(trial.json.read_text())
+
+
+def contender(name: str, run: Any = None) -> Contender:
+    return Contender(name, 1, run, lambda: None, {})
+
+
+def test_what_is_known_is_on_disk_before_the_next_one_is_built(tmp_path: Path) -> None:
+    trial, seen = Trial(60.0, tmp_path / "b.json"), []
+
+    def second() -> Contender:
+        seen.append(note_of(trial))
+        raise ValueError("no")
+
+    trial.build("first", contender, "first")
+    trial.build("second", second)
+    assert [row["name"] for row in seen[0]["rows"]] == ["first"]
+    assert seen[0]["complete"] is False
+
+
+def test_one_that_never_ends_ends_the_process_and_shows_where_it_stood(tmp_path: Path) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from scripts.bench_trial import Contender, Trial
+def stands_still(): time.sleep(60)
+trial = Trial(0.5, Path("b.json"))
+trial.build("first", Contender, "first", 1, None, None, {{}})
+trial.build("second", stands_still)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=50
+    )
+    assert done.returncode == 1
+    assert "in stands_still" in done.stderr
+    assert [row["name"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]] == ["first"]
+
+
+def test_a_variant_whose_loss_is_not_finite_says_so(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    recipe = place.config("recipe", {"optim.lr": 1e30, "optim.grad_clip": 0.0, "optim.schedule": "constant"})
+    trial = Trial(60.0, None)
+    trial.build("hot", build, recipe, "hot=optim.warmup_steps=0", tmp_path)
+    assert "not finite; stopped" in trial.failed["hot"]

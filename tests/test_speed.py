@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from test_nonfinite import BAD_BATCH, events, place, stopped  # noqa: F401  (place: data whose batch 14 gives a NaN)
-from tiny_runs import TINY, Place, changed, column, lines, optimizer, start_train, weights
+from tiny_runs import ROOT, TINY, Place, changed, column, lines, optimizer, start_train, weights
 from torch import nn
 
 import config as configuration
 from errors import UserError
 from training import speed
+from training.distributed import Distributed
 from training.late import DeviceGuard, Reading
 from training.optim import OptimConfig, build_optimizer, clip_gradients, clip_in_step
 from training.session import Session
@@ -230,6 +233,49 @@ def test_compiling_around_ddp_leaves_the_losses_within_noise(place: Place) -> No
     for name in ("train_loss", "val_loss"):
         pairs = list(zip(*(column(run, name) for run in runs), strict=True))
         assert max(abs(a - b) / b for a, b in pairs) <= noise
+
+
+def test_fill_memory_off_changes_no_bit(place: Place, plain: Path) -> None:  # noqa: F811
+    run = place.train("unfilled", {"run.steps": 12, **FUSED, "speed.fill_memory": False})
+    assert lines(run) == lines(plain)
+    assert weights(run, 12) == weights(plain, 12)
+
+
+# ---- torch.compile
+
+
+def test_inductor_knows_the_operators_with_the_layout_that_it_would_choose_itself() -> None:
+    """In a process of its own: what one compilation has met, all later ones know."""
+    code = """
+import torch
+import model, training.speed
+from attention import flash_reference
+from torch._inductor import lowering
+from torch._library.utils import get_layout_constraint_tag
+training.speed.announce_operators()
+training.speed.announce_operators()
+fused = torch.ops.fused
+for op in (fused.add_norm, fused.add_norm_backward, fused.linear_cross_entropy, fused.float32_product, fused.table_gradient,
+           fused.linear_gelu, fused.gelu_gradient, torch.ops.attention.flash_reference_forward):
+    assert op.default in lowering.lowerings, op
+    chosen = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op.default, with_default=True))
+    assert lowering.maybe_layout_constraints(op.default) is chosen, op
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_compiling_announces_the_operators_before_torch_2_13(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    config = place.config("announced", {"precision.compile": True})
+    alone, model, calls = (
+        Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")),
+        nn.Linear(2, 2),
+        [],
+    )
+    monkeypatch.setattr(speed, "announce_operators", lambda: calls.append(torch.__version__))
+    for version in ("2.11.0+cu130", "2.13.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        speed.wrapped(model, config, alone)
+    assert calls == ["2.11.0+cu130"]
 
 
 def test_fill_memory_is_torchs_switch(place: Place) -> None:  # noqa: F811
