@@ -33,7 +33,7 @@ from analysis.autopsy_bias import (
 )
 from analysis.capture import LayerCapture
 from analysis.delta_error import delta_errors, effective_numerics, group_of, high_outputs, output_errors
-from analysis.low_rank import coherence, high_dw_q, predicted_dw_q_error, singular_shares, weighted_keys
+from analysis.low_rank import coherence, high_dw_q, predicted_dw_q_error, weighted_keys
 from analysis.spectral import spectral_norm
 from model import largest_logits
 
@@ -121,7 +121,7 @@ class LayerSums:
             "ties": (ones.ties_BHT["2^-9"] >= 2).float(),
         }
         for name, value in per_token.items():
-            self.per_token.setdefault(name, []).append(value.cpu())
+            self.per_token.setdefault(name, []).append(value)
         pk_BHTD, x_BTC = weighted_keys(layer), layer.x_BTC.float()
         term_norms_BHT = layer.scale * error_BHT.abs() * pk_BHTD.norm(dim=-1) * x_BTC.norm(dim=-1)[:, None]
         self._sum("dw_error", predicted_dw_q_error(error_BHT, pk_BHTD, x_BTC, layer.scale))
@@ -130,15 +130,15 @@ class LayerSums:
         alike = coherence(pk_BHTD, x_BTC)
         self._sum("coherence", alike.within_H)
         self._sum("one_signed", one_signed_share(layer.v_BTHD))
-        logits_H = largest_logits(layer.q_BTHD, layer.k_BTHD).cpu() * (layer.scale * layer.q_BTHD.shape[-1] ** 0.5)
+        logits_H = largest_logits(layer.q_BTHD, layer.k_BTHD) * (layer.scale * layer.q_BTHD.shape[-1] ** 0.5)
         self.max_logit_H = logits_H if self.max_logit_H is None else torch.maximum(self.max_logit_H, logits_H)
 
     def _sum(self, name: str, value: Tensor) -> None:
-        self.totals[name] = self.totals.get(name, 0) + value.cpu()
+        self.totals[name] = self.totals.get(name, 0) + value
 
     def errors(self) -> Tensor:
         """delta_lp - delta_hp of all sequences, [B of all batches, H, T]."""
-        return torch.cat(self.per_token["error"])
+        return torch.cat(self.per_token["error"]).cpu()
 
     def evidence(self, layer: LayerCapture, w_q: Tensor) -> list[HeadEvidence]:
         """One ``HeadEvidence`` a head; ``layer`` is any capture of the layer, ``w_q`` [H * D, C]."""
@@ -148,6 +148,7 @@ class LayerSums:
         o_rms_H = tokens["o_squares"].double().mean(dim=(0, 2)).sqrt()
         batches = len(self.per_token["error"])
         norms_H = spectral_norm(w_q.float().reshape(len(biases), -1, w_q.shape[1]))
+        error_HDC = self.totals["dw_error"].nan_to_num()
         size_H = self.totals["dw_error"].square().sum(dim=(1, 2)).sqrt()
         assert self.max_logit_H is not None
         columns = {
@@ -157,13 +158,16 @@ class LayerSums:
             "output_outward": _ratio(outward.mean_H, o_rms_H),
             "coherence": self.totals["coherence"] / batches,
             "pull": _ratio(size_H, self.totals["norms"]),
-            "top_share": singular_shares(self.totals["dw_error"].nan_to_num())[:, 0],
+            "top_share": _ratio(
+                spectral_norm(error_HDC).double().square(), error_HDC.double().square().sum(dim=(1, 2))
+            ),
             "error_to_gradient": _ratio(size_H, self.totals["dw"].square().sum(dim=(1, 2)).sqrt()),
-            "w_q_norm": norms_H.cpu(),
+            "w_q_norm": norms_H,
             "max_logit": self.max_logit_H,
         }
         rows: list[dict[str, Any]] = [
-            {name: column[head].item() for name, column in columns.items()} for head in range(len(biases))
+            dict(zip(columns, values, strict=True))
+            for values in torch.stack([c.double() for c in columns.values()], dim=1).tolist()
         ]
         groups = {head: group for group in layer.plan.groups for head in group.heads}
         return [
@@ -173,10 +177,10 @@ class LayerSums:
                 attention=groups[head].spec.label(),
                 delta=effective_numerics(groups[head]).delta,
                 bias=biases[head],
-                output_outward_z=normal_equivalent(outward.z_H[head].item(), outward.units - 1),
+                output_outward_z=normal_equivalent(outward_z, outward.units - 1),
                 **row,
             )
-            for head, row in enumerate(rows)
+            for head, (row, outward_z) in enumerate(zip(rows, outward.z_H.tolist(), strict=True))
         ]
 
 

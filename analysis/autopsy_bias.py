@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,8 @@ MANY_SEQUENCES = 8
 """From this many sequences on, a sequence is one draw for the standard error; below, a block of ``UNIT`` tokens is."""
 DRAWS = 8
 """Dithers of each batch."""
+SCORES_AT_ONCE = 2**24
+"""Scores of one head that are held at a time, 64 MiB: on a GPU the dithers of a batch cost little more than one of them."""
 
 Finding = Literal["biased", "repeated error", "strained", "unbiased", "no error", "unknown"]
 
@@ -141,16 +144,19 @@ def token_sizes(layer: LayerCapture) -> Tensor:
     return o_BHT * do_BHT
 
 
-def head_with(layer: LayerCapture, head: int, numerics: Numerics, draw: int | None = None) -> LayerCapture:
-    """One head's operands with O computed again by ``flash_reference`` with ``numerics``; dithered if ``draw`` is given.
+def head_with(layer: LayerCapture, head: int, numerics: Numerics, draws: Sequence[int] = ()) -> LayerCapture:
+    """One head's operands with O computed again by ``flash_reference`` with ``numerics``; dithered if draws are given.
 
-    The factors are a pure function of the draw: every change of numerics is measured under the same ones.
+    The batch is repeated for each draw, [draws * B, T, 1, D] with a draw's sequences together. The factors are a pure function of the
+    draw: every change of numerics is measured under the same ones.
     """
     q, k, v, do = (x[:, :, head : head + 1] for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
-    if draw is not None:
-        generator = torch.Generator().manual_seed(draw)
-        factor_D = torch.exp2(torch.rand(v.shape[-1], generator=generator)).to(v.device)
-        v, do = (v.float() * factor_D).to(v.dtype), do.float() / factor_D
+    if draws:
+        B, _, _, D = v.shape
+        factors_ND = torch.stack([torch.exp2(torch.rand(D, generator=torch.Generator().manual_seed(n))) for n in draws])
+        factor_BTHD = factors_ND.to(v.device).repeat_interleave(B, dim=0)[:, None, None]
+        q, k, v, do = (x.repeat(len(draws), 1, 1, 1) for x in (q, k, v, do))
+        v, do = (v.float() * factor_BTHD).to(v.dtype), do.float() / factor_BTHD
         numerics = numerics.with_sites({"output_gradient": "fp32"})
     with torch.no_grad():
         operator = torch.ops.attention.flash_reference_forward
@@ -162,9 +168,12 @@ def head_with(layer: LayerCapture, head: int, numerics: Numerics, draw: int | No
 
 def dithered_errors(layer: LayerCapture, head: int, numerics: Numerics, batch: int) -> tuple[Tensor, Tensor]:
     """Error of delta and ||dO|| ||O|| of one head under ``DRAWS`` dithers, each [DRAWS, 1, B * T]: a dither is one draw."""
+    B, T = layer.q_BTHD.shape[:2]
+    at_once = min(max(SCORES_AT_ONCE // (B * T * T), 1), DRAWS)
     errors, sizes = [], []
-    for draw in range(DRAWS):
-        one = head_with(layer, head, numerics, draw=batch * DRAWS + draw)
-        errors.append(delta_errors(one).error_BHT.reshape(1, 1, -1).cpu())
-        sizes.append(token_sizes(one).reshape(1, 1, -1).cpu())
+    for first in range(0, DRAWS, at_once):
+        draws = range(batch * DRAWS + first, batch * DRAWS + min(first + at_once, DRAWS))
+        one = head_with(layer, head, numerics, draws)
+        errors.append(delta_errors(one).error_BHT.reshape(len(draws), 1, B * T).cpu())
+        sizes.append(token_sizes(one).reshape(len(draws), 1, B * T).cpu())
     return torch.cat(errors), torch.cat(sizes)

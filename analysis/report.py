@@ -32,7 +32,21 @@ from 1,000 to 500 before its end."""
 NEAR = 60
 """Steps on either side of an event that are all kept."""
 
+OLD_SUFFIX = "_lr2e-3"
+"""What the first runs of configs/fast_failure.py have behind their names: the recipe's own learning rate."""
+
+VARIANT = (
+    *("optim.optimizer", "optim.lr", "optim.warmup_steps", "data.global_batch", "model.n_layer", "model.qk_norm"),
+    *("model.qk_clip_tau", "model.attention_softcap", "model.gated_attention", "alarm.switches"),
+)
+"""Settings that two runs of one variant have in common."""
+
 HeadRow = Mapping[str, float]
+
+
+def canonical(name: str) -> str:
+    """The name of a run as configs/reproduction.txt has it."""
+    return name.removesuffix(OLD_SUFFIX)
 
 
 def by_step(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -118,10 +132,10 @@ class Evidence:
     """Mean over standard error of the delta error, all layers, heads and probes; NaN where there is no error."""
 
     def setting(self, path: str) -> Any:
-        """A value of the run's configuration by its dotted name."""
+        """A value of the run's configuration by its dotted name; None where it has none."""
         found: Any = self.config["config"]
         for part in path.split("."):
-            found = found[part]
+            found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     @property
@@ -132,8 +146,7 @@ class Evidence:
     @property
     def variant(self) -> tuple[Any, ...]:
         """What runs on other seeds have in common."""
-        names = ("optim.optimizer", "optim.lr", "optim.warmup_steps", "data.global_batch", "model.n_layer")
-        return (self.attention, *(self.setting(name) for name in names))
+        return (self.attention, *(str(self.setting(name)) for name in VARIANT))
 
     @property
     def seeds(self) -> tuple[int, int]:

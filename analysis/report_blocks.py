@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from analysis import report
+from analysis import report, report_claims
 from analysis.report import DEPARTURE, LAYER, Evidence, Facts
 from errors import UserError
 
@@ -126,7 +126,16 @@ def growth_table(runs: Told) -> str:
 
 def bias_table(runs: Told) -> str:
     """Whether the delta error has a sign, run by run."""
-    heads = ["run", "delta uses", f"tests in layer {LAYER}", "beyond 3 s.e.", "expected", "positive", "sum / s.e."]
+    heads = [
+        "run",
+        "delta uses",
+        "sequences",
+        f"tests in layer {LAYER}",
+        "beyond 3 s.e.",
+        "expected",
+        "positive",
+        "sum / s.e.",
+    ]
     heads += ["mean, 1e-6 of delta", "tests in all layers", "beyond 3 s.e.", "expected"]
     rows = []
     for run, _ in runs:
@@ -139,6 +148,7 @@ def bias_table(runs: Told) -> str:
             [
                 run.name,
                 delta_of(run),
+                sequences_of(run),
                 number(found.tests),
                 str(found.beyond_3),
                 f"{found.expected_beyond_3:.1f}",
@@ -164,6 +174,11 @@ def delta_of(run: Evidence) -> str:
     if numerics["delta"] == "recomputed_o":
         return "O computed again in FP32"
     return "O as handed on" if numerics["delta_output"] == "output" else f"O kept apart, {numerics['delta_output']}"
+
+
+def sequences_of(run: Evidence) -> str:
+    """Sequences of the probe batch; one where the run's record does not say."""
+    return str(run.setting("telemetry.sequences") or 1)
 
 
 def error_table(runs: Told) -> str:
@@ -198,6 +213,14 @@ def again_table(rows: Sequence[Mapping[str, str]]) -> str:
     return table(["run", "steps in common", "first that differs", "SHA-256 of the losses in common"], lines, left=1)
 
 
+def asked_table(runs: Told, asked: Mapping[str, str]) -> str:
+    """The runs of configs/reproduction.txt: what is expected and what happened."""
+    heads = ["run", "options", "the paper expects", "self-correlation expects", "n", "what happened"]
+    heads += ["the paper", "self-correlation"]
+    rows = report_claims.asked_rows(report_claims.groups(runs, asked))
+    return table(heads, rows, left=4)
+
+
 def short_table(runs: Told) -> str:
     """A few columns for the README."""
     heads = ["run", "attention", "how it ended", "validation loss at 3,500", f"W_Q norm, layer {LAYER}, at 3,500"]
@@ -216,8 +239,8 @@ def short_table(runs: Told) -> str:
     return table(heads, rows, left=3)
 
 
-def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """All blocks by name."""
+def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]], asked: Mapping[str, str]) -> dict[str, str]:
+    """All blocks by name; ``asked`` are the variants of configs/reproduction.txt, name -> options."""
     ordered = told(runs)
     makers: dict[str, Callable[[Told], str]] = {
         "runs": runs_table,
@@ -227,15 +250,20 @@ def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]]) -> dict
         "ties": ties_table,
         "short": short_table,
     }
-    return {name: make(ordered) for name, make in makers.items()} | {"again": again_table(again)}
+    made = {name: make(ordered) for name, make in makers.items()}
+    return made | {"again": again_table(again), "asked": asked_table(ordered, asked)}
 
 
-def values(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]] = ()) -> dict[str, str]:
-    """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.val@STEP, RUN.heads@STEP ..."""
+def values(
+    runs: Sequence[Evidence], again: Sequence[Mapping[str, str]] = (), asked: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.val@STEP, RUN.heads@STEP ...;
+    and those of ``report_claims.values``."""
     ordered = told(runs)
     found = {"runs": str(len(runs)), "seeds": str(max((count_of(run, ordered) for run, _ in ordered), default=0))}
     for run, facts in ordered:
         probes, led = facts.largest_w_q_in_layer
+        count = sequences_of(run)
         own: dict[str, str] = {
             "exploded": number(facts.exploded_at),
             "departed": number(facts.departed_at),
@@ -248,6 +276,7 @@ def values(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]] = ()) ->
             "minutes": number(facts.minutes[1], ".1f"),
             "timed": number(facts.minutes[0]),
             "whole": number(_whole_minutes(run, facts)),
+            "sequences": f"{count} sequence{'s' * (count != '1')}",
         }
         own |= {f"w_q@{step}": significant(value) for step, value in facts.w_q.items() if step % 500 == 0}
         own |= {f"logit@{step}": significant(value) for step, value in facts.logit.items() if step % 500 == 0}
@@ -262,6 +291,8 @@ def values(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]] = ()) ->
         found |= _bias_values(run)
         if shares := report.repeated_maxima(run.heads, *GROWTH):
             found |= {f"{run.name}.ties": f"{shares[0]:.1%}", f"{run.name}.most_ties": f"{shares[1]:.1%}"}
+    found |= _largest_bias(runs)
+    found |= report_claims.values(report_claims.groups(ordered, asked or {}))
     return found | {f"{row['run']}.again": f"{int(row['common_steps']):,}" for row in again}
 
 
@@ -282,6 +313,17 @@ def _bias_values(run: Evidence) -> dict[str, str]:
         f"{run.name}.bias": f"{1e6 * found.relative_mean:+.2g} ± {1e6 * found.relative_se:.2g}",
         f"{run.name}.bias_z": f"{found.relative_mean / found.relative_se:+.1f}",
     }
+
+
+def _largest_bias(runs: Sequence[Evidence]) -> dict[str, str]:
+    """Of the run whose mean delta error is furthest from 0 in its standard errors: its name and numbers, as largest_bias.*."""
+    biases = [(run.name, found) for run in runs if (found := report.bias(run.heads)) is not None]
+    if not biases:
+        return {}
+    name, _ = max(biases, key=lambda pair: abs(pair[1].relative_mean / pair[1].relative_se))
+    own = _bias_values(next(run for run in runs if run.name == name))
+    numbers = {"largest_bias.mean": own[f"{name}.bias"], "largest_bias.z": own[f"{name}.bias_z"]}
+    return numbers | {"largest_bias.run": name, "largest_bias.of": str(len(biases))}
 
 
 def refreshed(text: str, blocks: Mapping[str, str], values: Mapping[str, str], where: str) -> str:

@@ -74,8 +74,12 @@ def draw(
 ) -> None:
     """Write the picture; ``like`` gives the runs whose order decides the colours, so that a run looks the same in two pictures."""
     order = [run.name for run, _ in (runs if like is None else like)]
-    picture = io.BytesIO()
-    figure(runs, panels, order).savefig(picture, format="png", dpi=DPI)
+    from PIL import Image
+
+    drawn, picture = io.BytesIO(), io.BytesIO()
+    figure(runs, panels, order).savefig(drawn, format="png", dpi=DPI)
+    # A table of colours takes a third of the space: lines, not photographs.
+    Image.open(drawn).convert("RGB").quantize(256).save(picture, format="png", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_bytes(path, picture.getvalue())
 

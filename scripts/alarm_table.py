@@ -1,10 +1,13 @@
 """How early each detector warns of an explosion, and how often it cries wolf: a table over finished runs.
 
     python scripts/alarm_table.py runs/failing runs/fixed ... --out alarms.md --thin results/alarm
+    python scripts/alarm_table.py runs other/runs --scan
 
-A run exploded where its training loss stays 0.5 above its best so far for 200 steps (``--margin``, ``--patience``). Detectors: the rules of
-training/alarm.py, made afresh from telemetry.jsonl; the largest logit alone; the loss alone, six standard deviations above the mean of
-the 200 losses before. The first alarm counts. In a run that did not explode, an alarm is a false one.
+A folder of runs stands for the runs in it; of two runs of one name the longer counts. A run exploded where its training loss stays 0.5
+above its best so far for 200 steps (``--margin``, ``--patience``). Detectors: the rules of training/alarm.py, made afresh from
+telemetry.jsonl; the largest logit alone; the loss alone, six standard deviations above the mean of the 200 losses before. The first alarm
+counts. In a run that went to its planned end without an explosion, an alarm is a false one; of a run that was cut nobody knows.
+``--scan`` adds where thresholds could lie: what parts the runs, with which margins, and the rule ``growth`` at other settings.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
 from analysis import curves
+from analysis.report import canonical
 from errors import UserError, exit_on_user_error, invalid
+from scripts.alarm_scan import Run, scan, table
 from training.alarm import Alarm, AlarmConfig, alarms, logit_alarm, loss_alarm
 from training.metrics import json_safe, read_metrics
 from training.telemetry import read_telemetry
@@ -35,53 +40,85 @@ DETECTORS = ("growth", "delta", "max_logit", "loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run: when it exploded (None: it did not), whether it ends too soon to tell, and when each detector alarmed first."""
+    """One run, and when each detector alarmed first."""
 
-    run: str
-    attention: str
-    last_step: int
-    exploded_at: int | None
-    is_open: bool
+    run: Run
     accused: str
     first: dict[str, int | None]
 
     def warning(self, detector: str) -> int | None:
         """Steps from the first alarm to the explosion; negative when it came too late."""
         alarm = self.first[detector]
-        return None if alarm is None or self.exploded_at is None else self.exploded_at - alarm
+        return None if alarm is None or self.run.exploded_at is None else self.run.exploded_at - alarm
 
 
-def examine(folder: Path, args: argparse.Namespace) -> Row:
-    """The row of one run folder. Raises ``UserError`` for a folder that lacks metrics, telemetry or its config."""
+def read_run(folder: Path, args: argparse.Namespace) -> Run:
+    """One run folder. Raises ``UserError`` for a folder that lacks metrics, telemetry or its config."""
     metrics, telemetry = read_metrics(folder), read_telemetry(folder)
     try:
         content = json.loads((folder / "config.json").read_bytes())
         warm_up = int(content["config"]["optim"]["warmup_steps"])
+        planned = int(content["config"]["run"]["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     if "lr_sum" not in telemetry[0]:
         raise UserError(f"{folder}: its telemetry has no lr_sum, which the rule growth needs")
     steps, losses = curves.column(metrics, "train_loss")
-    config = AlarmConfig(
+    exploded_at = curves.explosion_step(losses, args.margin, args.patience, steps=steps)
+    return Run(
+        name=canonical(folder.resolve().name),
+        attention=str(content.get("attention_name", "?")),
+        steps=steps,
+        losses=losses,
+        telemetry=telemetry,
+        warm_up=warm_up,
+        exploded_at=exploded_at,
+        is_open=curves.open_excursion(losses, args.margin, args.patience, steps=steps) is not None,
+        is_cut=exploded_at is None and steps[-1] + 1 < planned,
+    )
+
+
+def read_runs(paths: Sequence[Path], args: argparse.Namespace) -> list[Run]:
+    """The runs named and those in the folders named, one of each name, those that exploded first."""
+    found: dict[str, Run] = {}
+    for path in paths:
+        is_run = (path / "metrics.jsonl").is_file() or not path.is_dir()
+        inside = [] if is_run else sorted(one.parent for one in path.glob("*/metrics.jsonl"))
+        for folder in inside or [path]:
+            run = read_run(folder, args)
+            other = found.get(run.name)
+            if other is None or other.last_step < run.last_step:
+                found[run.name] = run
+            if other is not None:
+                longer = found[run.name].last_step
+                print(
+                    f"{run.name}: more than one run of that name; the longer counts, to step {longer}", file=sys.stderr
+                )
+    return sorted(found.values(), key=lambda run: (run.exploded_at is None, run.name))
+
+
+def rules(args: argparse.Namespace) -> AlarmConfig:
+    """The alarm as the command line has it."""
+    return AlarmConfig(
         growth_exponent=args.exponent,
         growth_window=args.window,
         growth_logit=args.logit,
+        growth_share=args.share,
         growth_probes=args.probes,
         delta_z=args.delta_z,
     )
-    raised = alarms(telemetry, config, warm_up)
-    excursion = curves.open_excursion(losses, args.margin, args.patience, steps=steps)
+
+
+def examine(run: Run, args: argparse.Namespace) -> Row:
+    """The row of one run."""
+    raised = alarms(run.telemetry, rules(args), run.warm_up)
     return Row(
-        run=folder.resolve().name,
-        attention=str(content.get("attention_name", "?")),
-        last_step=max(steps[-1], telemetry[-1]["step"]),
-        exploded_at=curves.explosion_step(losses, args.margin, args.patience, steps=steps),
-        is_open=excursion is not None,
+        run=run,
         accused=_accused(raised),
         first={
             **{rule: next((a.step for a in raised if a.rule == rule), None) for rule in ("growth", "delta")},
-            "max_logit": logit_alarm(telemetry, args.max_logit),
-            "loss": loss_alarm(steps, losses, warm_up=warm_up),
+            "max_logit": logit_alarm(run.telemetry, args.max_logit),
+            "loss": loss_alarm(run.steps, run.losses, warm_up=run.warm_up),
         },
     )
 
@@ -103,23 +140,31 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     lines = [head, ["---", "---", *["---:"] * (len(head) - 3), "---"]]
     for row in rows:
-        exploded = "too soon to tell" if row.is_open else "no" if row.exploded_at is None else str(row.exploded_at)
         cells = [_cell(row, name) for name in DETECTORS]
-        lines.append([row.run, row.attention, str(row.last_step), exploded, *cells, row.accused])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        lines.append([row.run.name, row.run.attention, str(row.run.last_step), _end(row.run), *cells, row.accused])
+    return table(lines)
+
+
+def _end(run: Run) -> str:
+    if run.exploded_at is not None:
+        return str(run.exploded_at)
+    return "too soon to tell" if run.is_open else "no, cut" if run.is_cut else "no"
 
 
 def _cell(row: Row, detector: str) -> str:
     alarm, warning = row.first[detector], row.warning(detector)
     if alarm is None:
         return "-"
-    return f"{alarm} ({warning})" if warning is not None else str(alarm) if row.is_open else f"**{alarm}** (false)"
+    return (
+        f"{alarm} ({warning})" if warning is not None else f"**{alarm}** (false)" if row.run.is_stable else str(alarm)
+    )
 
 
 def totals(rows: Sequence[Row]) -> list[str]:
     """A sentence a detector: how many explosions it warned of and how early, and its false alarms."""
-    exploding = [row for row in rows if row.exploded_at is not None]
-    stable = [row for row in rows if row.exploded_at is None and not row.is_open]
+    exploding = [row for row in rows if row.run.exploded_at is not None]
+    stable = [row for row in rows if row.run.is_stable]
+    unknown = [row for row in rows if row not in exploding and row not in stable]
     sentences = []
     for name in DETECTORS:
         warnings = [w for row in exploding if (w := row.warning(name)) is not None and w > 0]
@@ -131,7 +176,12 @@ def totals(rows: Sequence[Row]) -> list[str]:
         false = sum(row.first[name] is not None for row in stable)
         sentences.append(
             f"{name}: warned of {len(warnings)} of {len(exploding)} explosions{spread}; "
-            f"false alarms in {false} of {len(stable)} stable runs."
+            f"false alarms in {false} of {len(stable)} stable runs"
+            + (
+                f"; alarms in {sum(row.first[name] is not None for row in unknown)} of {len(unknown)} cut."
+                if unknown
+                else "."
+            )
         )
     return sentences
 
@@ -142,26 +192,36 @@ def as_csv(rows: Sequence[Row]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["run", "attention", "last_step", "exploded_at", "too_soon_to_tell", *DETECTORS, "growth_names"])
     for row in rows:
-        alarm_steps = [row.first[name] for name in DETECTORS]
+        alarm_steps, unknown = [row.first[name] for name in DETECTORS], int(row.run.is_open or row.run.is_cut)
         writer.writerow(
-            [row.run, row.attention, row.last_step, row.exploded_at, int(row.is_open), *alarm_steps, row.accused]
+            [
+                row.run.name,
+                row.run.attention,
+                row.run.last_step,
+                row.run.exploded_at,
+                unknown,
+                *alarm_steps,
+                row.accused,
+            ]
         )
     return out.getvalue()
 
 
-def thinned(folder: Path) -> str:
-    """The evidence of a run as CSV, a line a probe: the step's loss; per layer W_Q's norm, and the largest of its heads' other columns."""
-    telemetry = read_telemetry(folder)
-    losses = dict(zip(*curves.column(read_metrics(folder), "train_loss"), strict=True))
+def thinned(run: Run) -> str:
+    """The evidence of a run as CSV, a line a probe: the step's loss; per layer W_Q's norm, the largest of its heads' other columns, and
+    the logit that half of its heads reach."""
+    telemetry, losses = run.telemetry, dict(zip(run.steps, run.losses, strict=True))
     layers = range(len(telemetry[0]["w_q_norm"]))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = ("w_q_norm", "qk_head_norm", "max_logit")
+    names = ("w_q_norm", "qk_head_norm", "max_logit", "half_logit")
     writer.writerow(["step", "lr_sum", "train_loss", *(f"{name}_{layer}" for layer in layers for name in names)])
     for record in telemetry:
         cells: list[Any] = [record["step"], record["lr_sum"], losses.get(record["step"])]
         for layer in layers:
-            cells += [record["w_q_norm"][layer], max(record["qk_head_norm"][layer]), max(record["max_logit"][layer])]
+            logits = record["max_logit"][layer]
+            half = sorted(logits, reverse=True)[(len(logits) + 1) // 2 - 1]
+            cells += [record["w_q_norm"][layer], max(record["qk_head_norm"][layer]), max(logits), half]
         writer.writerow(
             [f"{json_safe(cell):.5g}" if isinstance(json_safe(cell), float) else json_safe(cell) for cell in cells]
         )
@@ -175,9 +235,9 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    rules = AlarmConfig()
+    defaults = AlarmConfig()
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of them")
     parser.add_argument("--out", default="", help="also write the table to this file: .md or .csv")
     parser.add_argument("--thin", default="", help="folder for the evidence, one small CSV a run")
     parser.add_argument(
@@ -185,14 +245,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make one (200)")
     parser.add_argument("--max-logit", type=float, default=1000.0, help="threshold of the detector max_logit (1000)")
+    parser.add_argument(
+        "--scan", action="store_true", help="also where the thresholds could lie; with --out NAME.md in NAME_scan.md"
+    )
+    parser.add_argument("--lead", type=int, default=500, help="with --scan: steps of warning asked for (500)")
     parser.add_argument("--delta-z", type=float, default=DELTA_Z, help=f"alarm.delta_z ({DELTA_Z:g})")
     for name, field in (
         ("exponent", "growth_exponent"),
         ("window", "growth_window"),
         ("logit", "growth_logit"),
+        ("share", "growth_share"),
         ("probes", "growth_probes"),
     ):
-        default = getattr(rules, field)
+        default = getattr(defaults, field)
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"alarm.{field} ({default:g})")
     args = parser.parse_args(argv)
     if args.patience < 1:
@@ -217,16 +282,20 @@ def write(path: Path, content: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     args = parse(argv)
-    rows = [examine(folder, args) for folder in args.runs]
-    rows.sort(key=lambda row: (row.exploded_at is None, row.run))
+    runs = read_runs(args.runs, args)
+    rows = [examine(run, args) for run in runs]
     lines = [*totals(rows), curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience)]
     text = markdown(rows) + "\n\n" + "".join(f"- {sentence}\n" for sentence in lines)
     print(text, end="")
+    scanned = scan(runs, rules(args), args.lead) + "\n" if args.scan else ""
+    print(f"\n{scanned}" if scanned else "", end="")
+    if args.out and scanned:
+        write(Path(args.out).with_name(f"{Path(args.out).stem}_scan.md"), scanned)
     if args.out:
         write(Path(args.out), as_csv(rows) if Path(args.out).suffix == ".csv" else text)
     if args.thin:
-        for folder in args.runs:
-            write(Path(args.thin) / f"{folder.resolve().name}.csv", thinned(folder))
+        for run in runs:
+            write(Path(args.thin) / f"{run.name}.csv", thinned(run))
 
 
 if __name__ == "__main__":

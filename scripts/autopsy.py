@@ -40,6 +40,8 @@ from training.precision import PrecisionConfig
 DTYPES = ("bfloat16", "float16", "float32")
 FP16_LOSS_SCALE = 2.0**16
 """GradScaler's first: dO of a mean loss underflows in FP16 without one."""
+HOST_THREADS = 4
+"""Threads beside a GPU. What is left for the host are small arrays: as many threads as a server has cores wait for each other."""
 
 
 def read_checkpoint(path: Path) -> Loaded:
@@ -209,6 +211,8 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if cuda else "cpu")
+    if cuda:
+        torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))
     subject = (checkpoint_subject if arguments.hf is None else folder_subject)(arguments, device)
     began = time.perf_counter()
     findings = examine(subject)

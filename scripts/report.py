@@ -1,13 +1,14 @@
 """Evidence for the documents: thin the logs of runs into results/, then make the tables and plots from them.
 
-    python scripts/report.py collect runs/flash runs/fp32_o ... [--printed LOGS] [--again OTHER/flash] [--out results/fast_failure]
+    python scripts/report.py collect runs [runs/flash ...] [--printed LOGS] [--again OTHER/flash] [--out results/fast_failure]
     python scripts/report.py tables [--check]
     python scripts/report.py plots
 
 ``collect`` writes one folder a run: config.json, metrics.csv (thinned, at most 200 kB), heads.csv (layer 1, head by head) and z.csv.
 ``--printed`` takes NAME.log files with what the runs printed, for steps that their metrics.jsonl no longer has. ``--again`` takes
-second makings of runs collected in the same call and notes in again.csv whether they gave the same losses. ``tables`` refreshes the
-marked parts of README.md and docs/reproduction.md. To add a run: collect it, then tables, then plots.
+second makings of runs collected in the same call and notes in again.csv whether they gave the same losses. A folder of runs stands for the
+runs in it. A run replaces the one of its name that is there, unless that one is longer. ``tables`` refreshes the marked parts of README.md,
+docs/reproduction.md and docs/diagnosis.md. To add a run: collect it, then tables, then plots.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
-from analysis import curves, report, report_blocks, report_plots
-from analysis.report import LAYER, Evidence
+from analysis import curves, report, report_blocks, report_claims, report_plots
+from analysis.report import LAYER, Evidence, canonical
 from errors import UserError, exit_on_user_error
 from training.metrics import read_metrics
 from training.telemetry import read_telemetry
 
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = Path("results/fast_failure")
-DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"))
-PICTURE = ("flash_lr2e-3", "paper_lr2e-3", "delta_from_p_lr2e-3", "fp32_o_lr2e-3")
+ALARM = Path("results/alarm")
+"""What scripts/alarm_table.py wrote: NAME.md is block alarm_NAME of the documents."""
+DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnosis.md"))
+ASKED = Path("configs/reproduction.txt")
+PICTURE = ("flash", "paper", "delta_from_p", "fp32_o")
 """Runs of the README's picture."""
 
 MOST_BYTES = 200_000
@@ -168,6 +172,7 @@ def load_config(folder: Path) -> dict[str, Any]:
 def collect_run(folder: Path, printed: Path | None, out: Path) -> None:
     """Write the folder of one run below ``out``. Raises ``UserError``."""
     name = folder.resolve().name
+    target = out / canonical(name)
     records = report.by_step(read_metrics(folder))
     if not curves.column(records, "train_loss")[0]:
         raise UserError(f"{folder}: its metrics have no train_loss yet")
@@ -175,10 +180,13 @@ def collect_run(folder: Path, printed: Path | None, out: Path) -> None:
         records = with_printed(records, printed_rows(printed / f"{name}.log"), str(printed / f"{name}.log"))
     # A checkout's commit is told where the folder is published: runs on lent machines have none, or one of a copy.
     config = load_config(folder) | {"git_commit": None}
-    text, _ = thin(Evidence(name=name, config=config, records=records))
+    run = Evidence(name=target.name, config=config, records=records)
+    if (longer := kept_run(run, target)) is not None:
+        print(f"{target}: kept; it goes to step {longer:,}, {folder} to {measured_to(records):,}")
+        return
+    text, _ = thin(run)
     probes = read_telemetry(folder)
     zs = z_rows(probes)
-    target = out / name
     target.mkdir(parents=True, exist_ok=True)
     files.write_json(target / "config.json", config)
     files.write_text(target / "metrics.csv", text)
@@ -186,6 +194,35 @@ def collect_run(folder: Path, printed: Path | None, out: Path) -> None:
     z_text = as_csv(tuple(zs[0]), [{k: _short(v) for k, v in row.items()} for row in zs])
     files.write_text(target / "z.csv", z_text)
     print(f"{target}: {len(text):,} bytes of metrics, {len(probes)} probes")
+
+
+def measured_to(records: Sequence[curves.Record]) -> int:
+    """The last step that metrics.jsonl had: printed lines are not as exact."""
+    return max(row["step"] for row in records if row.get("source") != "printed")
+
+
+def kept_run(run: Evidence, target: Path) -> int | None:
+    """The last measured step of the run that is at ``target`` already, if it goes further than this one and stays; else None.
+
+    Raises ``UserError`` where that run is of another variant or of other seeds.
+    """
+    if not (target / "metrics.csv").is_file():
+        return None
+    with open(target / "metrics.csv", newline="") as file:
+        there = Evidence(name=target.name, config=load_config(target), records=read_csv(file))
+    if (there.variant, there.seeds) != (run.variant, run.seeds):
+        raise UserError(f"{target}: another run of that name is there: {there.attention}, seeds {there.seeds}")
+    lengths = [(measured_to(one.records), one.records[-1]["step"]) for one in (there, run)]
+    return lengths[0][0] if lengths[0] > lengths[1] else None
+
+
+def run_folders(paths: Sequence[Path]) -> list[Path]:
+    """The run folders named, and those in the folders named. Raises ``UserError`` for a folder that has none."""
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(one.parent for one in path.glob("*/metrics.jsonl"))
+        found += [path] if (path / "metrics.jsonl").is_file() or not inside else inside
+    return found
 
 
 def _short(value: Any) -> Any:
@@ -202,18 +239,19 @@ def compare_again(first: Path, second: Path) -> dict[str, Any]:
     losses = dict(zip(*curves.column(one, "train_loss"), strict=True))
     digest = hashlib.sha256(b"".join(struct.pack("<d", losses[step]) for step in common)).hexdigest()
     first_difference = min((step for step in parted if step is not None), default=None)
-    cells = (first.resolve().name, len(common), common[-1], first_difference, digest)
+    cells = (canonical(first.resolve().name), len(common), common[-1], first_difference, digest)
     return dict(zip(AGAIN, cells, strict=True))
 
 
 def collect(args: argparse.Namespace) -> None:
     """The command ``collect``."""
-    for folder in args.runs:
+    folders = run_folders(args.runs)
+    for folder in folders:
         collect_run(folder, args.printed, args.out)
-    firsts = {folder.resolve().name: folder for folder in args.runs}
+    firsts = {canonical(folder.resolve().name): folder for folder in folders}
     known = {row["run"]: row for row in read_again(args.out)}
     for folder in args.again:
-        name = folder.resolve().name
+        name = canonical(folder.resolve().name)
         if name not in firsts:
             raise UserError(f"--again {folder}: no run of that name is collected in this call")
         known[name] = compare_again(firsts[name], folder)
@@ -248,7 +286,9 @@ def read_evidence(out: Path) -> list[Evidence]:
 def documents(out: Path, root: Path) -> dict[Path, tuple[str, str]]:
     """(text as it is, text as it should be) of each document."""
     runs, again = read_evidence(out), read_again(out)
-    blocks, values = report_blocks.blocks(runs, again), report_blocks.values(runs, again)
+    asked = report_claims.parse_asked((root / ASKED).read_text())
+    blocks, values = report_blocks.blocks(runs, again, asked), report_blocks.values(runs, again, asked)
+    blocks |= {f"alarm_{path.stem}": path.read_text() for path in (root / ALARM).glob("*.md") if path.stem != "README"}
     found = {}
     for path in DOCUMENTS:
         text = (root / path).read_text()
@@ -288,11 +328,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     gather = commands.add_parser("collect", help="run folders -> results")
-    gather.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    gather.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of them")
     gather.add_argument("--printed", type=Path, help="folder of NAME.log files, for steps that metrics.jsonl lacks")
     gather.add_argument("--again", nargs="+", type=Path, default=[], metavar="RUN", help="second makings of these runs")
     gather.set_defaults(do=collect)
-    refresh = commands.add_parser("tables", help="results -> README.md and docs/reproduction.md")
+    refresh = commands.add_parser("tables", help="results -> README.md and docs")
     refresh.add_argument("--check", action="store_true", help="change nothing; fail where a document differs")
     refresh.set_defaults(do=tables)
     draw = commands.add_parser("plots", help="results -> plots")

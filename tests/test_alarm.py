@@ -52,7 +52,7 @@ def healthy(seed: int, steps: int = 6000, every: int = EVERY) -> list[dict[str, 
     for step in range(0, steps + 1, every):
         norm = (0.3 + speed * clock(step)) ** 2 * np.exp(0.02 * generator.standard_normal((L, H)))
         z = generator.standard_normal((L, H))
-        records.append(record(step, norm, 40 * norm, z, 1e-2 * z))
+        records.append(record(step, norm, 10_000 * norm, z, 1e-2 * z))
     return records
 
 
@@ -125,6 +125,17 @@ def test_heads_with_small_logits_may_grow() -> None:
         entry["max_logit"][2][1] = 99.0
     assert alarms(records, AlarmConfig(), WARM_UP) == []
     assert len(alarms(records, AlarmConfig(growth_logit=98.0), WARM_UP)) == 1
+
+
+@pytest.mark.parametrize(("heads", "accused"), [((1,), False), ((1, 3), True), ((0, 1, 3), True)])
+def test_large_logits_of_less_than_half_a_layer_are_no_alarm(heads: tuple[int, ...], accused: bool) -> None:
+    records = with_growth(healthy(1), 2, [1], onset=2000)
+    for entry in records:
+        entry["max_logit"][2] = [10_000.0 if head in heads else 400.0 for head in range(H)]
+    raised = alarms(records, AlarmConfig(), WARM_UP)
+    assert [(alarm.layer, alarm.heads) for alarm in raised] == ([(2, (1,))] if accused else [])
+    assert [alarm.evidence["heads_with_large_logits"] for alarm in raised] == [len(heads)] * accused
+    assert len(alarms(records, AlarmConfig(growth_share=0.25), WARM_UP)) == 1
 
 
 def test_one_probe_alone_raises_no_alarm() -> None:
@@ -351,6 +362,7 @@ def test_a_killed_and_resumed_run_has_the_same_alarms_and_switches(place: Place,
         ("growth_exponent", -1.0),
         ("growth_window", 1.0),
         ("growth_probes", 0),
+        ("growth_share", 1.5),
         ("warm_up", -2),
     ],
 )

@@ -16,10 +16,15 @@ WARM_UP, EVERY, STEPS = 100, 50, 4000
 
 
 def write_run(
-    folder: Path, *, grows_from: int | None = None, explodes_at: int | None = None, logit: float = 100.0
+    folder: Path,
+    *,
+    grows_from: int | None = None,
+    explodes_at: int | None = None,
+    logit: float = 600.0,
+    planned: int = STEPS,
 ) -> Path:
     """A run of 2 layers with 2 heads: layer 1, head 0 grows like clock^6 from a step on; the loss jumps by 2 nats at another."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     with open(folder / "metrics.jsonl", "w") as out:
         for step in range(STEPS):
             loss = 3.0 + 0.01 * math.sin(step) + (2.0 if explodes_at is not None and step >= explodes_at else 0.0)
@@ -40,7 +45,7 @@ def write_run(
                 "delta_rms": [[1.0, 1.0], [1.0, 1.0]],
             }
             out.write(json.dumps(entry) + "\n")
-    content = {"config": {"optim": {"warmup_steps": WARM_UP}}, "attention_name": "flash"}
+    content = {"config": {"optim": {"warmup_steps": WARM_UP}, "run": {"steps": planned}}, "attention_name": "flash"}
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
@@ -83,9 +88,9 @@ def test_the_loss_alone_warns_when_it_is_too_late(tmp_path: Path, runs: list[str
 
 def test_the_largest_logit_alone_is_a_threshold(tmp_path: Path, runs: list[str]) -> None:
     rows = table(tmp_path, runs, "--max-logit", "1000")
-    # 100 * ((c / 950)^6) passes 1000 at c = 950 * 10^(1/6) = 1394, at the probe of step 1450.
-    assert rows["failing"]["max_logit"] == "1450"
-    assert table(tmp_path, runs, "--max-logit", "99")["stable"]["max_logit"] == "0"
+    # 600 * ((c / 950)^6) passes 1000 at c = 950 * (10 / 6)^(1/6) = 1034, at the probe of step 1100.
+    assert rows["failing"]["max_logit"] == "1100"
+    assert table(tmp_path, runs, "--max-logit", "599")["stable"]["max_logit"] == "0"
 
 
 def test_thresholds_can_be_tried(tmp_path: Path, runs: list[str]) -> None:
@@ -101,6 +106,39 @@ def test_a_run_that_ends_in_the_excursion_is_neither(tmp_path: Path, capsys: pyt
     assert "warned of 0 of 0 explosions; false alarms in 0 of 0 stable runs" in printed
 
 
+def test_an_alarm_in_a_run_that_was_cut_is_not_called_false(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alarm_table.main([str(write_run(tmp_path / "cut", grows_from=2000, planned=2 * STEPS))])
+    printed = capsys.readouterr().out
+    assert "| no, cut |" in printed
+    assert "(false)" not in printed
+    assert "false alarms in 0 of 0 stable runs; alarms in 1 of 1 cut." in printed
+
+
+def test_a_folder_stands_for_its_runs_and_the_longer_of_a_name_counts(
+    tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = write_run(tmp_path / "others" / "failing_lr2e-3", planned=2 * STEPS)
+    lines = (old / "metrics.jsonl").read_text().splitlines()[: STEPS // 2]
+    (old / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    probes = (old / "telemetry.jsonl").read_text().splitlines()[: STEPS // 2 // EVERY]
+    (old / "telemetry.jsonl").write_text("\n".join(probes) + "\n")
+    for order in ([str(old.parent), str(tmp_path)], [str(tmp_path), str(old.parent)]):
+        rows = table(tmp_path, order)
+        assert list(rows) == ["failing", "accused", "stable"]
+        assert rows["failing"]["exploded_at"] == "3000"
+        assert "failing: more than one run of that name; the longer counts, to step 3999" in capsys.readouterr().err
+
+
+def test_the_scan_says_what_parts_the_runs(tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    alarm_table.main([runs[0], runs[1], "--scan"])
+    printed = capsys.readouterr().out
+    # By step 2500 the failing head's logits are at 600 * (2450 / 950)^6; the last two probes are those of 2450 and 2500.
+    passed = 600 * (2400 / 950) ** 6
+    assert f"| largest logit | 600 (stable) | - | {passed:.4g} (failing) |" in printed
+    assert "| 0.5 | 500 | 1 of 1 | 1750 | 0 of 1 | 0 of 0 |" in printed
+    assert "| 0.5 | 10000 | 1 of 1 | " in printed
+
+
 def test_the_evidence_is_a_line_a_probe(tmp_path: Path, runs: list[str]) -> None:
     alarm_table.main([*runs, "--thin", str(tmp_path / "thin")])
     with open(tmp_path / "thin" / "failing.csv") as file:
@@ -110,11 +148,15 @@ def test_the_evidence_is_a_line_a_probe(tmp_path: Path, runs: list[str]) -> None
     assert [row["step"] for row in rows[:2]] == ["0", "50"]
 
 
-def test_the_document_has_the_table_that_was_published() -> None:
+def test_the_document_has_the_tables_that_were_published() -> None:
     root = Path(__file__).resolve().parent.parent
-    rows = [line for line in (root / "results/alarm/microcosm.md").read_text().splitlines() if line.startswith("|")]
-    assert len(rows) == 22
-    assert "\n".join(rows) in (root / "docs/diagnosis.md").read_text()
+    document = (root / "docs/diagnosis.md").read_text()
+    for name in ("microcosm", "gpt2"):
+        text = (root / f"results/alarm/{name}.md").read_text()
+        rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
+        assert rows
+        assert f"<!-- report: alarm_{name} -->\n{text}<!-- /report -->" in document
+        assert sorted(path.stem for path in (root / f"results/alarm/{name}").glob("*.csv")) == sorted(rows)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from layer_captures import make_layer, random_layer, tied_layer
 
+from analysis import autopsy_bias
 from analysis.autopsy_bias import (
     BIAS_RATIO,
     BIAS_Z,
@@ -80,7 +81,7 @@ def test_sequences_are_units_where_there_are_many() -> None:
 
 def test_dither_keeps_delta_and_the_size_of_its_error() -> None:
     layer = random_layer(shape=(4, 64, 2, 16), spec=AttentionSpec(numerics="paper"))
-    plain, dithered = head_with(layer, 1, PAPER), head_with(layer, 1, PAPER, draw=3)
+    plain, dithered = head_with(layer, 1, PAPER), head_with(layer, 1, PAPER, (3,))
     assert not torch.equal(plain.v_BTHD, dithered.v_BTHD)
     # V is rounded again, so delta moves by its rounding.
     difference = delta_errors(plain).high_BHT - delta_errors(dithered).high_BHT
@@ -96,9 +97,19 @@ def test_a_head_without_dither_is_the_layers() -> None:
 
 def test_dithers_are_the_same_each_time_and_differ_by_draw() -> None:
     layer = random_layer()
-    first, again, other = (head_with(layer, 0, PAPER, draw=draw).v_BTHD for draw in (1, 1, 2))
+    first, again, other = (head_with(layer, 0, PAPER, (draw,)).v_BTHD for draw in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_dithers_at_once_are_the_dithers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = random_layer(shape=(2, 16, 2, 16), spec=AttentionSpec(numerics="paper"))
+    at_once = dithered_errors(layer, 1, PAPER, 1)
+    monkeypatch.setattr(autopsy_bias, "SCORES_AT_ONCE", 3 * 2 * 16 * 16)
+    for together, apart in zip(at_once, dithered_errors(layer, 1, PAPER, 1), strict=True):
+        torch.testing.assert_close(together, apart)
+    expected = delta_errors(head_with(layer, 1, PAPER, (DRAWS + 5,))).error_BHT
+    torch.testing.assert_close(at_once[0][5].reshape(2, 1, 16), expected)
 
 
 def test_bias_survives_the_dither() -> None:

@@ -195,6 +195,65 @@ def test_thinned_metrics_that_tell_another_story_are_refused(tmp_path: Path, mon
     assert not (tmp_path / "out").exists()
 
 
+# A run of a name that is there already.
+
+
+def last_step(out: Path, name: str) -> int:
+    return told(out)[name].last_step
+
+
+@pytest.mark.parametrize("order", [(900, STEPS), (STEPS, 900)])
+def test_the_longer_run_of_a_name_stays(
+    tmp_path: Path, order: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, steps in enumerate(order):
+        folder = write_run(tmp_path / str(number) / "r", steps=steps)
+        script.main(["collect", str(folder), "--out", str(tmp_path / "out")])
+    assert last_step(tmp_path / "out", "r") == STEPS - 1
+    assert ("kept; it goes to step 1,499" in capsys.readouterr().out) == (order[0] == STEPS)
+
+
+def test_a_measured_run_replaces_one_that_is_longer_by_printed_lines_only(tmp_path: Path) -> None:
+    logs = write_log(tmp_path / "logs", 1800, None)
+    for number, steps in enumerate((1000, STEPS)):
+        folder = write_run(tmp_path / str(number) / "failing", steps=steps)
+        script.main(
+            [
+                "collect",
+                str(folder),
+                "--printed",
+                str(logs) if not number else str(tmp_path),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+    assert told(tmp_path / "out")["failing"].printed_from is None
+
+
+def test_a_name_that_another_variant_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write_run(tmp_path / "a" / "r"), write_run(tmp_path / "b" / "r", seed=1)
+    with pytest.raises(SystemExit):
+        script.main(["collect", str(one), str(other), "--out", str(tmp_path / "out")])
+    assert "another run of that name is there: flash, seeds (42, 1337)" in capsys.readouterr().err
+
+
+def test_a_folder_stands_for_its_runs_under_their_names_of_today(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "flash_lr2e-3")
+    write_run(tmp_path / "runs" / "quiet", preset="flash_fp32_o")
+    script.main(["collect", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    assert sorted(told(tmp_path / "out")) == ["flash", "quiet"]
+
+
+def test_settings_of_the_model_part_variants(tmp_path: Path) -> None:
+    plain, normed = write_run(tmp_path / "plain"), write_run(tmp_path / "qk_norm", seed=1)
+    content = json.loads((normed / "config.json").read_text())
+    content["config"]["model"]["qk_norm"] = True
+    (normed / "config.json").write_text(json.dumps(content))
+    script.main(["collect", str(plain), str(normed), "--out", str(tmp_path / "out")])
+    runs = report_blocks.told(script.read_evidence(tmp_path / "out"))
+    assert [report_blocks.count_of(run, runs) for run, _ in runs] == [1, 1]
+
+
 # What is said of a run.
 
 

@@ -3,7 +3,8 @@
 What fails grows: the error of delta adds the same direction to W_Q and W_K of some heads, step after step, and S grows with their product.
 Under AdamW or Muon a step moves a weight by about the learning rate at most, so the natural clock is c, the sum of the learning rates so
 far. A drift that has always been there makes a norm grow at most like c and a product of two like c^2, in a run of any size and schedule; a
-drift that sets in, or feeds itself, grows faster. The rule ``growth`` looks at this exponent.
+drift that sets in, or feeds itself, grows faster. The rule ``growth`` looks at this exponent, in layers of which many heads have large
+logits: a head or two with logits in the thousands are seen in runs that go on quietly, half a layer of them is not.
 
 Everything is a fold over the records of ``telemetry.jsonl``: a resumed run, a table made afterwards and the run itself see the same alarms.
 
@@ -40,8 +41,10 @@ class AlarmConfig:
     """Rule growth: a head's ||W_Q^T W_K|| grows like this power of the summed learning rate, or faster; 0 switches the rule off."""
     growth_window: float = 1.3
     """Rule growth: the exponent is measured from where the summed learning rate was this many times smaller."""
-    growth_logit: float = 100.0
+    growth_logit: float = 500.0
     """Rule growth: heads whose largest logit is below this do no harm yet, however fast they grow."""
+    growth_share: float = 0.5
+    """Rule growth: at least this share of a layer's heads has logits that large, or none of them is accused."""
     growth_probes: int = 2
     """Rule growth: probes in a row that must agree."""
     delta_z: float = 0.0
@@ -64,6 +67,8 @@ class AlarmConfig:
                 raise invalid(f"alarm.{name}", getattr(self, name), "0 or a positive number")
         if not 1 < self.growth_window < math.inf:
             raise invalid("alarm.growth_window", self.growth_window, "a factor above 1")
+        if not 0 <= self.growth_share <= 1:
+            raise invalid("alarm.growth_share", self.growth_share, "a share of a layer's heads, 0 to 1")
         for name in ("growth_probes", "delta_probes"):
             if getattr(self, name) < 1:
                 raise invalid(f"alarm.{name}", getattr(self, name), "a whole number of 1 or more")
@@ -176,7 +181,8 @@ class Watch:
             if start is None:
                 return []
             exponent = _exponent(self._probes[start], self._probes[end])
-            harmful = ~(self._probes[end].logit < config.growth_logit)  # NaN is harm, too
+            large = large_logits(self._probes[end].logit, config)
+            harmful = large & (large.mean(axis=1, keepdims=True) >= config.growth_share)
             agreed = agreed & (exponent >= config.growth_exponent) & harmful
         start = spans[-1][0] or 0
         return [self._accuse_growth(layer, agreed[layer], exponent, start) for layer in _layers(agreed)]
@@ -201,6 +207,7 @@ class Watch:
             "qk_norm_before": float(before.norm[layer, head]),
             "since_step": before.step,
             "max_logit": float(probe.logit[layer, head]),
+            "heads_with_large_logits": int(large_logits(probe.logit, self._config)[layer].sum()),
             "delta_bias": float(errors.mean()),
             "delta_bias_se": float(errors.std(ddof=1) / math.sqrt(len(errors))) if len(errors) > 1 else None,
             "delta_probes": len(errors),
@@ -236,6 +243,11 @@ def _exponent(before: _Probe, after: _Probe) -> np.ndarray:
     with np.errstate(all="ignore"):
         exponent = np.log(after.norm / before.norm) / math.log(after.clock / before.clock)
     return np.where(np.isfinite(after.norm) & np.isfinite(after.logit), exponent, math.inf)
+
+
+def large_logits(logit_LH: np.ndarray, config: AlarmConfig) -> np.ndarray:
+    """Which heads have logits that can do harm, [L, H] bool; one that is not finite can."""
+    return ~(logit_LH < config.growth_logit)
 
 
 def _layers(agreed: np.ndarray) -> list[int]:

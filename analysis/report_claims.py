@@ -1,0 +1,138 @@
+"""The runs of configs/reproduction.txt, what is expected of each, and what happened: n runs of a variant on other seeds are one row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from analysis.report import UNREST, Evidence, Facts
+
+Expected = Literal["explodes", "quiet"]
+NOT_RUN = "not run yet"
+CONTROL = "flash"
+"""A quiet run that was cut counts once it is past the explosion of this variant."""
+
+SEED = re.compile(r"_seed_\d+$")
+PAPER: Mapping[str, Expected] = {
+    **dict.fromkeys(("flash", "sdpa_flash", "paper", "untiled", "only_layer_1", "run_b", "run_c"), "explodes"),
+    **dict.fromkeys(("muon", "lr_1e-3"), "explodes"),
+    **dict.fromkeys(("fp32_o", "delta_from_p", "recompute_o", "fp32_pv", "fp32_pv_o", "standard"), "quiet"),
+    **dict.fromkeys(("all_but_layer_1", "outlier_heads", "stable_beta_2", "stable_beta_7", "stable_safe"), "quiet"),
+    **dict.fromkeys(("run_a", "run_d", "muon_delta_from_p", "lr_1e-3_delta_from_p"), "quiet"),
+}
+"""arXiv 2510.04212, by the name of the variant: what it reports, or, of runs A to D, what follows from its explanation."""
+SELF_CORRELATION: Mapping[str, Expected] = {
+    **dict.fromkeys(("flash", "sdpa_flash", "paper", "run_a"), "explodes"),
+    **dict.fromkeys(("fp32_o", "delta_from_p", "recompute_o", "run_b", "run_c", "run_d"), "quiet"),
+}
+"""The second explanation, where it says something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A variant and its runs, by name."""
+
+    name: str
+    options: str
+    runs: Sequence[tuple[Evidence, Facts]]
+
+    @property
+    def outcome(self) -> str:
+        """What happened, seed by seed where there is more than one."""
+        if len(self.runs) < 2:
+            return outcome(self.runs[0][1]) if self.runs else NOT_RUN
+        return "; ".join(f"{outcome(facts)} (seed {run.seeds[0]})" for run, facts in self.runs)
+
+    def verdict(self, expected: Mapping[str, Expected], past: int | None) -> str:
+        """Whether what happened is what was expected; ``past``: the step of the control's explosion."""
+        if self.name not in expected:
+            return "-"
+        if not self.runs:
+            return NOT_RUN
+        found = [verdict(facts, expected[self.name], past) for _, facts in self.runs]
+        if len(set(found)) == 1:
+            return found[0]
+        return ", ".join(f"{found.count(one)} of {len(found)} {one}" for one in dict.fromkeys(found))
+
+
+def base(name: str) -> str:
+    """The variant's name without the seed."""
+    return SEED.sub("", name)
+
+
+def groups(runs: Sequence[tuple[Evidence, Facts]], asked: Mapping[str, str]) -> list[Group]:
+    """The variants asked for (name -> options), in that order, then those that nobody asked for."""
+    found: dict[str, list[tuple[Evidence, Facts]]] = {base(name): [] for name in asked}
+    for run, facts in sorted(runs, key=lambda pair: (pair[0].name != base(pair[0].name), pair[0].name)):
+        found.setdefault(base(run.name), []).append((run, facts))
+    return [Group(name=name, options=asked.get(name, ""), runs=members) for name, members in found.items()]
+
+
+def parse_asked(text: str) -> dict[str, str]:
+    """Name -> options of the lines of configs/reproduction.txt."""
+    lines = [line.partition(":") for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return {name.strip(): options.strip() for name, _, options in lines}
+
+
+def outcome(facts: Facts) -> str:
+    """How one run went, in a few words."""
+    end = "at its end" if facts.is_finished else "when cut"
+    if facts.exploded_at is not None:
+        return f"exploded at {facts.exploded_at:,}"
+    if facts.above_since is not None:
+        return f"above the margin since {facts.above_since:,} {end} at {facts.last_step:,}"
+    if facts.unrest > UNREST:
+        return f"leaving {end} at {facts.last_step:,}"
+    return (
+        f"quiet to its end, {facts.last_step + 1:,} steps"
+        if facts.is_finished
+        else f"quiet when cut at {facts.last_step:,}"
+    )
+
+
+def verdict(facts: Facts, expected: Expected, past: int | None) -> str:
+    """Of one run. A run that was cut says nothing, but for one that stayed quiet beyond step ``past``."""
+    is_quiet = facts.exploded_at is None and facts.above_since is None and not facts.unrest > UNREST
+    if facts.exploded_at is not None:
+        return "agrees" if expected == "explodes" else "does not"
+    if facts.is_finished and is_quiet:
+        return "agrees" if expected == "quiet" else "does not"
+    if expected == "quiet" and is_quiet and past is not None and facts.last_step > past:
+        return "agrees so far"
+    return "not settled"
+
+
+def explosion_of_control(found: Sequence[Group]) -> int | None:
+    """The last explosion of ``CONTROL``'s runs, None if not all of them exploded."""
+    steps = [facts.exploded_at for group in found if group.name == CONTROL for _, facts in group.runs]
+    known = [step for step in steps if step is not None]
+    return max(known) if known and len(known) == len(steps) else None
+
+
+def asked_rows(found: Sequence[Group]) -> list[list[str]]:
+    """Cells of the table: name, options, two expectations, n, what happened, two verdicts."""
+    past = explosion_of_control(found)
+    rows = []
+    for group in found:
+        expectations = [expected.get(group.name, "-") for expected in (PAPER, SELF_CORRELATION)]
+        verdicts = [group.verdict(expected, past) for expected in (PAPER, SELF_CORRELATION)]
+        options = f"`{group.options}`" if group.options else "-"
+        rows.append([group.name, options, *expectations, str(len(group.runs)), group.outcome, *verdicts])
+    return rows
+
+
+def values(found: Sequence[Group]) -> dict[str, str]:
+    """NAME.n, NAME.outcome and NAME.verdict of every variant; exploded, finished and cut: how many runs did."""
+    past = explosion_of_control(found)
+    all_facts = [facts for group in found for _, facts in group.runs]
+    exploded = [facts for facts in all_facts if facts.exploded_at is not None]
+    quiet = [facts for facts in all_facts if facts.exploded_at is None and facts.is_finished]
+    made = {"exploded": str(len(exploded)), "finished": str(len(quiet))}
+    made["cut"] = str(len(all_facts) - len(exploded) - len(quiet))
+    for group in found:
+        made[f"{group.name}.n"] = str(len(group.runs))
+        made[f"{group.name}.outcome"] = group.outcome
+        made[f"{group.name}.verdict"] = group.verdict(PAPER, past)
+    return made
