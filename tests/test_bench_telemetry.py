@@ -71,3 +71,20 @@ def test_a_probe_that_says_something_else_than_op_by_op_is_noticed(
     assert stopped.value.code == 1
     result = json.loads((tmp_path / "bench.json").read_text())
     assert (result["bits"]["equal"], result["probe_bits"]["equal"]) == (True, False)
+
+
+def test_the_document_has_the_published_numbers() -> None:
+    root = Path(__file__).resolve().parent.parent
+    measured = json.loads((root / "results/telemetry/h200.json").read_text())
+    document = (root / "docs/diagnosis.md").read_text()
+    rows = {
+        "a training step": f"{1e3 * measured['step']['wall_s']:.1f} | |",
+        "a probe as a run makes it": f"{1e3 * measured['probe']['wall_s']:.1f} | {measured['overhead_at_every']:.2%}".replace(
+            "%", " %"
+        ),
+        "the same, operation by operation (`--telemetry.no-cuda-graph`)": f"{1e3 * measured['eager_probe']['wall_s']:.1f} |",
+    }
+    for name, numbers in rows.items():
+        assert f"| {name} | {numbers}" in document
+    assert measured["bits"]["equal"]
+    assert measured["probe_bits"]["equal"]
