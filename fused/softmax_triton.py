@@ -9,13 +9,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from attention.triton_numerics import BF16, INTERPRETED, LOG2_E, NEAREST, round_mantissa
 
 
 @triton.jit
 def _tanh(b_x):
-    """Near 0 by its series, whose next term is below 1e-8 of it; elsewhere 1 - e does not cancel."""
+    """CUDA's own. In the interpreter, which lacks it: near 0 a series, whose next term is below 1e-8 of it; elsewhere 1 - e, which does not cancel."""
+    if not INTERPRETED:
+        return libdevice.tanh(b_x)
     b_e = tl.exp2(tl.abs(b_x) * (-2 * LOG2_E))
     b_t = (1 - b_e) / (1 + b_e)
     b_q = b_x * b_x

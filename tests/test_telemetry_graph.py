@@ -307,6 +307,7 @@ def test_a_replay_never_waits_for_the_gpu() -> None:
 REFUSED = """
 import torch
 from analysis.spectral import SpectralState
+from errors import UserError
 from training.telemetry_graph import CudaRecorder, Measurement
 
 state = SpectralState(*(torch.zeros(1, device="cuda") for _ in range(3)))

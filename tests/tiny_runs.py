@@ -144,8 +144,9 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread, as in the tests' own process: sums come out in the same order."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """One thread, as in the tests' own process: sums come out in the same order. Packages may lie on PYTHONPATH already."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def command(script: Path, arguments: list[str], processes: int = 1) -> list[str]:
