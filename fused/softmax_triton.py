@@ -16,7 +16,7 @@ from attention.triton_numerics import BF16, INTERPRETED, LOG2_E, NEAREST, round_
 
 @triton.jit
 def _tanh(b_x):
-    """CUDA's own. In the interpreter, which lacks it: near 0 a series, whose next term is below 1e-8 of it; elsewhere 1 - e, which does not cancel."""
+    """CUDA's own. The interpreter lacks it: a series near 0, next term below 1e-8 of it; elsewhere 1 - e does not cancel."""
     if not INTERPRETED:
         return libdevice.tanh(b_x)
     b_e = tl.exp2(tl.abs(b_x) * (-2 * LOG2_E))

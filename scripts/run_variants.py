@@ -75,6 +75,7 @@ class Variant:
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env=environment,
+            preexec_fn=_hear_interrupts,
         )
 
     def stop(self) -> None:
@@ -95,11 +96,17 @@ class Variant:
         code, self.process = self.process.returncode, None
         explosion = "" if self.exploded is None else f"exploded at step {self.exploded}; "
         if self.interrupted is not None:
-            self.outcome = f"{explosion}stopped at step {self.step}"
+            how = "killed, as it did not stop," if code == -signal.SIGKILL else "stopped"
+            self.outcome = f"{explosion}{how} at step {self.step}"
         elif code == 0 or self.exploded is not None:
             self.outcome = f"{explosion}ended at step {self.step}"
         else:
             self.outcome, self.failed = f"failed with exit code {code}; see {self.log.name}", True
+
+
+def _hear_interrupts() -> None:
+    """In the run's process: a shell starts what it puts in the background with interrupts ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:

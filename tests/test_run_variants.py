@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,19 @@ def test_a_run_that_explodes_is_stopped_and_the_others_end(
     start(place, "--variants", "quiet", "--resume")
     assert "quiet  was over already" in capsys.readouterr().out
     assert lines(place.runs / "quiet") == again
+
+
+@pytest.mark.slow
+def test_runs_stop_although_the_shell_ignores_interrupts(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_variants, "PATIENCE_FOR_AN_END", 20)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        start(place, "--variants", "endless: --run.steps 1000000 --checkpoint.every 0", "--minutes", "0.2")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "endless  stopped at step" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_by_itself_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
