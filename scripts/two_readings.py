@@ -1,0 +1,147 @@
+"""Which of two things makes the error of delta: a bias of O's rounding, or O's correlation with the gradient that comes back through it?
+
+    python scripts/two_readings.py runs/NAME/checkpoints/step_00003000 --data data/tokens/corpus --out readings.csv
+
+For every layer, both parts of e . dO (analysis/two_readings.py), in millionths of delta's root mean square, with the standard error
+over sequences: under the roundings that the run was trained with, and with O rounded stochastically. The first part is the paper's
+reading, the second self-correlation. The CSV has every head too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import files
+from analysis.two_readings import ROUNDINGS, Mean, Reading, mean_of, readings
+from attention.plan import LayerPlan
+from config import TrainConfig
+from errors import UserError, exit_on_user_error, invalid
+from model import GPT
+from scripts.autopsy import HOST_THREADS, build, read_checkpoint, read_tokens, spread
+
+COLUMNS = ("checkpoint", "step", "layer", "head", "rounding", "part", "mean", "standard_error", "sequences")
+
+
+def measure(
+    model: GPT, config: TrainConfig, batches: Sequence[tuple[Tensor, Tensor]], layers: Sequence[int], name: str
+) -> dict[int, dict[str, list[Reading]]]:
+    """The readings of every layer, rounding and batch."""
+    plans: list[LayerPlan] = [attention.plan for attention in model.attentions()]
+    device = next(model.parameters()).device
+    found: dict[int, dict[str, list[Reading]]] = {layer: {name: [] for name in ROUNDINGS} for layer in layers}
+    work = [(layer, batch) for layer in layers for batch in range(len(batches))]
+    for layer, batch in tqdm(work, desc=name, unit="pass", disable=not sys.stderr.isatty()):
+        tokens_BT, targets_BT = (x.to(device) for x in batches[batch])
+        seed = torch.tensor(batch, dtype=torch.int64, device=device)
+        made = readings(model, plans[layer], tokens_BT, targets_BT, config.precision.torch_dtype, seed=seed)
+        for rounding, reading in made.items():
+            found[layer][rounding].append(reading)
+    return found
+
+
+def parts(found: Sequence[Reading], head: int | None = None) -> dict[str, Mean]:
+    """Means of both parts over all batches."""
+    deltas = [reading.delta_BHT for reading in found]
+    return {
+        "first": mean_of([reading.first_BHT for reading in found], deltas, head),
+        "second": mean_of([reading.second_BHT for reading in found], deltas, head),
+    }
+
+
+def cell(mean: Mean) -> str:
+    return f"{1e6 * mean.mean:+10.3g} ± {1e6 * mean.standard_error:<8.2g} {mean.z:+6.1f}"
+
+
+def table(found: dict[int, dict[str, list[Reading]]]) -> list[str]:
+    """A line a layer and rounding."""
+    lines = [f"{'layer':>5}  {'O rounded':<11} {'e . dO(O): bias':^30} {'e . (dO(O + e) - dO(O)): self':^30}"]
+    lines.append(f"{'':>5}  {'':<11} {'mean ± s.e., 1e-6':^22} {'z':>6}  {'mean ± s.e., 1e-6':^22} {'z':>6}")
+    for layer, roundings in found.items():
+        for rounding, batches in roundings.items():
+            both = parts(batches)
+            lines.append(f"{layer:>5}  {rounding:<11} {cell(both['first'])}  {cell(both['second'])}")
+    return lines
+
+
+def rows(found: dict[int, dict[str, list[Reading]]], name: str, step: int, n_head: int) -> list[tuple[object, ...]]:
+    """Lines of the CSV: head -1 is all heads together."""
+    lines: list[tuple[object, ...]] = []
+    for layer, roundings in found.items():
+        for rounding, batches in roundings.items():
+            for head in (None, *range(n_head)):
+                for part, mean in parts(batches, head).items():
+                    numbers = (f"{mean.mean:.6g}", f"{mean.standard_error:.6g}", mean.sequences)
+                    lines.append((name, step, layer, -1 if head is None else head, rounding, part, *numbers))
+    return lines
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, nargs="+", help="checkpoints, or folders of runs (their newest)")
+    parser.add_argument("--data", type=Path, help="data set (that of the run)")
+    parser.add_argument("--layers", type=int, nargs="+", help="which, from 0 (all)")
+    parser.add_argument("--batches", type=int, default=8, help="batches (default %(default)s)")
+    parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--out", type=Path, help="CSV file")
+    chosen = parser.parse_args(arguments)
+    for name, least in (("batches", 1), ("sequences", 1), ("length", 2)):
+        if getattr(chosen, name) < least:
+            raise invalid(f"--{name}", getattr(chosen, name), f"at least {least}")
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        raise invalid("--device", "cuda", "cpu or auto: torch sees no CUDA device here")
+    return chosen
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if cuda else "cpu")
+    if cuda:
+        torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))
+    lines: list[tuple[object, ...]] = []
+    for path in arguments.checkpoint:
+        loaded = read_checkpoint(path)
+        model, config, _ = build(loaded, device)
+        layers = arguments.layers or list(range(config.model.n_layer))
+        if outside := [layer for layer in layers if not 0 <= layer < config.model.n_layer]:
+            raise invalid("--layers", outside[0], f"0 to {config.model.n_layer - 1}, counted from 0")
+        data = arguments.data or Path(config.data.dataset)
+        tokens_N = read_tokens(data, config.model.vocab_size)
+        length = min(arguments.length, config.data.sequence_length)
+        batches = spread(tokens_N, arguments.batches, arguments.sequences, length, str(data))
+        found = measure(model, config, batches, layers, loaded.path.name)
+        count = arguments.batches * arguments.sequences
+        print(f"{loaded.path}: step {loaded.step}, {config.attention.label()}, {count} sequences of {length} tokens")
+        print(*table(found), sep="\n", flush=True)
+        lines += rows(found, config.run.name, loaded.step, config.model.n_head)
+    if arguments.out is not None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(arguments.out, text.getvalue())
+        print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""analysis/two_readings.py and its script: the two parts of e . dO, on a model that has learnt something."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import Place, new_place
+from torch import Tensor
+
+from analysis import two_readings
+from analysis.two_readings import Reading, mean_of, readings
+from attention import AttentionConfig, AttentionSpec
+from model import GPT, ModelConfig, initialise
+from scripts import two_readings as script
+
+T, V = 32, 16
+
+
+def batch(seed: int, sequences: int = 32) -> tuple[Tensor, Tensor]:
+    """Tokens that are mostly those two places before: something for attention to learn, and never all."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(V, (sequences, T + 1), generator=generator)
+    for t in range(2, T + 1):
+        follows = torch.rand(sequences, generator=generator) < 0.8
+        tokens[:, t] = torch.where(follows, tokens[:, t - 2], tokens[:, t])
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=T, vocab_size=V)
+    spec = AttentionSpec(preset="flash", numerics="microcosm")
+    plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 2)
+    model = GPT(config, two_readings.EXACT.resolve(2, 2))
+    initialise(model, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(150):
+        _, loss = model(*batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.zero_grad()
+    model.set_plans(plans)
+    return model
+
+
+def measured(model: GPT, layer: int = 1, batches: int = 4) -> dict[str, list[Reading]]:
+    plan = model.attentions()[layer].plan
+    found: dict[str, list[Reading]] = {}
+    for number in range(batches):
+        made = readings(model, plan, *batch(1000 + number), torch.float32, seed=torch.tensor(number))
+        for name, reading in made.items():
+            found.setdefault(name, []).append(reading)
+    return found
+
+
+def z_of(found: list[Reading], part: str) -> float:
+    return mean_of([getattr(reading, part) for reading in found], [reading.delta_BHT for reading in found]).z
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_unbiased_rounding_still_correlates_with_its_gradient(model: GPT, layer: int) -> None:
+    found = measured(model, layer)["stochastic"]
+    assert z_of(found, "second_BHT") > 6
+    assert abs(z_of(found, "first_BHT")) < 4
+
+
+def test_both_parts_add_up_to_the_error_of_delta(model: GPT) -> None:
+    tokens, targets = batch(7)
+    plan = model.attentions()[1].plan
+    seen: list[Tensor] = []
+    original = two_readings._gradient
+
+    def noted(model: GPT, layer: int, o_BHTD: Tensor, *data: Tensor) -> Tensor:
+        gradient = original(model, layer, o_BHTD, *data)
+        seen.extend((o_BHTD, gradient))
+        return gradient
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_readings, "_gradient", noted)
+        reading = readings(model, plan, tokens, targets, torch.float32, seed=torch.tensor(0))["as trained"]
+    high, exact, o, gradient = seen[:4]
+    torch.testing.assert_close(reading.delta_BHT, (high * exact).sum(-1))
+    torch.testing.assert_close(
+        reading.first_BHT + reading.second_BHT, ((o - high) * gradient).sum(-1), rtol=1e-4, atol=1e-9
+    )
+
+
+def test_the_gradient_is_that_of_the_loss(model: GPT) -> None:
+    tokens, targets = batch(7, sequences=2)
+    o = torch.randn(2, 2, T, 16, generator=torch.Generator().manual_seed(0))
+    direction = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+    slope = (two_readings._gradient(model, 1, o, tokens, targets) * direction).sum()
+
+    def loss(o_BHTD: Tensor) -> float:
+        attention = model.attentions()[1]
+        attention.attend = lambda *_: o_BHTD.transpose(1, 2)  # type: ignore[method-assign]
+        try:
+            with torch.no_grad():
+                return float(model(tokens, targets)[1])
+        finally:
+            del attention.attend
+
+    assert (loss(o + 0.1 * direction) - loss(o - 0.1 * direction)) / 0.2 == pytest.approx(float(slope), rel=2e-2)
+
+
+def test_without_an_error_there_is_neither(model: GPT) -> None:
+    plan = AttentionConfig(
+        flash_backend="flash_reference", default=AttentionSpec(preset="flash", numerics="fp32")
+    ).resolve(2, 2)[1]
+    reading = readings(model, plan, *batch(7), torch.float32, seed=torch.tensor(0))["as trained"]
+    assert reading.first_BHT.abs().max() < 1e-6 * reading.delta_BHT.abs().max()
+    assert reading.second_BHT.abs().max() < 1e-6 * reading.delta_BHT.abs().max()
+
+
+def test_a_bias_shows_in_the_first_part(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error along dO itself, of a thousandth: the first part is a thousandth of |dO|^2."""
+    tokens, targets = batch(7)
+    plan = model.attentions()[1].plan
+    gradients: list[Tensor] = []
+    original = two_readings._gradient
+
+    def noted(*arguments: object) -> Tensor:
+        gradients.append(original(*arguments))  # type: ignore[arg-type]
+        return gradients[-1]
+
+    monkeypatch.setattr(two_readings, "_gradient", noted)
+    monkeypatch.setattr(
+        two_readings, "_output", lambda layer, change: two_readings.high_outputs(layer) + 1e-3 * gradients[0]
+    )
+    reading = readings(model, plan, tokens, targets, torch.float32, seed=torch.tensor(0))["as trained"]
+    torch.testing.assert_close(reading.first_BHT, 1e-3 * gradients[0].square().sum(-1), rtol=1e-2, atol=1e-9)
+
+
+def test_nothing_is_left_behind(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [attention.plan for attention in model.attentions()]
+    measured(model, batches=1)
+    monkeypatch.setattr(two_readings, "_output", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measured(model, batches=1)
+    assert [attention.plan for attention in model.attentions()] == plans
+    assert all("attend" not in vars(attention) for attention in model.attentions())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_mean_is_of_sequences_relative_to_delta() -> None:
+    part = torch.tensor([[[1.0, 3.0]], [[5.0, 7.0]]])  # means 2 and 6 of two sequences
+    mean = mean_of([part], [torch.full_like(part, 2.0)])
+    assert (mean.mean, mean.sequences) == (2.0, 2)
+    assert mean.standard_error == pytest.approx(1.0)
+    assert mean.z == pytest.approx(2.0)
+    assert dataclasses.astuple(mean_of([part], [part], head=0))[2] == 2
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        place.train("run", {"checkpoint.every": 10})
+        yield place
+
+
+def test_the_script_writes_every_head(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "readings.csv"
+    script.main([str(place.runs / "run"), "--batches", "2", "--sequences", "2", "--length", "8", "--out", str(out)])
+    said = capsys.readouterr().out
+    assert "as trained" in said
+    assert "stochastic" in said
+    rows = list(csv.DictReader(out.open()))
+    assert {row["part"] for row in rows} == {"first", "second"}
+    assert len(rows) == len({tuple(row[name] for name in ("layer", "head", "rounding", "part")) for row in rows})
+    assert {row["sequences"] for row in rows} == {"4"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--layers", "9"], "--layers"), (["--batches", "0"], "--batches"), (["--what"], "unrecognized")],
+)
+def test_what_cannot_be_is_one_line(
+    place: Place, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script.main([str(place.runs / "run"), *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
