@@ -15,6 +15,7 @@ from model import ModelConfig
 PARTS = ("data", "forward", "backward", "clip", "optimiser", "logging")
 # The first kind whose piece is in a kernel's name; attention's kernels are this repository's and torch's own.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("norms", ("norm_forward_kernel", "norm_backward_kernel")),
     ("attention", ("forward_kernel", "query_kernel", "key_kernel", "flash", "fmha", "cudnn")),
     ("matrix products", ("nvjet", "gemm", "cutlass", "xmma", "_mm_", "splitK")),
     ("softmax of the head", ("softmax_rows_kernel",)),
@@ -84,6 +85,11 @@ class Timed:
         return getattr(self._module, name)
 
 
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel, by its name."""
+    return next((kind for kind, pieces in KINDS if any(piece in kernel for piece in pieces)), "other")
+
+
 def profile(name: str, run: Callable[[int], None], steps: int) -> str:
     """The 60 kernels that take most of the device's time, and how much of the wall time all of them fill."""
     cuda = torch.cuda.is_available()
@@ -105,8 +111,7 @@ def profile(name: str, run: Callable[[int], None], steps: int) -> str:
     lines = [f"{name}: {wall:.3f} ms a step with the profiler on, {total:.3f} ms of it in {count:.0f} kernels"]
     kinds: dict[str, float] = {}
     for kernel, times in kernels.items():
-        kind = next((kind for kind, pieces in KINDS if any(piece in kernel for piece in pieces)), "other")
-        kinds[kind] = kinds.get(kind, 0.0) + sum(times)
+        kinds[kind_of(kernel)] = kinds.get(kind_of(kernel), 0.0) + sum(times)
     lines += [f"{kinds[kind]:10.4f}  {kind}" for kind in sorted(kinds, key=lambda kind: -kinds[kind])]
     lines += [f"{'ms/step':>10} {'calls':>7} {'each us':>9}  kernel"]
     for kernel, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:60]:

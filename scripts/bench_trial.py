@@ -96,6 +96,6 @@ def write_results(path: Path | None, rows: list[dict[str, Any]], **facts: Any) -
     """The JSON, if it is asked for."""
     if path is None:
         return
-    machine = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    machine = {"torch": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
     machine |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     write_json(path, {"command": sys.argv, "machine": machine, **facts, "rows": rows})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batches import Batches, DataConfig, open_batches, random_offsets, validation_offsets
 from data.recording import Recording
@@ -288,6 +289,29 @@ def test_carried_tokens_beside_another_data_set_are_refused_with_the_way_out(dat
 def test_carried_tokens_with_no_data_set_named_replay(dataset, tmp_path):
     drawn = record(dataset, tmp_path / "r", 2, record_tokens=True)
     assert same(take(open_batches(settings_for("", replay=str(tmp_path / "r"))), 2), drawn)
+
+
+class OperatorsOfTorch(TorchDispatchMode):
+    """Names of the operators that torch runs inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_copies_nothing_of_a_batch(dataset, tmp_path):
+    # Each would wake all threads of torch for a batch of more than 32,768 tokens.
+    record(dataset, tmp_path / "r", 2, record_tokens=True)
+    for settings_ in (settings_for(dataset), settings_for("", replay=str(tmp_path / "r"))):
+        batches = open_batches(settings_)
+        with OperatorsOfTorch() as seen:
+            made = [*batches.next(), *batches.validation()]
+        assert set(seen.names) == {"aten.lift_fresh.default"}  # of from_numpy; it touches no element
+        assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for pair in made for tensor in pair)
 
 
 def test_a_recording_without_tokens_needs_its_data_set(dataset, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny_runs import ROOT, TINY, Place, environment
 
+from scripts.bench_profile import kind_of
 from scripts.bench_train import build
 from scripts.bench_trial import Contender, Trial
 
@@ -108,9 +109,27 @@ def test_the_profile_names_the_variant(bench: Any) -> None:
     assert bench[2].read_text().startswith("plain: ")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("forward_kernel", "attention"),
+        ("norm_forward_kernel", "norms"),
+        ("norm_backward_kernel", "norms"),
+        ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_splitK_NTN", "matrix products"),
+        ("runs_kernel", "other"),
+    ],
+)
+def test_a_kernel_is_of_its_kind(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
 def test_the_json_says_that_it_is_complete(bench: Any) -> None:
     assert bench[1]["complete"] is True
     assert rows(bench)["plain"]["build_seconds"] > 0
+
+
+def test_the_json_says_how_many_threads_torch_has(bench: Any) -> None:
+    assert bench[1]["machine"]["threads"] >= 1
 
 
 def note_of(trial: Trial) -> dict[str, Any]:
