@@ -162,6 +162,8 @@ class Facts:
     exploded_at: int | None
     above_since: int | None
     departed_at: int | None
+    unstable_since: int | None
+    """``departed_at``, where the median gradient norm from there on, 500 steps at least, is above ``UNREST`` times the earlier one."""
     is_finished: bool
     unrest: float
     """Median of the last ``SPAN`` gradient norms over that of the steps from 1,000 to 500 before the end; NaN for a short run."""
@@ -182,9 +184,11 @@ class Facts:
         """How the run ended, in words."""
         if self.exploded_at is not None:
             return f"exploded at {self.exploded_at:,}, logs to {self.last_step:,}"
+        end = f"{'finished' if self.is_finished else 'cut'} at {self.last_step:,}"
+        if self.unstable_since is not None:
+            return f"{end}, unstable since {self.unstable_since:,}: gradient norm above {DEPARTURE:g} again and again, no explosion"
         if self.above_since is not None:
             return f"above the margin since {self.above_since:,}, cut at {self.last_step:,}: too soon to tell"
-        end = f"{'finished' if self.is_finished else 'cut'} at {self.last_step:,}"
         if self.unrest > UNREST:
             return f"{end}, leaving: gradient norm {self.unrest:.1f} times that of 500 - 1,000 steps before"
         return f"{end}, quiet"
@@ -206,6 +210,7 @@ def facts(run: Evidence) -> Facts:
         exploded_at=curves.explosion_step(losses, MARGIN, PATIENCE, steps=steps),
         above_since=curves.open_excursion(losses, MARGIN, PATIENCE, steps=steps),
         departed_at=departure_step(run.records),
+        unstable_since=unstable_since(run.records),
         is_finished=steps[-1] + 1 >= int(run.setting("run.steps")),
         unrest=unrest(run.records),
         loss_at_end=curves.final(losses, SPAN),
@@ -217,6 +222,20 @@ def facts(run: Evidence) -> Facts:
         minutes=(timed[-1], seconds[-1] / 60),
         printed_from=min(printed, default=None),
     )
+
+
+def unstable_since(records: Sequence[Record]) -> int | None:
+    """``Facts.unstable_since``; earlier: from 1,000 to 500 steps before. One high gradient norm among ordinary ones is no instability."""
+    departed = departure_step(records)
+    if departed is None:
+        return None
+    pairs = list(zip(*curves.column(records, "grad_norm"), strict=True))
+    # Thinned logs have more steps near the departure than elsewhere.
+    since = [norm for step, norm in pairs if step > departed + NEAR]
+    before = [norm for step, norm in pairs if 500 <= departed - step <= 1000]
+    if not since or not before or pairs[-1][0] - departed < 500:
+        return None
+    return departed if not statistics.median(since) <= UNREST * statistics.median(before) else None
 
 
 def unrest(records: Sequence[Record]) -> float:

@@ -81,6 +81,8 @@ def outcome(facts: Facts) -> str:
     end = "at its end" if facts.is_finished else "when cut"
     if facts.exploded_at is not None:
         return f"exploded at {facts.exploded_at:,}"
+    if facts.unstable_since is not None:
+        return f"unstable since {facts.unstable_since:,}, not exploded {end} at {facts.last_step:,}"
     if facts.above_since is not None:
         return f"above the margin since {facts.above_since:,} {end} at {facts.last_step:,}"
     if facts.unrest > UNREST:
@@ -94,9 +96,12 @@ def outcome(facts: Facts) -> str:
 
 def verdict(facts: Facts, expected: Expected, past: int | None) -> str:
     """Of one run. A run that was cut says nothing, but for one that stayed quiet beyond step ``past``."""
-    is_quiet = facts.exploded_at is None and facts.above_since is None and not facts.unrest > UNREST
+    uneasy = facts.above_since is not None or facts.unstable_since is not None or facts.unrest > UNREST
+    is_quiet = facts.exploded_at is None and not uneasy
     if facts.exploded_at is not None:
         return "agrees" if expected == "explodes" else "does not"
+    if facts.unstable_since is not None and expected == "quiet":
+        return "does not"
     if facts.is_finished and is_quiet:
         return "agrees" if expected == "quiet" else "does not"
     if expected == "quiet" and is_quiet and past is not None and facts.last_step > past:

@@ -278,6 +278,18 @@ def test_a_rising_gradient_is_not_quiet() -> None:
     assert report.unrest(records[:1400]) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("high", "since"), [(range(900, 1500, 3), 900), (range(900, 901), None), (range(1480, 1500), None)]
+)
+def test_instability_is_more_than_one_high_gradient(high: range, since: int | None) -> None:
+    """High here and there, restless in between; one spike among ordinary norms; too late to tell."""
+    restless = len(high) > 1
+    records = [
+        {"step": s, "grad_norm": 30.0 if s in high else 0.9 if restless and s > high[0] else 0.3} for s in range(1500)
+    ]
+    assert report.unstable_since(records) == since
+
+
 def test_norms_and_logits_are_those_of_layer_1(out: Path) -> None:
     quiet = told(out)["quiet"]
     assert quiet.w_q[1000] == quiet.logit[1000] == 11.0

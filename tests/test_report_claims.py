@@ -24,6 +24,7 @@ ASKED = {
 def facts(**changes: Any) -> Facts:
     given: dict[str, Any] = {
         **{"last_step": 12_999, "exploded_at": None, "above_since": None, "departed_at": None, "is_finished": True},
+        "unstable_since": None,
         **{"unrest": 1.0, "loss_at_end": 3.0, "validation": {}, "w_q": {}, "logit": {}, "largest_w_q_in_layer": (0, 0)},
         **{"tokens_per_second": 1.0, "minutes": (0, 0.0), "printed_from": None},
     }
@@ -49,6 +50,12 @@ CUT = {"is_finished": False, "last_step": 5999}
         (CUT | {"unrest": 3.0}, "not settled", "not settled", "leaving when cut at 5,999"),
         ({"unrest": 3.0}, "not settled", "not settled", "leaving at its end at 12,999"),
         (CUT | {"unrest": math.nan}, "not settled", "agrees so far", "quiet when cut at 5,999"),
+        (
+            CUT | {"unstable_since": 4000},
+            "not settled",
+            "does not",
+            "unstable since 4,000, not exploded when cut at 5,999",
+        ),
         (CUT | {"above_since": 5900}, "not settled", "not settled", "above the margin since 5,900 when cut at 5,999"),
     ],
 )
