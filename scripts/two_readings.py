@@ -5,6 +5,10 @@
 For every layer, both parts of e . dO (analysis/two_readings.py), in millionths of delta's root mean square, with the standard error
 over sequences: under the roundings that the run was trained with, and with O rounded stochastically. The first part is the paper's
 reading, the second self-correlation. The CSV has every head too.
+
+    python scripts/two_readings.py --table readings.csv ...
+
+prints what such files say over all their checkpoints, as Markdown.
 """
 
 from __future__ import annotations
@@ -87,6 +91,41 @@ def rows(found: dict[int, dict[str, list[Reading]]], name: str, step: int, n_hea
     return lines
 
 
+def _short(value: float) -> str:
+    return f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.3g}"
+
+
+def summary(paths: Sequence[Path]) -> str:
+    """A Markdown table: a line a file, rounding and layer, with the ranges over all checkpoints in it (all heads together)."""
+    heading = (
+        "readings",
+        "O rounded",
+        "layer",
+        "checkpoints",
+        "bias, 1e-6 of delta",
+        "z",
+        "self-correlation, 1e-6 of delta",
+        "z",
+    )
+    lines = [f"| {' | '.join(heading)} |", f"| --- | --- | ---: | ---: |{' ---: |' * 4}"]
+    for path in paths:
+        try:
+            with path.open(newline="") as file:
+                found = [row for row in csv.DictReader(file) if row["head"] == "-1"]
+        except (OSError, KeyError) as error:
+            raise UserError(f"--table {path}: not readings as --out writes them ({error})") from None
+        for rounding, layer in sorted({(row["rounding"], int(row["layer"])) for row in found}):
+            cells = [path.stem, rounding, str(layer)]
+            for part in ("first", "second"):
+                chosen = [r for r in found if (r["rounding"], int(r["layer"]), r["part"]) == (rounding, layer, part)]
+                means = [1e6 * float(row["mean"]) for row in chosen]
+                z = [float(row["mean"]) / float(row["standard_error"]) for row in chosen]
+                cells += [str(len(chosen))] * (part == "first")
+                cells += [f"{_short(min(means))} to {_short(max(means))}", f"{min(z):+.1f} to {max(z):+.1f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
@@ -95,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, nargs="+", help="checkpoints, or folders of runs (their newest)")
+    parser.add_argument("checkpoint", type=Path, nargs="*", help="checkpoints, or folders of runs (their newest)")
     parser.add_argument("--data", type=Path, help="data set (that of the run)")
     parser.add_argument("--layers", type=int, nargs="+", help="which, from 0 (all)")
     parser.add_argument("--batches", type=int, default=8, help="batches (default %(default)s)")
@@ -103,7 +142,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, help="CSV file")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="CSV", help="print what these files say, and no more")
     chosen = parser.parse_args(arguments)
+    if bool(chosen.checkpoint) == bool(chosen.table):
+        raise UserError("name checkpoints to measure, or --table with files to tell of")
     for name, least in (("batches", 1), ("sequences", 1), ("length", 2)):
         if getattr(chosen, name) < least:
             raise invalid(f"--{name}", getattr(chosen, name), f"at least {least}")
@@ -115,6 +157,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
+    if arguments.table:
+        print(summary(arguments.table))
+        return
     cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if cuda else "cpu")
     if cuda:

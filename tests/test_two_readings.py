@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import Place, new_place
+from tiny_runs import ROOT, Place, new_place
 from torch import Tensor
 
 from analysis import two_readings
@@ -174,6 +174,35 @@ def test_the_script_writes_every_head(place: Place, tmp_path: Path, capsys: pyte
     assert {row["part"] for row in rows} == {"first", "second"}
     assert len(rows) == len({tuple(row[name] for name in ("layer", "head", "rounding", "part")) for row in rows})
     assert {row["sequences"] for row in rows} == {"4"}
+
+
+def test_the_published_table_is_that_of_its_files() -> None:
+    folder = ROOT / "results/two_readings"
+    assert script.summary([folder / "bf16.csv", folder / "microcosm.csv"]) in (folder / "README.md").read_text()
+
+
+def test_the_document_says_what_the_files_say() -> None:
+    with (ROOT / "results/two_readings/bf16.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["head"] == "-1"]
+    means, z, error = {}, {}, {}
+    for part in ("first", "second"):
+        chosen = [(float(row["mean"]), float(row["standard_error"])) for row in rows if row["part"] == part]
+        means[part] = sorted(1e6 * mean for mean, _ in chosen)
+        z[part] = sorted(mean / error for mean, error in chosen)
+        error[part] = max(1e6 * error for _, error in chosen)
+    document = (ROOT / "docs/reproduction.md").read_text()
+    ranges = f"{means['second'][0]:+.3g} to {means['second'][-1]:+.3g} millionths of delta, {z['second'][0]:.0f} to {z['second'][-1]:.0f}"
+    assert ranges in document
+    assert max(map(abs, z["first"])) < 3
+    assert f"which are up to {3 * error['first']:.0f} millionths" in document
+
+
+@pytest.mark.parametrize("arguments", [[], ["x", "--table", "y"], ["--table", "nowhere.csv"]])
+def test_a_table_is_asked_for_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script.main(arguments)
+    assert stop.value.code == 2
+    assert "--table" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
