@@ -328,7 +328,7 @@ def test_what_cuda_refuses_is_a_user_error_with_a_way_out() -> None:
     said = subprocess.run([sys.executable, "-c", REFUSED], cwd=root, capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
     assert said.stdout.startswith("telemetry.cuda_graph = True: the probe could not be captured")
-    assert "--telemetry.no-cuda_graph" in said.stdout
+    assert "--telemetry.no-cuda-graph" in said.stdout
     assert "captur" in said.stdout.split("(", 1)[1].lower()
 
 

@@ -140,7 +140,7 @@ class CudaRecorder:
             except RuntimeError as error:
                 raise UserError(
                     f"telemetry.cuda_graph = True: the probe could not be captured as a CUDA graph ({_first_line(error)}); "
-                    "go on without: --telemetry.no-cuda_graph"
+                    "go on without: --telemetry.no-cuda-graph"
                 ) from error
         self._last = graph
         return measurement, graph.replay
