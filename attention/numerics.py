@@ -80,7 +80,8 @@ class Numerics:
     """Scores this close to the row maximum count as tied; 0 is the exact comparison of the paper's first version."""
     row_max_cap: float = math.log(2**18 / 239)
     """Largest shift above the row maximum in ``stabilised_safe``: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and
-    FP16 number, so that rows at the cap lose nothing to the rounding of P_bar, and one with an odd 8-bit significand, unlike 1."""
+    FP16 number, so that rows at the cap lose nothing to the rounding of P_bar (where m + cap is exact), and one with an odd 8-bit
+    significand, unlike 1."""
     tile_q: int = 512
     """Rows of one tile; 0 is the whole sequence."""
     tile_k: int = 512

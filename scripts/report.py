@@ -37,8 +37,8 @@ from training.telemetry import read_telemetry
 
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = Path("results/fast_failure")
-ALARM = Path("results/alarm")
-"""What scripts/alarm_table.py wrote: NAME.md is block alarm_NAME of the documents."""
+WRITTEN = {"alarm": Path("results/alarm"), "appendix_c": Path("results/appendix_c")}
+"""What scripts/alarm_table.py and scripts/stabiliser_variants.py wrote: NAME.md is block PREFIX_NAME of the documents."""
 DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnosis.md"))
 ASKED = Path("configs/reproduction.txt")
 PICTURE = ("flash", "paper", "delta_from_p", "fp32_o")
@@ -288,7 +288,8 @@ def documents(out: Path, root: Path) -> dict[Path, tuple[str, str]]:
     runs, again = read_evidence(out), read_again(out)
     asked = report_claims.parse_asked((root / ASKED).read_text())
     blocks, values = report_blocks.blocks(runs, again, asked), report_blocks.values(runs, again, asked)
-    blocks |= {f"alarm_{path.stem}": path.read_text() for path in (root / ALARM).glob("*.md") if path.stem != "README"}
+    for prefix, folder in WRITTEN.items():
+        blocks |= {f"{prefix}_{p.stem}": p.read_text() for p in (root / folder).glob("*.md") if p.stem != "README"}
     found = {}
     for path in DOCUMENTS:
         text = (root / path).read_text()
