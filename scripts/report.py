@@ -41,8 +41,11 @@ WRITTEN = {"alarm": Path("results/alarm"), "appendix_c": Path("results/appendix_
 """What scripts/alarm_table.py and scripts/stabiliser_variants.py wrote: NAME.md is block PREFIX_NAME of the documents."""
 DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnosis.md"))
 ASKED = Path("configs/reproduction.txt")
-PICTURE = ("flash", "paper", "delta_from_p", "fp32_o")
-"""Runs of the README's picture."""
+PICTURES = {
+    "failing_and_fixed.png": ("flash", "paper", "delta_from_p", "fp32_o"),
+    "two_explanations.png": ("flash", "run_a", "run_b", "run_c", "run_d"),
+}
+"""Runs of the README's picture, and of that of docs/reproduction.md."""
 
 MOST_BYTES = 200_000
 EVERY = (10, 20, 50, 100)
@@ -308,13 +311,13 @@ def tables(args: argparse.Namespace) -> None:
 
 
 def plots(args: argparse.Namespace) -> None:
-    """The command ``plots``: curves.png with all runs, failing_and_fixed.png with those of ``PICTURE``."""
+    """The command ``plots``: curves.png with all runs, and those of ``PICTURES``."""
     runs = report_blocks.told(read_evidence(args.out))
-    chosen = [(run, facts) for run, facts in runs if run.name in PICTURE]
     try:
         report_plots.draw(runs, report_plots.PANELS, args.out / "curves.png")
-        if chosen:
-            report_plots.draw(chosen, report_plots.PANELS[:2], args.out / "failing_and_fixed.png", like=runs)
+        for name, members in PICTURES.items():
+            if chosen := [(run, facts) for run, facts in runs if run.name in members]:
+                report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, like=runs)
     except ImportError as error:
         raise UserError(f"plots: matplotlib cannot be used here ({error})") from None
 

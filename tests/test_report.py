@@ -395,10 +395,11 @@ def test_a_column_without_content_is_left_out(out: Path) -> None:
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
-def test_plots_write_both_pictures(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "PICTURE", ("failing",))
+def test_plots_write_the_pictures_that_have_runs(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "PICTURES", {"one.png": ("failing", "absent"), "none.png": ("absent",)})
     script.main(["plots", "--out", str(out)])
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "failing_and_fixed.png"))
+    assert {path.name for path in out.glob("*.png")} == {"curves.png", "one.png"}
+    assert (out / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_has_one_colour_in_both_pictures(out: Path) -> None:
