@@ -159,6 +159,20 @@ def test_stochastic_rounding_does_not_depend_on_the_number_of_processes(place: P
     assert abs(one - other_draws) / one > four_terms
 
 
+def test_the_triton_kernels_under_ddp_in_the_interpreter(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's hooks hear the operators' gradients, which are views of one tensor; the first loss is that of ``flash_reference``."""
+    pytest.importorskip("triton")
+    fields: dict[str, Any] = {"model.n_embd": 32, "run.steps": 2, "evaluation.every": 0, "telemetry.every": 0}
+    reference = torchrun(place, "interpreted", "reference", fields)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    fields["attention.flash_backend"] = "flash"
+    first, second = (torchrun(place, "interpreted", folder, fields) for folder in ("first", "second"))
+    assert weights(first, 2) == weights(second, 2)
+    losses, expected = column(first, "train_loss"), column(reference, "train_loss")
+    assert len(losses) == 2
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-4
+
+
 @pytest.mark.gpu
 def test_the_triton_kernels_under_ddp_and_compile_give_the_same_bits_twice(place: Place) -> None:
     """Two GPUs; two presets in one layer, one of them stochastic; the first loss is that of one process, whose sums have another order."""
