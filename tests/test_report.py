@@ -106,7 +106,12 @@ def test_every_number_in_a_sentence_has_a_source() -> None:
     quoted = set(
         re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])|\d{1,3}(?:,\d{3})+", re.sub(r"\]\([^)]*\)|arXiv [\d.]+", "", text))
     )
-    files = ("results/figures/README.md", "results/fast_failure/README.md", "results/two_readings/README.md")
+    files = (
+        "results/figures/README.md",
+        "results/fast_failure/README.md",
+        "results/two_readings/README.md",
+        "results/autopsy/README.md",
+    )
     recipes = ("configs/gpt2_paper.py", "configs/fast_failure.py")
     sources = " ".join((ROOT / name).read_text() for name in (*files, *recipes))
     steps = {f"{step:,}" for step in (*report_blocks.NORM_AT, 1500, 2500)}

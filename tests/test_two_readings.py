@@ -178,7 +178,10 @@ def test_the_script_writes_every_head(place: Place, tmp_path: Path, capsys: pyte
 
 def test_the_published_table_is_that_of_its_files() -> None:
     folder = ROOT / "results/two_readings"
-    assert script.summary([folder / f"{name}.csv" for name in ("bf16", "paper", "microcosm")]) in (folder / "README.md").read_text()
+    assert (
+        script.summary([folder / f"{name}.csv" for name in ("bf16", "paper", "microcosm")])
+        in (folder / "README.md").read_text()
+    )
 
 
 def test_the_document_says_what_the_files_say() -> None:
