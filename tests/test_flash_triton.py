@@ -6,16 +6,13 @@ run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from attention_cases import CASES, Problem, magnitudes, make, oracle, relative_errors, run
+from kernel_tests import pass_in_the_interpreter
 from test_bias import TOPS, rows
 from torch import Tensor
 
@@ -86,21 +83,7 @@ def assert_agree(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_kernels_in_tritons_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "not gpu",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__)),
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    pass_in_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize(

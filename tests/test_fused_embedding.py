@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from kernel_tests import INTERPRETED, largest_difference, pass_in_the_interpreter
 from torch import Tensor
 from torch.nn import functional
 
 from attention import AttentionConfig
 from fused.embedding import ROWS, lookup, table_gradient
 from model import GPT, ModelConfig, Operators, initialise
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -115,16 +111,9 @@ def test_eager_is_compiled() -> None:
     apart = {}
     for on in (False, True):
         eager, compiled = gradients(on, False), gradients(on, True)
-        apart[on] = max((eager[n] - compiled[n]).norm().item() / eager[n].norm().item() for n in eager)
+        apart[on] = largest_difference(eager, compiled)
     assert apart[True] <= 2 * apart[False] + 1e-6
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    pytest.importorskip("triton")
-    if INTERPRETED:
-        pytest.skip("this is the interpreter's own pytest")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    pass_in_the_interpreter(__file__)

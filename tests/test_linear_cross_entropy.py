@@ -6,14 +6,11 @@ their own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from kernel_tests import INTERPRETED, largest_difference, pass_in_the_interpreter
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +18,6 @@ from attention import AttentionConfig
 from fused.linear_cross_entropy import linear_cross_entropy, softmax_rows
 from model import GPT, ModelConfig, Operators, initialise
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF = [torch.bfloat16, torch.float16]
 SETTINGS = {
     "plain": {},
@@ -171,7 +167,7 @@ def test_eager_is_compiled(dtype: torch.dtype) -> None:
     apart = {}
     for chunk in (0, 24):
         eager, compiled = gradients(tiny(chunk), dtype), gradients(torch.compile(tiny(chunk)), dtype)
-        apart[chunk] = max((eager[n] - compiled[n]).norm().item() / eager[n].norm().item() for n in eager)
+        apart[chunk] = largest_difference(eager, compiled)
     assert apart[24] <= 2 * apart[0] + 1e-6
 
 
@@ -197,14 +193,7 @@ def test_evaluation_keeps_its_logits_and_leaves_out_the_z_loss() -> None:
 
 
 def test_the_kernel_in_tritons_interpreter() -> None:
-    pytest.importorskip("triton")
-    if INTERPRETED:
-        pytest.skip("this is the interpreter's own pytest")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "kernel_agrees", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    pass_in_the_interpreter(__file__, "-k", "kernel_agrees")
 
 
 KERNEL_DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
