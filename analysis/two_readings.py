@@ -11,7 +11,8 @@ if e has none: self-correlation. Subtracting the two gradients of the *same* bat
 is seen that no mean of e . dO itself would show.
 
 Everything but the layer under study is FP32, weights and attention, so that no other rounding enters the difference; q, k and v are
-rounded as the layer would get them.
+rounded as the layer would get them. o is made by ``flash_reference`` with the layer's numerics: for torch's own kernels, their roundings
+as this project names them, not their bits.
 
 Legend: B batch, T positions, H heads, D head width.
 """
