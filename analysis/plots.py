@@ -20,7 +20,7 @@ import files
 from analysis import curves
 
 # Okabe and Ito, "Color Universal Design" (2008), without its yellow, which is too light for a line on white.
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 # A second key beside colour: curves that lie on each other show through the gaps, and a grey print stays readable.
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1.5, 1.5, 1.5)), (0, (9, 2)))
 
@@ -97,7 +97,7 @@ def smoothing_window(count: int) -> int:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Colour, dashes and width of the ``index``-th run; the first 35 all differ, and a later one leaves the edges of an
+    """Colour, dashes and width of the ``index``-th run; the first 40 all differ, and a later one leaves the edges of an
     earlier one to be seen where they lie on each other."""
     width = max(2.6 - 0.5 * index, 1.1)
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": width}

@@ -1,6 +1,7 @@
 """Curves of the runs in ``results/``, all on one axis of steps, in the colours and dashes of ``analysis.plots``.
 
-Thinned logs are dense in places, so a noisy curve is drawn as means over stretches of ``STRETCH`` steps, not over so many values.
+A variant has one look in all pictures; its runs on other seeds are thin lines of that look. Thinned logs are dense in places, so a
+noisy curve is drawn as means over stretches of ``STRETCH`` steps, not over so many values.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import numpy as np
 import files
 from analysis import curves, plots
 from analysis.report import LAYER, Evidence, Facts
+from analysis.report_claims import base, groups
 
 STRETCH = 50
 WIDTH, PANEL_HEIGHT, DPI = 6.4, 1.7, 150
+LINE, OTHER_SEED = 1.6, 0.8
 TEXT = 8.0
 
 
@@ -65,47 +68,54 @@ def series(run: Evidence, facts: Facts, panel: Panel) -> tuple[np.ndarray, np.nd
     return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
 
+def looks(runs: Sequence[tuple[Evidence, Facts]], order: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, dashes and width of every run, by name; ``order``: variants that keep their look whatever runs there are."""
+    variants = list(dict.fromkeys([*order, *(base(run.name) for run, _ in runs)]))
+    firsts = {group.runs[0][0].name for group in groups(runs, {}) if group.runs}
+    return {
+        run.name: plots.style(variants.index(base(run.name)))
+        | {"linewidth": LINE if run.name in firsts else OTHER_SEED}
+        for run, _ in runs
+    }
+
+
 def draw(
-    runs: Sequence[tuple[Evidence, Facts]],
-    panels: Sequence[Panel],
-    path: Path,
-    *,
-    like: Sequence[tuple[Evidence, Facts]] | None = None,
+    runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], path: Path, *, look: dict[str, dict[str, Any]]
 ) -> None:
-    """Write the picture; ``like`` gives the runs whose order decides the colours, so that a run looks the same in two pictures."""
-    order = [run.name for run, _ in (runs if like is None else like)]
+    """Write the picture; ``look``: of every run, see ``looks``."""
     from PIL import Image
 
     drawn, picture = io.BytesIO(), io.BytesIO()
-    figure(runs, panels, order).savefig(drawn, format="png", dpi=DPI)
+    figure(runs, panels, look).savefig(drawn, format="png", dpi=DPI)
     # A table of colours takes a third of the space: lines, not photographs.
     Image.open(drawn).convert("RGB").quantize(256).save(picture, format="png", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_bytes(path, picture.getvalue())
 
 
-def figure(runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], order: Sequence[str]) -> Any:
-    """A matplotlib ``Figure``: one panel above the other, the legend on top, dotted lines where runs explode."""
+def figure(runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], look: dict[str, dict[str, Any]]) -> Any:
+    """A matplotlib ``Figure``: one panel above the other, a legend of variants on top, dotted lines where runs explode."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    size = (WIDTH, PANEL_HEIGHT * len(panels) + 0.35 + 0.17 * len(runs))
-    drawn = Figure(figsize=size, dpi=DPI, layout="constrained")
+    variants = groups(runs, {})
+    drawn = Figure(
+        figsize=(WIDTH, PANEL_HEIGHT * len(panels) + 0.35 + 0.17 * len(variants)), dpi=DPI, layout="constrained"
+    )
     FigureCanvasAgg(drawn)
     all_axes = drawn.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    looks = [plots.style(order.index(run.name)) | {"linewidth": 1.5} for run, _ in runs]
     for axes, panel in zip(all_axes, panels, strict=True):
-        for (run, facts), look in zip(runs, looks, strict=True):
+        for run, facts in runs:
             steps, values = series(run, facts, panel)
             marker = "o" if panel.key == "val_loss" else ""
-            axes.plot(steps, values, marker=marker, markersize=2.5, **look)
+            axes.plot(steps, values, marker=marker, markersize=2.5, **look[run.name])
             if facts.exploded_at is not None:
-                axes.axvline(facts.exploded_at, color=look["color"], linestyle=":", linewidth=1.0, zorder=1)
+                axes.axvline(facts.exploded_at, color=look[run.name]["color"], linestyle=":", linewidth=1.0, zorder=1)
         _finish(axes, panel, runs)
     all_axes[-1].set_xlabel("optimiser step", fontsize=TEXT + 1)
-    labels = [f"{run.name}: {run.attention}; {facts.verdict.partition(':')[0]}" for run, facts in runs]
-    lines = [Line2D([], [], **look) for look in looks]
+    labels = [f"{group.name}: {group.outcome}" for group in variants]
+    lines = [Line2D([], [], **look[group.runs[0][0].name]) for group in variants]
     drawn.legend(lines, labels, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
     return drawn
 

@@ -45,7 +45,7 @@ PICTURES = {
     "failing_and_fixed.png": ("flash", "paper", "delta_from_p", "fp32_o"),
     "two_explanations.png": ("flash", "run_a", "run_b", "run_c", "run_d"),
 }
-"""Runs of the README's picture, and of that of docs/reproduction.md."""
+"""Variants in the README's picture, and in that of docs/reproduction.md."""
 
 MOST_BYTES = 200_000
 EVERY = (10, 20, 50, 100)
@@ -314,10 +314,11 @@ def plots(args: argparse.Namespace) -> None:
     """The command ``plots``: curves.png with all runs, and those of ``PICTURES``."""
     runs = report_blocks.told(read_evidence(args.out))
     try:
-        report_plots.draw(runs, report_plots.PANELS, args.out / "curves.png")
+        look = report_plots.looks(runs, list(dict.fromkeys(name for members in PICTURES.values() for name in members)))
+        report_plots.draw(runs, report_plots.PANELS, args.out / "curves.png", look=look)
         for name, members in PICTURES.items():
-            if chosen := [(run, facts) for run, facts in runs if run.name in members]:
-                report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, like=runs)
+            if chosen := [(run, facts) for run, facts in runs if report_claims.base(run.name) in members]:
+                report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, look=look)
     except ImportError as error:
         raise UserError(f"plots: matplotlib cannot be used here ({error})") from None
 

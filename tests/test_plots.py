@@ -130,7 +130,7 @@ def test_curves_that_lie_on_each_other_can_be_told_apart() -> None:
 
 
 def test_styles_differ_for_many_runs() -> None:
-    assert len({(plots.style(i)["color"], plots.style(i)["linestyle"]) for i in range(35)}) == 35
+    assert len({(plots.style(i)["color"], plots.style(i)["linestyle"]) for i in range(40)}) == 40
 
 
 def test_smoothing_leaves_short_curves_alone() -> None:

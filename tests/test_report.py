@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -409,9 +410,20 @@ def test_plots_write_the_pictures_that_have_runs(out: Path, monkeypatch: pytest.
 
 def test_a_run_has_one_colour_in_both_pictures(out: Path) -> None:
     runs = report_blocks.told(script.read_evidence(out))
-    order = [run.name for run, _ in runs]
-    alone = report_plots.figure(runs[1:], report_plots.PANELS[:1], order).axes[0].lines[0]
-    assert alone.get_color() == report_plots.figure(runs, report_plots.PANELS[:1], order).axes[0].lines[-1].get_color()
+    look = report_plots.looks(runs, [])
+    alone = report_plots.figure(runs[1:], report_plots.PANELS[:1], look).axes[0].lines[0]
+    assert alone.get_color() == report_plots.figure(runs, report_plots.PANELS[:1], look).axes[0].lines[-1].get_color()
+
+
+def test_other_seeds_look_like_their_variant_but_thin(out: Path) -> None:
+    (run, facts), *rest = report_blocks.told(script.read_evidence(out))
+    seeds = [(dataclasses.replace(run, name=name), facts) for name in ("failing_seed_1", "failing", "failing_seed_2")]
+    look = report_plots.looks([*rest, *seeds], ["absent", "failing"])
+    assert len({look[name]["color"] for name in ("failing", "failing_seed_1", "failing_seed_2")}) == 1
+    assert look["failing_seed_1"]["linewidth"] == look["failing_seed_2"]["linewidth"] < look["failing"]["linewidth"]
+    assert all(look[other.name]["color"] != look["failing"]["color"] for other, _ in rest)
+    legend = report_plots.figure(seeds, report_plots.PANELS[:1], look).legends[0].get_texts()
+    assert [text.get_text().partition(":")[0] for text in legend] == ["failing"]
 
 
 def test_stretches_are_means_over_steps_not_rows() -> None:
