@@ -176,12 +176,47 @@ def test_the_script_writes_every_head(place: Place, tmp_path: Path, capsys: pyte
     assert {row["sequences"] for row in rows} == {"4"}
 
 
-def test_the_published_table_is_that_of_its_files() -> None:
+@pytest.mark.parametrize("names", [("bf16", "paper", "microcosm"), ("gpt2_run_a",)])
+def test_the_published_table_is_that_of_its_files(names: tuple[str, ...]) -> None:
     folder = ROOT / "results/two_readings"
-    assert (
-        script.summary([folder / f"{name}.csv" for name in ("bf16", "paper", "microcosm")])
-        in (folder / "README.md").read_text()
+    assert script.summary([folder / f"{name}.csv" for name in names]) in (folder / "README.md").read_text()
+
+
+def _all_heads(name: str) -> list[tuple[str, int, int, float, float]]:
+    """(part, step, layer, mean in millionths, standard errors) of all heads together."""
+    with (ROOT / f"results/two_readings/{name}.csv").open(newline="") as file:
+        return [
+            (
+                row["part"],
+                int(row["step"]),
+                int(row["layer"]),
+                1e6 * float(row["mean"]),
+                float(row["mean"]) / float(row["standard_error"]),
+            )
+            for row in csv.DictReader(file)
+            if row["head"] == "-1"
+        ]
+
+
+def test_what_is_said_of_gpt2_is_in_its_file() -> None:
+    rows = _all_heads("gpt2_run_a")
+    first, second = ([row[1:] for row in rows if row[0] == part] for part in ("first", "second"))
+    document, readme = (
+        (ROOT / "docs/reproduction.md").read_text(),
+        (ROOT / "results/two_readings/README.md").read_text(),
     )
+    assert len(second) == 36
+    assert [(step, layer) for step, layer, _, z in second if z < 3] == [(3000, 0)]
+    assert min(mean for *_, mean, _ in second) > 0
+    means = sorted(mean for *_, mean, _ in second)
+    assert f"{means[0]:+.3g} to {means[-1]:+.3g} millionths of\ndelta" in document
+    assert max(abs(z) for *_, z in first) < 3
+    assert f"which are up to {max(3 * mean / z for *_, mean, z in first):.3g} millionths" in document
+    at = {(step, layer): mean for step, layer, mean, _ in second}
+    assert f"from {at[1000, 1]:+.3g} at 1,000 to {at[2000, 1]:+.3g} at 2,000" in document
+    growth = sorted((at[2000, layer] / at[1000, layer], layer) for layer in range(12))
+    assert growth[-1][1] == 1
+    assert f"by {growth[-1][0]:.1f} from step 1,000 to 2,000, the other layers by {growth[-2][0]:.1f} at most" in readme
 
 
 def test_the_document_says_what_the_files_say() -> None:
