@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable
 
@@ -21,14 +22,22 @@ def invalid(field: str, value: object, expected: str | Iterable[object]) -> User
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2."""
+    """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2.
+
+    Where the reader of its output has gone (``| head``), it leaves without a word and with a shell's code for that, 141.
+    """
 
     @functools.wraps(main)
     def wrapped(*args: object, **kwargs: object) -> None:
         try:
             main(*args, **kwargs)
+            sys.stdout.flush()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
+        except BrokenPipeError:
+            # What is still in the buffer would fail once more when the interpreter leaves.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(141) from None
 
     return wrapped

@@ -44,8 +44,11 @@ Change = Callable[[Numerics], Numerics]
 ROUNDINGS: dict[str, Change] = {
     "as trained": lambda numerics: numerics,
     "stochastic": lambda numerics: numerics.with_sites({"output_rounding": "stochastic"}),
+    "O unrounded": lambda numerics: numerics.with_sites({"output": "fp32", "output_rounding": "nearest"}),
 }
-"""O as the layer's plan rounds it, and with the same format rounded without bias."""
+"""O as the layer's plan rounds it; in the same format without bias; and with the other sites' errors alone, P_bar's above all.
+
+The last is what an FP32 O in delta leaves, and what runs B and C have in common with it."""
 
 
 @dataclass(frozen=True)

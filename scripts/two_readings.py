@@ -3,8 +3,9 @@
     python scripts/two_readings.py runs/NAME/checkpoints/step_00003000 --data data/tokens/corpus --out readings.csv
 
 For every layer, both parts of e . dO (analysis/two_readings.py), in millionths of delta's root mean square, with the standard error
-over sequences: under the roundings that the run was trained with, and with O rounded stochastically. The first part is the paper's
-reading, the second self-correlation. The CSV has every head too.
+over sequences: under the roundings that the run was trained with, with O rounded stochastically, and with O itself not rounded, which
+leaves what an FP32 O in delta leaves: the rounding of P_bar above all. The first part is the paper's reading, the second
+self-correlation. The CSV has every head too.
 
     python scripts/two_readings.py --table readings.csv ...
 

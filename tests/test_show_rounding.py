@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from test_docs import ROOT, blocks, table
@@ -127,3 +130,17 @@ def test_what_is_nearly_half_is_not_printed_as_half(capsys: pytest.CaptureFixtur
 )
 def test_mistakes_are_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in complaint(arguments, capsys)
+
+
+def test_a_reader_that_goes_away_is_no_mistake() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/show_rounding.py"), "1", "1/512"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

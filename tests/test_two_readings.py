@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,16 @@ def test_an_unbiased_rounding_still_correlates_with_its_gradient(model: GPT, lay
     found = measured(model, layer)["stochastic"]
     assert z_of(found, "second_BHT") > 6
     assert abs(z_of(found, "first_BHT")) < 4
+
+
+def test_with_o_unrounded_less_of_the_correlation_is_left_but_not_nothing(model: GPT) -> None:
+    found = measured(model)
+    whole, rest = (
+        mean_of([reading.second_BHT for reading in found[name]], [reading.delta_BHT for reading in found[name]])
+        for name in ("as trained", "O unrounded")
+    )
+    assert rest.z > 6
+    assert whole.mean - rest.mean > 6 * math.hypot(whole.standard_error, rest.standard_error)
 
 
 def test_both_parts_add_up_to_the_error_of_delta(model: GPT) -> None:
@@ -170,6 +181,7 @@ def test_the_script_writes_every_head(place: Place, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert "as trained" in said
     assert "stochastic" in said
+    assert "O unrounded" in said
     rows = list(csv.DictReader(out.open()))
     assert {row["part"] for row in rows} == {"first", "second"}
     assert len(rows) == len({tuple(row[name] for name in ("layer", "head", "rounding", "part")) for row in rows})
