@@ -194,25 +194,24 @@ def test_the_published_table_is_that_of_its_files(names: tuple[str, ...]) -> Non
     assert script.summary([folder / f"{name}.csv" for name in names]) in (folder / "README.md").read_text()
 
 
-def _all_heads(name: str) -> list[tuple[str, int, int, float, float]]:
-    """(part, step, layer, mean in millionths, standard errors) of all heads together."""
+def _all_heads(name: str) -> list[tuple[str, str, str, int, int, float, float]]:
+    """(rounding, part, checkpoint, step, layer, mean in millionths, mean in standard errors) of all heads together."""
     with (ROOT / f"results/two_readings/{name}.csv").open(newline="") as file:
-        return [
-            (
-                row["part"],
-                int(row["step"]),
-                int(row["layer"]),
-                1e6 * float(row["mean"]),
-                float(row["mean"]) / float(row["standard_error"]),
-            )
-            for row in csv.DictReader(file)
-            if row["head"] == "-1"
-        ]
+        rows = [row for row in csv.DictReader(file) if row["head"] == "-1"]
+    return [
+        (
+            *(row[column] for column in ("rounding", "part", "checkpoint")),
+            *(int(row[column]) for column in ("step", "layer")),
+            1e6 * float(row["mean"]),
+            float(row["mean"]) / float(row["standard_error"]),
+        )
+        for row in rows
+    ]
 
 
 def test_what_is_said_of_gpt2_is_in_its_file() -> None:
     rows = _all_heads("gpt2_run_a")
-    first, second = ([row[1:] for row in rows if row[0] == part] for part in ("first", "second"))
+    first, second = ([row[3:] for row in rows if row[1] == part] for part in ("first", "second"))
     document, readme = (
         (ROOT / "docs/reproduction.md").read_text(),
         (ROOT / "results/two_readings/README.md").read_text(),
@@ -232,19 +231,23 @@ def test_what_is_said_of_gpt2_is_in_its_file() -> None:
 
 
 def test_the_document_says_what_the_files_say() -> None:
-    with (ROOT / "results/two_readings/bf16.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["head"] == "-1"]
-    means, z, error = {}, {}, {}
-    for part in ("first", "second"):
-        chosen = [(float(row["mean"]), float(row["standard_error"])) for row in rows if row["part"] == part]
-        means[part] = sorted(1e6 * mean for mean, _ in chosen)
-        z[part] = sorted(mean / error for mean, error in chosen)
-        error[part] = max(1e6 * error for _, error in chosen)
+    rows = [row for row in _all_heads("bf16") if row[0] != "O unrounded"]
+    first, second = ([(mean, z) for _, part, *_, mean, z in rows if part == name] for name in ("first", "second"))
     document = (ROOT / "docs/reproduction.md").read_text()
-    ranges = f"{means['second'][0]:+.3g} to {means['second'][-1]:+.3g} millionths of delta, {z['second'][0]:.0f} to {z['second'][-1]:.0f}"
-    assert ranges in document
-    assert max(map(abs, z["first"])) < 3
-    assert f"which are up to {3 * error['first']:.0f} millionths" in document
+    means, z = zip(*sorted(second), strict=True)
+    assert f"{means[0]:+.3g} to {means[-1]:+.3g} millionths of delta, {min(z):.0f} to {max(z):.0f}" in document
+    assert max(abs(z) for _, z in first) < 3
+    assert f"which are up to {max(3 * mean / z for mean, z in first):.0f} millionths" in document
+
+
+@pytest.mark.parametrize("name", ["bf16", "paper"])
+def test_what_is_left_with_o_unrounded(name: str) -> None:
+    second = {(row[0], row[2:5]): row[5] for row in _all_heads(name) if row[1] == "second"}
+    shares = [mean / second["as trained", key] for (rounding, key), mean in second.items() if rounding == "O unrounded"]
+    assert len(shares) == 18
+    said = f"{min(shares):.2f} to {max(shares):.2f} of"
+    assert f"in `{name}` {said.removesuffix(' of')}" in (ROOT / "results/two_readings/README.md").read_text()
+    assert name != "bf16" or said in (ROOT / "docs/reproduction.md").read_text()
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "--table", "y"], ["--table", "nowhere.csv"]])
