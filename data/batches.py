@@ -273,6 +273,7 @@ def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFi
             way_out = "set --data.dataset to the folder with the former"
             if header.carries_tokens:
                 way_out += ', or to "" for the tokens that the recording carries'
+            way_out += "; or record anew with scripts/make_recording.py"
             raise UserError(
                 f"{config.replay} was recorded on other {name} tokens: SHA-256 {recorded[:16]}..., "
                 f"those of data.dataset = {config.dataset} have {file.header.sha256[:16]}...: {way_out}"
