@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +38,7 @@ import config as configuration
 import train
 from config import TrainConfig
 from data.token_files import TokenWriter
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, invalid
 from model import GPT
 from scripts.bench_profile import PARTS, Stopwatch, Timed, matmul_rate, products, profile, synchronise
 from scripts.bench_trial import Contender, Trial, write_results
@@ -46,6 +47,8 @@ from training.metrics import Metrics
 from training.session import Session
 
 WARM_UP = 3
+QUIET = {"evaluation.every": 0, "telemetry.every": 0, "checkpoint.every": 0, "data.verify": "size"}
+"""Fields of a run of which only the steps are timed."""
 
 
 def allocated() -> int:
@@ -64,21 +67,37 @@ def write_tokens(folder: Path, vocabulary: int, count: int) -> None:
             out.write(tokens)
 
 
+def typed_fields(option: str, changes: Iterable[str]) -> dict[str, str]:
+    """Fields typed as ``section.field=value``. Raises ``UserError`` for one without a value."""
+    pairs = [change.partition("=") for change in changes]
+    for field, equals, _ in pairs:
+        if not equals:
+            raise invalid(option, field, "section.field=value")
+    return {field: value for field, _, value in pairs}
+
+
+def named_fields(text: str) -> tuple[str, dict[str, str]]:
+    """(name, the fields it changes) of a variant as typed."""
+    name, _, changes = text.partition("=")
+    return name, typed_fields("--variants", filter(None, changes.split(",")))
+
+
 def variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainConfig, dict[str, Any]]:
     """(name, config, the fields it changes) of a variant as typed; it writes into ``folder``, on the data set there."""
-    name, _, changes = text.partition("=")
-    fields = dict(change.split("=", 1) for change in changes.split(",") if "=" in change)
-    quiet = {"evaluation.every": 0, "telemetry.every": 0, "checkpoint.every": 0, "data.verify": "size"}
+    name, fields = named_fields(text)
     here = {"run.name": name, "run.folder": folder / "runs", "data.record": folder / "recordings" / name}
     here |= {} if recipe.data.dataset and "data.dataset" in fields else {"data.dataset": folder / "data"}
     of_config = {key: value for key, value in fields.items() if not key.startswith("inductor.")}
-    return name, changed(recipe, {**quiet, **here, **of_config}), fields
+    return name, changed(recipe, {**QUIET, **here, **of_config}), fields
 
 
 def changed(recipe: TrainConfig, fields: dict[str, Any]) -> TrainConfig:
-    return configuration.override(
-        recipe, [word for name, value in fields.items() for word in _option(recipe, name, value)]
-    )
+    return configuration.override(recipe, options(recipe, fields))
+
+
+def options(recipe: TrainConfig, fields: dict[str, Any]) -> list[str]:
+    """The fields as the command line has them."""
+    return [word for name, value in fields.items() for word in _option(recipe, name, value)]
 
 
 def _option(recipe: TrainConfig, key: str, value: Any) -> list[str]:
@@ -106,11 +125,11 @@ def build(recipe: TrainConfig, text: str, folder: Path) -> Contender:
     enter()
     place = distributed.start(config.run.device)
     before = allocated()
-    options = speed.compile_options(config.speed)
-    options |= {
+    of_compile = speed.compile_options(config.speed)
+    of_compile |= {
         key.removeprefix("inductor."): json.loads(value) for key, value in settings.items() if "inductor." in key
     }
-    with mock.patch.object(speed, "compile_options", return_value=options):
+    with mock.patch.object(speed, "compile_options", return_value=of_compile):
         session = Session(config, configuration.to_json(config), place)
     said = [""]
     session.say = lambda text: said.append(text)  # type: ignore[method-assign]
@@ -267,7 +286,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    recipe = changed(configuration.load(args.recipe), dict(item.split("=", 1) for item in args.set))
+    recipe = changed(configuration.load(args.recipe), typed_fields("--set", args.set))
     write_tokens(folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
     texts = {text.partition("=")[0]: text for text in args.variants}
     trial = Trial(args.variant_seconds, args.json)

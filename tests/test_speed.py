@@ -18,7 +18,7 @@ from torch import nn
 import config as configuration
 from errors import UserError
 from training import speed
-from training.distributed import Distributed
+from training.distributed import Distributed, stop
 from training.late import DeviceGuard, Reading
 from training.optim import OptimConfig, build_optimizer, clip_gradients, clip_in_step
 from training.session import Session
@@ -235,6 +235,25 @@ def test_compiling_around_ddp_leaves_the_losses_within_noise(place: Place) -> No
         assert max(abs(a - b) / b for a, b in pairs) <= noise
 
 
+@pytest.mark.parametrize(
+    "compiled", [{}, {"precision.compile": True}, {"precision.compile": True, "speed.overlap": True}], ids=str
+)
+def test_the_size_of_buckets_reaches_ddp(place: Place, compiled: dict[str, Any]) -> None:  # noqa: F811
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    first_of_two = Distributed(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+    model, _ = speed.wrapped(nn.Linear(2, 2), place.config("buckets", {**compiled, "speed.bucket_mb": 3}), first_of_two)
+    assert getattr(model, "_orig_mod", model).bucket_bytes_cap == 3 * 2**20
+    del model
+    stop()
+
+
+def test_the_size_of_buckets_stays_on_a_resume(place: Place) -> None:  # noqa: F811
+    """It decides the order of sums over more than two processes, and where torch.compile cuts the graph."""
+    place.train("same_buckets", {"run.steps": 1})
+    with pytest.raises(UserError, match=r"speed\.bucket_mb = 50: expected 25, as in the checkpoint"):
+        place.train("same_buckets", {"run.steps": 2, "run.resume": True, "speed.bucket_mb": 50})
+
+
 def test_fill_memory_off_changes_no_bit(place: Place, plain: Path) -> None:  # noqa: F811
     run = place.train("unfilled", {"run.steps": 12, **FUSED, "speed.fill_memory": False})
     assert lines(run) == lines(plain)
@@ -311,7 +330,7 @@ def test_what_cannot_serve_is_refused_by_name(fields: dict[str, Any], named: str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("fields", [{"loss_chunk": -1}, {"compile_mode": "fastest"}], ids=str)
+@pytest.mark.parametrize("fields", [{"loss_chunk": -1}, {"bucket_mb": 0}, {"compile_mode": "fastest"}], ids=str)
 def test_bad_values_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"speed.{next(iter(fields))} = "):
         SpeedConfig(**fields)

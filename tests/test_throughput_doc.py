@@ -9,7 +9,13 @@ import statistics
 from typing import Any
 
 import pytest
+import torch
 from test_docs import ROOT, table
+from torch._dynamo.backends.distributed import DDPOptimizer
+
+from attention import AttentionConfig, AttentionSpec
+from model import GPT, MODEL_PRESETS, ModelConfig
+from training.distributed import DEFAULT_BUCKET_MB
 
 DOCUMENT = ROOT / "docs" / "throughput.md"
 RESULTS = ROOT / "results" / "throughput"
@@ -159,6 +165,50 @@ def test_scaling_is_the_median_of_the_steps_behind_the_start() -> None:
     }
     expected = [(str(n), f"{rate:,.0f}", f"{100 * rate / n / found[1]:.3g} %") for n, rate in found.items()]
     assert [tuple(row.values()) for row in table(DOCUMENT, "GPUs")] == expected
+
+
+def test_the_buckets_are_those_that_ddp_lays_out() -> None:
+    """In the order of the backward pass, the token table last; at the default the first bucket is full with 1 MiB."""
+    shape = MODEL_PRESETS["gpt2"]
+    with torch.device("meta"):
+        model = GPT(shape, AttentionConfig().resolve(shape.n_layer, shape.n_head))
+    table_first = list(model.parameters())
+    assert table_first[0] is model.lm_head.weight
+    ready = [*table_first[:0:-1], table_first[0]]
+    expected = []
+    for size in (25, 50, 100, 200):
+        limits = [2**20 * limit for limit in ([1] * (size == DEFAULT_BUCKET_MB) + [size])]
+        layout, _ = torch.distributed._compute_bucket_assignment_by_size(ready, limits, [False] * len(ready))
+        last = sum(4 * ready[index].numel() for index in layout[-1])
+        expected.append((str(size), str(len(layout)), f"{last / 2**20:.0f}"))
+    assert [tuple(row.values())[:3] for row in table(DOCUMENT, "bucket_mb")] == expected
+
+
+def pieces(model: GPT, bucket: int, first_bucket: int) -> int:
+    """How many graphs torch.compile makes of the model inside a DDP with buckets of so many bytes."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    tokens_BT = torch.zeros(2, 16, dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(model, backend=DDPOptimizer(bucket, keep, first_bucket).compile_fn)(
+            tokens_BT, tokens_BT, torch.tensor(0)
+        )
+    return len(graphs)
+
+
+def test_the_pieces_are_those_that_torch_compile_cuts() -> None:
+    """A model of GPT-2's proportions, and buckets in proportion to its layers of 27 MiB."""
+    shape = ModelConfig(n_layer=12, n_head=1, n_embd=64, block_size=16, vocab_size=4192, vocab_multiple=1)
+    attention = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset="flash"))
+    model = GPT(shape, attention.resolve(shape.n_layer, shape.n_head))
+    mebibyte = 12 * shape.n_embd**2 * 4 / 27
+    found = [(str(size), str(pieces(model, int(size * mebibyte), int(mebibyte)))) for size in (25, 50, 100, 200)]
+    assert [(row["bucket_mb"], row["pieces of the graph"]) for row in table(DOCUMENT, "bucket_mb")] == found
 
 
 def test_the_clock_beside_the_rounds() -> None:

@@ -22,6 +22,9 @@ from errors import UserError, invalid
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
+DEFAULT_BUCKET_MB = 25
+"""Size of DDP's gradient buckets where it is told nothing, MiB."""
+
 # The one workspace setting that torch's deterministic mode accepts besides the smaller :16:8.
 _CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
@@ -192,10 +195,11 @@ def set_tf32(on: bool) -> None:
     torch.backends.cudnn.allow_tf32 = on
 
 
-def wrap(model: nn.Module, distributed: Distributed) -> nn.Module:
+def wrap(model: nn.Module, distributed: Distributed, bucket_mb: int = DEFAULT_BUCKET_MB) -> nn.Module:
     """``model`` with its gradients averaged over processes in ``backward``; with one process, ``model`` itself.
 
-    Compile first, wrap second. Buffers stay each process's own.
+    Compile first, wrap second. Buffers stay each process's own. Gradients are exchanged in buckets of ``bucket_mb`` MiB, each once it
+    is full; at the default the first is full with 1 MiB, as DDP has it where it is told nothing.
     """
     if distributed.world_size == 1:
         return model
@@ -206,6 +210,8 @@ def wrap(model: nn.Module, distributed: Distributed) -> nn.Module:
         model,
         device_ids=[distributed.device] if distributed.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        # Its own default, given by name, would be a first bucket of 25 MiB and so another layout.
+        bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb,
         **own_buffers,
     )
 

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from errors import UserError, invalid
 from model import Operators
 from training import distributed
-from training.distributed import Distributed
+from training.distributed import DEFAULT_BUCKET_MB, Distributed
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -45,12 +45,16 @@ class SpeedConfig:
     """Mode of torch.compile."""
     overlap: bool = False
     """Several processes: torch.compile around DDP, not inside it, so that gradients are exchanged while the backward pass goes on."""
+    bucket_mb: int = DEFAULT_BUCKET_MB
+    """Several processes: MiB of gradients that are exchanged at once; with overlap, torch.compile cuts the model's graph at as many."""
     coordinate_descent: bool = False
     """torch.compile tries neighbouring block sizes of its kernels."""
 
     def __post_init__(self) -> None:
         if self.loss_chunk < 0:
             raise invalid("speed.loss_chunk", self.loss_chunk, "0 or a positive number of tokens")
+        if self.bucket_mb < 1:
+            raise invalid("speed.bucket_mb", self.bucket_mb, "a whole number of 1 or more")
         if self.compile_mode not in get_args(CompileMode):
             raise invalid("speed.compile_mode", self.compile_mode, get_args(CompileMode))
 
@@ -105,16 +109,17 @@ def _check_mlp(config: TrainConfig, device: torch.device) -> None:
 
 def wrapped(model: nn.Module, config: TrainConfig, place: Distributed) -> tuple[nn.Module, nn.Module]:
     """``model`` compiled and given to DDP as the config says: (the one to train, the one to evaluate, which is outside DDP)."""
+    bucket_mb = config.speed.bucket_mb
     if not config.precision.compile:
-        return distributed.wrap(model, place), model
+        return distributed.wrap(model, place, bucket_mb), model
     options = compile_options(config.speed) or None
     if TorchVersion(torch.__version__) < "2.13":
         announce_operators()
     compiled = cast(nn.Module, torch.compile(model, options=options))
     if config.speed.overlap and place.world_size > 1:
         # torch cuts the graph at DDP's buckets then; a compiled model inside DDP hands over all its gradients at the end.
-        return cast(nn.Module, torch.compile(distributed.wrap(model, place), options=options)), compiled
-    return distributed.wrap(compiled, place), compiled
+        return cast(nn.Module, torch.compile(distributed.wrap(model, place, bucket_mb), options=options)), compiled
+    return distributed.wrap(compiled, place, bucket_mb), compiled
 
 
 def announce_operators() -> None:
