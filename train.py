@@ -147,7 +147,7 @@ def recover(session: Session, step: int, position: int, result: StepResult, row:
         "skip": "not finite; update skipped",
         "continue": "not finite; going on as if it were",
         "rollback": f"not finite; back to step {following}, the data goes on behind this batch",
-        "stop": f"not finite; stopped. The checkpoints in {session.checkpoints.folder} are from before",
+        "stop": f"not finite; stopped. {session.checkpoints.said()}",
     }[action]
     session.say(f"step {step}, batch {position}: loss {result.loss}, gradient norm {result.grad_norm}: {what}")
     return following

@@ -17,6 +17,7 @@ import numpy as np
 
 from analysis import curves
 from analysis.curves import Record
+from errors import invalid
 
 MARGIN, PATIENCE = 0.5, 200
 """What an explosion is: ``curves.explosion_step``."""
@@ -40,6 +41,16 @@ VARIANT = (
     *("model.qk_clip_tau", "model.attention_softcap", "model.gated_attention", "alarm.switches"),
 )
 """Settings that two runs of one variant have in common."""
+
+SAME = (
+    *("config.model.n_layer", "config.model.n_head", "config.model.n_embd", "config.model.block_size"),
+    *("config.model.vocab_size", "batches.data_sha256", "batches.data_tokens", "batches.validation_sha256"),
+    *("batches.sequence_length", "batches.global_batch", "batches.seed", "batches.vocabulary"),
+    "batches.validation_sequences",
+)
+"""What all runs of one folder of evidence have in common: the shape of the model, and the data."""
+RECORDING = ("batches.recording", "batches.recording_start")
+"""In common to those that recorded or replayed."""
 
 HeadRow = Mapping[str, float]
 
@@ -152,6 +163,28 @@ class Evidence:
     def seeds(self) -> tuple[int, int]:
         """Of the weights, and of the order of the data."""
         return int(self.setting("run.seed")), int(self.config["batches"]["seed"])
+
+
+def check_same(run: Evidence, folder: object, other: Evidence) -> None:
+    """Raise ``UserError`` where a run to collect differs from one of the evidence in ``SAME``, ``RECORDING`` or its batches."""
+    for path in (*SAME, *RECORDING):
+        value, expected = _at(run.config, path), _at(other.config, path)
+        if value != expected and (path in SAME or (value and expected)):
+            raise invalid(f"{folder}: {path}", value, f"{expected!r}, as in the run {other.name}")
+    digests, expected_digests = (
+        {r["step"]: r["data_digest"] for r in one.records if "data_digest" in r} for one in (run, other)
+    )
+    if common := digests.keys() & expected_digests.keys():
+        step = max(common)
+        if digests[step] != expected_digests[step]:
+            expected = f"{expected_digests[step]!r}, as in the run {other.name}"
+            raise invalid(f"{folder}: data_digest of step {step}", digests[step], expected)
+
+
+def _at(content: Any, path: str) -> Any:
+    for part in path.split("."):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return content
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum
+from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
 from errors import UserError, invalid
 
@@ -376,4 +376,6 @@ def open_batches(
 def _open_recorder(folder: Path, header: RecordingHeader, sequences: Sequences, resume_at: int | None) -> Recorder:
     if resume_at is None or (resume_at == 0 and not folder.exists()):
         return Recorder.create(folder, header, sequences.validation(slice(None)) if header.carries_tokens else None)
+    if resume_at == 0 and read_header(folder)[2]:
+        raise UserError(f"{folder}: a finished recording, and this run starts from step 0: record under another name")
     return Recorder.resume(folder, header, resume_at)

@@ -159,9 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/figures"), help="folder to write to (results/figures)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (figures)")
     return parser
 
 

@@ -7,8 +7,10 @@ set -euo pipefail
 out=results/quickstart python=""
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-usage() { echo "error: $1; usage: quickstart.sh [--python INTERPRETER] [--out FOLDER]" >&2; exit 2; }
+synopsis="usage: quickstart.sh [--python INTERPRETER] [--out FOLDER]"
+usage() { echo "error: $1; $synopsis" >&2; exit 2; }
 while [ $# -gt 0 ]; do
+  case "$1" in -h | --help) echo "$synopsis"; sed -n '2,5s/^# //p' scripts/quickstart.sh; exit 0 ;; esac
   [ $# -ge 2 ] || usage "$1 needs a value"
   case "$1" in
     --python) python=$2 ;;
@@ -17,6 +19,9 @@ while [ $# -gt 0 ]; do
   esac
   shift 2
 done
+if [ -n "$python" ] && ! "$python" -c "" > /dev/null 2>&1; then
+  usage "--python $python does not run"
+fi
 if [ -e "$out/runs" ] || [ -e "$out/quickstart" ]; then
   echo "error: --out $out holds an earlier quickstart: remove it (rm -r $out) or name another folder" >&2
   exit 2

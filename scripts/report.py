@@ -7,7 +7,8 @@
 ``collect`` writes one folder a run: config.json, metrics.csv (thinned, at most 200 kB), heads.csv (layer 1, head by head) and z.csv.
 ``--printed`` takes NAME.log files with what the runs printed, for steps that their metrics.jsonl no longer has. ``--again`` takes
 second makings of runs collected in the same call and notes in again.csv whether they gave the same losses. A folder of runs stands for the
-runs in it. A run replaces the one of its name that is there, unless that one is longer. ``tables`` refreshes the marked parts of README.md,
+runs in it. A run replaces the one of its name that is there, unless that one is longer; one on other data, or of a model of another
+shape, than the runs there is refused. All are checked before any is written. ``tables`` refreshes the marked parts of README.md,
 docs/reproduction.md and docs/diagnosis.md. To add a run: collect it, then tables, then plots.
 """
 
@@ -23,6 +24,7 @@ import re
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -172,8 +174,21 @@ def load_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def collect_run(folder: Path, printed: Path | None, out: Path) -> None:
-    """Write the folder of one run below ``out``. Raises ``UserError``."""
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """A run as it is to be written: thinned, with the text of each file."""
+
+    run: Evidence
+    config: dict[str, Any]
+    texts: dict[str, str]
+    said: str
+
+
+def collect_run(folder: Path, printed: Path | None, out: Path, there: Mapping[str, Evidence]) -> Collected | None:
+    """What to write of one run below ``out``, which will hold the runs ``there``; None where that of its name stays.
+
+    Raises ``UserError``.
+    """
     name = folder.resolve().name
     target = out / canonical(name)
     records = report.by_step(read_metrics(folder))
@@ -183,20 +198,24 @@ def collect_run(folder: Path, printed: Path | None, out: Path) -> None:
         records = with_printed(records, printed_rows(printed / f"{name}.log"), str(printed / f"{name}.log"))
     # A checkout's commit is told where the folder is published: runs on lent machines have none, or one of a copy.
     config = load_config(folder) | {"git_commit": None}
+    if "sessions" in config:
+        config["sessions"] = [session | {"git_commit": None} for session in config["sessions"]]
     run = Evidence(name=target.name, config=config, records=records)
-    if (longer := kept_run(run, target)) is not None:
+    if there:
+        report.check_same(run, folder, next(iter(there.values())))
+    if (longer := kept_run(run, target, there.get(target.name))) is not None:
         print(f"{target}: kept; it goes to step {longer:,}, {folder} to {measured_to(records):,}")
-        return
-    text, _ = thin(run)
+        return None
+    text, thinned = thin(run)
     probes = read_telemetry(folder)
     zs = z_rows(probes)
-    target.mkdir(parents=True, exist_ok=True)
-    files.write_json(target / "config.json", config)
-    files.write_text(target / "metrics.csv", text)
-    files.write_text(target / "heads.csv", as_csv(HEADS, head_rows(probes)))
     z_text = as_csv(tuple(zs[0]), [{k: _short(v) for k, v in row.items()} for row in zs])
-    files.write_text(target / "z.csv", z_text)
-    print(f"{target}: {len(text):,} bytes of metrics, {len(probes)} probes")
+    return Collected(
+        run=Evidence(name=target.name, config=config, records=thinned),
+        config=config,
+        texts={"metrics.csv": text, "heads.csv": as_csv(HEADS, head_rows(probes)), "z.csv": z_text},
+        said=f"{target}: {len(text):,} bytes of metrics, {len(probes)} probes",
+    )
 
 
 def measured_to(records: Sequence[curves.Record]) -> int:
@@ -204,15 +223,13 @@ def measured_to(records: Sequence[curves.Record]) -> int:
     return max(row["step"] for row in records if row.get("source") != "printed")
 
 
-def kept_run(run: Evidence, target: Path) -> int | None:
-    """The last measured step of the run that is at ``target`` already, if it goes further than this one and stays; else None.
+def kept_run(run: Evidence, target: Path, there: Evidence | None) -> int | None:
+    """The last measured step of the run that is ``there``, at ``target``, if it goes further than this one and stays; else None.
 
     Raises ``UserError`` where that run is of another variant or of other seeds.
     """
-    if not (target / "metrics.csv").is_file():
+    if there is None:
         return None
-    with open(target / "metrics.csv", newline="") as file:
-        there = Evidence(name=target.name, config=load_config(target), records=read_csv(file))
     if (there.variant, there.seeds) != (run.variant, run.seeds):
         raise UserError(f"{target}: another run of that name is there: {there.attention}, seeds {there.seeds}")
     lengths = [(measured_to(one.records), one.records[-1]["step"]) for one in (there, run)]
@@ -249,8 +266,10 @@ def compare_again(first: Path, second: Path) -> dict[str, Any]:
 def collect(args: argparse.Namespace) -> None:
     """The command ``collect``."""
     folders = run_folders(args.runs)
+    there, new = read_metrics_of(args.out), dict[str, Collected]()
     for folder in folders:
-        collect_run(folder, args.printed, args.out)
+        if (made := collect_run(folder, args.printed, args.out, there)) is not None:
+            there[made.run.name], new[made.run.name] = made.run, made
     firsts = {canonical(folder.resolve().name): folder for folder in folders}
     known = {row["run"]: row for row in read_again(args.out)}
     for folder in args.again:
@@ -258,6 +277,12 @@ def collect(args: argparse.Namespace) -> None:
         if name not in firsts:
             raise UserError(f"--again {folder}: no run of that name is collected in this call")
         known[name] = compare_again(firsts[name], folder)
+    for name, made in new.items():
+        (args.out / name).mkdir(parents=True, exist_ok=True)
+        files.write_json(args.out / name / "config.json", made.config)
+        for file, text in made.texts.items():
+            files.write_text(args.out / name / file, text)
+        print(made.said)
     if known:
         files.write_text(args.out / "again.csv", as_csv(AGAIN, [known[name] for name in sorted(known)]))
 
@@ -271,16 +296,23 @@ def read_again(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def read_metrics_of(out: Path) -> dict[str, Evidence]:
+    """The runs below a folder that ``collect`` wrote, by name, less their heads. Raises ``UserError``."""
+    found = {}
+    for path in sorted(out.glob("*/metrics.csv")):
+        with open(path, newline="") as file:
+            records = read_csv(file)
+        found[path.parent.name] = Evidence(name=path.parent.name, config=load_config(path.parent), records=records)
+    return found
+
+
 def read_evidence(out: Path) -> list[Evidence]:
     """All runs below a folder that ``collect`` wrote. Raises ``UserError`` when there is none."""
     found = []
-    for path in sorted(out.glob("*/metrics.csv")):
-        folder = path.parent
-        with open(path, newline="") as metrics, open(folder / "heads.csv", newline="") as heads:
-            records, rows = read_csv(metrics), read_csv(heads)
-        with open(folder / "z.csv", newline="") as file:
+    for name, run in read_metrics_of(out).items():
+        with open(out / name / "heads.csv", newline="") as heads, open(out / name / "z.csv", newline="") as file:
             zs = [float(z) if z else math.nan for row in csv.DictReader(file) for n, z in row.items() if n != "step"]
-        found.append(Evidence(name=folder.name, config=load_config(folder), records=records, heads=rows, z_scores=zs))
+            found.append(replace(run, heads=read_csv(heads), z_scores=zs))
     if not found:
         raise UserError(f"{out}: no run in it: python scripts/report.py collect RUN ... --out {out}")
     return found

@@ -7,7 +7,7 @@ A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``; it trains as ``train.py 
 ``@FILE`` stands for the lines of a file, less those that begin with # (configs/reproduction.txt). As many run at once as there are slots
 (GPUs, or ``--slots`` on a CPU); a free one takes the next in order. What a run prints goes to LOGS/NAME.log. A run is stopped
 ``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), and all of them when ``--minutes`` are
-over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself.
+over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself; Ctrl-C stops all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -31,7 +32,7 @@ import torch
 import config as configuration
 from analysis import curves
 from errors import UserError, exit_on_user_error, invalid
-from training.metrics import read_metrics
+from training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_FOR_AN_END = 60.0
@@ -48,6 +49,7 @@ class Variant:
     steps: int
     process: subprocess.Popen[bytes] | None = None
     log: IO[bytes] | None = None
+    written: float = 0.0
     slot: int = -1
     step: int = -1
     loss: float | None = None
@@ -66,9 +68,16 @@ class Variant:
             self.step, self.loss = steps[-1], losses[-1]
             self.exploded = curves.explosion_step(losses, steps=steps)
 
-    def start(self, slot: int, gpu: bool, logs: Path) -> None:
+    def metrics_written(self) -> float:
+        """When the metrics were last written; 0 where there are none."""
+        path = self.folder / METRICS_FILE
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    def start(self, slot: int, gpu: str | None, logs: Path) -> None:
+        """Start or resume the run. ``gpu`` is what its CUDA_VISIBLE_DEVICES is to be; None leaves it as it is."""
         resume = ["--run.resume"] if self.folder.exists() else []
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(slot)} if gpu else {})
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        self.written = self.metrics_written()
         self.slot, self.log = slot, open(logs / f"{self.name}.log", "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), *self.arguments, *resume],
@@ -98,15 +107,56 @@ class Variant:
         if self.interrupted is not None:
             how = "killed, as it did not stop," if code == -signal.SIGKILL else "stopped"
             self.outcome = f"{explosion}{how} at step {self.step}"
+        elif code == 1 and (alarm := self.alarm_step()) is not None:
+            self.outcome = f"{explosion}stopped by its alarm at step {alarm}"
         elif code == 0 or self.exploded is not None:
             self.outcome = f"{explosion}ended at step {self.step}"
         else:
             self.outcome, self.failed = f"failed with exit code {code}; see {self.log.name}", True
 
+    def alarm_step(self) -> int | None:
+        """The step at which this start of the run was stopped by its alarm (``--alarm.response stop``), if it was."""
+        if self.metrics_written() == self.written:
+            return None  # what is there is of an earlier start
+        try:
+            last = read_metrics(self.folder)[-1]
+        except UserError:
+            return None
+        return int(last["step"]) if last.get("alarm") == "stop" else None
+
 
 def _hear_interrupts() -> None:
     """In the run's process: a shell starts what it puts in the background with interrupts ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def visible(slots: Sequence[int], listed: str, count: int) -> dict[int, str]:
+    """CUDA_VISIBLE_DEVICES for the run in each slot: an entry of ``listed``, the variable as it is, or where that is empty a number.
+
+    ``count`` GPUs can be used. Raises ``UserError`` for a slot without a GPU.
+    """
+    names = [name.strip() for name in listed.split(",")][:count] if listed else [str(number) for number in range(count)]
+    for slot in slots:
+        if not 0 <= slot < len(names):
+            among = f" of CUDA_VISIBLE_DEVICES={listed}" if listed else ""
+            raise invalid("--slots", slot, f"a number from 0 to {len(names) - 1}, a place among the GPUs{among}")
+    return {slot: names[slot] for slot in slots}
+
+
+def stop_all(queue: Sequence[Variant]) -> None:
+    """Interrupt the runs that are active and wait for their ends; terminate those that take too long, or all when interrupted again."""
+    processes = [variant.process for variant in queue if variant.process is not None]
+    deadline = time.monotonic() + PATIENCE_FOR_AN_END
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    try:
+        for process in processes:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.terminate()  # nothing, where it has ended
 
 
 def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
@@ -127,8 +177,8 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     return made
 
 
-def run(queue: list[Variant], args: argparse.Namespace, gpu: bool) -> None:
-    """See them all through."""
+def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) -> None:
+    """See them all through. ``gpus``: for each slot the GPU that its run sees; empty on a CPU."""
     began, said = time.monotonic(), 0.0
     waiting, active = list(queue), list[Variant]()
     for variant in queue if args.resume else []:
@@ -141,7 +191,8 @@ def run(queue: list[Variant], args: argparse.Namespace, gpu: bool) -> None:
         free = [slot for slot in args.slots if slot not in [variant.slot for variant in active]]
         while waiting and free and not over:
             active.append(waiting.pop(0))
-            active[-1].start(free.pop(0), gpu, args.logs)
+            slot = free.pop(0)
+            active[-1].start(slot, gpus.get(slot), args.logs)
         for variant in list(active):
             variant.look()
             assert variant.process is not None
@@ -179,7 +230,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("recipe", help="recipe, as train.py takes it")
     parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[: FLAGS]", help="or @FILE")
-    parser.add_argument("--slots", type=int, nargs="+", help="numbers of the GPUs to use (all), or of CPU slots (0)")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", help="which of the visible GPUs to use, from 0 (all), or CPU slots (0)"
+    )
     parser.add_argument("--after", type=int, default=1000, help="steps that a run goes on behind its explosion (1000)")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop everything after so long; 0 never")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at the runs (5)")
@@ -194,13 +247,13 @@ def main(argv: list[str] | None = None) -> None:
     queue = variants(args, common)
     gpu = torch.cuda.is_available() and configuration.load(queue[0].arguments).run.device != "cpu"
     args.slots = args.slots or (list(range(torch.cuda.device_count())) if gpu else [0])
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = visible(args.slots, listed, torch.cuda.device_count()) if gpu else {}
     args.logs.mkdir(parents=True, exist_ok=True)
     try:
-        run(queue, args, gpu)
+        run(queue, args, gpus)
     finally:
-        for variant in queue:
-            if variant.process is not None:
-                variant.process.send_signal(signal.SIGINT)
+        stop_all(queue)
     width = max(len(variant.name) for variant in queue)
     print(*(f"{variant.name:{width}}  {variant.outcome}" for variant in queue), sep="\n")
     if any(variant.failed for variant in queue):

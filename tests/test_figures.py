@@ -73,6 +73,11 @@ def test_each_figure_is_a_png_an_svg_and_a_csv_with_rows(out: Path, number: int)
     assert rows(out, number)
 
 
+def test_figures_go_to_a_folder_here_that_git_ignores() -> None:
+    assert figures.parse(["2"])[2].out == Path("figures")
+    assert {"/figures/", "/compare.png"} <= set((ROOT / ".gitignore").read_text().splitlines())
+
+
 def test_nothing_else_is_written(out: Path) -> None:
     expected = {f"figure_{number:02d}.{ending}" for number in REGISTRY for ending in WRITTEN}
     assert {path.name for path in out.iterdir()} == expected

@@ -93,6 +93,14 @@ def test_stop_keeps_the_checkpoints(place: Place) -> None:
     assert all(tensor.isfinite().all() for tensor in loaded.model_state.values())
 
 
+@pytest.mark.parametrize(("every", "told"), [(10, "The checkpoints in "), (0, "There is no checkpoint yet")])
+def test_stop_says_whether_there_is_a_checkpoint(
+    place: Place, capsys: pytest.CaptureFixture[str], every: int, told: str
+) -> None:
+    stopped(place, f"stop_said_{every}", {"checkpoint.every": every})
+    assert f"not finite; stopped. {told}" in capsys.readouterr().out
+
+
 def test_stop_leaves_a_recording_up_to_the_bad_batch(place: Place) -> None:
     stopped(place, "stop_recording", {"data.record": place.recording("stop_recording")})
     recording = Recording.open(Path(place.recording("stop_recording")))

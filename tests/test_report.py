@@ -65,15 +65,20 @@ def write_run(
         "run": {"name": folder.name, "steps": 2 * STEPS, "seed": seed},
         "optim": {"optimizer": "adamw", "lr": 1e-3, "warmup_steps": WARM_UP},
         "data": {"global_batch": 32, "sequence_length": 8},
-        "model": {"n_layer": 2},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 8, "vocab_size": 256, "qk_norm": False},
     }
     numerics = {"delta": "rowsum_do_o", "delta_output": "output"}
     content = {
         "config": sections,
         "git_commit": "0123",
+        "sessions": [{"from_step": 0, "git_commit": "0123"}],
         "attention_name": preset,
         "attention": [{"backend": "flash", "numerics": numerics}],
-        "batches": {"seed": 1337},
+        "batches": {
+            **{"data_sha256": "d6", "data_tokens": 20_000, "validation_sha256": "67", "vocabulary": "bytes"},
+            **{"sequence_length": 8, "global_batch": 32, "seed": 1337, "validation_sequences": 8},
+            **{"recording": "r", "recording_start": "c2"},
+        },
     }
     (folder / "config.json").write_text(json.dumps(content))
     return folder
@@ -260,6 +265,66 @@ def test_settings_of_the_model_part_variants(tmp_path: Path) -> None:
     assert [report_blocks.count_of(run, runs) for run, _ in runs] == [1, 1]
 
 
+# What may not go into the evidence.
+
+
+def altered(folder: Path, section: str, **values: Any) -> Path:
+    """A run with other values in a section of its record."""
+    content = json.loads((folder / "config.json").read_text())
+    (content["config"]["model"] if section == "model" else content["batches"]).update(values)
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+FOREIGN = {
+    "n_head = 4: expected 2, as in the run failing": ("model", {"n_head": 4}),
+    "vocab_size = 512: expected 256": ("model", {"vocab_size": 512}),
+    "data_sha256 = 'ff': expected 'd6'": ("batches", {"data_sha256": "ff"}),
+    "global_batch = 16: expected 32": ("batches", {"global_batch": 16}),
+    "recording = 'debug': expected 'r'": ("batches", {"recording": "debug"}),
+}
+
+
+@pytest.mark.parametrize("message", FOREIGN)
+def test_a_run_of_another_recipe_is_refused(out: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    section, values = FOREIGN[message]
+    other = altered(write_run(out.parent / "debug"), section, **values)
+    with pytest.raises(SystemExit):
+        script.main(["collect", str(other), "--out", str(out)])
+    assert message in capsys.readouterr().err
+    assert sorted(told(out)) == ["failing", "quiet"]
+
+
+def test_a_run_on_other_batches_is_refused(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_run(out.parent / "debug", steps=900)
+    text = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(re.sub(r'"data_digest": "0', '"data_digest": "f', text))
+    with pytest.raises(SystemExit):
+        script.main(["collect", str(other), "--out", str(out)])
+    assert "data_digest of step 500 = 'f0000000000001f4': expected '00000000000001f4'" in capsys.readouterr().err
+
+
+def test_a_run_that_did_not_record_its_batches_goes_with_those_that_did(out: Path) -> None:
+    other = altered(write_run(out.parent / "plain"), "batches", recording="", recording_start="")
+    script.main(["collect", str(other), "--out", str(out)])
+    assert sorted(told(out)) == ["failing", "plain", "quiet"]
+
+
+def test_all_runs_are_checked_before_one_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write_run(tmp_path / "runs" / "a")
+    altered(write_run(tmp_path / "runs" / "b", preset="standard"), "model", n_embd=16)
+    with pytest.raises(SystemExit):
+        script.main(["collect", str(first.parent), "--out", str(tmp_path / "out")])
+    assert "n_embd = 16: expected 8, as in the run a" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_two_makings_in_one_call_the_longer_is_written(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(steps) / "r", steps=steps) for steps in (STEPS, 900)]
+    script.main(["collect", *map(str, runs), "--out", str(tmp_path / "out")])
+    assert last_step(tmp_path / "out", "r") == STEPS - 1
+
+
 # What is said of a run.
 
 
@@ -389,7 +454,9 @@ def test_runs_made_twice_are_compared(tmp_path: Path, explodes_at: int | None, d
 
 
 def test_the_commit_of_a_lent_machine_is_not_published(out: Path) -> None:
-    assert json.loads((out / "quiet" / "config.json").read_text())["git_commit"] is None
+    content = json.loads((out / "quiet" / "config.json").read_text())
+    assert content["git_commit"] is None
+    assert content["sessions"] == [{"from_step": 0, "git_commit": None}]
 
 
 # Tables and pictures.

@@ -15,8 +15,10 @@ import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.recording import Recording
 from errors import UserError
-from training import distributed
+from training import distributed, record
+from training.alarm import AlarmConfig
 from training.distributed import Distributed
+from training.session import Session, _differences
 
 BF16 = {"precision.dtype": "bfloat16"}
 RESUME = {"run.resume": True}
@@ -193,3 +195,94 @@ def test_record_of_a_resumed_run_says_so(place: Place) -> None:
     run = place.train("said", {"run.steps": 10})
     place.train("said", RESUME)
     assert json.loads((run / "config.json").read_text())["config"]["run"]["resume"] is True
+
+
+def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.train("parts", {"run.steps": 10})
+    first = json.loads((run / "config.json").read_text())
+    monkeypatch.setattr(record, "_git_commit", lambda: "0123")
+    place.train("parts", RESUME)
+    now = json.loads((run / "config.json").read_text())
+    assert now["git_commit"] == "0123"
+    assert [(part["from_step"], part["git_commit"]) for part in now["sessions"]] == [
+        (0, first["git_commit"]),
+        (10, "0123"),
+    ]
+    assert {name: first[name] for name in ("versions", "device", "source_sha256")}.items() <= now["sessions"][0].items()
+
+
+# ---- a run that ended before its first checkpoint
+
+
+def dead_at_5(place: Place, name: str, fields: dict[str, Any]) -> Path:
+    original = Session.train_step
+
+    def dying(self: Session, step: int) -> Any:
+        if step == 5:
+            raise OSError("the machine is gone")
+        return original(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "train_step", dying)
+        with pytest.raises(OSError, match="the machine is gone"):
+            place.train(name, fields)
+    assert not (place.runs / name / "checkpoints").exists()
+    return place.runs / name
+
+
+def test_a_run_without_a_checkpoint_starts_again(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    switches = AlarmConfig(switches=("0:1:flash_fp32_o",))
+    fields = {"alarm": switches, "telemetry.every": 2, "data.record": place.recording("again")}
+    straight = {**fields, "run.folder": str(place.folder / "straight_runs"), "data.record": place.recording("at_once")}
+    place.train("again", straight)
+    run = dead_at_5(place, "again", fields)
+    capsys.readouterr()
+    place.train("again", {**fields, **RESUME})
+    assert f"{run}: no checkpoint yet; starting from step 0" in capsys.readouterr().out.splitlines()
+    assert_same_run(run, place.folder / "straight_runs/again")
+    assert tree(Path(place.recording("again"))) == tree(Path(place.recording("at_once")))
+    for name in ("telemetry.jsonl", "interventions.jsonl"):
+        steps = [
+            [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
+            for folder in (run, place.folder / "straight_runs/again")
+        ]
+        assert steps[0] == steps[1]
+
+
+def test_a_run_whose_checkpoints_are_gone_is_left_alone(place: Place) -> None:
+    run = place.train("bereft", {"run.steps": 10})
+    shutil.rmtree(run / "checkpoints")
+    before = tree(run)
+    with pytest.raises(
+        UserError, match=r"they are gone, while .*metrics\.jsonl goes to step 10: choose another name, or remove"
+    ):
+        place.train("bereft", RESUME)
+    assert tree(run) == before
+
+
+def test_a_finished_recording_of_an_earlier_run_of_the_name_is_left_alone(place: Place) -> None:
+    fields = {"run.steps": 10, "data.record": place.recording("finished")}
+    place.train("namesake", {**fields, "run.folder": str(place.folder / "earlier_runs")})
+    dead_at_5(place, "namesake", {"run.steps": 10})
+    before = tree(Path(place.recording("finished")))
+    with pytest.raises(UserError, match=r"recordings/finished: a finished recording, and this run starts from step 0"):
+        place.train("namesake", {**fields, **RESUME})
+    assert tree(Path(place.recording("finished"))) == before
+
+
+def test_the_recording_of_another_run_is_left_alone(place: Place) -> None:
+    dead_at_5(place, "owner", {"data.record": place.recording("owned")})
+    dead_at_5(place, "thief", {})
+    before = tree(Path(place.recording("owned")))
+    with pytest.raises(UserError, match=r"its source_run is 'owner', this run's is 'thief'"):
+        place.train("thief", {**RESUME, "data.record": place.recording("owned")})
+    assert tree(Path(place.recording("owned"))) == before
+
+
+def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:
+    defaults = {"speed": {"old": 1, "new": 25}}
+    assert list(_differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 25}}, defaults)) == []
+    assert list(_differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 50}}, defaults)) == [
+        ("speed.new", 25, 50)
+    ]
+    assert list(_differences({}, {"speed": {"old": 1, "new": 25}}, defaults)) == []

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, Place, column, lines, new_place, start_train
+from tiny_runs import ROOT, Place, changed, column, environment, lines, new_place, start_train
 
 import config
+from errors import UserError
 from scripts import run_variants
+from scripts.run_variants import Variant, visible
+from training.alarm import AlarmConfig
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +87,127 @@ def test_what_cannot_be_is_told_before_anything_starts(place: Place, arguments: 
         start(place, *arguments)
     assert stop.value.code == 2
     assert not (place.runs / "a").exists()
+
+
+# ---- which GPU a run sees
+
+
+@pytest.mark.parametrize(
+    ("slots", "listed", "count", "seen"),
+    [
+        ([0, 1], "", 2, {0: "0", 1: "1"}),
+        ([0, 1], "4,5", 2, {0: "4", 1: "5"}),
+        ([1], "GPU-a1, GPU-b2", 2, {1: "GPU-b2"}),
+    ],
+)
+def test_a_slot_is_a_place_among_the_visible_gpus(
+    slots: list[int], listed: str, count: int, seen: dict[int, str]
+) -> None:
+    assert visible(slots, listed, count) == seen
+
+
+@pytest.mark.parametrize(
+    ("slot", "listed", "message"),
+    [
+        (2, "", "--slots = 2: expected a number from 0 to 1, a place among the GPUs"),
+        (4, "4,5", "--slots = 4: expected .* the GPUs of CUDA_VISIBLE_DEVICES=4,5"),
+        (-1, "4,5", "--slots = -1: expected a number from 0 to 1"),
+    ],
+)
+def test_a_slot_without_a_gpu_is_refused(slot: int, listed: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        visible([slot], listed, 2)
+
+
+def test_a_run_is_started_on_the_gpu_that_was_given(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+
+    def noted(self: Variant, slot: int, gpu: str | None, logs: Path) -> None:
+        given.append(f"{slot}: {gpu}")
+        self.slot, self.log = slot, open(os.devnull, "wb")  # noqa: SIM115
+        self.process = subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(Variant, "start", noted)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setattr(run_variants.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run_variants.torch.cuda, "device_count", lambda: 2)
+    start(place, "--variants", "first", "second", "--run.device", "auto")
+    assert given == ["0: 4", "1: 5"]
+
+
+# ---- runs that an alarm stops
+
+
+def test_a_run_that_its_alarm_stopped_has_not_failed(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    touchy = AlarmConfig(response="stop", growth_exponent=0.1, growth_logit=0.0, growth_probes=1, warm_up=0)
+    fields = {"alarm": touchy, "telemetry.every": 3, "precision.dtype": "bfloat16"}
+    recipe = str(place.preset_file(changed(place.config("touchy"), fields)))
+    arguments = [recipe, "--variants", "alarmed", "--logs", str(place.folder / "logs"), "--every", "0.2"]
+    run_variants.main(arguments)
+    step = lines(place.runs / "alarmed")[-1]["step"]
+    assert f"alarmed: stopped by its alarm at step {step}\n" in capsys.readouterr().out
+
+
+def test_an_alarm_of_an_earlier_start_does_not_explain_a_failure(tmp_path: Path) -> None:
+    variant = Variant("a", [], tmp_path, 20)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "alarm": "stop"}\n')
+    assert variant.alarm_step() == 7
+    variant.written = variant.metrics_written()
+    assert variant.alarm_step() is None
+
+
+# ---- Ctrl-C
+
+POLITE = "import time; print(flush=True); time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(("program", "ending"), [(POLITE, signal.SIGINT), (DEAF, signal.SIGTERM)])
+def test_an_interrupt_ends_the_runs_and_is_one_line(
+    place: Place, program: str, ending: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) -> None:
+        queue[0].process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        started.append(queue[0].process)
+        assert queue[0].process.stdout is not None
+        queue[0].process.stdout.readline()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_variants, "PATIENCE_FOR_AN_END", 1.0)
+    monkeypatch.setattr(run_variants, "run", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        start(place, "--variants", "a")
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert started[0].wait(timeout=10) == -ending
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_real_command_leaves_no_run_behind(place: Place) -> None:
+    recipe = str(place.preset_file(place.config("endless")))
+    logs = place.folder / "logs"
+    command = [sys.executable, str(ROOT / "scripts/run_variants.py"), recipe, "--logs", str(logs), "--every", "0.2"]
+    command += ["--run.steps", "1000000", "--checkpoint.every", "0", "--variants", "left"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment()
+    ) as process:
+        for _ in range(600):
+            if (place.runs / "left/metrics.jsonl").exists():
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "interrupted\n")
+    said = (logs / "left.log").read_text()
+    assert said.endswith("interrupted\n")
+    assert "Traceback" not in said
+
+
+# ---- what is asked for
 
 
 def test_every_variant_of_the_reproduction_is_understood(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

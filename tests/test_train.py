@@ -259,7 +259,10 @@ def test_fewer_lines_on_request(place: Place) -> None:
 
 def test_record_of_a_run_is_complete(recorded: Path) -> None:
     record = json.loads((recorded / "config.json").read_text())
-    assert set(record) == {"config", "versions", "git_commit", "device", "batches", "attention", "attention_name"}
+    assert set(record) == {
+        *("config", "versions", "git_commit", "source_sha256", "device", "batches", "attention", "attention_name"),
+        "sessions",
+    }
     assert record["versions"]["torch"] == torch.__version__
     assert {"python", "numpy", "triton", "cuda"} <= set(record["versions"])
     assert record["device"]["type"] == "cpu"

@@ -173,6 +173,10 @@ class Checkpoints:
             raise UserError("no intact checkpoint: " + "; ".join(damaged) + "; start a new run or restore one of them")
         return None
 
+    def said(self) -> str:
+        """What is left when a run stops between two checkpoints, as a sentence."""
+        return f"The checkpoints in {self.folder} are from before" if self._found() else "There is no checkpoint yet"
+
     @staticmethod
     def load(path: Path) -> Loaded:
         """The checkpoint in folder ``path``, after its SHA-256 sums were verified.

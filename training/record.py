@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import platform
 import subprocess
 from pathlib import Path
@@ -10,14 +12,19 @@ from typing import Any
 
 import torch
 
-from errors import UserError
+from errors import UserError, invalid
 from files import write_json
+from training.intervention import INTERVENTIONS_FILE
+from training.metrics import METRICS_FILE, read_lines
+from training.telemetry import TELEMETRY_FILE
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
+_ROOT = Path(__file__).resolve().parent.parent
+_CODE = ("attention", "training", "data", "analysis", "configs", "fused", "scripts")
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Versions, commit and hardware as JSON values; absent packages are None."""
+    """Versions, commit, digest of the code and hardware as JSON values; absent packages are None."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:
@@ -29,7 +36,66 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     hardware |= {"threads": torch.get_num_threads()}
     if device.type == "cuda":
         hardware |= {"name": torch.cuda.get_device_name(device), "driver": _driver()}
-    return {"versions": versions, "git_commit": _git_commit(), "device": hardware}
+    code = {"git_commit": _git_commit(), "source_sha256": source_sha256(_ROOT)}
+    return {"versions": versions, **code, "device": hardware}
+
+
+def source_sha256(root: Path) -> str:
+    """SHA-256 over the Python sources of the checkout ``root``, its own files and those of its packages: path, length, bytes of each."""
+    paths = [*root.glob("*.py"), *(path for package in _CODE for path in (root / package).rglob("*.py"))]
+    digest = hashlib.sha256()
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        content = path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sessions of a run, one entry each: those in ``folder``/config.json, and one that begins at ``from_step`` with ``facts``.
+
+    A record from before there were entries counts as one session. Raises ``UserError`` for a config.json that is none.
+    """
+    path = folder / "config.json"
+    earlier: list[dict[str, Any]] = []
+    if path.is_file():
+        found = _read_record(path)
+        resumed = found["config"]["run"]["resume"]
+        before = {"from_step": None if resumed else 0, **{name: found.get(name) for name in facts}}
+        earlier = found.get("sessions", [before])
+    return [*earlier, {"from_step": from_step, **facts}]
+
+
+def check_restart(folder: Path, checkpoints: Path) -> None:
+    """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start from step 0."""
+    path = folder / "config.json"
+    if not path.is_file():
+        first = f"remove {folder} and " if folder.exists() else ""
+        raise invalid(
+            "run.resume", True, f"a checkpoint in {checkpoints}, and there is none: {first}start the run anew"
+        )
+    config = _read_record(path)["config"]
+    # The line of a step follows its checkpoint.
+    due = min(config["checkpoint"]["every"] or config["run"]["steps"], config["run"]["steps"])
+    metrics = folder / METRICS_FILE
+    last = max((row["step"] for row in read_lines(metrics)), default=0) if metrics.exists() else 0
+    if last >= due:
+        gone = f"a checkpoint in {checkpoints}; they are gone, while {metrics} goes to step {last}"
+        raise invalid("run.resume", True, f"{gone}: choose another name, or remove {folder} and start the run anew")
+
+
+def clear(folder: Path) -> None:
+    """Remove what a run has measured, before it starts from step 0 again."""
+    for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        content["config"]["run"]["resume"], content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not the record of a run") from None
+    return content
 
 
 def taken(folder: Path) -> UserError:
@@ -57,9 +123,8 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 def _git_commit() -> str | None:
     """Commit of the checkout this file lies in, with ``+changes`` where tracked files differ from it."""
-    root = Path(__file__).resolve().parent.parent
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if commit and changes else commit
 
 

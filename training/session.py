@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -98,10 +100,9 @@ class Session:
     def _build(self, loaded: Loaded | None, undo: contextlib.ExitStack) -> None:
         """Everything that may write. What a new run has written is taken back by ``undo``, should it fail to start after all."""
         config, place = self.config, self.place
-        self.batches = open_batches(
-            config.data, place.rank, place.world_size, config.run.name, None if loaded is None else loaded.position
-        )
-        if config.data.record and loaded is None and place.is_main:
+        resume_at = loaded.position if loaded is not None else 0 if config.run.resume else None
+        self.batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
+        if config.data.record and not config.run.resume and place.is_main:
             undo.callback(shutil.rmtree, config.data.record)
         self._check_data(loaded)
         self.raw_model = GPT(config.model, self.interventions.plans, speed.operators(config.speed))
@@ -131,9 +132,10 @@ class Session:
             return None
         loaded = self.checkpoints.load_newest()
         if loaded is None:
-            expected = f"a checkpoint in {self.checkpoints.folder}, and there is none: start the run anew"
-            raise invalid("run.resume", True, expected)
-        for name, saved, now in _differences(loaded.config_json, self.config_json):
+            record.check_restart(self.folder, self.checkpoints.folder)
+            return None
+        defaults = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
+        for name, saved, now in _differences(loaded.config_json, self.config_json, defaults):
             if not name.startswith(_FREE_ON_RESUME):
                 raise invalid(name, now, f"{saved!r}, as in the checkpoint {loaded.path}")
         if run.steps < loaded.step:
@@ -174,12 +176,17 @@ class Session:
 
     def _open_record(self, loaded: Loaded | None, undo: contextlib.ExitStack) -> None:
         name = self.config.attention.label()
-        content = {"config": self.config_json, **record.environment(self.device, self.place.world_size)}
+        made_with = record.environment(self.device, self.place.world_size)
+        content = {"config": self.config_json, **made_with}
         content |= {"batches": self.batches.identity, "attention_name": name, "attention": describe(self.plans)}
         if self.place.is_main:
-            if loaded is None:
+            if not self.config.run.resume:
                 record.make_folder(self.folder)
                 undo.callback(shutil.rmtree, self.folder)
+            content["sessions"] = record.sessions(self.folder, 0 if loaded is None else loaded.step, made_with)
+            if self.config.run.resume and loaded is None:
+                self.say(f"{self.folder}: no checkpoint yet; starting from step 0")
+                record.clear(self.folder)
             record.write_record(self.folder, content)
         self.interventions.open()
         self.metrics = Metrics(
@@ -382,10 +389,12 @@ def _on(device: torch.device, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 
-def _differences(saved: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Leaves at which two JSON configs differ: (dotted name, saved, now)."""
+def _differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Leaves at which two JSON configs differ: (dotted name, saved, now). What ``saved`` lacks came later and was its default."""
     if isinstance(saved, dict) and isinstance(now, dict):
+        known = defaults if isinstance(defaults, dict) else {}
         for name in {**saved, **now}:
-            yield from _differences(saved.get(name), now.get(name), f"{where}.{name}".strip("."))
+            before = saved[name] if name in saved else known.get(name)
+            yield from _differences(before, now.get(name), known.get(name), f"{where}.{name}".strip("."))
     elif saved != now:
         yield where, saved, now
