@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -158,8 +159,11 @@ def test_an_alarm_of_an_earlier_start_does_not_explain_a_failure(tmp_path: Path)
 
 # ---- Ctrl-C
 
-POLITE = "import time; print(flush=True); time.sleep(60)"
-DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+# Where the tests themselves run in the background of a script, a child would begin with SIGINT ignored.
+POLITE, DEAF = (
+    f"import signal, time; signal.signal(signal.SIGINT, signal.{way}); print(flush=True); time.sleep(60)"
+    for way in ("SIG_DFL", "SIG_IGN")
+)
 
 
 @pytest.mark.parametrize(("program", "ending"), [(POLITE, signal.SIGINT), (DEAF, signal.SIGTERM)])
@@ -192,15 +196,27 @@ def test_an_interrupt_of_the_real_command_leaves_no_run_behind(place: Place) -> 
     logs = place.folder / "logs"
     command = [sys.executable, str(ROOT / "scripts/run_variants.py"), recipe, "--logs", str(logs), "--every", "0.2"]
     command += ["--run.steps", "1000000", "--checkpoint.every", "0", "--variants", "left"]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment()
-    ) as process:
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
+    )
+    try:
         for _ in range(600):
             if (place.runs / "left/metrics.jsonl").exists():
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
+    finally:
+        # The run of a million steps, if it is still there.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     assert (process.returncode, stderr) == (130, "interrupted\n")
     said = (logs / "left.log").read_text()
     assert said.endswith("interrupted\n")
