@@ -180,39 +180,58 @@ def facts_of(arguments: argparse.Namespace, path: Path, length: int, device: tor
     return {"data": f"{path}, {wanted} sequences of {length} tokens", "device": device.type}
 
 
+def add_sampling(parser: argparse.ArgumentParser, batches: int) -> None:
+    """Options for how much data a checkpoint is examined on, and where; see ``check_sampling`` and ``open_device``."""
+    parser.add_argument(
+        "--batches", type=int, default=batches, help="forward and backward passes (default %(default)s)"
+    )
+    parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def check_sampling(chosen: argparse.Namespace) -> None:
+    """Raise ``UserError`` for numbers that cannot be, and for a device that is not there."""
+    for name, least in (("batches", 1), ("sequences", 1), ("length", 2)):
+        if getattr(chosen, name) < least:
+            raise invalid(f"--{name}", getattr(chosen, name), f"at least {least}")
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        raise invalid("--device", "cuda", "cpu or auto: torch sees no CUDA device here")
+
+
+def open_device(choice: str) -> torch.device:
+    """The device of ``--device``; beside a GPU the host gets few threads."""
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))
+    return torch.device("cuda")
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", help="checkpoint, or folder of a run (its newest one)")
     parser.add_argument("--hf", type=Path, help="local Hugging Face folder, in place of a checkpoint")
     parser.add_argument("--data", type=Path, help="data set as prepare_data.py writes it, or with --hf a text file")
-    parser.add_argument("--batches", type=int, default=4, help="forward and backward passes (default %(default)s)")
-    parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
+    add_sampling(parser, batches=4)
     parser.add_argument("--accused", type=int, default=4, help="heads to try changes on (default %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for autopsy.html and autopsy.txt")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--attention", default="flash", help="with --hf: the preset assumed (default %(default)s)")
     parser.add_argument("--numerics", default="hardware", help="with --hf: its base (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="with --hf: autocast (default %(default)s)")
     chosen = parser.parse_args(arguments)
     if (chosen.checkpoint is None) == (chosen.hf is None):
         raise UserError("name one thing to examine: a checkpoint, or --hf with a folder")
-    for name, least in (("batches", 1), ("sequences", 1), ("length", 2), ("accused", 0)):
-        if getattr(chosen, name) < least:
-            raise invalid(f"--{name}", getattr(chosen, name), f"at least {least}")
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        raise invalid("--device", "cuda", "cpu or auto: torch sees no CUDA device here")
+    check_sampling(chosen)
+    if chosen.accused < 0:
+        raise invalid("--accused", chosen.accused, "at least 0")
     return chosen
 
 
 @exit_on_user_error
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if cuda else "cpu")
-    if cuda:
-        torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))
+    device = open_device(arguments.device)
     subject = (checkpoint_subject if arguments.hf is None else folder_subject)(arguments, device)
     began = time.perf_counter()
     findings = examine(subject)

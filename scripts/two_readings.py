@@ -34,7 +34,7 @@ from attention.plan import LayerPlan
 from config import TrainConfig
 from errors import UserError, exit_on_user_error, invalid
 from model import GPT
-from scripts.autopsy import HOST_THREADS, build, read_checkpoint, read_tokens, spread
+from scripts.autopsy import add_sampling, build, check_sampling, open_device, read_checkpoint, read_tokens, spread
 
 COLUMNS = ("checkpoint", "step", "layer", "head", "rounding", "part", "mean", "standard_error", "sequences")
 
@@ -138,20 +138,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, nargs="*", help="checkpoints, or folders of runs (their newest)")
     parser.add_argument("--data", type=Path, help="data set (that of the run)")
     parser.add_argument("--layers", type=int, nargs="+", help="which, from 0 (all)")
-    parser.add_argument("--batches", type=int, default=8, help="batches (default %(default)s)")
-    parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_sampling(parser, batches=8)
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--table", type=Path, nargs="+", metavar="CSV", help="print what these files say, and no more")
     chosen = parser.parse_args(arguments)
     if bool(chosen.checkpoint) == bool(chosen.table):
         raise UserError("name checkpoints to measure, or --table with files to tell of")
-    for name, least in (("batches", 1), ("sequences", 1), ("length", 2)):
-        if getattr(chosen, name) < least:
-            raise invalid(f"--{name}", getattr(chosen, name), f"at least {least}")
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        raise invalid("--device", "cuda", "cpu or auto: torch sees no CUDA device here")
+    check_sampling(chosen)
     return chosen
 
 
@@ -161,10 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.table:
         print(summary(arguments.table))
         return
-    cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if cuda else "cpu")
-    if cuda:
-        torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))
+    device = open_device(arguments.device)
     lines: list[tuple[object, ...]] = []
     for path in arguments.checkpoint:
         loaded = read_checkpoint(path)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_docs import ROOT
 
 from scripts import alarm_table
 
@@ -146,6 +149,23 @@ def test_the_evidence_is_a_line_a_probe(tmp_path: Path, runs: list[str]) -> None
     assert len(rows) == STEPS // EVERY
     assert float(rows[-1]["qk_head_norm_1"]) > 1000 * float(rows[-1]["qk_head_norm_0"])
     assert [row["step"] for row in rows[:2]] == ["0", "50"]
+
+
+def _reached(name: str, key: str, before: int = 10**9) -> float:
+    """The most that a statistic of results/alarm/gpt2 had at two probes in a row, from the end of warm-up to step ``before``."""
+    with (ROOT / f"results/alarm/gpt2/{name}.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if 1000 <= int(row["step"]) <= before]
+    columns = [[float(row[f"{key}_{layer}"]) for layer in range(12)] for row in rows]
+    over = [max(v) / (statistics.median(v) if key == "w_q_norm" else 1.0) for v in columns]
+    return max(min(pair) for pair in itertools.pairwise(over))
+
+
+@pytest.mark.parametrize("key", ["max_logit", "half_logit", "w_q_norm"])
+def test_the_run_that_took_off_late_was_like_a_quiet_one(key: str) -> None:
+    """What docs/diagnosis.md says of run_a_seed_1, 500 steps before its explosion at 3,387, and of another failing run it does not."""
+    quiet = ("delta_from_p", "delta_from_p_seed_1", "fp32_o", "run_b", "run_b_seed_1", "run_c")
+    most = max(_reached(name, key) for name in quiet)
+    assert _reached("run_a_seed_1", key, before=3387 - 500) < most < _reached("flash", key, before=5115 - 500)
 
 
 def test_the_document_has_the_tables_that_were_published() -> None:
