@@ -7,6 +7,7 @@ A folder of runs stands for the runs in it; of two runs of one name the longer c
 above its best so far for 200 steps (``--margin``, ``--patience``). Detectors: the rules of training/alarm.py, made afresh from
 telemetry.jsonl; the largest logit alone; the loss alone, six standard deviations above the mean of the 200 losses before. The first alarm
 counts. In a run that went to its planned end without an explosion, an alarm is a false one; of a run that was cut nobody knows.
+``--printed``: logs whose NAME.log has what run NAME printed, for what its metrics.jsonl lost.
 ``--scan`` adds where thresholds could lie: what parts the runs, with which margins, and the rule ``growth`` at other settings.
 """
 
@@ -30,6 +31,7 @@ from analysis import curves
 from analysis.report import canonical
 from errors import UserError, exit_on_user_error, invalid
 from scripts.alarm_scan import Run, scan, table
+from scripts.report import printed_rows, with_printed
 from training.alarm import Alarm, AlarmConfig, alarms, logit_alarm, loss_alarm
 from training.metrics import json_safe, read_metrics
 from training.telemetry import read_telemetry
@@ -55,6 +57,9 @@ class Row:
 def read_run(folder: Path, args: argparse.Namespace) -> Run:
     """One run folder. Raises ``UserError`` for a folder that lacks metrics, telemetry or its config."""
     metrics, telemetry = read_metrics(folder), read_telemetry(folder)
+    log = None if args.printed is None else args.printed / f"{folder.resolve().name}.log"
+    if log is not None and log.is_file():
+        metrics = with_printed(metrics, printed_rows(log), str(log))
     try:
         content = json.loads((folder / "config.json").read_bytes())
         warm_up = int(content["config"]["optim"]["warmup_steps"])
@@ -87,7 +92,7 @@ def read_runs(paths: Sequence[Path], args: argparse.Namespace) -> list[Run]:
         for folder in inside or [path]:
             run = read_run(folder, args)
             other = found.get(run.name)
-            if other is None or other.last_step < run.last_step:
+            if other is None or _length(other) < _length(run):
                 found[run.name] = run
             if other is not None:
                 longer = found[run.name].last_step
@@ -95,6 +100,11 @@ def read_runs(paths: Sequence[Path], args: argparse.Namespace) -> list[Run]:
                     f"{run.name}: more than one run of that name; the longer counts, to step {longer}", file=sys.stderr
                 )
     return sorted(found.values(), key=lambda run: (run.exploded_at is None, run.name))
+
+
+def _length(run: Run) -> tuple[int, int]:
+    """Last step with a loss, last with a probe: what was printed lengthens the first only."""
+    return run.last_step, int(run.telemetry[-1]["step"])
 
 
 def rules(args: argparse.Namespace) -> AlarmConfig:
@@ -246,6 +256,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make one (200)")
     parser.add_argument("--max-logit", type=float, default=1000.0, help="threshold of the detector max_logit (1000)")
     parser.add_argument(
+        "--printed", type=Path, help="folder of NAME.log files, for the losses of steps that metrics.jsonl lacks"
+    )
+    parser.add_argument(
         "--scan", action="store_true", help="also where the thresholds could lie; with --out NAME.md in NAME_scan.md"
     )
     parser.add_argument("--lead", type=int, default=500, help="with --scan: steps of warning asked for (500)")
@@ -264,6 +277,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise invalid("--patience", args.patience, "1 or more steps")
     if not args.margin >= 0:
         raise invalid("--margin", args.margin, "0 or more nats")
+    if args.printed is not None and not args.printed.is_dir():
+        raise UserError(f"--printed {args.printed}: no such folder")
     if args.out and Path(args.out).suffix not in (".md", ".csv"):
         raise invalid("--out", args.out, "a file name that ends in .md or .csv")
     return args

@@ -45,7 +45,7 @@ DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnos
 ASKED = Path("configs/reproduction.txt")
 PICTURES = {
     "failing_and_fixed.png": ("flash", "paper", "delta_from_p", "fp32_o"),
-    "two_explanations.png": ("flash", "run_a", "run_b", "run_c", "run_d"),
+    "two_explanations.png": ("flash", "run_a", "run_b", "run_c", "fp32_pv", "run_d"),
 }
 """Variants in the README's picture, and in that of docs/reproduction.md."""
 

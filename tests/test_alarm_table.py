@@ -117,6 +117,34 @@ def test_an_alarm_in_a_run_that_was_cut_is_not_called_false(tmp_path: Path, caps
     assert "false alarms in 0 of 0 stable runs; alarms in 1 of 1 cut." in printed
 
 
+def _lose_the_end(run: Path, logs: Path, last: int) -> None:
+    """Metrics and telemetry end at step ``last``; what the run printed is whole."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    logs.mkdir()
+    records = [json.loads(line) for line in lines]
+    (logs / f"{run.name}.log").write_text(
+        "".join(f"step {r['step']}  train_loss {r['train_loss']:.4g}\n" for r in records)
+    )
+    (run / "metrics.jsonl").write_text("\n".join(lines[: last + 1]) + "\n")
+    probes = (run / "telemetry.jsonl").read_text().splitlines()[: last // EVERY + 1]
+    (run / "telemetry.jsonl").write_text("\n".join(probes) + "\n")
+
+
+def test_what_a_run_printed_stands_for_the_metrics_that_it_lost(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "failing", grows_from=1000, explodes_at=3000)
+    whole = table(tmp_path, [str(run)])["failing"]
+    _lose_the_end(run, tmp_path / "logs", last=3100)
+    assert table(tmp_path, [str(run)])["failing"]["exploded_at"] == ""
+    assert table(tmp_path, [str(run)], "--printed", str(tmp_path / "logs"))["failing"] == whole
+
+
+def test_of_two_runs_that_printed_as_much_the_one_with_more_probes_counts(tmp_path: Path) -> None:
+    short, longer = (write_run(tmp_path / name / "failing", grows_from=1000, explodes_at=3000) for name in ("a", "b"))
+    _lose_the_end(short, tmp_path / "logs", last=500)
+    for order in ([short, longer], [longer, short]):
+        assert table(tmp_path, [*map(str, order)], "--printed", str(tmp_path / "logs"))["failing"]["growth"] != ""
+
+
 def test_a_folder_stands_for_its_runs_and_the_longer_of_a_name_counts(
     tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +191,7 @@ def _reached(name: str, key: str, before: int = 10**9) -> float:
 @pytest.mark.parametrize("key", ["max_logit", "half_logit", "w_q_norm"])
 def test_the_run_that_took_off_late_was_like_a_quiet_one(key: str) -> None:
     """What docs/diagnosis.md says of run_a_seed_1, 500 steps before its explosion at 3,387, and of another failing run it does not."""
-    quiet = ("delta_from_p", "delta_from_p_seed_1", "fp32_o", "run_b", "run_b_seed_1", "run_c")
+    quiet = ("delta_from_p", "delta_from_p_seed_1", "fp32_o", "fp32_o_seed_1", "run_b", "run_b_seed_1", "run_c")
     most = max(_reached(name, key) for name in quiet)
     assert _reached("run_a_seed_1", key, before=3387 - 500) < most < _reached("flash", key, before=5115 - 500)
 
@@ -183,6 +211,7 @@ def test_the_document_has_the_tables_that_were_published() -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "no such run folder"),
+        (["nowhere", "--printed", "no_logs"], "--printed no_logs: no such folder"),
         (["{folder}"], "no telemetry.jsonl in it"),
         (["{folder}", "--patience", "0"], "--patience"),
         (["{folder}", "--out", "x.png"], "--out"),

@@ -167,6 +167,19 @@ def test_scaling_is_the_median_of_the_steps_behind_the_start() -> None:
     assert [tuple(row.values()) for row in table(DOCUMENT, "GPUs")] == expected
 
 
+def test_two_gpus_are_compared_with_both_alone() -> None:
+    rows = {row["name"]: row for row in json.loads((RESULTS / "scaling_2.json").read_text())["rows"]}
+    rates = {name: row["tokens_per_second"]["median"] for name, row in rows.items()}
+    alone = rates["alone, sum"]
+    expected = [
+        (name, f"{rates[name]:,.0f}", f"{100 * rates[name] / alone:.3g} %")
+        for name in ("alone, sum", "plain", "overlap", "b100")
+    ]
+    assert [tuple(row.values()) for row in table(DOCUMENT, "two GPUs")] == expected
+    lost = 1000 * 2 * 32 * 1024 * (1 / rates["plain"] - 1 / alone)
+    assert f"loses is {lost:.1f} ms of a step of {1000 * 2 * 32 * 1024 / alone:.1f};" in DOCUMENT.read_text()
+
+
 def test_the_buckets_are_those_that_ddp_lays_out() -> None:
     """In the order of the backward pass, the token table last; at the default the first bucket is full with 1 MiB."""
     shape = MODEL_PRESETS["gpt2"]
