@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -19,6 +21,13 @@ def invalid(field: str, value: object, expected: str | Iterable[object]) -> User
     """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices."""
     choices = expected if isinstance(expected, str) else "one of " + ", ".join(str(e) for e in expected)
     return UserError(f"{field} = {value!r}: expected {choices}")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Bad arguments become a ``UserError`` in place of argparse's usage and message."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:

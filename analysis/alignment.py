@@ -9,13 +9,15 @@ diversity is equal and the cosines differ by a positive factor per token; ``resp
 
 How sign diversity is condensed to one number is a choice of this module, as is any threshold on it.
 
-Legend: B batch, T positions, C width of the input, M width of the output.
+Legend: B batch, T positions, C width of the input, M width of the output; X any leading dimensions.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from attention.exact import exact_float32
 
 
 @torch.no_grad()
@@ -39,9 +41,14 @@ def top_singular_vectors(weight_XMC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sigma_X.to(dtype), u_XM.to(dtype), v_XC.to(dtype)
 
 
-def spectral_alignment(x_BTC: Tensor, v_C: Tensor) -> Tensor:
-    """cos(x[T], v) of every token with the input-side top singular vector, [B, T] in -1 .. 1; 0 for a zero input."""
-    return torch.nn.functional.normalize(x_BTC.float(), dim=-1) @ torch.nn.functional.normalize(v_C.float(), dim=-1)
+def spectral_alignment(x_XBTC: Tensor, v_XC: Tensor) -> Tensor:
+    """cos(x[T], v) of every token with the input-side top singular vector, [..., B, T] in -1 .. 1; 0 for a zero input.
+
+    X are any leading dimensions, layers side by side for example, or none.
+    """
+    x_XBTC, v_XC = (torch.nn.functional.normalize(y.float(), dim=-1) for y in (x_XBTC, v_XC))
+    with exact_float32(x_XBTC.device):
+        return (x_XBTC @ v_XC[..., None, :, None]).squeeze(-1)
 
 
 def response_alignment(x_BTC: Tensor, weight_MC: Tensor, u_M: Tensor) -> Tensor:
@@ -49,10 +56,10 @@ def response_alignment(x_BTC: Tensor, weight_MC: Tensor, u_M: Tensor) -> Tensor:
     return spectral_alignment(x_BTC.float() @ weight_MC.float().T, u_M)
 
 
-def sign_diversity(alignment_BT: Tensor) -> Tensor:
-    """2 * (share of the rarer sign), []: 1 where half of the tokens align either way, 0 where all have one sign.
+def sign_diversity(alignment_XBT: Tensor) -> Tensor:
+    """2 * (share of the rarer sign), [...]: 1 where half of the tokens align either way, 0 where all have one sign.
 
     Independent of the arbitrary common sign of a singular pair. Zeros have no sign; NaN where no token has one.
     """
-    positive, negative = (alignment_BT > 0).sum(), (alignment_BT < 0).sum()
-    return 2 * torch.minimum(positive, negative) / (positive + negative)
+    positive_X, negative_X = ((sign * alignment_XBT > 0).sum(dim=(-2, -1)) for sign in (1, -1))
+    return 2 * torch.minimum(positive_X, negative_X) / (positive_X + negative_X)

@@ -22,14 +22,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
 from analysis import curves
 from analysis.report import canonical
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from scripts.alarm_scan import Run, scan, table
 from scripts.report import printed_rows, with_printed
 from training.alarm import Alarm, AlarmConfig, alarms, logit_alarm, loss_alarm
@@ -238,15 +238,10 @@ def thinned(run: Run) -> str:
     return out.getvalue()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     defaults = AlarmConfig()
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of them")
     parser.add_argument("--out", default="", help="also write the table to this file: .md or .csv")
     parser.add_argument("--thin", default="", help="folder for the evidence, one small CSV a run")

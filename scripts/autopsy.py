@@ -31,8 +31,9 @@ from analysis.capture import LayerCapture, capture
 from attention import AttentionSpec, LayerPlan, registry
 from config import TrainConfig
 from data.token_files import TokenFile
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from model import GPT
+from scripts.export_huggingface import load_weights
 from training.checkpoint import Checkpoints, Loaded
 from training.intervention import Switch, plans_at
 from training.precision import PrecisionConfig
@@ -64,10 +65,7 @@ def build(loaded: Loaded, device: torch.device) -> tuple[GPT, TrainConfig, list[
     plans = plans_at(base, switches_of(loaded), loaded.step)
     served = [serve(plan, config, device) for plan in plans]
     model = GPT(config.model, tuple(served))
-    try:
-        model.load_state_dict(loaded.model_state)
-    except RuntimeError as error:
-        raise UserError(f"checkpoint {loaded.path}: its weights do not fit its config: {error}") from None
+    load_weights(model, loaded)
     for name, value in loaded.model_state.items():
         if not bool(value.isfinite().all()):
             raise UserError(f"checkpoint {loaded.path}: {name} is not finite: examine an earlier checkpoint")
@@ -209,7 +207,7 @@ def open_device(choice: str) -> torch.device:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", help="checkpoint, or folder of a run (its newest one)")
     parser.add_argument("--hf", type=Path, help="local Hugging Face folder, in place of a checkpoint")
     parser.add_argument("--data", type=Path, help="data set as prepare_data.py writes it, or with --hf a text file")
@@ -228,11 +226,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
+def make_folder(folder: Path) -> None:
+    """Raises ``UserError`` where there can be no such folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be made ({error.strerror})") from None
+
+
 @exit_on_user_error
 def main() -> None:
     arguments = parse(sys.argv[1:])
     device = open_device(arguments.device)
     subject = (checkpoint_subject if arguments.hf is None else folder_subject)(arguments, device)
+    if arguments.out is not None:  # before the work, so that none is lost
+        make_folder(arguments.out)
     began = time.perf_counter()
     findings = examine(subject)
     accused = [(head.layer, head.head) for head in findings.biased[: arguments.accused]]
@@ -242,7 +250,6 @@ def main() -> None:
     if arguments.out is not None:
         from analysis.autopsy_plots import pictures
 
-        arguments.out.mkdir(parents=True, exist_ok=True)
         files.write_text(arguments.out / "autopsy.txt", text(report))
         files.write_text(arguments.out / "autopsy.html", page(report, pictures(findings, changes)))
         print(f"wrote {arguments.out / 'autopsy.html'} and autopsy.txt")

@@ -9,9 +9,7 @@ included.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+import files
 from attention import AttentionConfig, AttentionSpec
 from attention.dispatch import run
-from errors import UserError, exit_on_user_error
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -159,9 +158,17 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def batch_and_length(text: str) -> tuple[int, int]:
+    """(B, T) of a shape as typed. Raises ``UserError`` for what is none."""
+    batch, _, length = text.partition(",")
+    if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+        raise invalid("--shapes", text, "B,T, two whole numbers of 1 or more")
+    return int(batch), int(length)
+
+
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["32,1024", "8,4096", "4,8192"], metavar="B,T")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -172,20 +179,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise UserError("scripts/bench_attention.py needs a CUDA device")
+    if args.rounds < 1:
+        raise invalid("--rounds", args.rounds, "at least 1")
+    shapes = [(*batch_and_length(text), args.heads, args.head_dim) for text in args.shapes]
     specs = {
         f"{name} (triton)": AttentionSpec(preset=name, numerics=args.numerics, sites=tuple(args.sites), backend="flash")
         for name in args.presets
     }
+    for spec in specs.values():
+        spec.resolve()
+    if not torch.cuda.is_available():
+        raise UserError("scripts/bench_attention.py needs a CUDA device")
     rows = []
-    for text in args.shapes:
-        b, t = map(int, text.split(","))
-        rows += measure((b, t, args.heads, args.head_dim), specs, not args.full, args.rounds)
+    for shape in shapes:
+        rows += measure(shape, specs, not args.full, args.rounds)
     print(table(rows))
     if args.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        args.json.write_text(json.dumps({"command": sys.argv, "machine": machine, "rows": rows}, indent=1) + "\n")
+        files.write_json(args.json, {"command": sys.argv, "machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -39,7 +39,7 @@ import torch
 
 import config as configuration
 from config import TrainConfig
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from files import write_json
 from scripts.bench_train import QUIET, named_fields, options, typed_fields, write_tokens
 from training.metrics import METRICS_FILE, read_metrics
@@ -285,14 +285,9 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?<![\w.])/(?:[^/\s=,'\"]+/)+", "", text)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line. Raises ``UserError`` for numbers that cannot be."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="+", help="recipe and ablation, as train.py takes them")
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="GPUs of this host, or CPU processes")
     parser.add_argument("--set", nargs="+", default=[], metavar="field=value", help="for all runs, those alone too")

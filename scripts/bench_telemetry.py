@@ -34,7 +34,7 @@ import config as configuration
 import files
 from attention import AttentionConfig, AttentionSpec, registry
 from config import TrainConfig
-from errors import exit_on_user_error, invalid
+from errors import OneLineParser, exit_on_user_error, invalid
 from model import GPT, MODEL_PRESETS, initialise
 from training import distributed, record
 from training.optim import build_optimizer, set_learning_rate
@@ -269,7 +269,7 @@ def table(result: dict[str, Any]) -> str:
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write JSON where asked to; exit code 1 where a bit differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--json", nargs="?", const="-", default="", help="write everything as JSON to this file, or print it"
     )

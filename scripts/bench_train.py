@@ -9,7 +9,7 @@ variant for ``--steps`` steps between two synchronisations; the table has median
 bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
 
 Nothing hangs in silence: what takes longer than ``--variant-seconds`` ends the process, the stacks of all threads on stderr, and
-``--json`` has what was known by then ("complete": false).
+``--json`` has what was known by then ("complete": false). A variant that fails is told of and makes the exit code 2.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ import numpy as np
 import torch
 
 import config as configuration
+import files
 import train
 from config import TrainConfig
 from data.token_files import TokenWriter
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from model import GPT
 from scripts.bench_profile import PARTS, Stopwatch, Timed, matmul_rate, products, profile, synchronise
 from scripts.bench_trial import Contender, Trial, write_results
@@ -154,10 +155,7 @@ def build(recipe: TrainConfig, text: str, folder: Path) -> Contender:
 
 def build_nanogpt(folder: Path, config: TrainConfig, batch: tuple[torch.Tensor, torch.Tensor]) -> Contender:
     """nanoGPT's model and optimiser, stepped as in its bench.py, of the recipe's shape."""
-    module_file = folder / "model.py"
-    if not module_file.is_file():
-        raise UserError(f"--nanogpt {folder}: no model.py in it")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", module_file)
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
@@ -317,7 +315,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]
     if args.profile:
         chosen = [c for c in sound if not args.profile_variants or c.name in args.profile_variants]
         tables = (trial.attempt(f"{c.name} profile", profiled, c) for c in chosen)
-        args.profile.write_text("".join(filter(None, tables)))
+        files.write_text(args.profile, "".join(filter(None, tables)))
     size = 8192 if device.type == "cuda" else 256
     ceiling, peak = matmul_rate(device, size, size, size), throughput.peak_flops(device, recipe.run.peak_tflops)
     plans = recipe.attention.resolve(recipe.model.n_layer, recipe.model.n_head)
@@ -335,9 +333,27 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]
     return rows, {"matmul_ceiling_tflops": ceiling / 1e12, "flops_per_token": flops, "peak_flops": peak}
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise ``UserError`` for what cannot be, before anything is built. What only a machine can refuse fails by itself, later."""
+    for name in ("rounds", "steps"):
+        if getattr(args, name) < 1:
+            raise invalid(f"--{name}", getattr(args, name), "at least 1")
+    recipe = changed(configuration.load(args.recipe), typed_fields("--set", args.set))
+    names = [variant(recipe, text, Path("bench"))[0] for text in args.variants]
+    if len(set(names)) < len(names) or "nanogpt" in names:
+        raise invalid("--variants", " ".join(args.variants), "each name once, and not nanogpt")
+    if unknown := sorted(set(args.profile_variants or ()) - {*names, "nanogpt"}):
+        raise invalid("--profile-variants", unknown[0], [*names, "nanogpt"])
+    if args.nanogpt and not (args.nanogpt / "model.py").is_file():
+        raise UserError(f"--nanogpt {args.nanogpt}: no model.py in it")
+    for path in filter(None, (args.json, args.profile)):
+        if not path.parent.is_dir():
+            raise UserError(f"{path}: no folder {path.parent}")
+
+
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", nargs="+", help="recipe and ablation, as train.py takes them")
     parser.add_argument("--set", nargs="+", default=[], metavar="field=value", help="of the recipe, for all variants")
     parser.add_argument("--variants", nargs="+", default=["plain"], metavar="NAME=field=value,...")
@@ -354,10 +370,13 @@ def main() -> None:
     parser.add_argument("--variant-seconds", type=float, default=120.0, metavar="N", help=watch)
     parser.add_argument("--json", type=Path, help="file for all numbers; rewritten as they come, complete at the end")
     args = parser.parse_args()
+    check(args)
     with tempfile.TemporaryDirectory() as folder:
         rows, facts = measure(args, Path(folder))
     print(table(rows))
     write_results(args.json, rows, complete=True, **facts)
+    if failed := [row for row in rows if "failed" in row]:
+        raise UserError("; ".join(f"{row['name']} failed: {row['failed']}" for row in failed))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
 from analysis import curves, plots
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import json_safe, read_metrics
 
 FINAL_SHARE, FINAL_MOST = 20, 50
@@ -295,14 +295,9 @@ def draw(runs: Sequence[Run], results: Sequence[Result], path: Path, *, title: s
         raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
     )

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.recording import Recorder, Recording, RecordingHeader
 from data.token_files import TokenFile
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from files import sync_folder
 
 # As the published code writes them; a stray blank or zero would not come back from a round trip.
@@ -171,9 +171,7 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Recordings from and to the index files of the paper's published code."
-    )
+    parser = OneLineParser(description="Recordings from and to the index files of the paper's published code.")
     commands = parser.add_subparsers(dest="command", required=True)
     read = commands.add_parser("from-published", help="index files -> recording")
     read.add_argument("folder", type=Path, metavar="FOLDER", help="has generated_indices_rank_0.txt and so on")

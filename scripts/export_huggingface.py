@@ -13,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention import AttentionConfig, AttentionSpec
-from errors import UserError, exit_on_user_error
+from errors import OneLineParser, UserError, exit_on_user_error
 from model import GPT, ModelConfig
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, Loaded
 from training.huggingface import export_gpt2
 
 
@@ -33,17 +33,30 @@ def load_model(folder: Path) -> GPT:
     config = ModelConfig(**section)
     plans = AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
     model = GPT(config, plans)
-    try:
-        model.load_state_dict(checkpoint.model_state)
-    except RuntimeError as error:
-        raise UserError(f"checkpoint {folder}: its weights do not fit its config: {error}") from None
+    load_weights(model, checkpoint)
     return model
+
+
+def load_weights(model: GPT, checkpoint: Loaded) -> None:
+    """Fill the model. Raises ``UserError``, which names one tensor, where the checkpoint is of another shape."""
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: list(tensor.shape) for name, tensor in checkpoint.model_state.items()}
+    misfits = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    if misfits:
+        name = misfits[0]
+        has = f"has shape {found[name]}" if name in found else "is missing"
+        wanted = f"expected {expected[name]}" if name in expected else "the config has no such layer"
+        others = f" ({len(misfits)} tensors do not fit)" if len(misfits) > 1 else ""
+        raise UserError(
+            f"checkpoint {checkpoint.path}: its weights do not fit its config: {name} {has}, {wanted}{others}"
+        )
+    model.load_state_dict(checkpoint.model_state)
 
 
 @exit_on_user_error
 def main() -> None:
     """Command line: CHECKPOINT OUTPUT."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder such as runs/NAME/checkpoints/step_00001000")
     parser.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
     chosen = parser.parse_args()

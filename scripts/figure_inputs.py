@@ -184,6 +184,25 @@ class Inputs:
             self._check("layer", self.layer, opened.model.config.n_layer)
         return found
 
+    def check_alike(self) -> None:
+        """Raise ``UserError`` where the checkpoints differ in width or heads: their outer products have no cosine."""
+        shapes = [(o.model.config.n_embd, o.model.config.n_head) for o in self.checkpoints()]
+        if len(set(shapes)) > 1:
+            told = " and ".join(
+                f"{opened.label} has width {width} and {heads} heads"
+                for opened, (width, heads) in zip(self.checkpoints(), shapes, strict=True)
+            )
+            raise UserError(f"figure {self.figure} compares checkpoints of one shape: {told}")
+
+    def check_has_head(self, run: RunCurves) -> None:
+        """Raise ``UserError`` for a run whose telemetry has no such layer and head."""
+        grid = run.telemetry[0]["delta_error_sum"]
+        if self.layer >= len(grid) or self.head() >= len(grid[self.layer]):
+            raise UserError(
+                f"figure {self.figure}: no layer {self.layer} head {self.head()} in the run {run.name}, "
+                f"which has {len(grid)} layers of {len(grid[0])} heads: leave it out, or set --layer and --head"
+            )
+
     def _check(self, name: str, value: int, count: int) -> None:
         if value >= count:
             raise invalid(f"--{name}", value, f"0 to {count - 1}")

@@ -15,14 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from analysis.accumulation import accumulate
 from analysis.figures import canvas, delta, heads, keys, loss, similarity
 from analysis.figures.canvas import Drawn
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from scripts.figure_inputs import Inputs
 
 
@@ -38,6 +37,7 @@ def _figure_3(inputs: Inputs) -> Drawn:
 
 def _figure_4(inputs: Inputs) -> Drawn:
     rows = []
+    inputs.check_alike()
     count = len(inputs.checkpoints())
     # One checkpoint: two of its sequences. Several: the same sequence in each.
     for which, batch in [(i, 0) for i in range(count)] if count > 1 else [(0, 0), (0, -1)]:
@@ -59,12 +59,13 @@ def _head_error(inputs: Inputs) -> delta.HeadError:
 
 
 def _figure_5(inputs: Inputs) -> Drawn:
-    over_steps = [
-        (run.label, *delta.steps_of(run.telemetry, inputs.layer, inputs.head()))
-        for run in inputs.runs(needed=False)
-        if run.telemetry
-    ]
-    return delta.draw_delta(_head_error(inputs), over_steps)
+    error = _head_error(inputs)
+    over_steps = []
+    for run in inputs.runs(needed=False):
+        if run.telemetry:
+            inputs.check_has_head(run)
+            over_steps.append((run.label, *delta.steps_of(run.telemetry, inputs.layer, inputs.head())))
+    return delta.draw_delta(error, over_steps)
 
 
 def _figure_6(inputs: Inputs) -> Drawn:
@@ -123,14 +124,9 @@ REGISTRY: dict[int, Entry] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def _parser() -> argparse.ArgumentParser:
     listing = "\n".join(f"  {number:>2}  {entry.what:<52} {entry.needs}" for number, entry in REGISTRY.items())
-    parser = _Parser(
+    parser = OneLineParser(
         description=__doc__,
         epilog=f"figures, and what each needs:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -14,14 +14,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config
 from analysis import curves
 from data.batches import Batches, DataConfig, open_batches
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import read_metrics
 
 SOURCE = "make_recording"
@@ -63,15 +62,12 @@ def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int
     return compared
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the recording and say what it is."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("recipe", help="configs/RECIPE.py; fields of it follow as --section.field value")
     parser.add_argument("--steps", type=int, default=0, help="steps to record (the recipe's run.steps)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, e.g. replay_batches/NAME")

@@ -12,14 +12,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import UserError, exit_on_user_error, invalid
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Bad arguments become a ``UserError`` in place of argparse's usage and message."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} ({self.prog} --help lists what there is)")
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 
 
 def parser() -> argparse.ArgumentParser:

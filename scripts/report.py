@@ -26,14 +26,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
 from analysis import curves, report, report_blocks, report_claims, report_plots
 from analysis.report import LAYER, Evidence, canonical
-from errors import UserError, exit_on_user_error
+from errors import OneLineParser, UserError, exit_on_user_error
 from training.metrics import read_metrics
 from training.telemetry import read_telemetry
 
@@ -355,15 +355,10 @@ def plots(args: argparse.Namespace) -> None:
         raise UserError(f"plots: matplotlib cannot be used here ({error})") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     gather = commands.add_parser("collect", help="run folders -> results")
     gather.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of them")
     gather.add_argument("--printed", type=Path, help="folder of NAME.log files, for steps that metrics.jsonl lacks")

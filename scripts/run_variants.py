@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,7 +31,7 @@ import torch
 
 import config as configuration
 from analysis import curves
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,10 +213,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
         time.sleep(args.every)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
+class _Parser(OneLineParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """A line of an @FILE is one variant; none where it is empty or a remark."""
         line = arg_line.strip()

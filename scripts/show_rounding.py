@@ -18,13 +18,12 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from analysis import bits
 from analysis.bits import FORMATS, Addition, Cut, Format, Number
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, exit_on_user_error, invalid
 
 DIGITS, PLACES = 20, 44
 LABEL = 12
@@ -223,14 +222,9 @@ def orders(terms: Sequence[Number], fmt: Format) -> Iterator[str]:
             yield f"({'ABC'[i]} + {'ABC'[j]}) + {'ABC'[k]}, {kind:<22}{outcome(grid, result)}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, checked."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B", nargs="?", help="without it A is converted to the format")
     parser.add_argument("c", metavar="C", nargs="?")

@@ -21,7 +21,7 @@ import torch
 
 import files
 from analysis import normaliser_study, normaliser_summary, normaliser_tables
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 
 OUT = Path(__file__).resolve().parent.parent / "results" / "appendix_c"
 
@@ -45,7 +45,7 @@ def write_tables(out: Path) -> None:
 
 @exit_on_user_error
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="folder to write (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="draws of gaps and values (default: %(default)s)")
     parser.add_argument("--tables", action="store_true", help="measure nothing, make the tables from the CSV files")

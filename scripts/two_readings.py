@@ -20,7 +20,6 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ import files
 from analysis.two_readings import ROUNDINGS, Mean, Reading, mean_of, readings
 from attention.plan import LayerPlan
 from config import TrainConfig
-from errors import UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from model import GPT
 from scripts.autopsy import add_sampling, build, check_sampling, open_device, read_checkpoint, read_tokens, spread
 
@@ -127,14 +126,9 @@ def summary(paths: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="*", help="checkpoints, or folders of runs (their newest)")
     parser.add_argument("--data", type=Path, help="data set (that of the run)")
     parser.add_argument("--layers", type=int, nargs="+", help="which, from 0 (all)")

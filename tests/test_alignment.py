@@ -41,6 +41,14 @@ def test_alignment_is_a_cosine() -> None:
     torch.testing.assert_close(spectral_alignment(x, v), torch.tensor([[1.0, -1.0, 0.0]]))
 
 
+def test_layers_side_by_side_are_as_each_alone() -> None:
+    x, v = weights(3, 2, 5, 8), weights(3, 8)
+    cosines = spectral_alignment(x, v)
+    each = [spectral_alignment(*pair) for pair in zip(x, v, strict=True)]
+    torch.testing.assert_close(cosines, torch.stack(each))
+    assert sign_diversity(cosines).tolist() == [sign_diversity(one).item() for one in each]
+
+
 def test_both_readings_of_the_paper_have_the_same_signs() -> None:
     """(W x) . u = sigma (x . v), exactly."""
     weight, x = weights(6, 9), weights(2, 50, 9)

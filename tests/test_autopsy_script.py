@@ -190,7 +190,28 @@ def test_a_checkpoint_of_another_shape(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = changed_checkpoint(run, tmp_path, n_embd=32)
-    assert "its weights do not fit its config" in refused(capsys, monkeypatch, path)
+    message = refused(capsys, monkeypatch, path)
+    words = "its weights do not fit its config: transformer.wte.weight has shape [256, 16], expected [256, 32]"
+    assert re.search(rf"{re.escape(words)} \(\d+ tensors do not fit\)$", message.strip())
+
+
+def test_a_checkpoint_of_other_layers_than_its_config(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer than there are weights of, and more."""
+    fewer, more = (changed_checkpoint(run, tmp_path / str(n), n_layer=n) for n in (1, 3))
+    left = "transformer.h.1.attn.c_attn.weight has shape [48, 16], the config has no such layer (6 tensors do not fit)"
+    assert left in refused(capsys, monkeypatch, fewer)
+    assert "transformer.h.2.ln_1.weight is missing, expected [16]" in refused(capsys, monkeypatch, more)
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_work(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_file").write_text("")
+    monkeypatch.setattr(autopsy, "examine", None)
+    message = refused(capsys, monkeypatch, run, "--out", tmp_path / "a_file/page")
+    assert "cannot be made (Not a directory)" in message
 
 
 def test_a_field_that_this_version_does_not_know(

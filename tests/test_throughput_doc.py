@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 import statistics
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_docs import ROOT, table
+from test_docs import ROOT, blocks, table
 from torch._dynamo.backends.distributed import DDPOptimizer
 
+import config as configuration
 from attention import AttentionConfig, AttentionSpec
 from model import GPT, MODEL_PRESETS, ModelConfig
 from training.distributed import DEFAULT_BUCKET_MB
@@ -109,6 +111,28 @@ def test_the_table_has_every_variant_as_measured(size: int) -> None:
 def test_the_gain_of_each_trick_is_the_difference_of_its_rows() -> None:
     written = {row["switch"]: row["measured"] for row in table(DOCUMENT, "trick") if row["switch"] in STEPS}
     assert written == {switch: difference(*pair) for switch, pair in STEPS.items()}
+
+
+def typed(name: str) -> list[str]:
+    """The settings of a row, as train.py takes them."""
+    words = []
+    for field, value in rows(32)[name]["settings"].items():
+        section, flag = field.replace("_", "-").split(".")
+        words += {"true": [f"--{section}.{flag}"], "false": [f"--{section}.no-{flag}"]}.get(
+            value, [f"--{section}.{flag}", value]
+        )
+    return words
+
+
+def test_the_commands_with_all_switches_are_what_was_measured() -> None:
+    lines = [
+        line.split() for block in blocks(DOCUMENT, "") for line in block.splitlines() if "--speed.loss-chunk" in line
+    ]
+    expected = [["python", "train.py", "configs/fast_failure.py", *typed(name)] for name in ("all", "allmlp")]
+    assert [sorted(line) for line in lines] == [sorted(line) for line in expected]
+    loaded = [configuration.load(line[2:]).speed for line in lines]
+    assert [one.fused_mlp for one in loaded] == [False, True]
+    assert loaded[0] == dataclasses.replace(loaded[1], fused_mlp=False)
 
 
 def test_each_trick_is_what_its_rows_differ_in() -> None:

@@ -32,7 +32,7 @@ class SpeedConfig:
     fused_mlp: bool = False
     """GELU inside the products that make its input and read its gradient; exact GELU, no biases, 16-bit autocast."""
     float32_gradients: bool = False
-    """Gradients of the blocks' weights leave their product in float32, not rounded to autocast's dtype and widened again."""
+    """Gradients of the blocks' weights leave their product in float32, not rounded to autocast's 16 bits and widened again."""
     sorted_embedding: bool = False
     """The token table's gradient summed over sorted tokens: a fixed order, without torch's one warp for all occurrences of a token."""
     late_values: bool = False
@@ -73,6 +73,8 @@ def check(config: TrainConfig, device: torch.device) -> None:
                 raise UserError(f"speed.{name}: on CUDA it needs triton, which is not installed; switch it off")
     if speed.fused_mlp:
         _check_mlp(config, device)
+    if speed.float32_gradients and config.precision.dtype == "float32":
+        raise invalid("precision.dtype", "float32", "bfloat16 or float16 with speed.float32_gradients")
     of_compile = {name: getattr(speed, name) for name in ("compile_mode", "coordinate_descent", "overlap")}
     for name, value in of_compile.items():
         if value not in ("default", False) and not config.precision.compile:

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from analysis.accumulation import one_signed_share
+from analysis.alignment import sign_diversity, spectral_alignment
 from analysis.attention_statistics import attention_statistics
 from analysis.capture import LayerCapture, capture
 from analysis.delta_error import delta_errors, effective_numerics, summarise
 from analysis.spectral import SpectralState, attention_norms
+from attention.exact import exact_float32
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
 from attention.tiles import FORMAT_OF, Sites
@@ -50,6 +52,8 @@ COLUMNS = {
     "w_q_head_norm": "[L][H] of the head's D rows of W_Q",
     "w_k_head_norm": "[L][H] of the head's D rows of W_K",
     "qk_head_norm": "[L][H] of W_Q^T W_K of the head, without 1 / sqrt(D)",
+    "alignment": "[L] Spectral Alignment: mean over tokens of |cos| of what W_Q reads with its top input-side singular vector",
+    "sign_diversity": "[L] twice the share of the tokens with the rarer sign of that cosine: 1 half of them, 0 all of one sign",
     "max_logit": "[L][H] largest score, as rounded at the site `scores`",
     "min_row_max": "[L][H] smallest row maximum",
     "entropy": "[L][H] mean entropy of a row, nats",
@@ -221,6 +225,11 @@ def measure(
         "qk_head_norm": norms.qk_head,
     }
     layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
+    # W^T u is the input-side vector of the pair, but for its length, where u is what the power iteration ends in.
+    with exact_float32(tokens_BT.device):
+        v_LC = (w_q_LCC.mT @ state.whole[0][..., None]).squeeze(-1)
+    cosine_LBT = spectral_alignment(torch.stack([layer.x_BTC for layer in layers]), v_LC)
+    measured |= {"alignment": cosine_LBT.abs().mean(dim=(-2, -1)), "sign_diversity": sign_diversity(cosine_LBT)}
     places: list[int] = []
     parts: list[dict[str, Tensor]] = []
     units = 0
@@ -325,6 +334,8 @@ def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
     columns["w_q_norm_max"], columns["w_q_norm_layer"], _ = extreme([[norm] for norm in record["w_q_norm"]])
     columns["w_k_norm_max"] = extreme([[norm] for norm in record["w_k_norm"]])[0]
     columns["qk_norm_max"] = extreme(record["qk_head_norm"])[0]
+    columns["alignment_max"] = extreme([[value] for value in record["alignment"]])[0]
+    columns["sign_diversity_min"] = -extreme([[-value] for value in record["sign_diversity"]])[0]
     columns["max_logit_max"], columns["max_logit_layer"], _ = extreme(record["max_logit"])
     columns["entropy_min"] = -extreme([[-value for value in row] for row in record["entropy"]])[0]
     for name in ("sink", "top_1", "ties_exact", "ties_1e3", "ties_2e9", "underflow", "v_one_signed"):

@@ -42,15 +42,15 @@ def draw_heads(models: Sequence[HeadNorms]) -> Drawn:
     """Figure 3: bars for each head of the layer; hatched: ``OUTLIER`` times the median or more. Several models stand side by side."""
     figure = canvas.sheet(1.6 + 0.14 * len(models))
     axes = figure.subplots()
-    count, width = len(models[0].norms), 0.8 / len(models)
+    width = 0.8 / len(models)
     bars = []
     for index, model in enumerate(models):
-        places = [head + (index - (len(models) - 1) / 2) * width for head in range(count)]
+        places = [head + (index - (len(models) - 1) / 2) * width for head in range(len(model.norms))]
         drawn = axes.bar(places, model.norms, width=0.92 * width, color=COLOURS[index % len(COLOURS)])
         for head in model.outliers:
             drawn[head].set(hatch="////", edgecolor="white", linewidth=0)
         bars.append(drawn)
-    axes.set_xticks(range(count))
+    axes.set_xticks(range(max(len(model.norms) for model in models)))
     canvas.dress(axes, x=f"head of layer {models[0].layer}, both from 0", y="spectral norm of $W_Q$")
     labels = [f"{model.label}: outliers {', '.join(map(str, model.outliers)) or 'none'}" for model in models]
     canvas.legend(figure, bars, labels, loc="outside upper left")

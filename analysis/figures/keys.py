@@ -64,7 +64,8 @@ def draw_accumulation(sums: Accumulation, *, label: str, feature: int) -> Drawn:
     top, middle, bottom, near = figure.subplots(4, 1)
     top.vlines(keys, 0, p_bar, color=canvas.GREY, linewidth=0.6)
     _points(top, keys, p_bar, ones)
-    canvas.dress(top, y=r"$\bar{P}$[T, t]", title=f"{label}: {ones.sum()} keys with " + r"$\bar{P}$ = 1")
+    counted = "1 key" if ones.sum() == 1 else f"{ones.sum()} keys"
+    canvas.dress(top, y=r"$\bar{P}$[T, t]", title=f"{label}: {counted} with " + r"$\bar{P}$ = 1")
     middle.axhline(0, color="0.3", linewidth=0.5)
     middle.plot(keys, v, ".", color=canvas.GREY, markersize=1.5)
     _points(middle, keys, v, ones)

@@ -1,0 +1,75 @@
+"""The scripts' command lines: whatever is wrong with the arguments is one line on stderr and exit code 2, as for train.py."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from tiny_runs import ROOT
+
+DEBUG = str(ROOT / "configs/debug.py")
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
+
+
+def complaint(
+    script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """The one line that the script leaves with."""
+    main = importlib.import_module(f"scripts.{script}").main
+    monkeypatch.setattr("sys.argv", [f"scripts/{script}.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    message = capsys.readouterr().err
+    assert (stop.value.code, message.count("\n")) == (2, 1), message
+    assert message.startswith("error: ")
+    return message
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_option_that_there_is_not_is_one_line(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    complaint(script, ["--no-such-option"], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("autopsy", ["run", "--data"], "argument --data: expected one argument"),
+        ("autopsy", ["run", "--batches", "x"], "argument --batches: invalid int value: 'x'"),
+        ("export_huggingface", ["checkpoint"], "the following arguments are required: output"),
+        ("bench_telemetry", ["--repeats"], "argument --repeats: expected one argument"),
+        ("bench_attention", ["--shapes", "32"], "--shapes = '32': expected B,T"),
+        ("bench_attention", ["--rounds", "0"], "--rounds = 0: expected at least 1"),
+        ("bench_attention", ["--presets", "fast"], "attention preset = 'fast': expected one of"),
+        ("bench_train", [DEBUG, "--rounds", "0"], "--rounds = 0: expected at least 1"),
+        ("bench_train", [DEBUG, "--steps", "0"], "--steps = 0: expected at least 1"),
+        ("bench_train", [DEBUG, "--nanogpt", "nowhere"], "--nanogpt nowhere: no model.py in it"),
+        (
+            "bench_train",
+            [DEBUG, "--variants", "plain", "x=speed.loss_chunk"],
+            "'speed.loss_chunk': expected section.field=",
+        ),
+        (
+            "bench_train",
+            [DEBUG, "--variants", "plain", "x=speed.los_chunk=1"],
+            "speed.los_chunk = '1': expected one of",
+        ),
+        ("bench_train", [DEBUG, "--variants", "plain", "plain"], "'plain plain': expected each name once"),
+        ("bench_train", [DEBUG, "--profile-variants", "plan"], "--profile-variants = 'plan': expected one of plain"),
+        ("bench_train", [DEBUG, "--json", "nowhere/b.json"], "nowhere/b.json: no folder nowhere"),
+        ("convert_recording", ["from-published", "here"], "the following arguments are required: NAME"),
+    ],
+)
+def test_what_is_missing_or_malformed_is_named(
+    script: str,
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert words in complaint(script, arguments, monkeypatch, capsys)
+
+
+def test_every_script_is_looked_at() -> None:
+    assert {"autopsy", "figures", "bench_train", "show_rounding"} <= set(SCRIPTS)
