@@ -203,6 +203,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--processes 2 --variants a=speed.overlap", "--variants = 'speed.overlap': expected section.field=value"),
         ("--processes 2 --variants a=speed.overlap=yes", "expected true or false"),
         ("--processes 2 --variants a=speed.bucket_mb=0", "speed.bucket_mb = 0: expected a whole number of 1 or more"),
+        ("--processes 2 --variants a=speed.exchange=flat", "invalid choice 'flat'"),
+        ("--processes 2 --variants a=speed.exchange=in_place,speed.bucket_mb=50", "speed.bucket_mb = 50: expected 25"),
         ("--processes 2 --set speed.bucket=3", "speed.bucket = '3': expected one of"),
         ("--processes 2 --set overlap", "--set = 'overlap': expected section.field=value"),
         ("--processes 2 --json /nowhere/at/all.json", "--json /nowhere/at/all.json: cannot write it"),

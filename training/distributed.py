@@ -216,6 +216,46 @@ def wrap(model: nn.Module, distributed: Distributed, bucket_mb: int = DEFAULT_BU
     )
 
 
+def in_ddp(model: nn.Module) -> bool:
+    """Whether ``backward`` exchanges this model's gradients; torch.compile may be around DDP."""
+    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
+
+
+def equalise(model: nn.Module) -> None:
+    """Give every process rank 0's parameters and buffers, as DDP does when it is built."""
+    if world_size() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def average_gradients(model: nn.Module, *others: Tensor) -> None:
+    """Put its mean over processes in the place of each gradient, and of each of ``others`` (of the gradients' dtype and device).
+
+    For a model outside DDP, after the last micro-step's ``backward``; every process must call it. The arithmetic is DDP's: each value
+    times 1 / processes, then the sum. NCCL does both as it reads, in one call for all tensors and without a copy of any. With one
+    process nothing happens.
+
+    Raises:
+        RuntimeError: a trainable parameter has no gradient. DDP takes none either, and the others would wait for ever.
+    """
+    if world_size() == 1:
+        return
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, gradient in gradients.items() if gradient is None]
+    if missing:
+        raise RuntimeError(f"no gradient to average over processes: {', '.join(missing)}")
+    tensors = [*(gradient for gradient in gradients.values() if gradient is not None), *others]
+    operation = dist.ReduceOp.AVG
+    if dist.get_backend() != "nccl":
+        # Gloo has no mean, or (torch 2.13) one that divides the sum.
+        torch._foreach_mul_(tensors, 1.0 / world_size())
+        operation = dist.ReduceOp.SUM
+    # The public all_reduce_coalesced does the same and is deprecated.
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor, op=operation)
+
+
 def settle(model: nn.Module, backward: Callable[[], None]) -> None:
     """Let DDP lay out its buckets before the first real step: one throwaway ``backward``, its gradients dropped.
 
@@ -223,7 +263,7 @@ def settle(model: nn.Module, backward: Callable[[], None]) -> None:
     than two processes' values are summed depends on their place in the bucket, so that the first step after a resume would
     round differently from the same step of the uninterrupted run.
     """
-    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+    if in_ddp(model):
         backward()
         model.zero_grad(set_to_none=True)
 

@@ -1,6 +1,6 @@
 """Muon with its Newton-Schulz iterations shared out over processes.
 
-Gradients are equal on all processes once DDP has averaged them, and so are weights and momentum. Each process therefore
+Gradients are equal on all processes once they are averaged, and so are weights and momentum. Each process therefore
 orthogonalises some of the matrices only; the results, bfloat16 as the iteration leaves them, are gathered, and everybody applies all
 of them. Every matrix is worked on as a whole by torch's own functions, one matrix at a time: the bits are those of ``torch.optim.Muon``
 on one process. Matrices of one shape are not batched: a batched product may take its sums in another order.

@@ -18,6 +18,7 @@ from training.distributed import DEFAULT_BUCKET_MB, Distributed
 if TYPE_CHECKING:
     from config import TrainConfig
 
+Exchange = Literal["ddp", "in_place"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -43,6 +44,8 @@ class SpeedConfig:
     """Deterministic mode only: fill new tensors with NaN, as torch does to show a read of what nothing has written."""
     compile_mode: CompileMode = "default"
     """Mode of torch.compile."""
+    exchange: Exchange = "ddp"
+    """Several processes: DDP copies gradients into buckets; in_place averages them where they lie, all by one call behind backward."""
     overlap: bool = False
     """Several processes: torch.compile around DDP, not inside it, so that gradients are exchanged while the backward pass goes on."""
     bucket_mb: int = DEFAULT_BUCKET_MB
@@ -55,8 +58,13 @@ class SpeedConfig:
             raise invalid("speed.loss_chunk", self.loss_chunk, "0 or a positive number of tokens")
         if self.bucket_mb < 1:
             raise invalid("speed.bucket_mb", self.bucket_mb, "a whole number of 1 or more")
-        if self.compile_mode not in get_args(CompileMode):
-            raise invalid("speed.compile_mode", self.compile_mode, get_args(CompileMode))
+        for name, choices in (("compile_mode", CompileMode), ("exchange", Exchange)):
+            if getattr(self, name) not in get_args(choices):
+                raise invalid(f"speed.{name}", getattr(self, name), get_args(choices))
+        if self.exchange == "in_place":
+            for name, default in (("overlap", False), ("bucket_mb", DEFAULT_BUCKET_MB)):
+                if getattr(self, name) != default:
+                    raise invalid(f"speed.{name}", getattr(self, name), f"{default} with speed.exchange = 'in_place'")
 
 
 def operators(config: SpeedConfig) -> Operators:
@@ -111,9 +119,11 @@ def _check_mlp(config: TrainConfig, device: torch.device) -> None:
 
 def wrapped(model: nn.Module, config: TrainConfig, place: Distributed) -> tuple[nn.Module, nn.Module]:
     """``model`` compiled and given to DDP as the config says: (the one to train, the one to evaluate, which is outside DDP)."""
-    bucket_mb = config.speed.bucket_mb
+    bucket_mb, in_place = config.speed.bucket_mb, config.speed.exchange == "in_place"
+    if in_place:
+        distributed.equalise(model)
     if not config.precision.compile:
-        return distributed.wrap(model, place, bucket_mb), model
+        return model if in_place else distributed.wrap(model, place, bucket_mb), model
     options = compile_options(config.speed) or None
     if TorchVersion(torch.__version__) < "2.13":
         announce_operators()
@@ -121,7 +131,7 @@ def wrapped(model: nn.Module, config: TrainConfig, place: Distributed) -> tuple[
     if config.speed.overlap and place.world_size > 1:
         # torch cuts the graph at DDP's buckets then; a compiled model inside DDP hands over all its gradients at the end.
         return cast(nn.Module, torch.compile(distributed.wrap(model, place, bucket_mb), options=options)), compiled
-    return distributed.wrap(compiled, place, bucket_mb), compiled
+    return compiled if in_place else distributed.wrap(compiled, place, bucket_mb), compiled
 
 
 def announce_operators() -> None:

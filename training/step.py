@@ -88,8 +88,9 @@ def train_step(
 ) -> StepResult | LateResult:
     """Train on this process's micro-batches (inputs_BT, targets_BT), int64 on the CPU; ``seeds`` has one rounding seed for each.
 
-    The update is left out when loss or gradient is not finite, unless ``apply_nonfinite``; float16's loss scale then shrinks. With
-    a ``guard`` the device sees to that, and nothing waits for it here; ``fused_clip`` needs a fused AdamW.
+    DDP exchanges gradients in the last ``backward``; those of a model outside DDP are averaged over processes behind it, the loss with
+    them. The update is left out when loss or gradient is not finite, unless ``apply_nonfinite``; float16's loss scale then shrinks.
+    With a ``guard`` the device sees to that, and nothing waits for it here; ``fused_clip`` needs a fused AdamW.
     """
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=device)
@@ -103,9 +104,12 @@ def train_step(
                 loss = loss / len(micro_batches)
             scaler.scale(loss).backward()
         total += loss.detach()
+    exchanged = distributed.in_ddp(model)
+    if not exchanged:
+        distributed.average_gradients(model, total)
     scaler.unscale_(optimizer)
     norm = clip_in_step(model, optimizer, grad_clip) if fused_clip else clip_gradients(model, grad_clip)
-    loss_mean = distributed.all_reduce_mean(total)
+    loss_mean = distributed.all_reduce_mean(total) if exchanged else total
     if guard is not None:
         guard.step(optimizer, loss_mean, norm)
         return LateResult(Reading(torch.stack([loss_mean, norm])), apply_nonfinite)
