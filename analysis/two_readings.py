@@ -10,6 +10,10 @@ The first has a mean where e is biased given O: the explanation of arXiv 2510.04
 if e has none: self-correlation. Subtracting the two gradients of the *same* batch takes away what makes e . dO noisy, so that a second part
 is seen that no mean of e . dO itself would show.
 
+What an error of delta does to W_Q is not its mean over tokens: it enters with a weight of its own at every token (analysis/low_rank.py,
+equation 3). ``pull`` is that weight in the direction in which W_Q's largest singular value grows, so that the mean of a part times pull,
+its *drift*, is that part's share in the growth.
+
 Everything but the layer under study is FP32, weights and attention, so that no other rounding enters the difference; q, k and v are
 rounded as the layer would get them. o is made by ``flash_reference`` with the layer's numerics: for torch's own kernels, their roundings
 as this project names them, not their bits.
@@ -30,6 +34,7 @@ from torch import Tensor
 
 from analysis.capture import LayerCapture, capture
 from analysis.delta_error import effective_numerics, forward_pass, high_outputs, over_groups
+from analysis.low_rank import weighted_keys
 from attention import AttentionSpec
 from attention.exact import exact_float32
 from attention.numerics import Numerics
@@ -61,6 +66,9 @@ class Reading:
     """e . (dO(O + e) - dO(O)): not 0 on average where the loss is curved, whatever the rounding."""
     delta_BHT: Tensor
     """O . dO(O), what the error is an error of."""
+    pull_BHT: Tensor
+    """(P K)[T] . u times X[T] . v, with u, v the top singular pair of the head's rows of W_Q: a step of descent makes their singular value
+    larger by lr * scale * sum over tokens of (error of delta) * pull, to first order."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ def readings(
         high_BHTD = high_outputs(layer)
         exact_BHTD = _gradient(model, plan.layer, high_BHTD, tokens_BT, targets_BT)
         delta_BHT = (high_BHTD * exact_BHTD).sum(dim=-1)
+        pull_BHT = _pull(layer, model.w_q(plan.layer))
         found = {}
         for name, change in roundings.items():
             o_BHTD = _output(layer, change)
@@ -118,22 +127,47 @@ def readings(
                 first_BHT=(e_BHTD * exact_BHTD).sum(dim=-1),
                 second_BHT=(e_BHTD * difference_BHTD).sum(dim=-1),
                 delta_BHT=delta_BHT,
+                pull_BHT=pull_BHT,
             )
         return found
 
 
-def mean_of(parts_BHT: list[Tensor], deltas_BHT: list[Tensor], head: int | None = None) -> Mean:
+def mean_of(
+    parts_BHT: list[Tensor],
+    deltas_BHT: list[Tensor],
+    head: int | None = None,
+    *,
+    pulls_BHT: list[Tensor] | None = None,
+) -> Mean:
     """Mean of one part of several batches over tokens, relative to delta's root mean square; of one head, or of all.
+
+    With ``pulls_BHT`` it is the drift: of the part times pull, each head's pull in units of its root mean square, so that no head with long
+    keys speaks for all.
 
     One sequence is one draw for the standard error: tokens of one share their keys, and e . H e couples them. NaN for a single one.
     """
     chosen = slice(None) if head is None else slice(head, head + 1)
     part_NHT = torch.cat(parts_BHT)[:, chosen].double()
+    if pulls_BHT is not None:
+        pull_NHT = torch.cat(pulls_BHT)[:, chosen].double()
+        part_NHT = part_NHT * pull_NHT / pull_NHT.square().mean(dim=(0, 2), keepdim=True).sqrt()
     size = torch.cat(deltas_BHT)[:, chosen].double().square().mean().sqrt().item()
     mean_N = part_NHT.mean(dim=(1, 2))
     n = len(mean_N)
     spread = mean_N.std().item() / math.sqrt(n) if n > 1 else math.nan
     return Mean(mean=mean_N.mean().item() / size, standard_error=spread / size, sequences=n)
+
+
+def _pull(layer: LayerCapture, w_q_CC: Tensor) -> Tensor:
+    """See ``Reading.pull_BHT``."""
+    pk_BHTD = weighted_keys(layer)
+    _, H, _, D = pk_BHTD.shape
+    w_q_HDC = w_q_CC.detach().double().unflatten(0, (H, D))
+    # The eigenvectors of W W^T are W's left singular vectors, the largest last.
+    u_HD = torch.linalg.eigh(w_q_HDC @ w_q_HDC.mT).eigenvectors[..., -1]
+    v_HC = torch.nn.functional.normalize(torch.einsum("hdc,hd->hc", w_q_HDC, u_HD), dim=-1)
+    along_u_BHT = torch.einsum("bhtd,hd->bht", pk_BHTD.float(), u_HD.float())
+    return along_u_BHT * torch.einsum("btc,hc->bht", layer.x_BTC.float(), v_HC.float())
 
 
 def _output(layer: LayerCapture, change: Change) -> Tensor:

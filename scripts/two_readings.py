@@ -5,7 +5,8 @@
 For every layer, both parts of e . dO (analysis/two_readings.py), in millionths of delta's root mean square, with the standard error
 over sequences: under the roundings that the run was trained with, with O rounded stochastically, and with O itself not rounded, which
 leaves what an FP32 O in delta leaves: the rounding of P_bar above all. The first part is the paper's reading, the second
-self-correlation. The CSV has every head too.
+self-correlation. Below each its drift: the same weighted token by token with what the error does to the largest singular value of the
+head's W_Q, positive where that grows. The CSV has every head too.
 
     python scripts/two_readings.py --table readings.csv ...
 
@@ -18,7 +19,8 @@ import argparse
 import csv
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
-from analysis.two_readings import ROUNDINGS, Mean, Reading, mean_of, readings
+from analysis.two_readings import ROUNDINGS, Change, Mean, Reading, mean_of, readings
 from attention.plan import LayerPlan
 from config import TrainConfig
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
@@ -36,31 +38,38 @@ from model import GPT
 from scripts.autopsy import add_sampling, build, check_sampling, open_device, read_checkpoint, read_tokens, spread
 
 COLUMNS = ("checkpoint", "step", "layer", "head", "rounding", "part", "mean", "standard_error", "sequences")
+BOTH = ("first", "second")
 
 
 def measure(
-    model: GPT, config: TrainConfig, batches: Sequence[tuple[Tensor, Tensor]], layers: Sequence[int], name: str
+    model: GPT,
+    config: TrainConfig,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    layers: Sequence[int],
+    name: str,
+    roundings: Mapping[str, Change] = ROUNDINGS,
 ) -> dict[int, dict[str, list[Reading]]]:
-    """The readings of every layer, rounding and batch."""
+    """The readings of every layer, rounding and batch, on the CPU."""
     plans: list[LayerPlan] = [attention.plan for attention in model.attentions()]
     device = next(model.parameters()).device
-    found: dict[int, dict[str, list[Reading]]] = {layer: {name: [] for name in ROUNDINGS} for layer in layers}
+    found: dict[int, dict[str, list[Reading]]] = {layer: {name: [] for name in roundings} for layer in layers}
     work = [(layer, batch) for layer in layers for batch in range(len(batches))]
     for layer, batch in tqdm(work, desc=name, unit="pass", disable=not sys.stderr.isatty()):
         tokens_BT, targets_BT = (x.to(device) for x in batches[batch])
         seed = torch.tensor(batch, dtype=torch.int64, device=device)
-        made = readings(model, plans[layer], tokens_BT, targets_BT, config.precision.torch_dtype, seed=seed)
+        dtype = config.precision.torch_dtype
+        made = readings(model, plans[layer], tokens_BT, targets_BT, dtype, seed=seed, roundings=roundings)
         for rounding, reading in made.items():
-            found[layer][rounding].append(reading)
+            found[layer][rounding].append(Reading(*(getattr(reading, f.name).cpu() for f in fields(Reading))))
     return found
 
 
 def parts(found: Sequence[Reading], head: int | None = None) -> dict[str, Mean]:
-    """Means of both parts over all batches."""
-    deltas = [reading.delta_BHT for reading in found]
-    return {
-        "first": mean_of([reading.first_BHT for reading in found], deltas, head),
-        "second": mean_of([reading.second_BHT for reading in found], deltas, head),
+    """Means of both parts over all batches, and of their drifts."""
+    deltas, pulls = ([getattr(reading, name) for reading in found] for name in ("delta_BHT", "pull_BHT"))
+    both = {name: [getattr(reading, f"{name}_BHT") for reading in found] for name in BOTH}
+    return {name: mean_of(part, deltas, head) for name, part in both.items()} | {
+        f"{name} drift": mean_of(part, deltas, head, pulls_BHT=pulls) for name, part in both.items()
     }
 
 
@@ -74,8 +83,10 @@ def table(found: dict[int, dict[str, list[Reading]]]) -> list[str]:
     lines.append(f"{'':>5}  {'':<11} {'mean ± s.e., 1e-6':^22} {'z':>6}  {'mean ± s.e., 1e-6':^22} {'z':>6}")
     for layer, roundings in found.items():
         for rounding, batches in roundings.items():
-            both = parts(batches)
-            lines.append(f"{layer:>5}  {rounding:<11} {cell(both['first'])}  {cell(both['second'])}")
+            found_parts = parts(batches)
+            for label, drift in ((rounding, ""), ("   drift", " drift")):
+                cells = "  ".join(cell(found_parts[name + drift]) for name in BOTH)
+                lines.append(f"{layer:>5}  {label:<11} {cells}")
     return lines
 
 
@@ -93,6 +104,10 @@ def rows(found: dict[int, dict[str, list[Reading]]], name: str, step: int, n_hea
 
 def _short(value: float) -> str:
     return f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.3g}"
+
+
+def _z(mean: float, standard_error: float) -> float:
+    return 0.0 if mean == 0 else mean / standard_error
 
 
 def summary(paths: Sequence[Path]) -> str:
@@ -114,15 +129,18 @@ def summary(paths: Sequence[Path]) -> str:
                 found = [row for row in csv.DictReader(file) if row["head"] == "-1"]
         except (OSError, KeyError) as error:
             raise UserError(f"--table {path}: not readings as --out writes them ({error})") from None
+        drifts = (" drift",) if any(row["part"].endswith(" drift") for row in found) else ()
         for rounding, layer in sorted({(row["rounding"], int(row["layer"])) for row in found}):
-            cells = [path.stem, rounding, str(layer)]
-            for part in ("first", "second"):
-                chosen = [r for r in found if (r["rounding"], int(r["layer"]), r["part"]) == (rounding, layer, part)]
-                means = [1e6 * float(row["mean"]) for row in chosen]
-                z = [float(row["mean"]) / float(row["standard_error"]) for row in chosen]
-                cells += [str(len(chosen))] * (part == "first")
-                cells += [f"{_short(min(means))} to {_short(max(means))}", f"{min(z):+.1f} to {max(z):+.1f}"]
-            lines.append(f"| {' | '.join(cells)} |")
+            for kind in ("", *drifts):
+                cells = [path.stem, rounding + (", drift" if kind else ""), str(layer)]
+                for part in BOTH:
+                    wanted = (rounding, layer, part + kind)
+                    chosen = [r for r in found if (r["rounding"], int(r["layer"]), r["part"]) == wanted]
+                    means = [1e6 * float(row["mean"]) for row in chosen]
+                    z = [_z(float(row["mean"]), float(row["standard_error"])) for row in chosen]
+                    cells += [str(len(chosen))] * (part == "first")
+                    cells += [f"{_short(min(means))} to {_short(max(means))}", f"{min(z):+.1f} to {max(z):+.1f}"]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -131,7 +149,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="*", help="checkpoints, or folders of runs (their newest)")
     parser.add_argument("--data", type=Path, help="data set (that of the run)")
+    parser.add_argument("--split", choices=("val", "train"), default="val", help="its tokens (val)")
     parser.add_argument("--layers", type=int, nargs="+", help="which, from 0 (all)")
+    parser.add_argument("--roundings", nargs="+", choices=list(ROUNDINGS), default=list(ROUNDINGS), help="which (all)")
     add_sampling(parser, batches=8)
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--table", type=Path, nargs="+", metavar="CSV", help="print what these files say, and no more")
@@ -157,10 +177,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if outside := [layer for layer in layers if not 0 <= layer < config.model.n_layer]:
             raise invalid("--layers", outside[0], f"0 to {config.model.n_layer - 1}, counted from 0")
         data = arguments.data or Path(config.data.dataset)
-        tokens_N = read_tokens(data, config.model.vocab_size)
+        tokens_N = read_tokens(data, config.model.vocab_size, arguments.split)
         length = min(arguments.length, config.data.sequence_length)
         batches = spread(tokens_N, arguments.batches, arguments.sequences, length, str(data))
-        found = measure(model, config, batches, layers, loaded.path.name)
+        chosen = {name: ROUNDINGS[name] for name in arguments.roundings}
+        found = measure(model, config, batches, layers, loaded.path.name, chosen)
         count = arguments.batches * arguments.sequences
         print(f"{loaded.path}: step {loaded.step}, {config.attention.label()}, {count} sequences of {length} tokens")
         print(*table(found), sep="\n", flush=True)

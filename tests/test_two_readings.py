@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import ROOT, Place, new_place
+from tiny_runs import ROOT, Place, new_place, preset
 from torch import Tensor
 
 from analysis import two_readings
+from analysis.capture import LayerCapture
+from analysis.low_rank import predicted_dw_q_error, weighted_keys
 from analysis.two_readings import Reading, mean_of, readings
 from attention import AttentionConfig, AttentionSpec
 from model import GPT, ModelConfig, initialise
@@ -129,6 +131,40 @@ def test_without_an_error_there_is_neither(model: GPT) -> None:
     assert reading.second_BHT.abs().max() < 1e-6 * reading.delta_BHT.abs().max()
 
 
+def test_pull_is_what_an_error_of_delta_does_to_the_largest_singular_value(model: GPT) -> None:
+    """Descent along the gradient that the error makes (equation 3), held against the singular values of W_Q before and after."""
+    tokens, targets = batch(7)
+    plan = model.attentions()[1].plan
+    captured: list[LayerCapture] = []
+    original = two_readings._pull
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_readings, "_pull", lambda layer, w_q: captured.append(layer) or original(layer, w_q))
+        pull_BHT = readings(model, plan, tokens, targets, torch.float32, seed=torch.tensor(0))["as trained"].pull_BHT
+    error_BHT = torch.randn(pull_BHT.shape, generator=torch.Generator().manual_seed(3))
+    layer = captured[0]
+    dw_q_HDC = predicted_dw_q_error(error_BHT, weighted_keys(layer), layer.x_BTC, layer.scale)
+    w_q_HDC = model.w_q(1).detach().unflatten(0, dw_q_HDC.shape[:2]).double()
+    rate = 1e-7
+    # The gradient with the error is less by dw_q than without.
+    grown_H = torch.linalg.matrix_norm(w_q_HDC + rate * dw_q_HDC.double(), 2) - torch.linalg.matrix_norm(w_q_HDC, 2)
+    expected_H = layer.scale * (error_BHT * pull_BHT).sum(dim=(0, 2))
+    torch.testing.assert_close(
+        (grown_H / rate).float(), expected_H, rtol=1e-3, atol=1e-3 * float(expected_H.abs().max())
+    )
+
+
+def test_a_drift_is_seen_that_the_mean_does_not_show() -> None:
+    """An error that goes with pull has a drift and, where pull has both signs, no mean."""
+    generator = torch.Generator().manual_seed(0)
+    pulls, noise = ([torch.randn(64, 2, 16, generator=generator) for _ in range(2)] for _ in range(2))
+    parts = [a + 0.3 * pull for a, pull in zip(noise, pulls, strict=True)]
+    assert abs(mean_of(parts, noise).z) < 3
+    drift = mean_of(parts, noise, pulls_BHT=pulls)
+    assert drift.mean == pytest.approx(0.3, abs=4 * drift.standard_error)
+    assert drift.z > 10
+    assert abs(mean_of(noise, noise, pulls_BHT=pulls).z) < 3
+
+
 def test_a_bias_shows_in_the_first_part(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error along dO itself, of a thousandth: the first part is a thousandth of |dO|^2."""
     tokens, targets = batch(7)
@@ -171,7 +207,8 @@ def test_a_mean_is_of_sequences_relative_to_delta() -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with new_place(tmp_path_factory) as place:
-        place.train("run", {"checkpoint.every": 10})
+        bf16_flash = {"precision.dtype": "bfloat16", "attention": preset("flash")}
+        place.train("run", {"checkpoint.every": 10, **bf16_flash})
         yield place
 
 
@@ -183,9 +220,21 @@ def test_the_script_writes_every_head(place: Place, tmp_path: Path, capsys: pyte
     assert "stochastic" in said
     assert "O unrounded" in said
     rows = list(csv.DictReader(out.open()))
-    assert {row["part"] for row in rows} == {"first", "second"}
+    assert {row["part"] for row in rows} == {"first", "second", "first drift", "second drift"}
     assert len(rows) == len({tuple(row[name] for name in ("layer", "head", "rounding", "part")) for row in rows})
     assert {row["sequences"] for row in rows} == {"4"}
+    assert "| readings | O unrounded, drift | 1 | 1 |" in script.summary([out])
+
+
+def test_roundings_and_split_can_be_chosen(place: Place, tmp_path: Path) -> None:
+    few = ["--batches", "2", "--sequences", "2", "--length", "8", "--layers", "1"]
+    files = {split: tmp_path / f"{split}.csv" for split in ("val", "train")}
+    for split, out in files.items():
+        given = ["--roundings", "as trained", "--split", split, "--out", str(out)]
+        script.main([str(place.runs / "run"), *few, *given])
+    rows = {split: list(csv.DictReader(out.open())) for split, out in files.items()}
+    assert {row["rounding"] for row in rows["val"]} == {"as trained"}
+    assert rows["val"] != rows["train"]
 
 
 @pytest.mark.parametrize("names", [("bf16", "paper", "microcosm"), ("gpt2_run_a",)])
@@ -207,6 +256,14 @@ def _all_heads(name: str) -> list[tuple[str, str, str, int, int, float, float]]:
         )
         for row in rows
     ]
+
+
+@pytest.mark.parametrize("name", ["gpt2_flash_seed_2", "gpt2_fp32_pv"])
+def test_the_published_lines_of_layer_1_are_those_of_the_file(name: str) -> None:
+    folder = ROOT / "results/two_readings"
+    lines = [line for line in script.summary([folder / f"{name}.csv"]).splitlines() if "| 1 |" in line]
+    assert len(lines) == 3
+    assert "\n".join(lines) in (folder / "README.md").read_text()
 
 
 def test_what_is_said_of_gpt2_is_in_its_file() -> None:
