@@ -237,7 +237,9 @@ def test_roundings_and_split_can_be_chosen(place: Place, tmp_path: Path) -> None
     assert rows["val"] != rows["train"]
 
 
-@pytest.mark.parametrize("names", [("bf16", "paper", "microcosm"), ("gpt2_run_a",)])
+@pytest.mark.parametrize(
+    "names", [("bf16", "paper", "microcosm"), ("gpt2_run_a",), ("microcosm_flash", "microcosm_fp32_pv")]
+)
 def test_the_published_table_is_that_of_its_files(names: tuple[str, ...]) -> None:
     folder = ROOT / "results/two_readings"
     assert script.summary([folder / f"{name}.csv" for name in names]) in (folder / "README.md").read_text()
@@ -264,6 +266,23 @@ def test_the_published_lines_of_layer_1_are_those_of_the_file(name: str) -> None
     lines = [line for line in script.summary([folder / f"{name}.csv"]).splitlines() if "| 1 |" in line]
     assert len(lines) == 3
     assert "\n".join(lines) in (folder / "README.md").read_text()
+
+
+def test_what_is_said_of_the_drift_is_in_its_files() -> None:
+    rows = [row for name in ("microcosm_flash", "microcosm_fp32_pv") for row in _all_heads(name)]
+    first, drift, plain = (
+        [row for row in rows if row[1] == part] for part in ("first drift", "second drift", "second")
+    )
+    readme = (ROOT / "results/two_readings/README.md").read_text()
+    assert f"in both layers of both**, {min(z for *_, z in drift):.1f} standard errors from zero at least" in readme
+    beyond, positive = (sum(wanted(z) for *_, z in first) for wanted in (lambda z: abs(z) > 3, lambda z: z > 0))
+    most = max(abs(z) for *_, z in first)
+    said = (
+        f"beyond three in {beyond} of the {len(first)} readings, up to {most:.1f}, and positive in {positive} of them"
+    )
+    assert said in readme
+    ratios = [one[-2] / other[-2] for one, other in zip(drift, plain, strict=True)]
+    assert f"It is {min(ratios):.2f} to {max(ratios):.2f} times the plain mean" in readme
 
 
 def test_what_is_said_of_gpt2_is_in_its_file() -> None:
