@@ -17,7 +17,6 @@ from torch import Tensor
 from analysis.capture import LayerCapture
 from analysis.delta_error import effective_numerics, group_of, over_groups, problem_of
 from attention.exact import exact_float32
-from attention.numerics import Numerics
 from attention.plan import HeadGroup
 from attention.rounding import round_to
 from attention.stabilise import tile_row_max
@@ -75,11 +74,14 @@ def accumulate(
     with exact_float32(layer.q_BTHD.device):
         problem = problem_of(layer, group, numerics)
         position = group.heads.index(head)
-        rows = slice(token, token + 1)
-        s_S = problem.scores(rows, slice(0, token + 1))[batch, position, 0]
+        rows, columns = slice(token, token + 1), slice(0, token + 1)
+        s_BHRS = problem.scores(rows, columns)
+        s_S = s_BHRS[batch, position, 0]
         m = tile_row_max(s_S[None], problem.sites.numerics)[0]
         exact_S = torch.exp(s_S.double() - m.double())
-        p_bar_S = problem.sites.probabilities(torch.exp(s_S - m))
+        # Stochastic rounding asks for the place of a value among all heads.
+        p_bar_BHRS = torch.exp(s_S - m).expand(s_BHRS.shape)
+        p_bar_S = problem.weights(p_bar_BHRS, rows, columns, layer.rounding_seed)[batch, position, 0]
         v_S = problem.v[batch, position, : token + 1, feature]
     high_S = torch.cumsum(exact_S * v_S.double(), dim=0)
     low_S = _rounded_sums(p_bar_S * v_S, problem.sites.numerics.output, accumulator)
@@ -123,12 +125,13 @@ def _counts(layer: LayerCapture, group: HeadGroup) -> Tensor:
         problem = problem_of(layer, group, numerics)
         T = problem.q.shape[2]
         slices = [slice(start, min(start + _ROWS, T)) for start in range(0, T, _ROWS)]
-        return torch.cat([_count_rows(problem, rows, problem.sites.numerics) for rows in slices], dim=2)
+        return torch.cat([_count_rows(problem, rows, layer.rounding_seed) for rows in slices], dim=2)
 
 
-def _count_rows(problem: Problem, rows: slice, numerics: Numerics) -> Tensor:
-    s = problem.scores(rows, slice(0, rows.stop))
-    p_bar = problem.sites.probabilities(torch.exp(s - tile_row_max(s, numerics)))
+def _count_rows(problem: Problem, rows: slice, seed: Tensor) -> Tensor:
+    columns = slice(0, rows.stop)
+    s = problem.scores(rows, columns)
+    p_bar = problem.weights(torch.exp(s - tile_row_max(s, problem.sites.numerics)), rows, columns, seed)
     row_max = s.amax(dim=-1, keepdim=True)
     ties = [(s >= row_max - tolerance).sum(dim=-1) for tolerance in TIE_TOLERANCES.values()]
     return torch.stack([(p_bar == 1).sum(dim=-1), *ties], dim=-1)

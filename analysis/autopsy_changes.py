@@ -87,15 +87,16 @@ def rounding_sites(numerics: Numerics) -> list[str]:
     return rounds if numerics.delta == "rowsum_do_o" else [site for site in rounds if site != "delta_output"]
 
 
-def preset_changes(spec: AttentionSpec, now: Numerics) -> dict[str, Numerics]:
-    """The presets that would change this head's numerics, on its own base and single sites, by name."""
+def preset_changes(spec: AttentionSpec, now: Numerics, dtype: str) -> dict[str, Numerics]:
+    """The presets that would change this head's numerics, on its own base and single sites, by name; ``dtype`` is q's format."""
     changes: dict[str, Numerics] = {}
     for name, preset in PRESETS.items():
         if preset.backend.startswith("sdpa_"):
             continue
         try:
             numerics = dataclasses.replace(spec, preset=name, backend="").resolve()
-        except UserError:  # a single site of this spec contradicts the preset
+            numerics.concrete(dtype)
+        except UserError:  # a single site of this spec, or the dtype, contradicts the preset
             continue
         if numerics != now:
             changes[name] = numerics
@@ -119,12 +120,13 @@ def try_changes(subject: Subject, accused: list[tuple[int, int]]) -> list[HeadCh
 def head_changes(layer: int, head: int, batches: list[LayerCapture], spec: AttentionSpec) -> HeadChanges:
     """Every change on one head; ``batches`` are captures of this head alone, with its own numerics."""
     numerics = effective_numerics(batches[0].plan.groups[0])
-    concrete = numerics.concrete(FORMAT_OF[batches[0].q_BTHD.dtype])
+    dtype = FORMAT_OF[batches[0].q_BTHD.dtype]
+    concrete = numerics.concrete(dtype)
     # Presets that differ in nothing on the way to delta are measured once.
     known: dict[Numerics, Bias] = {}
 
     def measured(changed: Numerics) -> Bias:
-        same = _up_to_delta(changed.concrete(FORMAT_OF[batches[0].q_BTHD.dtype]), batches[0].q_BTHD.shape[1])
+        same = _up_to_delta(changed.concrete(dtype), batches[0].q_BTHD.shape[1])
         if same not in known:
             known[same] = _measure(batches, changed)
         return known[same]
@@ -136,14 +138,15 @@ def head_changes(layer: int, head: int, batches: list[LayerCapture], spec: Atten
         return Change(name=name, bias=bias, left=abs(bias.mean) / abs(before.mean) if before.mean else 0.0)
 
     def in_fp32(sites: tuple[str, ...]) -> Change:
-        return change(", ".join(sites), concrete.with_sites(dict.fromkeys(sites, "fp32")))
+        drawn = {} if "probabilities" not in sites else {"probabilities_rounding": "nearest"}
+        return change(", ".join(sites), concrete.with_sites({**dict.fromkeys(sites, "fp32"), **drawn}))
 
     rounds = rounding_sites(concrete)
-    if concrete.inputs == FORMAT_OF[batches[0].q_BTHD.dtype]:
+    if concrete.inputs == dtype:
         rounds = [site for site in rounds if site != "inputs"]
     sites = [in_fp32((site,)) for site in rounds]
     together = None if any(one.removes for one in sites) else smallest_set(rounds, in_fp32)
-    presets = [change(name, changed) for name, changed in preset_changes(spec, numerics).items()]
+    presets = [change(name, changed) for name, changed in preset_changes(spec, numerics, dtype).items()]
     return HeadChanges(layer=layer, head=head, before=before, sites=sites, together=together, presets=presets)
 
 

@@ -78,7 +78,10 @@ def forward_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: i
     blocks = _choose("tiled" if coarse else "forward", narrow, dtype, head_dim)
     if walks_tiles(n, _fit(blocks, n, rows, columns)):
         blocks = _choose("tiled", narrow, dtype, head_dim)
-    if n.output_rounding == "stochastic" and blocks.registers == 112:
+    if n.probabilities_rounding == "stochastic" and blocks.registers == 112:
+        # Threads exchange the random words through shared memory, which leaves room for three programs an SM.
+        blocks = replace(blocks, registers=168)
+    elif n.output_rounding == "stochastic" and blocks.registers == 112:
         blocks = replace(blocks, registers=128)  # the random words stay in registers over the loop
     return _fit(blocks, n, rows, columns)
 

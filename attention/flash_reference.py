@@ -29,7 +29,7 @@ from attention.tiles import (
 )
 
 
-def _forward_rows(problem: Problem, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, and L [B, H, R, 1]."""
     sites, v = problem.sites, problem.v
     shape = (*problem.q[:, :, rows].shape[:3], 1)
@@ -44,7 +44,8 @@ def _forward_rows(problem: Problem, rows: slice) -> tuple[Tensor, Tensor, Tensor
         p_bar = torch.exp(s - m_new)
         rescale = torch.exp(m - m_new)
         row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True))
-        product = multiply(sites.probabilities(p_bar), v[:, :, columns], sites.numerics.products)
+        weights = problem.weights(p_bar, rows, columns, seed)
+        product = multiply(weights, v[:, :, columns], sites.numerics.products)
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
@@ -59,7 +60,7 @@ def _forward(
     """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] float32)."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, numerics, scale, causal, softcap)
-        parts = [_forward_rows(problem, rows) for rows in problem.row_tiles()]
+        parts = [_forward_rows(problem, rows, seed) for rows in problem.row_tiles()]
         o, o_exact, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         n = problem.sites.numerics
         o, o_exact = o.transpose(1, 2).contiguous(), o_exact.transpose(1, 2).contiguous()

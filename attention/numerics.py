@@ -18,6 +18,7 @@ DTYPE_FORMATS = ("fp32", "bf16", "fp16")
 MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
 FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
+PROBABILITIES_ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = {"residual8": 8, "residual16": 16}
 PRODUCTS = ("exact", "tf32x3")
 DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
@@ -45,6 +46,8 @@ class Numerics:
     """L = m + log l, from which the backward pass recomputes P."""
     probabilities: str = "input"
     """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
+    probabilities_rounding: str = "nearest"
+    """How P_bar is rounded for P_bar V. P for P^T dO is rounded to nearest in either case."""
     products: str = "exact"
     """How P_bar V multiplies where P_bar is FP32: exactly, or as three products of TF32 parts, which drops the product of the low ones."""
     tile_product: str = "fp32"
@@ -96,6 +99,9 @@ class Numerics:
         if self.delta_output in RESIDUALS and coarse:
             expected = "output or a format where tile_product or accumulator is not fp32: O then lacks more than a residual holds"
             raise invalid("attention numerics delta_output", self.delta_output, expected)
+        if self.probabilities_rounding != "nearest" and self.probabilities == "fp32":
+            expected = "nearest where probabilities is fp32 (or input, with q in float32): P_bar is not rounded there"
+            raise invalid("attention numerics probabilities_rounding", self.probabilities_rounding, expected)
         if not self.row_max_beta > 1:
             raise invalid("attention numerics row_max_beta", self.row_max_beta, "a number above 1")
         if not 0 <= self.row_max_tolerance < 1:
@@ -116,7 +122,10 @@ class Numerics:
         return dataclasses.replace(self, **sites)
 
     def concrete(self, dtype: str) -> Numerics:
-        """``input`` replaced by the format of q's dtype (``fp32``, ``bf16`` or ``fp16``), ``delta_output`` kept if ``output``."""
+        """``input`` replaced by the format of q's dtype (``fp32``, ``bf16`` or ``fp16``), ``delta_output`` kept if ``output``.
+
+        Raises ``UserError`` where sites contradict each other in that format.
+        """
         changes: dict[str, Any] = {name: dtype for name in _FIELDS if getattr(self, name) == "input"}
         return dataclasses.replace(self, **changes)
 
@@ -136,6 +145,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         for name in _FIELDS
         if not name.startswith(("row_max", "tile_q", "tile_k")) and name not in ("delta", "delta_output", "products")
     },
+    "probabilities_rounding": PROBABILITIES_ROUNDINGS,
     "output_rounding": ROUNDINGS,
     "delta_rounding": ROUNDINGS,
     "products": PRODUCTS,

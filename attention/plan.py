@@ -38,6 +38,12 @@ def _standard_sites(base: Numerics) -> dict[str, Any]:
     return {**eager, **unused, "delta": "rowsum_p_dp", "tile_q": 0, "tile_k": 0}
 
 
+def _stochastic_p(base: Numerics) -> dict[str, Any]:
+    """A base that leaves P_bar unrounded rounds it to the dtype of q here: there has to be something to draw."""
+    rounded = {"probabilities": "input"} if base.probabilities == "fp32" else {}
+    return {**rounded, "probabilities_rounding": "stochastic"}
+
+
 _FP32_ACCUMULATION = {"tile_product": "fp32", "accumulator": "fp32"}
 
 
@@ -102,6 +108,11 @@ PRESETS: dict[str, Preset] = {
     "flash_delta_from_p": _flash("delta = rowsum(P * dP)", _fixed(delta="rowsum_p_dp")),
     "flash_recompute_o": _flash("delta from an O recomputed in FP32", _fixed(delta="recomputed_o")),
     "flash_stochastic_o": _flash("O rounded stochastically, the same values in delta", _apart("stochastic", None)),
+    "flash_stochastic_p": _flash("P_bar rounded stochastically for P_bar V, O to nearest", _stochastic_p),
+    "flash_stochastic_p_o": _flash(
+        "P_bar and O rounded stochastically, the same O in delta",
+        lambda base: {**_stochastic_p(base), **_apart("stochastic", None)(base)},
+    ),
     "flash_run_a": _flash("O stochastic; delta: the same values", _apart("stochastic", None)),
     "flash_run_b": _flash("O stochastic; delta: nearest", _apart("stochastic", "nearest")),
     "flash_run_c": _flash(

@@ -40,12 +40,23 @@ class Backend:
     obstacle: Callable[[Call], str | None]
 
 
+def _contradiction(call: Call) -> str | None:
+    """Why the sites cannot be meant together for q of this dtype, or None."""
+    try:
+        call.numerics.concrete(FORMAT_OF[call.dtype])
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def _standard_obstacle(call: Call) -> str | None:
     n = call.numerics
     if n.delta != "rowsum_p_dp" or n.delta_output != "output":
         return "it has delta = rowsum(P * dP) only"
     if n.row_max != "plain" or n.tile_q or n.tile_k:
         return "it has no tiles and no row normaliser of its own"
+    if n.probabilities_rounding != "nearest":
+        return "it rounds P to nearest only"
     if (n.tile_product, n.accumulator, n.statistics) != ("fp32", "fp32", "fp32"):
         return "it has no running sums to round"
     return None
@@ -83,6 +94,8 @@ def _flash_obstacle(call: Call) -> str | None:
         return f"it needs a CUDA device (or TRITON_INTERPRET=1); {instead}"
     if call.head_dim not in HEAD_DIMS:
         return f"it takes head dims {', '.join(map(str, HEAD_DIMS))}, not {call.head_dim}; {instead}"
+    if reason := _contradiction(call):
+        return reason
     tiles = tile_obstacle(call.numerics.concrete(FORMAT_OF[call.dtype]))
     return tiles and f"{tiles}; {instead}"
 
@@ -96,7 +109,7 @@ def _interprets() -> bool:
 _REGISTRY: dict[str, Backend] = {
     "standard": Backend(standard, _standard_obstacle),
     "flash": Backend(_flash, _flash_obstacle),
-    "flash_reference": Backend(flash_reference, lambda call: None),
+    "flash_reference": Backend(flash_reference, _contradiction),
     **{name: Backend(sdpa.make(name), _sdpa_obstacle(name)) for name in sdpa.KERNELS},
 }
 assert set(_REGISTRY) == set(BACKENDS), "plan.BACKENDS names the backends without importing torch; keep the two equal"

@@ -138,10 +138,28 @@ def random_bits(seed: Tensor, stream: int, shape: torch.Size) -> Tensor:
     """
     index = torch.arange(-(-shape.numel() // 8), dtype=torch.int64, device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    counter = (index, zero, zero + stream, zero)
+    return _halves(seed, (index, zero, zero + stream, zero))[: shape.numel()].view(shape)
+
+
+def tile_random_bits(seed: Tensor, stream: int, heads: int, rows: slice, columns: slice) -> Tensor:
+    """Sixteen uniform bits for each element of one tile, [heads, R, C] int64 in [0, 2^16); other tiles give an element the same.
+
+    Element (head, row, column) takes half column % 2 (0: low) of word (column % 8) // 2 of Philox-4x32-7 at counter
+    (column // 8, row, stream, head), the key being that of ``random_bits``.
+    """
+    first = columns.start // 8
+    group = torch.arange(first, -(-columns.stop // 8), dtype=torch.int64, device=seed.device)
+    row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=seed.device)
+    head = torch.arange(heads, dtype=torch.int64, device=seed.device)
+    counter = (group, row[:, None], torch.full_like(group, stream), head[:, None, None])
+    bits = _halves(seed, counter).view(heads, len(row), 8 * len(group))
+    return bits[:, :, columns.start - 8 * first : columns.stop - 8 * first]
+
+
+def _halves(seed: Tensor, counter: tuple[Tensor, ...]) -> Tensor:
+    """The eight halves of each counter's four words, flat: low before high, words in order."""
     words = philox_4x32(counter, (seed & _WORD, (seed >> 32) & _WORD), ROUNDS)
-    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
-    return halves.flatten()[: shape.numel()].view(shape)
+    return torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1).flatten()
 
 
 def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, ...]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attention.numerics import RESIDUALS, Numerics, numerics_from_key
-from attention.rounding import random_bits, restore, round_to, storage_dtype
+from attention.rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits
 
-OUTPUT_STREAM, DELTA_STREAM = 0, 1
-"""Streams of random bits: O as handed on, and the O inside delta, are drawn independently."""
+OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
+"""Streams of random bits: O as handed on, the O inside delta and P_bar are drawn independently."""
 
 FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -63,6 +63,15 @@ class Problem:
             column = torch.arange(columns.start, columns.stop, device=s.device)
             s = s.masked_fill(column > row, -torch.inf)
         return s
+
+    def weights(self, p_bar_BHRC: Tensor, rows: slice, columns: slice, seed: Tensor) -> Tensor:
+        """P_bar of one tile as P_bar V reads it: rounded, as ``probabilities_rounding`` says."""
+        n = self.sites.numerics
+        if n.probabilities_rounding == "nearest":
+            return self.sites.probabilities(p_bar_BHRC)
+        B, H = p_bar_BHRC.shape[:2]
+        bits = tile_random_bits(seed, PROBABILITIES_STREAM, B * H, rows, columns).view(p_bar_BHRC.shape)
+        return round_to(p_bar_BHRC, n.probabilities, n.probabilities_rounding, bits)
 
     def through_softcap(self, ds: Tensor, s: Tensor) -> Tensor:
         """Gradient of the scores before the soft-cap: d/dx c tanh(x / c) = 1 - tanh(x / c)^2. Masked entries stay 0."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.flash_blocks import Blocks, walks_tiles
 from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics
 from attention.rounding import storage_dtype
-from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, kept_apart
+from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart
 from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
 from attention.triton_numerics import (
     FP32,
@@ -35,9 +35,11 @@ from attention.triton_numerics import (
     several_close,
     shifted_row_max,
     stored_code,
+    weights,
 )
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
+_PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)
 
 
 @triton.jit
@@ -55,12 +57,12 @@ def add_tile(
 @triton.jit
 def forward_range(
     b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, middle, last, S, stride_kb, stride_ks, stride_kh,
-    stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap,
+    stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed,
     INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr,
-    TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr,
-    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr,
-    BS: tl.constexpr, D: tl.constexpr,
+    PROBABILITIES_ROUNDING: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr,
+    EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 over the columns [first, last), one block at a time, where a block is a tile of ``Numerics``.
 
@@ -94,7 +96,9 @@ def forward_range(
         # [BS, D]
         b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED, TMA)
         b_v = operand(b_v, INPUTS, DTYPE)
-        b_p = operand(b_p, PROBABILITIES, DTYPE)
+        b_p = weights(
+            b_p, seed, i_bh, o_t, start, PROBABILITIES, PROBABILITIES_ROUNDING, _PROBABILITIES_STREAM, DTYPE, BT, BS
+        )
         if TILE_PRODUCT == FP32 and ACCUMULATOR == FP32:
             b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None], TF32X3)
         else:
@@ -106,11 +110,11 @@ def forward_range(
 @triton.jit
 def forward_tile(
     b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS: tl.constexpr,
-    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, TF32X3: tl.constexpr,
-    TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr,
-    SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed, INPUTS: tl.constexpr,
+    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr,
+    TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr,
+    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
+    TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one tile [first, last) larger than a block: first its row maximum and ties, then its product in FP32."""
     b_top = tl.full([BT], -float("inf"), tl.float32)
@@ -143,7 +147,10 @@ def forward_tile(
         b_sum += tl.sum(b_p, 1)
         b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, True, TMA)
         b_v = operand(b_v, INPUTS, DTYPE)
-        b_product = dot(operand(b_p, PROBABILITIES, DTYPE), b_v, b_product, TF32X3)
+        b_p = weights(
+            b_p, seed, i_bh, o_t, start, PROBABILITIES, PROBABILITIES_ROUNDING, _PROBABILITIES_STREAM, DTYPE, BT, BS
+        )
+        b_product = dot(b_p, b_v, b_product, TF32X3)
     b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)
     b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
     return b_acc, b_exact, b_m_new, b_l
@@ -154,11 +161,12 @@ def forward_kernel(
     p_q, p_k, p_v, p_o, p_delta_o, p_lse, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
     stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance,
     cap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, LOGSUMEXP: tl.constexpr,
-    PROBABILITIES: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr,
-    OUTPUT: tl.constexpr, OUTPUT_ROUNDING: tl.constexpr, DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr,
-    KEEP: tl.constexpr, RESIDUAL: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, TILED: tl.constexpr, ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr, TF32X3: tl.constexpr,
+    TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, OUTPUT: tl.constexpr, OUTPUT_ROUNDING: tl.constexpr,
+    DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr, KEEP: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TILED: tl.constexpr,
+    ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """O, the O for delta where it is KEEPt apart, and L, of one block of rows. TILED: a tile of ``Numerics`` is many blocks."""
     DTYPE: tl.constexpr = p_q.dtype.element_ty
@@ -180,6 +188,9 @@ def forward_kernel(
         b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, D)
         if not INTERPRETED:
             b_words = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_words], tl.uint32, is_pure=False, pack=1)
+    seed = 0
+    if PROBABILITIES_ROUNDING == STOCHASTIC:
+        seed = tl.load(p_seed)
     b_acc = tl.zeros([BT, D], tl.float32)
     b_exact = tl.zeros([BT, D], tl.float32)
     b_m = tl.full([BT], -float("inf"), tl.float32)
@@ -190,8 +201,9 @@ def forward_kernel(
             b_acc, b_exact, b_m, b_l = forward_tile(
                 b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, tl.minimum(first + tile, last), S,
                 stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit,
-                softcap, beta, tolerance, cap, INPUTS, SCORES, STATISTICS, PROBABILITIES, TF32X3, TILE_PRODUCT,
-                ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT, BS, D,
+                softcap, beta, tolerance, cap, seed, INPUTS, SCORES, STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING,
+                TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT,
+                BS, D,
             )  # fmt: skip
     else:
         middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
@@ -199,9 +211,9 @@ def forward_kernel(
             b_acc, b_exact, b_m, b_l = forward_range(
                 b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, middle if MASKED else 0, middle,
                 last if MASKED or ONE_LOOP else middle, S, stride_kb, stride_ks, stride_kh, stride_kd, stride_vb,
-                stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, INPUTS, SCORES,
-                STATISTICS, PROBABILITIES, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP,
-                FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
+                stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed, INPUTS, SCORES,
+                STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP,
+                ROW_MAX, SOFTCAP, FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
     b_lse = b_m + tl.log2(b_l) if FOLD else round_to(b_m + tl.log(b_l), LOGSUMEXP)
     tl.store(p_lse + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
@@ -278,6 +290,7 @@ def launch_forward(
         STATISTICS=format_code(n.statistics),
         LOGSUMEXP=format_code(n.logsumexp),
         PROBABILITIES=format_code(n.probabilities),
+        PROBABILITIES_ROUNDING=ROUNDINGS.index(n.probabilities_rounding),
         TF32X3=n.products == "tf32x3" and n.probabilities == "fp32",
         TILE_PRODUCT=format_code(n.tile_product),
         ACCUMULATOR=format_code(n.accumulator),

@@ -82,6 +82,28 @@ def random_words(p_seed, o_row, STREAM: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def tile_words(seed, i_bh, o_t, start, STREAM: tl.constexpr, BS: tl.constexpr):
+    """Philox words for the rows o_t [BT] and columns [start, start + BS) of one head: [BT, BS / 8, 2, 2] uint32."""
+    o_row = o_t[:, None].to(tl.uint32)
+    o_group = (start // 8 + tl.arange(0, BS // 8))[None, :].to(tl.uint32) + o_row * 0
+    o_zero = o_group * 0
+    b_0, b_1, b_2, b_3 = tl.philox(seed, o_group, o_zero + o_row, o_zero + STREAM, o_zero + i_bh, _ROUNDS)
+    return tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
+
+
+@triton.jit
+def weights(
+    b_p, seed, i_bh, o_t, start, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, STREAM: tl.constexpr,
+    DTYPE: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """P_bar of a block [BT, BS] as operand of P_bar V; drawn with the bits of ``rounding.tile_random_bits``. ``start`` divides by 8."""
+    if ROUNDING == STOCHASTIC:
+        b_words = tile_words(seed, i_bh, o_t, start, STREAM, BS)
+        b_p = round_output(b_p, FORMAT, ROUNDING, b_words, BT, BS)
+    return operand(b_p, FORMAT, DTYPE)
+
+
+@triton.jit
 def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_words, BT: tl.constexpr, D: tl.constexpr):
     """A float32 block [BT, D] rounded three ways; stochastically with the bits of ``rounding.random_bits``, from ``random_words``."""
     if FORMAT == FP32 or ROUNDING == NEAREST:

@@ -49,7 +49,9 @@ def test_flash_presets_are_as_exact_as_standard_attention_of_the_same_precision(
     limits = [2 * max(error, floor) for error in baseline_errors(case, dtype, numerics, device)]
     # In FP16 the published stabiliser pushes P_bar below 2^-14, where fewer bits are left: see the test after this one.
     beyond_range = ("flash_stable", "flash_stable_exact_ties") if dtype == torch.float16 else ()
-    for preset in (name for name in FLASH if name not in beyond_range):
+    # FP32 has no rounding of P_bar to draw; that is refused.
+    drawn = ("flash_stochastic_p", "flash_stochastic_p_o") if dtype == torch.float32 else ()
+    for preset in (name for name in FLASH if name not in (*beyond_range, *drawn)):
         errors = relative_errors(run(p, spec_of(preset, numerics)), exact, unit)
         for name, error, limit in zip(("o", "dq", "dk", "dv"), errors, limits, strict=True):
             assert error <= limit, f"{preset} {name}: {error:.2e} > {limit:.2e}"
@@ -209,9 +211,10 @@ def test_a_float32_head_makes_the_layer_float32_and_loses_nothing() -> None:
     assert torch.equal(o[:, :, 0].bfloat16(), run(p, AttentionSpec(preset="flash"))[0][:, :, 0])
 
 
-def test_stochastic_presets_follow_seed_layer_and_nothing_else() -> None:
+@pytest.mark.parametrize("preset", ["flash_stochastic_o", "flash_stochastic_p"])
+def test_stochastic_presets_follow_seed_layer_and_nothing_else(preset: str) -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))
-    spec = AttentionSpec(preset="flash_stochastic_o")
+    spec = AttentionSpec(preset=preset)
     plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 3)
 
     def o(layer: int, seed: int) -> torch.Tensor:
@@ -239,6 +242,7 @@ def test_run_b_takes_the_nearest_o_into_delta_whatever_it_hands_on() -> None:
 
 
 COMPILED = ["standard", "flash", "sdpa_flash", "sdpa_math", "flash_stable", "flash_stochastic_o", "flash_run_c"]
+COMPILED += ["flash_stochastic_p"]
 
 
 @pytest.mark.slow
@@ -291,6 +295,18 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
         (AttentionSpec(preset="sdpa_cudnn"), torch.bfloat16, 0.0, "it needs a CUDA device"),
         (AttentionSpec(preset="sdpa_flash"), torch.bfloat16, 30.0, "no soft-cap"),
         (AttentionSpec(preset="flash", backend="standard"), torch.bfloat16, 0.0, "delta = rowsum(P * dP) only"),
+        (
+            AttentionSpec(preset="standard", sites=("probabilities_rounding=stochastic",)),
+            torch.bfloat16,
+            0.0,
+            "it rounds P to nearest only",
+        ),
+        (
+            AttentionSpec(preset="flash_stochastic_p"),
+            torch.float32,
+            0.0,
+            "expected nearest where probabilities is fp32",
+        ),
     ],
 )
 def test_what_this_machine_cannot_run_is_refused_with_the_reason(

@@ -64,7 +64,7 @@ def test_the_sites_that_carry_it_are_those_of_o(planted: HeadChanges) -> None:
 
 def test_every_change_of_a_head_that_has_none_left_is_tried() -> None:
     spec = AttentionSpec(preset="flash_delta_from_p", numerics="paper")
-    tried = preset_changes(spec, spec.resolve())
+    tried = preset_changes(spec, spec.resolve(), "bf16")
     assert "flash_delta_from_p" not in tried
     assert set(tried) == {n for n in PRESETS if not n.startswith("sdpa_")} - {"flash_delta_from_p"}
 
@@ -80,6 +80,21 @@ def test_every_change_of_a_head_that_has_none_left_is_tried() -> None:
 )
 def test_the_sites_that_round(spec: AttentionSpec, fmt: str, expected: list[str]) -> None:
     assert rounding_sites(spec.resolve().concrete(fmt)) == expected
+
+
+def test_a_head_whose_p_bar_is_drawn_has_its_changes_measured() -> None:
+    """P_bar in FP32 has nothing left to draw, which no change may trip over."""
+    spec = AttentionSpec(preset="flash_stochastic_p", numerics="paper")
+    layer = tied_layer(spec=spec, shape=(2, 8, 2, 16))
+    found = head_changes(0, 1, [head_with(layer, 1, spec.resolve())], spec)
+    assert "probabilities" in [change.name for change in found.sites]
+    assert {"flash", "flash_fp32_pv"} <= {change.name for change in found.presets}
+
+
+def test_presets_that_a_dtype_contradicts_are_not_tried() -> None:
+    spec = AttentionSpec()
+    left_out = set(preset_changes(spec, spec.resolve(), "bf16")) - set(preset_changes(spec, spec.resolve(), "fp32"))
+    assert left_out == {"flash_stochastic_p", "flash_stochastic_p_o"}
 
 
 def change(name: str, left: float) -> Change:

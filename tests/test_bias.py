@@ -94,6 +94,30 @@ def test_the_fixes_of_the_forward_pass_remove_the_bias(preset: str, sign: float)
     assert abs(mean) < 4 * standard_error < abs(broken) / 4
 
 
+def near_rows(sign: float, gap: float) -> Rows:
+    """Scores 0 and, for the other keys, within a tenth of -gap; V = ``sign`` x [1, 2), but 0 at the maximum, whose P_bar is exact."""
+    generator = torch.Generator().manual_seed(0)
+    k = -gap * (0.9 + 0.2 * torch.rand(N, K, 1, 1, generator=generator))
+    k[:, 0] = 0
+    v = sign * (1 + torch.rand(N, K, 1, D, generator=generator))
+    v[:, 0] = 0
+    return Rows(*(x.to(torch.bfloat16) for x in (torch.ones(N, 1, 1, 1), k, v)))
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize(("gap", "direction"), [(0.001, 1.0), (0.003, -1.0)])
+def test_rounding_p_bar_to_nearest_biases_o_and_drawing_it_does_not(sign: float, gap: float, direction: float) -> None:
+    """BF16 knows 1 and 1 - 2^-8 here: exp(-0.001) always goes up to the one, exp(-0.003) always down to the other.
+
+    O is left in FP32. Drawn, |mean| is within four standard errors of 0, which are small against the bias removed (n = 160).
+    """
+    problem, sites = near_rows(sign, gap), ("output=fp32",)
+    broken, broken_error = bias(problem, "flash", "hardware", sites)
+    assert direction * sign * broken > 20 * broken_error
+    mean, standard_error = bias(problem, "flash_stochastic_p", "hardware", sites)
+    assert abs(mean) < 4 * standard_error < abs(broken) / 4
+
+
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_one_rounding_site_carries_the_bias(sign: float) -> None:
     """Of the sites that paper numerics round, raising the product and accumulator of O_bar alone to FP32 removes it."""

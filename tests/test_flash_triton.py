@@ -11,7 +11,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attention_cases import CASES, Problem, magnitudes, make, oracle, relative_errors, run
+from attention_cases import (
+    CASES,
+    Problem,
+    magnitudes,
+    make,
+    oracle,
+    relative_errors,
+    run,
+    share_apart,
+    weights_seen,
+)
 from kernel_tests import pass_in_the_interpreter
 from test_bias import TOPS, rows
 from torch import Tensor
@@ -189,6 +199,41 @@ def test_output_roundings_draw_the_references_bits(sites: tuple[str, ...], round
     assert_agree(p, "flash", sites=(*sites, *extra), seed=2**40 + 7)
 
 
+@pytest.mark.parametrize("shape", [(2, 40, 2, 16), (1, 70, 2, 32), (1, 33, 1, 64)])
+@pytest.mark.parametrize("tiles", [(16, 16), (64, 32), (32, 48), (64, 64)])
+def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[int, int], device: torch.device) -> None:
+    """Of P_bar one by one. Exponentials may differ in the last bit of FP32, which seldom shows; other bits would, in a third of them."""
+    sites = (f"tile_q={tiles[0]}", f"tile_k={tiles[1]}")
+    found = weights_seen(spec("flash_stochastic_p", sites=sites), device, shape, seed=2**40 + 7)
+    expected = weights_seen(
+        spec("flash_stochastic_p", sites=(), backend="flash_reference"), device, shape, seed=2**40 + 7
+    )
+    assert share_apart(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sites"),
+    [
+        (torch.float16, ()),
+        (torch.float32, ("probabilities=m3",)),  # fewer random bits than are cut off
+        (torch.float32, ("probabilities=m9",)),
+        (torch.bfloat16, ("probabilities=m5",)),
+        (
+            torch.bfloat16,
+            ("tile_k=48", "statistics=m12", "tile_product=m12", "accumulator=m12"),
+        ),  # tiles of many blocks
+        (torch.bfloat16, ("row_max=stabilised_safe", "tile_k=16")),
+        (torch.bfloat16, ("products=tf32x3",)),
+        (torch.bfloat16, ("output_rounding=stochastic", "delta_output=m4", "delta_rounding=stochastic")),
+    ],
+)
+def test_draws_of_p_bar_agree_in_other_formats_and_tiles(
+    dtype: torch.dtype, sites: tuple[str, ...], device: torch.device
+) -> None:
+    p = problem("random", device, dtype, (2, 40, 1, 16))
+    assert_agree(p, "flash", sites=(*TILES, "probabilities_rounding=stochastic", *sites), seed=2**40 + 7)
+
+
 def test_microcosm_numerics_agree(device: torch.device) -> None:
     p = problem("random", device, torch.float32, (1, 40, 1, 16))
     for preset in ("flash", "flash_delta_from_p", "flash_stochastic_o"):
@@ -285,7 +330,7 @@ def test_signed_bias_is_the_references(sign: float, device: torch.device) -> Non
 
 def test_repeats_are_equal_to_the_bit(device: torch.device) -> None:
     p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))
-    for preset in ("flash", "flash_stochastic_o", "flash_delta_from_p"):
+    for preset in ("flash", "flash_stochastic_o", "flash_stochastic_p", "flash_delta_from_p"):
         first = run(p, spec(preset, sites=()), seed=3)
         for _ in range(1 if INTERPRETED else 50):
             assert all(torch.equal(a, b) for a, b in zip(first, run(p, spec(preset, sites=()), seed=3), strict=True))
@@ -351,7 +396,7 @@ def test_indices_beyond_32_bits() -> None:
 @on_gpu
 def test_cuda_graphs_replay_forward_and_backward() -> None:
     p = problem("random", torch.device("cuda"), shape=(2, 256, 4, 64))
-    chosen = spec("flash_stochastic_o", sites=())
+    chosen = spec("flash_stochastic_p_o", sites=())
     expected = run(p, chosen, seed=1)
     plan = AttentionConfig(default=chosen).resolve(1, 4)[0]
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from attention.numerics import BASES, HARDWARE, MICROCOSM, PAPER, Numerics, nume
 from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec, describe
 from errors import UserError
 
+ROOT = Path(__file__).resolve().parent.parent
 FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
 
 
@@ -36,6 +39,8 @@ def test_every_flash_preset_works_on_every_base(name: str, base: str) -> None:
         ("flash_recompute_o", ("delta=recomputed_o",)),
         ("flash_fp32_o", ("delta_output=fp32",)),
         ("flash_fp32_pv", ("probabilities=fp32",)),
+        ("flash_stochastic_p", ("probabilities_rounding=stochastic",)),
+        ("flash_stochastic_p_o", ("probabilities_rounding=stochastic", "output_rounding=stochastic")),
         ("flash_run_b", ("output_rounding=stochastic", "delta_output=input")),
         ("flash_run_d", ("delta_output=input", "delta_rounding=stochastic")),
         ("flash_run_c", ("output=fp32", "delta_output=input")),
@@ -68,6 +73,20 @@ def test_runs_a_to_d_round_the_two_uses_of_o_as_the_table_says() -> None:
     assert roundings("b") == ("stochastic", "m1", "nearest")
     assert roundings("c") == ("fp32", "m1", "nearest")
     assert roundings("d") == ("nearest", "m1", "stochastic")
+
+
+def test_numerics_written_before_p_bars_rounding_had_a_name_rounded_it_to_nearest() -> None:
+    """A record of a run, as results/fast_failure keeps them."""
+    written = json.loads((ROOT / "results/fast_failure/run_a/config.json").read_text())["attention"][0]["numerics"]
+    assert "probabilities_rounding" not in written
+    assert numerics_from_key(json.dumps(written)) == AttentionSpec(preset="flash_run_a").resolve()
+
+
+def test_stochastic_p_rounds_p_bar_on_every_base() -> None:
+    formats = {
+        base: AttentionSpec(preset="flash_stochastic_p", numerics=base).resolve().probabilities for base in BASES
+    }
+    assert formats == {"hardware": "input", "paper": "input", "fp32": "input", "microcosm": "m7"}
 
 
 def test_single_sites_override_the_preset() -> None:
@@ -131,6 +150,23 @@ def test_overlapping_rules_are_refused() -> None:
         ({"sites": ("output=bf17",)}, "attention numerics output = 'bf17'"),
         ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
         ({"preset": "sdpa_flash", "numerics": "paper"}, "attention numerics of sdpa_flash = 'paper'"),
+        (
+            {"preset": "flash_fp32_pv", "sites": ("probabilities_rounding=stochastic",)},
+            "attention numerics probabilities_rounding = 'stochastic'",
+        ),
+        (
+            {"preset": "flash_stochastic_p", "sites": ("probabilities=fp32",)},
+            "attention numerics probabilities_rounding = 'stochastic'",
+        ),
+        (
+            {"sites": ("probabilities_rounding=toward_zero",)},
+            "attention numerics probabilities_rounding = 'toward_zero'",
+        ),
+        (
+            {"preset": "sdpa_flash", "sites": ("probabilities_rounding=stochastic",)},
+            "attention numerics of sdpa_flash = 'hardware probabilities_rounding=stochastic'",
+        ),
+        ({"preset": "flash_stochastic_p", "backend": "sdpa_flash"}, "attention backend = 'sdpa_flash'"),
         ({"preset": "flash_stable", "backend": "sdpa_flash"}, "attention backend = 'sdpa_flash'"),
     ],
 )

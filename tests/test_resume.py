@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **BF16,
         "attention": AttentionConfig(
             flash_backend="flash_reference",
-            default=AttentionSpec(preset="flash_stochastic_o"),
+            default=AttentionSpec(preset="flash_stochastic_p_o"),
             rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_run_d")),),
         ),
         "data.record_tokens": True,

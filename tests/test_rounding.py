@@ -19,7 +19,9 @@ from attention.rounding import (
     round_mantissa,
     round_to,
     storage_dtype,
+    tile_random_bits,
 )
+from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM
 
 
 def all_patterns(seed: int, count: int = 200_000) -> torch.Tensor:
@@ -119,6 +121,40 @@ def test_random_bits_are_the_halves_of_philox_words_in_order() -> None:
     for index, value in enumerate(drawn.flatten().tolist()):
         words = philox_4x32(tuple(torch.tensor(c) for c in (index // 8, 0, 3, 0)), key, 7)
         assert value == (int(words[index % 8 // 2]) >> (16 * (index % 2))) & 0xFFFF
+
+
+WHOLE = (3, slice(0, 21), slice(0, 40))
+
+
+@pytest.mark.parametrize("rows", [slice(0, 21), slice(5, 6), slice(16, 21)])
+@pytest.mark.parametrize("columns", [slice(0, 7), slice(16, 32), slice(13, 40)])
+def test_random_bits_of_a_tile_are_those_of_the_whole(rows: slice, columns: slice) -> None:
+    whole = tile_random_bits(torch.tensor(5), 2, *WHOLE)
+    assert torch.equal(tile_random_bits(torch.tensor(5), 2, 3, rows, columns), whole[:, rows, columns])
+
+
+def test_random_bits_of_a_tile_are_philox_words_at_head_row_and_column() -> None:
+    drawn = tile_random_bits(torch.tensor(2**40 + 9), 2, *WHOLE)
+    key = (torch.tensor(9), torch.tensor(2**8))
+    for head, row, column in ((0, 0, 0), (2, 20, 39), (1, 7, 12), (2, 0, 13), (0, 20, 31)):
+        words = philox_4x32(tuple(torch.tensor(c) for c in (column // 8, row, 2, head)), key, 7)
+        expected = (int(words[column % 8 // 2]) >> (16 * (column % 2))) & 0xFFFF
+        assert drawn[head, row, column] == expected
+
+
+@pytest.mark.parametrize("stream", [OUTPUT_STREAM, DELTA_STREAM])
+def test_p_bar_shares_no_bits_with_o(stream: int) -> None:
+    """The first query of the first head is where both could count alike."""
+    p_bar = tile_random_bits(torch.tensor(5), PROBABILITIES_STREAM, 1, slice(0, 1), slice(0, 64)).flatten()
+    assert (p_bar == random_bits(torch.tensor(5), stream, p_bar.shape)).sum() < 3
+
+
+def test_no_two_places_of_a_tile_and_no_two_seeds_or_streams_share_their_bits() -> None:
+    """Of n pairs of independent draws n / 2^16 are equal; with n = 2,520, six or more have a probability below 1e-10."""
+    drawn = tile_random_bits(torch.tensor(5), 2, *WHOLE)
+    shifted = [drawn.roll(1, dim) for dim in range(3)]
+    others = [tile_random_bits(torch.tensor(seed), stream, *WHOLE) for seed, stream in ((6, 2), (5, 1), (5 + 2**32, 2))]
+    assert max(int((drawn == other).sum()) for other in (*shifted, *others)) < 6
 
 
 @pytest.mark.parametrize("bits_kept", [1, 4, 7, 10])

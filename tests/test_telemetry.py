@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 MIXED = AttentionConfig(
     flash_backend="flash_reference",
-    default=AttentionSpec(preset="flash_stochastic_o"),
+    default=AttentionSpec(preset="flash_stochastic_p_o"),
     rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_run_b")),),
 )
 SETTINGS: dict[str, dict[str, Any]] = {

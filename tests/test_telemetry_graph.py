@@ -189,7 +189,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 LAYERS_APART = AttentionConfig(
     flash_backend="flash_reference",
-    default=AttentionSpec(preset="flash_stochastic_o"),
+    default=AttentionSpec(preset="flash_stochastic_p_o"),
     rules=(AttentionRule(layers=(2,), attention=AttentionSpec(preset="standard", numerics="paper")),),
 )
 HEADS_APART = AttentionConfig(
@@ -243,7 +243,7 @@ ON_CUDA: dict[str, tuple[AttentionConfig, str, dict[str, Any], dict[str, Any]]] 
     **{f"{name}_reference": case for name, case in CASES.items()},
     **{
         name: (AttentionConfig(default=AttentionSpec(preset=name)), "bfloat16", {}, {})
-        for name in ("flash", "flash_stochastic_o", "flash_compensated_delta", "flash_delta_from_p", "sdpa_math")
+        for name in ("flash", "flash_stochastic_p_o", "flash_compensated_delta", "flash_delta_from_p", "sdpa_math")
     },
     "flash_heads_apart": (
         AttentionConfig(rules=(AttentionRule(layers=(1,), heads=(0,), attention=AttentionSpec(preset="standard")),)),
