@@ -238,7 +238,8 @@ def test_roundings_and_split_can_be_chosen(place: Place, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "names", [("bf16", "paper", "microcosm"), ("gpt2_run_a",), ("microcosm_flash", "microcosm_fp32_pv")]
+    "names",
+    [("bf16", "paper", "microcosm"), ("gpt2_run_a",), ("microcosm_run_a", "microcosm_flash", "microcosm_fp32_pv")],
 )
 def test_the_published_table_is_that_of_its_files(names: tuple[str, ...]) -> None:
     folder = ROOT / "results/two_readings"
@@ -274,13 +275,21 @@ def test_what_is_said_of_the_drift_is_in_its_files() -> None:
         [row for row in rows if row[1] == part] for part in ("first drift", "second drift", "second")
     )
     readme = (ROOT / "results/two_readings/README.md").read_text()
-    assert f"in both layers of both**, {min(z for *_, z in drift):.1f} standard errors from zero at least" in readme
+    assert (
+        f"in both layers of `flash` and `fp32_pv`**, {min(z for *_, z in drift):.1f} standard errors from zero at least"
+        in readme
+    )
     beyond, positive = (sum(wanted(z) for *_, z in first) for wanted in (lambda z: abs(z) > 3, lambda z: z > 0))
     most = max(abs(z) for *_, z in first)
     said = (
         f"beyond three in {beyond} of the {len(first)} readings, up to {most:.1f}, and positive in {positive} of them"
     )
     assert said in readme
+    of_a = _all_heads("microcosm_run_a")
+    most = max(abs(row[-1]) for row in of_a if row[1] == "first drift")
+    positive = [row[-1] > 0 for row in of_a if row[1] == "second drift"]
+    assert f"within {most:.1f} standard errors" in readme
+    assert f"self-correlation positive in {sum(positive)} of the {len(positive)} readings" in readme
     ratios = [one[-2] / other[-2] for one, other in zip(drift, plain, strict=True)]
     assert f"It is {min(ratios):.2f} to {max(ratios):.2f} times the plain mean" in readme
 
