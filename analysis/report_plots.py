@@ -83,12 +83,17 @@ def draw(
     runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], path: Path, *, look: dict[str, dict[str, Any]]
 ) -> None:
     """Write the picture; ``look``: of every run, see ``looks``."""
+    save(figure(runs, panels, look), path)
+
+
+def save(drawn: Any, path: Path) -> None:
+    """Write a matplotlib ``Figure`` as a small PNG."""
     from PIL import Image
 
-    drawn, picture = io.BytesIO(), io.BytesIO()
-    figure(runs, panels, look).savefig(drawn, format="png", dpi=DPI)
+    full, picture = io.BytesIO(), io.BytesIO()
+    drawn.savefig(full, format="png", dpi=DPI)
     # A table of colours takes a third of the space: lines, not photographs.
-    Image.open(drawn).convert("RGB").quantize(256).save(picture, format="png", optimize=True)
+    Image.open(full).convert("RGB").quantize(256).save(picture, format="png", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_bytes(path, picture.getvalue())
 

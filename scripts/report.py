@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
-from analysis import curves, report, report_blocks, report_claims, report_plots
+from analysis import curves, report, report_blocks, report_claims, report_onset, report_plots
 from analysis.report import LAYER, Evidence, canonical
 from errors import OneLineParser, UserError, exit_on_user_error
 from training.metrics import read_metrics
@@ -45,9 +45,10 @@ DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnos
 ASKED = Path("configs/reproduction.txt")
 PICTURES = {
     "failing_and_fixed.png": ("flash", "paper", "delta_from_p", "fp32_o"),
-    "two_explanations.png": ("flash", "run_a", "run_b", "run_c", "fp32_pv", "run_d"),
+    "two_explanations.png": ("flash", "run_a", "run_b", "run_c", "fp32_pv", "run_d", "run_a_fp32_pv"),
 }
 """Variants in the README's picture, and in that of docs/reproduction.md."""
+ONSET = "large_logits.png"
 
 MOST_BYTES = 200_000
 EVERY = (10, 20, 50, 100)
@@ -323,6 +324,7 @@ def documents(out: Path, root: Path) -> dict[Path, tuple[str, str]]:
     runs, again = read_evidence(out), read_again(out)
     asked = report_claims.parse_asked((root / ASKED).read_text())
     blocks, values = report_blocks.blocks(runs, again, asked), report_blocks.values(runs, again, asked)
+    blocks, values = blocks | report_onset.blocks(runs), values | report_onset.values(runs)
     for prefix, folder in WRITTEN.items():
         blocks |= {f"{prefix}_{p.stem}": p.read_text() for p in (root / folder).glob("*.md") if p.stem != "README"}
     found = {}
@@ -351,6 +353,8 @@ def plots(args: argparse.Namespace) -> None:
         for name, members in PICTURES.items():
             if chosen := [(run, facts) for run, facts in runs if report_claims.base(run.name) in members]:
                 report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, look=look)
+        if any(report_onset.one_hot([run for run, _ in runs], kind) for kind in report_onset.KINDS):
+            report_plots.save(report_onset.figure(runs), args.out / ONSET)
     except ImportError as error:
         raise UserError(f"plots: matplotlib cannot be used here ({error})") from None
 

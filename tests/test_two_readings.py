@@ -239,7 +239,12 @@ def test_roundings_and_split_can_be_chosen(place: Place, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "names",
-    [("bf16", "paper", "microcosm"), ("gpt2_run_a",), ("microcosm_run_a", "microcosm_flash", "microcosm_fp32_pv")],
+    [
+        ("bf16", "paper", "microcosm"),
+        ("gpt2_run_a",),
+        ("microcosm_run_a", "microcosm_flash", "microcosm_fp32_pv"),
+        ("gpt2_drift_flash", "gpt2_drift_run_a_fp32_pv"),
+    ],
 )
 def test_the_published_table_is_that_of_its_files(names: tuple[str, ...]) -> None:
     folder = ROOT / "results/two_readings"
@@ -292,6 +297,35 @@ def test_what_is_said_of_the_drift_is_in_its_files() -> None:
     assert f"self-correlation positive in {sum(positive)} of the {len(positive)} readings" in readme
     ratios = [one[-2] / other[-2] for one, other in zip(drift, plain, strict=True)]
     assert f"It is {min(ratios):.2f} to {max(ratios):.2f} times the plain mean" in readme
+
+
+@pytest.mark.parametrize("place", ["docs/reproduction.md", "results/two_readings/README.md"])
+def test_what_is_said_of_gpt2s_drift_is_in_its_files(place: str) -> None:
+    files = [_all_heads(f"gpt2_drift_{name}") for name in ("flash", "run_a_fp32_pv")]
+    flash, unrounded = ([row for row in rows if row[0] == "as trained"] for rows in files)
+    drifts = [[row[-2] for row in rows if row[1] == "second drift"] for rows in (flash, unrounded)]
+    said = (ROOT / place).read_text()
+    assert all(f"+{before:.3g}" in said and f"+{after:.3g}" in said for before, after in drifts)
+    z = [row[-1] for row in flash + unrounded if row[1] == "second drift"]
+    assert f"{min(z):.0f} to {max(z):.0f} standard errors from zero" in said
+    biases = [row for row in flash + unrounded if row[1] == "first drift"]
+    most, error = max(abs(row[-1]) for row in biases), max(row[-2] / row[-1] for row in biases)
+    assert f"within {most:.1f} (one is up to {error:.2f} millionths)" in said
+
+
+def test_gpt2s_drift_is_no_constant_share_of_the_mean() -> None:
+    readme = (ROOT / "results/two_readings/README.md").read_text()
+    rows = {name: _all_heads(f"gpt2_drift_{name}") for name in ("flash", "run_a_fp32_pv")}
+    ratios, left = [], []
+    for name, found in rows.items():
+        at = {(row[0], row[1], row[3]): row[-2] for row in found}
+        for step in (1000, 2000):
+            drift = at["as trained", "second drift", step]
+            ratios.append(drift / at["as trained", "second", step])
+            if name == "flash":
+                left.append(at["O unrounded", "second drift", step] / drift)
+    assert f"It is {min(ratios):.2f} to {max(ratios):.2f} times the plain mean" in readme
+    assert f"leaves {left[0]:.2f} and {left[1]:.2f} of the drift in `flash`" in readme
 
 
 def test_what_is_said_of_gpt2_is_in_its_file() -> None:

@@ -1,0 +1,305 @@
+"""What happens when logits pass 2^16: the error of delta in rows that look at one key, and the gradient norm, from ``results/``.
+
+A flash kernel makes P_bar by one fused multiply-add, exp2(S' c - m c), with c = scale * log2(e) and m c rounded to FP32 before. At the
+row's own maximum the exponent is then not 0 but up to half a unit in the last place of m c, and P_bar not 1. From m c = 2^16 on that is
+more than BF16's spacing at 1 can hide: P_bar is rounded, l sums what was not rounded, and O of a row that looks at one key differs
+from that V by the same factor in all features.
+
+Rows are those of ``heads.csv``, layer ``LAYER``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from analysis import curves, report
+from analysis.plots import COLOURS
+from analysis.report import Evidence, Facts, HeadRow
+from analysis.report_blocks import NONE, delta_of, number, significant, table, told
+
+ONE_HOT = 0.99
+"""Mean largest probability of a head's rows from which on they count as looking at one key."""
+THRESHOLD = 2.0**16 * math.log(2)
+"""The largest logit from which on P_bar at the maximum may differ from 1 by more than BF16 hides: m log2(e) = 2^16."""
+EDGES = (0.0, THRESHOLD / 4, THRESHOLD / 2, THRESHOLD, 2 * THRESHOLD, 4 * THRESHOLD, math.inf)
+FROM = 1000
+"""Probes before this step, in the warm-up, do not count."""
+BEFORE, AFTER = 500, 200
+"""Steps before and behind the crossing whose gradient norms are compared."""
+
+ROUNDED, UNROUNDED, PAPER = "P_bar rounded, kernels", "P_bar unrounded", "P_bar rounded, `paper`"
+KINDS = (ROUNDED, UNROUNDED, PAPER)
+
+
+def kind_of(run: Evidence) -> str | None:
+    """How the attention of a run treats P_bar; None where delta is not made of the O handed on.
+
+    None for torch's kernels too: their probes have an O made by this project's reference, which is not the kernel's.
+    """
+    group = run.config["attention"][0]
+    numerics = group.get("numerics")
+    if group["backend"].startswith("sdpa_"):
+        return None
+    if not isinstance(numerics, Mapping) or (numerics["delta"], numerics["delta_output"]) != ("rowsum_do_o", "output"):
+        return None
+    if numerics.get("probabilities") == "fp32":
+        return UNROUNDED
+    return ROUNDED if numerics.get("scores") == "fp32" else PAPER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Relative errors of delta of heads that look at one key, whose largest logit lies in one range."""
+
+    heads: int
+    """Heads of probes."""
+    low: float
+    median: float
+    high: float
+    """10 %, 50 % and 90 % of root mean square error over root mean square of delta."""
+    mean: float
+    standard_error: float
+    """Of the error itself, with its sign, over delta's root mean square."""
+
+
+def one_hot(runs: Sequence[Evidence], kind: str) -> list[HeadRow]:
+    """Heads of probes of the runs of one kind, from ``FROM`` on, that look at one key."""
+    return [
+        row
+        for run in runs
+        if kind_of(run) == kind
+        for row in run.heads
+        if row["step"] >= FROM and row["top_1"] >= ONE_HOT and row["delta_rms"] > 0
+    ]
+
+
+def errors(rows: Sequence[HeadRow], low: float, high: float) -> Errors | None:
+    """Of the heads whose largest logit is in [low, high); None where there is none."""
+    chosen = [row for row in rows if low <= row["max_logit"] < high]
+    if not chosen:
+        return None
+    ratios = np.array([row["delta_error_rms"] / row["delta_rms"] for row in chosen])
+    se_N = np.array([row["delta_error_se"] / row["delta_rms"] for row in chosen])
+    quantiles = [float(q) for q in np.quantile(ratios, (0.1, 0.5, 0.9))]
+    return Errors(
+        heads=len(chosen),
+        low=quantiles[0],
+        median=quantiles[1],
+        high=quantiles[2],
+        mean=statistics.fmean(row["delta_error_mean"] / row["delta_rms"] for row in chosen),
+        standard_error=math.sqrt(float(np.square(se_N).sum())) / len(chosen),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """The first probe at which the largest logit of a run's layer is beyond 2 ``THRESHOLD``, and the gradient norm around it."""
+
+    step: int
+    w_q: float
+    logit: float
+    before: float
+    """Median gradient norm of the logged steps from ``BEFORE`` before ``THRESHOLD`` was passed until then."""
+    after: float
+    """Median over the ``AFTER`` steps from the crossing on."""
+    largest: float
+
+
+def crossing(run: Evidence, facts: Facts) -> Crossing | None:
+    """None for a run whose logits stay below, or that ends there."""
+    above = [step for step, logit in facts.logit.items() if logit >= 2 * THRESHOLD]
+    if not above:
+        return None
+    step, first = min(above), min(step for step, logit in facts.logit.items() if logit >= THRESHOLD)
+    pairs = list(zip(*curves.column(run.records, "grad_norm"), strict=True))
+    before = [norm for at, norm in pairs if first - BEFORE <= at < first]
+    after = [norm for at, norm in pairs if step <= at < step + AFTER]
+    if not before or not after:
+        return None
+    return Crossing(
+        step=step,
+        w_q=facts.w_q.get(step, math.nan),
+        logit=facts.logit[step],
+        before=statistics.median(before),
+        after=statistics.median(after),
+        largest=max(after),
+    )
+
+
+def folded_error(largest: float, rows: int = 4096) -> float:
+    """The relative error of delta that the fold makes: rows that look at one key, their maxima between half of ``largest`` and all of it.
+
+    FP32 and BF16 as a kernel has them, V and dO normal; head width 64.
+    """
+    generator = torch.Generator().manual_seed(0)
+    c = torch.tensor(0.125 * math.log2(math.e), dtype=torch.float32)
+    s_N = (8 * largest * (0.5 + 0.5 * torch.rand(rows, generator=generator))).float()
+    # A product of two FP32 numbers is exact in FP64, so that one rounding to FP32 makes it a fused multiply-add.
+    exponent_N = (s_N.double() * c.double() - (s_N * c).double()).float()
+    p_N = torch.exp2(exponent_N)
+    v_ND, do_ND = (torch.randn(rows, 64, generator=generator).bfloat16().float() for _ in range(2))
+    o_ND = (p_N.bfloat16().float() / p_N)[:, None] * v_ND
+    error_N = (do_ND * (o_ND.bfloat16().float() - v_ND)).sum(dim=1)
+    delta_N = (do_ND * v_ND).sum(dim=1)
+    return float(error_N.square().mean().sqrt() / delta_N.square().mean().sqrt())
+
+
+def one_hot_table(runs: Sequence[Evidence]) -> str:
+    """Relative error of delta in rows at one key, by the head's largest logit."""
+    heads = ["largest logit of the head"]
+    for kind in KINDS:
+        heads += [f"{kind}: heads", "error, median (10 - 90 %)", "mean, 1e-6 of delta"]
+    found = {kind: one_hot(runs, kind) for kind in KINDS}
+    rows = []
+    for low, high in itertools.pairwise(EDGES):
+        cells = [f"{low:,.0f} to {high:,.0f}" if math.isfinite(high) else f"{low:,.0f} and more"]
+        for kind in KINDS:
+            one = errors(found[kind], low, high)
+            cells += [NONE] * 3 if one is None else [number(one.heads), _spread(one), _mean(one)]
+        rows.append(cells)
+    return table(heads, rows, left=1)
+
+
+def _spread(found: Errors) -> str:
+    return f"{found.median:.1e} ({found.low:.0e} - {found.high:.0e})"
+
+
+def _mean(found: Errors) -> str:
+    return f"{1e6 * found.mean:+.2g} ± {1e6 * found.standard_error:.2g}"
+
+
+def crossings(runs: Sequence[Evidence]) -> list[tuple[Evidence, Facts, Crossing]]:
+    """The runs whose logits pass 2 ``THRESHOLD``, in the order of ``report_blocks.told``."""
+    pairs = [(run, facts, crossing(run, facts)) for run, facts in told(runs)]
+    return [(run, facts, found) for run, facts, found in pairs if found is not None]
+
+
+def crossing_table(runs: Sequence[Evidence]) -> str:
+    """The gradient norm before and behind large logits, a line a run."""
+    heads = [
+        "run",
+        "P_bar",
+        f"largest logit of layer {report.LAYER} beyond {2 * THRESHOLD:,.0f} at",
+        "logit",
+        "W_Q norm",
+    ]
+    heads += ["gradient norm before", f"in the next {AFTER} steps", "its largest", "loss exploded at"]
+    rows = []
+    for run, facts, found in crossings(runs):
+        sites = run.config["attention"][0].get("numerics")
+        kind = sites["probabilities"] if isinstance(sites, Mapping) and "probabilities" in sites else NONE
+        rows.append(
+            [
+                run.name,
+                "unrounded" if kind == "fp32" else "rounded",
+                number(found.step),
+                significant(found.logit),
+                significant(found.w_q),
+                *(f"{norm:.2f}" for norm in (found.before, found.after, found.largest)),
+                number(facts.exploded_at),
+            ]
+        )
+    return table(heads, rows)
+
+
+def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
+    """Both tables by name."""
+    return {"one_hot": one_hot_table(runs), "crossings": crossing_table(runs)}
+
+
+def values(runs: Sequence[Evidence]) -> dict[str, str]:
+    """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
+    onset.unrounded above it; onset.rise and onset.calm, how the gradient norm changed at the crossing; onset.emulated."""
+    rounded, unrounded = one_hot(runs, ROUNDED), one_hot(runs, UNROUNDED)
+    found: dict[str, str] = {
+        "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
+        "onset.emulated_below": f"{folded_error(THRESHOLD / 2):.1e}",
+    }
+    for name, rows, low, high in (
+        ("below", rounded, THRESHOLD / 2, THRESHOLD),
+        ("above", rounded, 2 * THRESHOLD, math.inf),
+        ("unrounded", unrounded, 2 * THRESHOLD, math.inf),
+    ):
+        if (one := errors(rows, low, high)) is not None:
+            found |= {f"onset.{name}": f"{one.median:.1e}", f"onset.{name}.heads": number(one.heads)}
+            found |= {f"onset.{name}.mean": _mean(one), f"onset.{name}.z": f"{one.mean / one.standard_error:+.1f}"}
+    found |= {"onset.threshold": number(THRESHOLD), "onset.twice": number(2 * THRESHOLD)}
+    rises: dict[bool, list[float]] = {True: [], False: []}
+    for run, _, cross in crossings(runs):
+        rises[kind_of(run) == UNROUNDED].append(cross.after / cross.before)
+    for name, quiet in (("rise", False), ("calm", True)):
+        if rises[quiet]:
+            ends = [f"{end(rises[quiet]):.1f}" for end in (min, max)]
+            found[f"onset.{name}"] = " to ".join(dict.fromkeys(ends))
+            found[f"onset.{name}.runs"] = str(len(rises[quiet]))
+    return found | _crossed(runs)
+
+
+def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
+    """onset.crossed: runs that pass 2 ``THRESHOLD``; onset.crossed.own: those of them whose delta is made of the O handed on. onset.others:
+    runs that do not, onset.others.own, and the largest logit of any of them."""
+    beyond, others = [], []
+    for run, found in told(runs):
+        (beyond if max(found.logit.values()) >= 2 * THRESHOLD else others).append((run, found))
+    made = {"onset.crossed": str(len(beyond)), "onset.others": str(len(others))}
+    for name, members in (("crossed", beyond), ("others", others)):
+        made[f"onset.{name}.own"] = str(sum(delta_of(run).startswith("O as handed on") for run, _ in members))
+    if others:
+        made["onset.others.logit"] = significant(max(max(found.logit.values()) for _, found in others))
+    return made
+
+
+def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
+    """A matplotlib ``Figure``: the relative error of delta against the largest logit, one point a head and probe, and the gradient norm."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(6.4, 5.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(drawn)
+    top, bottom = drawn.subplots(2, 1, sharex=True)
+    for kind, colour in ((ROUNDED, COLOURS[0]), (UNROUNDED, COLOURS[1])):
+        rows = one_hot([run for run, _ in runs], kind)
+        logits = [row["max_logit"] for row in rows]
+        ratios = [max(row["delta_error_rms"] / row["delta_rms"], 1e-8) for row in rows]
+        top.plot(
+            logits, ratios, ".", markersize=3, color=colour, alpha=0.6, label=f"{kind}: {len(rows)} heads of probes"
+        )
+        points = [point for run, facts in runs if kind_of(run) == kind for point in norms(run, facts)]
+        bottom.plot(*zip(*points, strict=True), ".", markersize=3, color=colour, alpha=0.6)
+    sizes = np.geomspace(1e3, 1e7, 61)
+    emulated = [max(folded_error(float(size)), 1e-8) for size in sizes]
+    top.plot(
+        sizes, emulated, color="0.2", linewidth=1.2, label="emulated: a row at one key, exponent by one multiply-add"
+    )
+    top.set_ylabel("error of delta, relative\n(rows at one key; 0 drawn at $10^{-8}$)", fontsize=8)
+    bottom.set_ylabel("gradient norm, median of\n100 steps from the probe on", fontsize=8)
+    bottom.set_xlabel(f"largest logit (top: of the head; bottom: of layer {report.LAYER})", fontsize=9)
+    for axes in (top, bottom):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.axvline(THRESHOLD, color="0.5", linestyle=":", linewidth=1.0)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    top.set_xlim(1e2, 1e8)
+    top.text(THRESHOLD, 2e-8, r" $2^{16} \ln 2$", fontsize=8, color="0.4")
+    drawn.legend(loc="outside upper left", frameon=False, fontsize=8)
+    return drawn
+
+
+def norms(run: Evidence, facts: Facts) -> list[tuple[float, float]]:
+    """(largest logit, median gradient norm of the logged ones of the next 100 steps) at every probe from ``FROM`` on."""
+    pairs = list(zip(*curves.column(run.records, "grad_norm"), strict=True))
+    found = []
+    for step, logit in facts.logit.items():
+        after = [norm for at, norm in pairs if step <= at < step + 100]
+        if step >= FROM and after and logit > 0:
+            found.append((logit, statistics.median(after)))
+    return found

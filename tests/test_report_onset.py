@@ -1,0 +1,116 @@
+"""analysis/report_onset.py: heads that look at one key are found, their errors summed up, and the gradient norm compared around the crossing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from analysis import report_onset as onset
+from analysis.report import Evidence, facts
+from attention.numerics import HARDWARE, PAPER
+from scripts import report as script
+
+STEPS = 3000
+
+
+def evidence(
+    *, sites: dict[str, Any] | None = None, backend: str = "flash", crosses_at: int = 2000, jump: float = 10.0
+) -> Evidence:
+    """A run of two heads: head 1 looks at one key, its logit doubles its way past the threshold at ``crosses_at``."""
+    numerics = dataclasses.asdict(HARDWARE) | (sites or {})
+    heads = []
+    for step in range(0, STEPS, 100):
+        logit = onset.THRESHOLD * (0.25 if step < crosses_at - 500 else 1.5 if step < crosses_at else 3.0)
+        for head, top in ((0, 0.5), (1, 0.995)):
+            heads.append(
+                {"step": step, "head": head, "max_logit": logit, "top_1": top, "delta_rms": 2.0}
+                | {
+                    "delta_error_rms": 2e-3 if step >= crosses_at else 2e-6,
+                    "delta_error_mean": 4e-6,
+                    "delta_error_se": 2e-6,
+                }
+            )
+    records = [
+        {"step": step, "train_loss": 3.0, "grad_norm": jump if step >= crosses_at else 0.5, "tokens_per_second": 1.0}
+        | {"seconds": float(step), "w_q_norm_1": 7.0, "w_q_norm_0": 1.0}
+        for step in range(STEPS)
+    ]
+    settings = {"run": {"steps": STEPS, "seed": 1}, "optim": {"warmup_steps": 100}}
+    content = {"config": settings, "attention": [{"backend": backend, "numerics": numerics}], "attention_name": "x"}
+    return Evidence(name="x", config=content | {"batches": {"seed": 1}}, records=records, heads=heads)
+
+
+@pytest.mark.parametrize(
+    ("sites", "backend", "kind"),
+    [
+        ({}, "flash", onset.ROUNDED),
+        ({"probabilities": "fp32"}, "flash", onset.UNROUNDED),
+        ({"scores": PAPER.scores}, "flash", onset.PAPER),
+        ({"delta_output": "fp32"}, "flash", None),
+        ({"delta": "rowsum_p_dp"}, "flash", None),
+        ({}, "sdpa_flash", None),
+    ],
+)
+def test_runs_are_told_apart_by_what_they_do_to_p_bar(sites: dict[str, Any], backend: str, kind: str | None) -> None:
+    assert onset.kind_of(evidence(sites=sites, backend=backend)) == kind
+
+
+def test_heads_at_one_key_behind_the_warm_up_count() -> None:
+    rows = onset.one_hot([evidence()], onset.ROUNDED)
+    assert {row["head"] for row in rows} == {1}
+    assert min(row["step"] for row in rows) == onset.FROM
+
+
+def test_errors_are_those_of_the_range() -> None:
+    rows = onset.one_hot([evidence()], onset.ROUNDED)
+    low, high = (onset.errors(rows, *edges) for edges in ((0.0, onset.THRESHOLD), (2 * onset.THRESHOLD, np.inf)))
+    assert low is not None and high is not None
+    assert (low.heads, high.heads) == (5, 10)
+    assert (low.median, high.median) == (1e-6, 1e-3)
+    # Means of 2e-6 with a standard error of 1e-6 each, ten of them.
+    assert high.mean == pytest.approx(2e-6)
+    assert high.standard_error == pytest.approx(1e-6 / 10**0.5)
+    assert onset.errors(rows, 1e9, 2e9) is None
+
+
+def test_the_gradient_norm_is_compared_around_the_crossing() -> None:
+    run = evidence(jump=7.0)
+    found = onset.crossing(run, facts(run))
+    assert found == onset.Crossing(step=2000, w_q=7.0, logit=3 * onset.THRESHOLD, before=0.5, after=7.0, largest=7.0)
+
+
+def test_a_run_of_small_logits_crosses_nothing() -> None:
+    run = evidence(crosses_at=STEPS)
+    assert onset.crossing(run, facts(run)) is None
+
+
+def test_the_fold_makes_no_error_below_the_threshold() -> None:
+    assert [onset.folded_error(size * onset.THRESHOLD) for size in (0.01, 0.25, 0.5, 0.99)] == [0.0] * 4
+
+
+def test_the_fold_makes_an_error_of_bf16s_last_place_above_it() -> None:
+    """Uniform in half a unit at 1, of either side of 1: between 2^-9 and 2^-8 over the square root of three."""
+    for size in (4, 16, 64):
+        assert 2.0**-9 / 3**0.5 < onset.folded_error(size * onset.THRESHOLD) < 2.0**-8 / 3**0.5
+
+
+def test_without_the_fold_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a multiply-add in two roundings the maximum's exponent is 0."""
+    monkeypatch.setattr(torch.Tensor, "double", lambda self: self)
+    assert onset.folded_error(64 * onset.THRESHOLD) == 0.0
+
+
+def test_published_runs_part_where_the_emulation_does() -> None:
+    """Of the published heads that look at one key: the error beyond the threshold is the emulated one, and not there without rounding."""
+    runs = script.read_evidence(script.ROOT / script.EVIDENCE)
+    rounded, unrounded = (onset.one_hot(runs, kind) for kind in (onset.ROUNDED, onset.UNROUNDED))
+    above = onset.errors(rounded, 4 * onset.THRESHOLD, np.inf)
+    below = onset.errors(rounded, onset.THRESHOLD / 2, onset.THRESHOLD)
+    without = onset.errors(unrounded, 2 * onset.THRESHOLD, np.inf)
+    assert above is not None and below is not None and without is not None
+    assert above.median == pytest.approx(onset.folded_error(8 * onset.THRESHOLD), rel=0.25)
+    assert max(below.median, without.median) < above.median / 50
