@@ -1,0 +1,345 @@
+"""analysis/gradients.py and its script: on a BF16 model whose layer 1 looks at single keys, with logits of several hundred."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import Place, new_place
+from torch import Tensor
+
+import config as configuration
+from analysis import gradients as module
+from analysis.attention_statistics import attention_statistics
+from analysis.capture import capture
+from analysis.gradients import REFERENCE, compare, gradients, layer_of_largest_w_q, parse_attention, replaced, served_by
+from attention import AttentionConfig, AttentionRule, AttentionSpec, LayerPlan
+from config import TrainConfig
+from data.batches import DataConfig
+from errors import UserError
+from model import GPT, ModelConfig, initialise
+from scripts import gradients as script
+from training.checkpoint import CheckpointConfig, Checkpoints
+from training.intervention import Switch
+from training.optim import gradient_norm
+from training.precision import PrecisionConfig
+
+T, LAYER = 32, 1
+SHAPE = ModelConfig(n_layer=3, n_head=2, n_embd=32, block_size=T, vocab_size=256, vocab_multiple=1)
+OWN = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset="flash"))
+
+
+def autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def batch(seed: int, sequences: int = 4) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(SHAPE.vocab_size, (sequences, T + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+BATCHES = [batch(seed) for seed in range(3)]
+
+
+def sharp(attention: AttentionConfig = OWN) -> GPT:
+    """Random weights; W_Q and W_K of layer 1 are so long that its rows have one key each."""
+    model = GPT(SHAPE, attention.resolve(SHAPE.n_layer, SHAPE.n_head))
+    initialise(model, 1)
+    with torch.no_grad():
+        model.transformer.wte.weight *= 50
+        model.attentions()[LAYER].c_attn.weight[: 2 * SHAPE.n_embd] *= 80
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return sharp()
+
+
+def own(model: GPT) -> tuple[LayerPlan, ...]:
+    return tuple(attention.plan for attention in model.attentions())
+
+
+def measured(model: GPT, name: str, batches: Sequence[tuple[Tensor, Tensor]] = BATCHES, **settings: float):  # type: ignore[no-untyped-def]
+    plans = replaced(own(model), parse_attention(name), LAYER)
+    return gradients(model, plans, batches, LAYER, autocast=autocast, **settings)  # type: ignore[arg-type]
+
+
+def differences(model: GPT, name: str) -> list[float]:
+    """On every batch, then of the average."""
+    found, reference = ([*each, average] for each, average in (measured(model, name), measured(model, REFERENCE)))
+    return [compare(one, other).difference for one, other in zip(found, reference, strict=True)]
+
+
+def test_the_model_is_as_its_name_says(model: GPT) -> None:
+    (seen,) = capture(model, *BATCHES[0], [LAYER], autocast=autocast())
+    statistics = attention_statistics(seen.q_BTHD, seen.k_BTHD, scale=seen.scale)
+    assert statistics.max_logit.min() > 200
+    assert statistics.top_1.min() > 0.9
+
+
+def test_the_reference_does_not_differ_from_itself(model: GPT) -> None:
+    assert differences(model, "standard numerics=fp32") == [0.0] * 4
+
+
+def test_delta_from_p_is_nearer_to_the_reference_where_the_error_of_delta_matters(model: GPT) -> None:
+    for flash, from_p in zip(differences(model, "flash"), differences(model, "flash_delta_from_p"), strict=True):
+        assert 0 < 2 * from_p < flash
+
+
+def test_a_site_of_the_command_line_counts(model: GPT) -> None:
+    """One site away from the reference, delta from P makes all the difference."""
+    rounded, unrounded = (
+        differences(model, f"flash numerics=fp32 delta_output={value}") for value in ("output", "fp32")
+    )
+    assert all(0 < 2 * b < a for a, b in zip(rounded, unrounded, strict=True))
+
+
+def test_the_own_attention_gives_the_loss_and_the_gradient_of_training(model: GPT) -> None:
+    each, _ = measured(model, "run")
+    for number, (found, (tokens, targets)) in enumerate(zip(each, BATCHES, strict=True)):
+        twin = sharp()
+        with autocast():
+            _, loss = twin(tokens, targets, torch.tensor(number))
+        loss.backward()
+        assert found.loss == loss.item()
+        weight = twin.attentions()[LAYER].c_attn.weight
+        assert weight.grad is not None
+        assert torch.equal(found.dw_q_CC, weight.grad[: SHAPE.n_embd])
+        assert found.norm == pytest.approx(gradient_norm(twin).item(), rel=1e-6)
+
+
+def test_the_average_is_that_of_the_gradients(model: GPT) -> None:
+    each, average = measured(model, "flash")
+    reference_each, reference = measured(model, REFERENCE)
+    dw, dw_reference = (
+        np.mean([one.dw_q_CC.double().numpy() for one in found], axis=0) for found in (each, reference_each)
+    )
+    compared = compare(average, reference)
+    assert compared.difference == pytest.approx(np.linalg.norm(dw - dw_reference) / np.linalg.norm(dw_reference))
+    cosine = (dw * dw_reference).sum() / np.linalg.norm(dw) / np.linalg.norm(dw_reference)
+    assert 1 - compared.cosine == pytest.approx(1 - cosine, rel=1e-6)
+    assert (compared.spectral, compared.frobenius) == pytest.approx((np.linalg.norm(dw, 2), np.linalg.norm(dw)))
+    assert average.loss == pytest.approx(np.mean([one.loss for one in each]))
+    assert average.max_logit == max(one.max_logit for one in each)
+
+
+def test_the_norm_of_the_average_is_that_of_one_large_batch(model: GPT) -> None:
+    """In FP32, where the size of a batch rounds nothing."""
+    together = tuple(torch.cat(parts) for parts in zip(*BATCHES, strict=True))
+    plans = replaced(own(model), parse_attention(REFERENCE))
+    context = lambda: torch.autocast("cpu", enabled=False)  # noqa: E731
+    (large,), _ = gradients(model, plans, [together], LAYER, autocast=context)  # type: ignore[list-item]
+    each, average = gradients(model, plans, BATCHES, LAYER, autocast=context)
+    assert average.norm == pytest.approx(large.norm, rel=1e-3)
+    assert np.mean([one.norm for one in each]) > 1.02 * average.norm
+
+
+def test_the_largest_logit_is_that_of_the_layer(model: GPT) -> None:
+    each, _ = measured(model, "run", BATCHES[:1])
+    (seen,) = capture(model, *BATCHES[0], [LAYER], autocast=autocast())
+    expected = attention_statistics(seen.q_BTHD, seen.k_BTHD, scale=seen.scale).max_logit.max()
+    assert each[0].max_logit == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_batch_draws_the_same_for_every_attention_and_another_batch_draws_anew(model: GPT) -> None:
+    each, _ = measured(model, "flash_run_a", [BATCHES[0]] * 2)
+    again, _ = measured(model, "flash_run_a", [BATCHES[0]] * 2)
+    assert all(torch.equal(one.dw_q_CC, other.dw_q_CC) for one, other in zip(each, again, strict=True))
+    assert not torch.equal(each[0].dw_q_CC, each[1].dw_q_CC)
+
+
+def test_a_loss_scale_is_taken_out_again(model: GPT) -> None:
+    (plain,), _ = measured(model, "flash", BATCHES[:1])
+    (scaled,), _ = measured(model, "flash", BATCHES[:1], loss_scale=2.0**10)
+    assert torch.equal(plain.dw_q_CC, scaled.dw_q_CC)
+    assert plain.norm == scaled.norm
+
+
+def test_nothing_is_left_behind(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = own(model)
+    measured(model, "flash_fp32_pv")
+    monkeypatch.setattr(module, "_norm", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measured(model, "flash_fp32_pv")
+    assert own(model) == plans
+    assert all("attend" not in vars(attention) for attention in model.attentions())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_layer_with_the_largest_w_q_is_found(model: GPT) -> None:
+    assert layer_of_largest_w_q(model) == LAYER
+
+
+MIXED = AttentionConfig(
+    default=AttentionSpec(numerics="paper", sites=("accumulator=fp32",)),
+    rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_fp32_o")),),
+).resolve(3, 2)
+
+
+def test_one_layer_leaves_the_plans_of_the_others_alone() -> None:
+    plans = replaced(MIXED, parse_attention("flash_delta_from_p"), 1)
+    assert [plan is before for plan, before in zip(plans, MIXED, strict=True)] == [True, False, True]
+
+
+def test_a_preset_keeps_the_base_of_every_head_and_no_single_site() -> None:
+    groups = replaced(MIXED, parse_attention("flash_delta_from_p output=m5"), 1)[1].groups
+    assert {group.heads: (group.spec.numerics, group.spec.sites) for group in groups} == {
+        (0,): ("paper", ("output=m5",)),
+        (1,): ("hardware", ("output=m5",)),
+    }
+
+
+def test_a_base_that_is_named_is_that_of_all_heads() -> None:
+    for plan in replaced(MIXED, parse_attention("standard numerics=fp32")):
+        assert [(group.heads, group.spec.numerics) for group in plan.groups] == [((0, 1), "fp32")]
+
+
+def test_a_backend_serves_the_flash_presets_alone() -> None:
+    mixed = AttentionConfig(rules=(AttentionRule(layers=(0,), attention=AttentionSpec(preset="standard")),))
+    plans = served_by(mixed.resolve(2, 2), "flash_reference")
+    assert [plan.groups[0].backend for plan in plans] == ["standard", "flash_reference"]
+    assert replaced(plans, parse_attention("flash_run_a"))[0].groups[0].backend == "flash_reference"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("flashy", "'flashy': expected one of run, standard"),
+        ("flash numerics=hardwear", "'hardwear': expected one of hardware"),
+        ("flash no_site=fp32", "'no_site': expected one of inputs"),
+        ("flash fp32", "'fp32': expected site=value"),
+        ("flash numerics=fp32 numerics=paper", "one numerics=BASE at most"),
+        ("", "'': expected one of run"),
+    ],
+)
+def test_an_attention_that_there_is_not_is_named(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse_attention(text)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def checkpoint(place: Place) -> Path:
+    """Of a run with Triton's kernels, which switched its last layer."""
+    config = TrainConfig(
+        model=SHAPE,
+        attention=AttentionConfig(),
+        data=DataConfig(dataset=str(place.data), sequence_length=T),
+        precision=PrecisionConfig(dtype="bfloat16"),
+    )
+    return Checkpoints(place.folder / "checkpoints", CheckpointConfig()).save(
+        7,
+        model_state=sharp().state_dict(),
+        optimizer_state={"state": {}, "param_groups": []},
+        scaler_state={},
+        rng=[torch.zeros(1, dtype=torch.uint8)],
+        position=0,
+        config_json=configuration.to_json(config),
+        extra={"switches": [dataclasses.asdict(Switch(5, 2, "flash_fp32_o"))]},
+    )
+
+
+FEW = ["--batches", "2", "--sequences", "2", "--backend", "flash_reference", "--device", "cpu"]
+
+
+def test_what_is_written_reads_back(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "gradients.csv"
+    names = ["run", "flash_fp32_o", "flash  probabilities=fp32"]
+    script.main([str(checkpoint), *FEW, "--layer", "2", "--attention", *names, "--out", str(out)])
+    said = capsys.readouterr().out
+    assert "attention replaced in layer 2; dW_Q of layer 2" in said
+    rows = list(csv.DictReader(out.open()))
+    assert tuple(rows[0]) == script.COLUMNS
+    attentions = ["reference", "run", "flash_fp32_o", "flash probabilities=fp32"]
+    assert [(row["attention"], row["batch"]) for row in rows] == [
+        (name, number) for name in attentions for number in ("0", "1", "average")
+    ]
+    numbers = {
+        name: [[row[key] for key in script.NUMBERS] for row in rows if row["attention"] == name] for name in attentions
+    }
+    # The run has switched that layer to this preset.
+    assert numbers["run"] == numbers["flash_fp32_o"]
+    assert numbers["run"] != numbers["flash probabilities=fp32"]
+    assert [float(row["difference"]) > 0 for row in rows] == [row["attention"] != "reference" for row in rows]
+    assert {(row["step"], row["layer"], row["replaced"]) for row in rows} == {("7", "2", "layer 2")}
+    assert {(row["batch"] == "average", row["sequences"], row["tokens"]) for row in rows} == {
+        (False, "2", "32"),
+        (True, "4", "32"),
+    }
+    line = next(row for row in rows if (row["attention"], row["batch"]) == ("run", "average"))
+    assert f"{float(line['difference']):>10.3g}  {float(line['cosine']):>+9.4f}" in said
+
+
+def test_the_table_has_a_line_an_attention(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gradients.csv"
+    script.main([str(checkpoint), *FEW, "--attention", "run", "--out", str(out)])
+    capsys.readouterr()
+    script.main(["--table", str(out)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    rows = [row for row in csv.DictReader(out.open()) if row["attention"] == "run"]
+    norms = sorted(float(row["gradient_norm"]) for row in rows[:2])
+    assert (
+        f"| {np.mean(norms):.4g} ({norms[0]:.4g} to {norms[1]:.4g}) | {float(rows[2]['gradient_norm']):.4g} |"
+        in lines[3]
+    )
+    assert "| all layers | `run` | 2 |" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--attention", "flashy"], "'flashy': expected one of"),
+        (["--attention", "flash", "flash"], "'flash': expected each named once"),
+        (["--attention", "flash no_site=1"], "'no_site': expected one of"),
+        (["--attention", "flash output=fp33"], "'fp33': expected one of"),
+        (["--attention", "sdpa_math output=m5"], "it rounds as its kernel does"),
+        (["--layer", "3"], "--layer = 3: expected 0 to 2"),
+        (["--layer", "-1"], "--layer = -1: expected 0 to 2"),
+        (["--backend", "standard"], "--backend"),
+        (["--backend", ""], "--backend"),
+        (["--batches", "0"], "--batches"),
+        (["--table", "nowhere.csv"], "--table"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script.main([str(checkpoint), *FEW, *arguments])
+    message = capsys.readouterr().err
+    assert (stop.value.code, message.count("\n")) == (2, 1)
+    assert words in message
+
+
+def test_nothing_stands_in_for_a_kernel_that_cannot_run(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attention.registry._interprets", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        script.main([str(checkpoint), "--device", "cpu"])
+    assert stop.value.code == 2
+    assert "--backend flash_reference" in capsys.readouterr().err
+
+
+def test_a_file_of_another_kind_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.csv").write_text("step,loss\n1,2\n")
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--table", str(tmp_path / "x.csv")])
+    assert stop.value.code == 2
+    assert "other columns" in capsys.readouterr().err
