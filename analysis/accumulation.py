@@ -17,6 +17,7 @@ from torch import Tensor
 from analysis.capture import LayerCapture
 from analysis.delta_error import effective_numerics, group_of, over_groups, problem_of
 from attention.exact import exact_float32
+from attention.exponent import exponent_of
 from attention.plan import HeadGroup
 from attention.rounding import round_to
 from attention.stabilise import tile_row_max
@@ -60,7 +61,8 @@ def accumulate(
 
     ``prefix``: the sum so far from an FP64 accumulation, rounded once: what would be handed on if the keys ended here.
     ``sequential``: rounded after every addition, the worst case (an accumulator of the low format, key by key). Both
-    round to the format of the layer's output and start from P_bar as P V reads it; S is rounded as the layer's numerics say.
+    round to the format of the layer's output and start from P_bar as P V reads it; S is rounded as the layer's numerics say, and
+    subtracted first in the exact sum alone.
 
     Raises:
         ValueError: an index that the capture does not have.
@@ -75,13 +77,10 @@ def accumulate(
         problem = problem_of(layer, group, numerics)
         position = group.heads.index(head)
         rows, columns = slice(token, token + 1), slice(0, token + 1)
-        s_BHRS = problem.scores(rows, columns)
-        s_S = s_BHRS[batch, position, 0]
-        m = tile_row_max(s_S[None], problem.sites.numerics)[0]
-        exact_S = torch.exp(s_S.double() - m.double())
+        s_S = problem.scores(rows, columns)[batch, position, 0]
+        exact_S = torch.exp(s_S.double() - tile_row_max(s_S[None], problem.sites.numerics)[0].double())
         # Stochastic rounding asks for the place of a value among all heads.
-        p_bar_BHRS = torch.exp(s_S - m).expand(s_BHRS.shape)
-        p_bar_S = problem.weights(p_bar_BHRS, rows, columns, layer.rounding_seed)[batch, position, 0]
+        p_bar_S = _p_bar(problem, rows, columns, layer.rounding_seed)[batch, position, 0]
         v_S = problem.v[batch, position, : token + 1, feature]
     high_S = torch.cumsum(exact_S * v_S.double(), dim=0)
     low_S = _rounded_sums(p_bar_S * v_S, problem.sites.numerics.output, accumulator)
@@ -131,10 +130,17 @@ def _counts(layer: LayerCapture, group: HeadGroup) -> Tensor:
 def _count_rows(problem: Problem, rows: slice, seed: Tensor) -> Tensor:
     columns = slice(0, rows.stop)
     s = problem.scores(rows, columns)
-    p_bar = problem.weights(torch.exp(s - tile_row_max(s, problem.sites.numerics)), rows, columns, seed)
+    p_bar = _p_bar(problem, rows, columns, seed)
     row_max = s.amax(dim=-1, keepdim=True)
     ties = [(s >= row_max - tolerance).sum(dim=-1) for tolerance in TIE_TOLERANCES.values()]
     return torch.stack([(p_bar == 1).sum(dim=-1), *ties], dim=-1)
+
+
+def _p_bar(problem: Problem, rows: slice, columns: slice, seed: Tensor) -> Tensor:
+    """P_bar [B, H, R, S] as P V reads it, all keys in one tile."""
+    exponent = exponent_of(problem)
+    s = exponent.scores(rows, columns)
+    return problem.weights(exponent.exp(s, exponent.row_max(s)), rows, columns, seed)
 
 
 def negative_share(v_BTHD: Tensor) -> Tensor:

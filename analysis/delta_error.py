@@ -4,7 +4,8 @@ delta[T] = sum_d dO[T, d] O[T, d]. The backward pass forms dS = P * (dP - delta)
 -scale * error[T] * (P K)[T] to dQ[T] (``analysis.low_rank`` has that equation). What counts as high precision is a choice:
 
 - ``backward``: O = P V in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The
-  error is then what makes dS inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it equals ``fp32``.
+  error is then what makes dS inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it is ``fp32``, which
+  leaves out what FP32 does to L at large logits: that P sums to 1 + y, |y| up to |L| 2^-24, a factor common to a row.
 - ``fp32``: all of attention in FP32 from the same q, k and v. A rounding of S counts as an error of O.
 - ``fp64``: the same in FP64.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from analysis.capture import LayerCapture
 from attention.exact import exact_float32
+from attention.exponent import exponent_of
 from attention.flash_reference import row_deltas
 from attention.heads import head_index
 from attention.numerics import FP32, Numerics, numerics_from_key
@@ -180,7 +182,7 @@ def problem_of(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> Pro
 
 @torch.no_grad()
 def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
-    """O, the O inside delta (empty where it is O) [B, T, H, D], and L [B, H, T], by ``flash_reference`` with ``numerics``."""
+    """O, the O inside delta (empty where it is O) [B, T, H, D], and L [B, H, T] in the unit of ``exponent_of``, by ``flash_reference``."""
     q, k, v, _, _ = layer.heads(group)
     operator = torch.ops.attention.flash_reference_forward
     o, delta_o, lse = operator(q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap)
@@ -201,11 +203,13 @@ def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference) -> 
     lse_BHT = forward_pass(layer, group, numerics)[2]
     with exact_float32(layer.q_BTHD.device):
         problem = problem_of(layer, group, numerics)
+        exponent = exponent_of(problem)
         outputs = []
         for rows in problem.row_tiles():
             o = torch.zeros_like(problem.v[:, :, rows])
             for columns in problem.column_tiles(rows):
-                o += torch.exp(problem.scores(rows, columns) - lse_BHT[:, :, rows, None]) @ problem.v[:, :, columns]
+                p = exponent.exp(exponent.scores(rows, columns), lse_BHT[:, :, rows, None])
+                o += p @ problem.v[:, :, columns]
             outputs.append(o)
         return torch.cat(outputs, dim=2)
 

@@ -30,6 +30,7 @@ from analysis.delta_error import (
     problem_of,
 )
 from attention.exact import exact_float32
+from attention.exponent import exponent_of
 from attention.plan import HeadGroup
 from attention.tiles import FORMAT_OF
 
@@ -54,12 +55,13 @@ def _weighted_keys(layer: LayerCapture, group: HeadGroup) -> Tensor:
     lse_BHT = forward_pass(layer, group, numerics)[2]
     with exact_float32(layer.q_BTHD.device):
         problem = problem_of(layer, group, numerics)
+        exponent = exponent_of(problem)
         sums = []
         for rows in problem.row_tiles():
             total = torch.zeros_like(problem.k[:, :, rows])
             for columns in problem.column_tiles(rows):
-                s = problem.scores(rows, columns)
-                p = problem.through_softcap(torch.exp(s - lse_BHT[:, :, rows, None]), s)
+                s = exponent.scores(rows, columns)
+                p = problem.through_softcap(exponent.exp(s, lse_BHT[:, :, rows, None]), s)
                 total += p @ problem.k[:, :, columns]
             sums.append(total)
         return torch.cat(sums, dim=2)

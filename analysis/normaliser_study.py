@@ -26,9 +26,9 @@ FP32_STATISTICS = "paper fp32 m l"
 NUMERICS: dict[str, Numerics] = {
     "paper": PAPER.concrete("bf16"),
     FP32_STATISTICS: PAPER.with_sites({"statistics": "fp32"}).concrete("bf16"),
-    "hardware": HARDWARE.concrete("bf16"),
+    "hardware": HARDWARE.with_sites({"exponent": "subtracted"}).concrete("bf16"),
 }
-"""In BF16. The second takes away the error that m and l in BF16 have of their own."""
+"""In BF16, S subtracted first. The second takes away the error that m and l in BF16 have of their own."""
 
 CAP = HARDWARE.row_max_cap
 ALL = None

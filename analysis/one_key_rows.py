@@ -1,8 +1,8 @@
 """Rows that look at one key: O should be that V, whatever the size of the logits. How far off is it, in any attention?
 
-Keys are multiples of the unit vectors, so that Q K^T has no rounding and every logit but one of a row is 0, too far below for FP32. What is left
-is how an attention makes the exponential of the maximum, how it rounds P_bar and how it normalises (analysis/report_onset.py says why that
-matters).
+Keys are multiples of the unit vectors, so that Q K^T has no rounding and every logit but one of a row is 0, too far below for FP32. What
+is left is how an attention makes the exponential of the maximum, how it rounds P_bar and how it normalises; analysis/report_onset.py
+says why that matters.
 
 Legend: B batch, T positions, H heads, D head width.
 """
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention import AttentionSpec, run
+from attention import AttentionSpec, registry
+from attention.dispatch import run
 from attention.plan import AttentionConfig, LayerPlan
 from errors import invalid
 
@@ -73,8 +74,6 @@ def make_rows(largest: float, *, dtype: torch.dtype, device: torch.device, count
 
 def measure(rows: Rows, spec: AttentionSpec, flash_backend: str = "flash") -> Found:
     """Run one attention on the rows. Raises ``UserError`` where this machine cannot."""
-    from attention import registry
-
     (plan,) = AttentionConfig(default=spec, flash_backend=flash_backend).resolve(1, rows.q_BTHD.shape[2])
     registry.check([plan], device=rows.q_BTHD.device, dtype=rows.q_BTHD.dtype, head_dim=WIDTH)
     return summed_up(rows, _attend(rows, plan))

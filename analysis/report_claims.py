@@ -17,18 +17,28 @@ CONTROL = "flash"
 SEED = re.compile(r"_seed_\d+$")
 PAPER: Mapping[str, Expected] = {
     **dict.fromkeys(("flash", "sdpa_flash", "paper", "untiled", "only_layer_1", "run_b", "run_c"), "explodes"),
-    **dict.fromkeys(("stochastic_p", "muon", "lr_1e-3", "flash_all_switches"), "explodes"),
+    **dict.fromkeys(("stochastic_p", "muon", "lr_1e-3", "flash_all_switches", "flash_subtracted"), "explodes"),
     **dict.fromkeys(("fp32_o", "delta_from_p", "recompute_o", "fp32_pv", "fp32_pv_o", "standard"), "quiet"),
     **dict.fromkeys(("all_but_layer_1", "outlier_heads", "stable_beta_2", "stable_beta_7", "stable_safe"), "quiet"),
     **dict.fromkeys(("run_a", "run_d", "muon_delta_from_p", "lr_1e-3_delta_from_p", "compensated_delta"), "quiet"),
-    **dict.fromkeys(("run_a_fp32_pv",), "quiet"),
+    **dict.fromkeys(("run_a_fp32_pv", "run_a_subtracted"), "quiet"),
 }
 """arXiv 2510.04212, by the name of the variant: what it reports, or, of runs A to D, what follows from its explanation."""
 SELF_CORRELATION: Mapping[str, Expected] = {
     **dict.fromkeys(("flash", "flash_all_switches", "sdpa_flash", "paper", "run_a"), "explodes"),
     # Still an O rounded to BF16 in delta: neither another P V nor another row maximum takes that away.
     **dict.fromkeys(
-        ("fp32_pv", "run_a_fp32_pv", "stochastic_p", "stable_beta_2", "stable_beta_7", "stable_safe"), "explodes"
+        (
+            "fp32_pv",
+            "run_a_fp32_pv",
+            "stochastic_p",
+            "flash_subtracted",
+            "run_a_subtracted",
+            "stable_beta_2",
+            "stable_beta_7",
+            "stable_safe",
+        ),
+        "explodes",
     ),
     **dict.fromkeys(("fp32_o", "delta_from_p", "recompute_o", "run_b", "run_c", "run_d"), "quiet"),
     **dict.fromkeys(("fp32_pv_o", "standard", "compensated_delta"), "quiet"),

@@ -246,14 +246,13 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
 def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
     """onset.crossed: runs that pass 2 ``THRESHOLD``; onset.crossed.own: those of them whose delta is made of the O handed on. onset.others:
     runs that do not, onset.others.own, and the largest logit of any of them."""
-    beyond, others = [], []
-    for run, found in told(runs):
-        (beyond if max(found.logit.values()) >= 2 * THRESHOLD else others).append((run, found))
+    pairs = [(run, max(found.logit.values())) for run, found in told(runs)]
+    beyond, others = ([pair for pair in pairs if (pair[1] >= 2 * THRESHOLD) == large] for large in (True, False))
     made = {"onset.crossed": str(len(beyond)), "onset.others": str(len(others))}
     for name, members in (("crossed", beyond), ("others", others)):
         made[f"onset.{name}.own"] = str(sum(delta_of(run).startswith("O as handed on") for run, _ in members))
     if others:
-        made["onset.others.logit"] = significant(max(max(found.logit.values()) for _, found in others))
+        made["onset.others.logit"] = significant(max(logit for _, logit in others))
     return made
 
 

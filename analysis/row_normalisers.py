@@ -72,7 +72,7 @@ class Outcome:
 def attend(scores_NK: Tensor, v_NKD: Tensor, numerics: Numerics, normaliser: Normaliser) -> Outcome:
     """O of rows whose rounded scores and values are given (float32, no zero rows in V), all keys in one tile.
 
-    The forward pass of ``flash_reference`` with another row maximum; ``numerics`` is concrete (``Numerics.concrete``).
+    The forward pass of ``flash_reference`` with ``exponent=subtracted`` and another row maximum; ``numerics`` is concrete.
     """
     with exact_float32(scores_NK.device):
         m = round_to(normaliser(scores_NK), numerics.statistics)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attention.exact import exact_float32
+from attention.exponent import exponent_of
 from attention.numerics import RESIDUALS, Numerics, numerics_from_key
 from attention.rounding import residual, storage_dtype
-from attention.stabilise import tile_row_max
 from attention.tiles import (
     DELTA_STREAM,
     FORMAT_OF,
@@ -31,7 +31,7 @@ from attention.tiles import (
 
 def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, and L [B, H, R, 1]."""
-    sites, v = problem.sites, problem.v
+    sites, v, exponent = problem.sites, problem.v, exponent_of(problem)
     shape = (*problem.q[:, :, rows].shape[:3], 1)
     m = torch.full(shape, -torch.inf, device=v.device)
     row_sum = torch.zeros(shape, device=v.device)
@@ -39,17 +39,17 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
     coarse = sites.numerics.tile_product != "fp32" or sites.numerics.accumulator != "fp32"
     o_exact = o_bar.clone() if coarse else o_bar
     for columns in problem.column_tiles(rows):
-        s = problem.scores(rows, columns)
-        m_new = sites.statistics(torch.maximum(m, tile_row_max(s, sites.numerics)))
-        p_bar = torch.exp(s - m_new)
-        rescale = torch.exp(m - m_new)
+        s = exponent.scores(rows, columns)
+        m_new = sites.statistics(torch.maximum(m, exponent.row_max(s)))
+        p_bar = exponent.exp(s, m_new)
+        rescale = exponent.rescale(m, m_new)
         row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True))
         weights = problem.weights(p_bar, rows, columns, seed)
         product = multiply(weights, v[:, :, columns], sites.numerics.products)
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
-    lse = sites.logsumexp(m + torch.log(row_sum))
+    lse = sites.logsumexp(exponent.logsumexp(m, row_sum))
     return o_bar / row_sum, o_exact / row_sum, lse
 
 
@@ -57,7 +57,7 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] float32)."""
+    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] float32 in the unit of ``exponent_of``)."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, numerics, scale, causal, softcap)
         parts = [_forward_rows(problem, rows, seed) for rows in problem.row_tiles()]
@@ -91,10 +91,11 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, lse: Tenso
     n = problem.sites.numerics
     if n.delta == "rowsum_do_o":
         return problem.sites.delta_sum((do * o).sum(dim=-1, keepdim=True))
+    exponent = exponent_of(problem)
     total = torch.zeros_like(lse)
     recomputed = torch.zeros_like(do)
     for columns in problem.column_tiles(rows):
-        p = torch.exp(problem.scores(rows, columns) - lse)
+        p = exponent.exp(exponent.scores(rows, columns), lse)
         if n.delta == "rowsum_p_dp":
             dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
             total += (p * dp).sum(dim=-1, keepdim=True)
@@ -108,8 +109,9 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, lse: Tenso
 def _backward_tile(problem: Problem, rows: slice, columns: slice, do: Tensor, lse: Tensor, delta: Tensor):  # type: ignore[no-untyped-def]
     """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
     sites = problem.sites
-    s = problem.scores(rows, columns)
-    p = torch.exp(s - lse)
+    exponent = exponent_of(problem)
+    s = exponent.scores(rows, columns)
+    p = exponent.exp(s, lse)
     dp = sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
     ds = p * (dp - delta)
     ds = sites.score_gradients(problem.through_softcap(ds, s))

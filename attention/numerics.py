@@ -23,6 +23,7 @@ RESIDUALS = {"residual8": 8, "residual16": 16}
 PRODUCTS = ("exact", "tf32x3")
 DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
 ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
+EXPONENTS = ("folded", "subtracted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,11 @@ class Numerics:
     """Running row maximum m and row sum l."""
     logsumexp: str = "fp32"
     """L = m + log l, from which the backward pass recomputes P."""
+    exponent: str = "folded"
+    """How exp(S - m) is formed. ``subtracted``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
+    is 1. ``folded``, as flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
+    to FP32, c = scale * log2(e): P_bar of the maximum is off by up to half a unit of m. It acts where S, m, l and L are FP32, there
+    is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is subtracted in either case."""
     probabilities: str = "input"
     """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
     probabilities_rounding: str = "nearest"
@@ -143,8 +149,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     **{
         name: FORMATS
         for name in _FIELDS
-        if not name.startswith(("row_max", "tile_q", "tile_k")) and name not in ("delta", "delta_output", "products")
+        if not name.startswith(("row_max", "tile_q", "tile_k"))
+        and name not in ("exponent", "delta", "delta_output", "products")
     },
+    "exponent": EXPONENTS,
     "probabilities_rounding": PROBABILITIES_ROUNDINGS,
     "output_rounding": ROUNDINGS,
     "delta_rounding": ROUNDINGS,
@@ -157,8 +165,22 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @functools.lru_cache(maxsize=256)
 def numerics_from_key(key: str) -> Numerics:
-    """The ``Numerics`` that ``Numerics.key`` wrote."""
-    return Numerics(**json.loads(key))
+    """The ``Numerics`` that ``Numerics.key`` wrote.
+
+    One written before ``exponent`` had a name was folded by the kernels wherever that acts; the bases that round S subtract.
+    """
+    sites = json.loads(key)
+    return Numerics(**{"exponent": "folded" if _unrounded(Numerics(**sites)) else "subtracted", **sites})
+
+
+def _unrounded(n: Numerics) -> bool:
+    """Whether S, m, l and L are FP32."""
+    return (n.scores, n.statistics, n.logsumexp) == ("fp32", "fp32", "fp32")
+
+
+def folds(n: Numerics, scale: float, softcap: float) -> bool:
+    """Whether nothing reads S between Q K^T and the exponential, so that it may take the scale; ``n`` is concrete."""
+    return _unrounded(n) and not softcap and scale > 0
 
 
 def parse_site(text: str) -> tuple[str, Any]:
@@ -179,18 +201,32 @@ def parse_site(text: str) -> tuple[str, Any]:
 
 
 HARDWARE = Numerics()
-"""Flash attention as GPU kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype."""
+"""Flash attention as GPU kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype; the scale
+folded into the exponential."""
 
-PAPER = Numerics(scores="input", statistics="input", tile_product="input", accumulator="input")
+PAPER = Numerics(scores="input", statistics="input", exponent="subtracted", tile_product="input", accumulator="input")
 """The published code of arXiv 2510.04212: S, m, l, tile products and O_bar kept in the input's dtype, tiles of 512."""
 
 FP32 = Numerics(
-    probabilities="fp32", output_gradient="fp32", delta_output="fp32", score_gradients="fp32", logsumexp="fp32"
+    exponent="subtracted",
+    probabilities="fp32",
+    output_gradient="fp32",
+    delta_output="fp32",
+    score_gradients="fp32",
+    logsumexp="fp32",
 )
 """Everything in FP32 except O as handed on, which keeps the input's dtype."""
 
 MICROCOSM = Numerics(
-    inputs="m7", scores="m7", statistics="m7", probabilities="m7", accumulator="m1", output="m1", tile_q=0, tile_k=0
+    inputs="m7",
+    scores="m7",
+    statistics="m7",
+    exponent="subtracted",
+    probabilities="m7",
+    accumulator="m1",
+    output="m1",
+    tile_q=0,
+    tile_k=0,
 )
 """The CPU microcosm in FP32 tensors: Q, K, V, S, P, m, l at BF16's 7 bits, O_bar and O at a single mantissa bit."""
 

@@ -35,7 +35,8 @@ def _standard_sites(base: Numerics) -> dict[str, Any]:
     # Eager attention writes S and dP to memory in the input's dtype; a base that rounds S itself keeps its own format.
     eager = {"scores": "input", "probability_gradients": "input"} if base in (HARDWARE, BASES["paper"]) else {}
     unused = {"statistics": "fp32", "tile_product": "fp32", "accumulator": "fp32", "delta_output": "output"}
-    return {**eager, **unused, "delta": "rowsum_p_dp", "tile_q": 0, "tile_k": 0}
+    # torch's softmax subtracts the row maximum first.
+    return {**eager, **unused, "exponent": "subtracted", "delta": "rowsum_p_dp", "tile_q": 0, "tile_k": 0}
 
 
 def _stochastic_p(base: Numerics) -> dict[str, Any]:
@@ -75,6 +76,9 @@ PRESETS: dict[str, Preset] = {
     "standard": Preset(backend="standard", sites=_standard_sites, summary="S and P as matrices; delta from P"),
     **{name: Preset(backend=name, sites=_fixed(), summary="torch's kernel of that name") for name in _SDPA},
     "flash": _flash("FlashAttention-2", _fixed()),
+    "flash_subtracted": _flash(
+        "S - m before the scale, so that P_bar of a row's maximum is 1", _fixed(exponent="subtracted")
+    ),
     "flash_untiled": _flash("one tile, the whole sequence", _fixed(tile_q=0, tile_k=0)),
     "flash_stable": _flash(
         "Algorithm 3, later version: beta 2, ties within 1e-3",

@@ -55,6 +55,8 @@ def _standard_obstacle(call: Call) -> str | None:
         return "it has delta = rowsum(P * dP) only"
     if n.row_max != "plain" or n.tile_q or n.tile_k:
         return "it has no tiles and no row normaliser of its own"
+    if n.exponent != "subtracted":
+        return "it subtracts the row maximum from S first"
     if n.probabilities_rounding != "nearest":
         return "it rounds P to nearest only"
     if (n.tile_product, n.accumulator, n.statistics) != ("fp32", "fp32", "fp32"):

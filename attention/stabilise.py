@@ -11,8 +11,14 @@ from torch import Tensor
 from attention.numerics import Numerics
 
 
-def tile_row_max(scores: Tensor, numerics: Numerics) -> Tensor:
+def tile_row_max(scores: Tensor, numerics: Numerics, *, scale: float = 1.0, unit: float = 1.0) -> Tensor:
     """Row normaliser of one tile, to be combined with the running one by ``maximum``.
+
+    Args:
+        scores: S / ``scale``.
+        numerics: ``row_max`` and what belongs to it, which count as S does.
+        scale: above 0.
+        unit: m comes as ``unit`` times what it is of ``scores``, rounded to FP32 before anything is added.
 
     ``plain``: r_m = rowmax(S).
     ``stabilised``: Algorithm 3 of arXiv 2510.04212 (its line 10 prints m' where m'' is meant): where the maximum is attained
@@ -23,17 +29,18 @@ def tile_row_max(scores: Tensor, numerics: Numerics) -> Tensor:
     any finite scores: the largest running score r of a row satisfies m - r <= c, because each tile's m is at most its own r_m + c.
     With m kept in BF16 (``statistics``) and S too, rounding m adds at most 1 to the shift for c = 7.
     """
-    row_max = scores.amax(dim=-1, keepdim=True)
+    top = scores.amax(dim=-1, keepdim=True)
+    row_max = unit * top
     if numerics.row_max == "plain":
         return row_max
-    close = scores >= row_max - numerics.row_max_tolerance
+    close = scores >= top - numerics.row_max_tolerance / scale
     # A row that the mask hides from this tile has r_m = -inf; its "ties" are not scores.
     tied = (close.sum(dim=-1, keepdim=True) > 1) & (row_max > -torch.inf)
-    return torch.where(tied, row_max + _shift(row_max, numerics), row_max)
+    return torch.where(tied, row_max + _shift(row_max, numerics, numerics.row_max_cap * unit / scale), row_max)
 
 
-def _shift(row_max: Tensor, numerics: Numerics) -> Tensor:
+def _shift(row_max: Tensor, numerics: Numerics, cap: float) -> Tensor:
     shift = torch.where(row_max > 0, (numerics.row_max_beta - 1) * row_max, -row_max)
     if numerics.row_max == "stabilised_safe":
-        shift = shift.clamp(max=numerics.row_max_cap)
+        shift = shift.clamp(max=cap)
     return shift

@@ -57,7 +57,13 @@ class Problem:
         s = self.scale * (self.q[:, :, rows] @ self.k[:, :, columns].transpose(-1, -2))
         if self.softcap:
             s = self.softcap * torch.tanh(s / self.softcap)
-        s = self.sites.scores(s)
+        return self._masked(self.sites.scores(s), rows, columns)
+
+    def products(self, rows: slice, columns: slice) -> Tensor:
+        """S' = Q K^T of one tile [B, H, R, C], without scale; masked entries -inf."""
+        return self._masked(self.q[:, :, rows] @ self.k[:, :, columns].transpose(-1, -2), rows, columns)
+
+    def _masked(self, s: Tensor, rows: slice, columns: slice) -> Tensor:
         if self.causal and columns.stop > rows.start + 1:
             row = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
             column = torch.arange(columns.start, columns.stop, device=s.device)

@@ -9,7 +9,6 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks
-from attention.numerics import DELTAS, RESIDUALS, Numerics
+from attention.numerics import DELTAS, RESIDUALS, Numerics, folds
 from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
-from attention.triton_forward import folds
 from attention.triton_numerics import (
     FP32,
+    FUSED,
+    SCALED,
     dot,
     exponential,
     format_code,
@@ -213,7 +214,8 @@ def launch_backward(
     """
     (B, T, H, D), S = q.shape, k.shape[1]
     of_keys, of_queries = blocks
-    fold = folds(n, scale, softcap)
+    # FUSED in either form of ``exponent``: the rounding of L, which comes first, is as large and common to a row in both.
+    fold = (FUSED if folds(n, scale, softcap) else SCALED).value
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
     gradients = empty_gradients(q, k)
     dq, dk, dv = gradients.split(H, dim=2)
@@ -222,7 +224,7 @@ def launch_backward(
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride(), *gradients.stride()[:2])
     shared: dict[str, Any] = {
         "scale": scale,
-        "unit": scale / math.log(2) if fold else 1.0,
+        "unit": log2_scale(scale) if fold else 1.0,
         "softcap": softcap,
         "INPUTS": stored_code(n.inputs, q.dtype),
         "SCORES": format_code(n.scores),

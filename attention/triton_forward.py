@@ -6,29 +6,33 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks, walks_tiles
-from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics
+from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics, folds
 from attention.rounding import storage_dtype
 from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart
 from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
 from attention.triton_numerics import (
     FP32,
+    FUSED,
     INTERPRETED,
+    LATER,
     PLAIN,
+    SCALED,
     STOCHASTIC,
     divide_rows,
     dot,
     exponential,
     format_code,
+    log_sum_exp,
     operand,
     random_words,
+    rescaling,
     residual,
     round_output,
     round_to,
@@ -78,19 +82,19 @@ def forward_range(
             if start >= middle:
                 b_s = tl.where(visible(o_t, start, S, CAUSAL, EVEN, BS), b_s, -float("inf"))
         b_top = tl.max(b_s, 1)
-        b_r = b_top * unit if FOLD else b_top
-        if ROW_MAX != PLAIN and FOLD:
+        b_r = b_top * unit if FOLD == FUSED else b_top
+        if ROW_MAX != PLAIN and FOLD != SCALED:
             # The exponentials need not wait for the count of ties: a factor a row makes up for the shift.
             b_m_plain = tl.maximum(b_m, b_r)
             b_r = shifted_row_max(b_r, several_close(b_s, b_top, tolerance), beta, cap, ROW_MAX)
             b_m_new = tl.maximum(b_m, b_r)
-            b_p = exponential(b_s, b_m_plain[:, None], unit, FOLD) * tl.exp2(b_m_plain - b_m_new)[:, None]
+            b_p = exponential(b_s, b_m_plain[:, None], unit, FOLD) * rescaling(b_m_plain, b_m_new, unit, FOLD)[:, None]
         else:
             if ROW_MAX != PLAIN:
                 b_r = shifted_row_max(b_r, several_close(b_s, b_top, tolerance), beta, cap, ROW_MAX)
             b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
             b_p = exponential(b_s, b_m_new[:, None], unit, FOLD)
-        b_alpha = exponential(b_m, b_m_new, 1.0, FOLD)
+        b_alpha = rescaling(b_m, b_m_new, unit, FOLD)
         b_l = round_to(b_alpha * b_l + tl.sum(b_p, 1), STATISTICS)
         b_m = b_m_new
         # [BS, D]
@@ -124,7 +128,7 @@ def forward_tile(
             SCORES, SOFTCAP, FOLD, CAUSAL, True, DTYPE, TMA, BT, BS, D,
         )  # fmt: skip
         b_top = tl.maximum(b_top, tl.max(b_s, 1))
-    b_r = b_top * unit if FOLD else b_top
+    b_r = b_top * unit if FOLD == FUSED else b_top
     if ROW_MAX != PLAIN:
         b_count = tl.zeros([BT], tl.int32)
         for start in range(first, last, BS):
@@ -135,7 +139,7 @@ def forward_tile(
             b_count += tl.sum((b_s >= (b_top - tolerance)[:, None]).to(tl.int32), 1)
         b_r = shifted_row_max(b_r, b_count > 1, beta, cap, ROW_MAX)
     b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
-    b_alpha = exponential(b_m, b_m_new, 1.0, FOLD)
+    b_alpha = rescaling(b_m, b_m_new, unit, FOLD)
     b_sum = tl.zeros([BT], tl.float32)
     b_product = tl.zeros([BT, D], tl.float32)
     for start in range(first, last, BS):
@@ -215,7 +219,7 @@ def forward_kernel(
                 STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP,
                 ROW_MAX, SOFTCAP, FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
-    b_lse = b_m + tl.log2(b_l) if FOLD else round_to(b_m + tl.log(b_l), LOGSUMEXP)
+    b_lse = round_to(log_sum_exp(b_m, b_l, unit, FOLD), LOGSUMEXP)
     tl.store(p_lse + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
     b_o = divide_rows(b_acc, b_l)
     b_rounded = round_output(b_o, OUTPUT, OUTPUT_ROUNDING, b_words, BT, D)
@@ -232,9 +236,11 @@ def forward_kernel(
         store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
 
 
-def folds(n: Numerics, scale: float, softcap: float) -> bool:
-    """Whether the exponential may take the scale: S, m, l and L are FP32 and nothing reads S in between. L then counts in log2."""
-    return (n.scores, n.statistics, n.logsumexp) == ("fp32", "fp32", "fp32") and not softcap and scale > 0
+def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
+    """Where the scale comes in exp(S - m), for ``triton_numerics.exponential``; L counts in log2 but where S is SCALED."""
+    if not folds(n, scale, softcap):
+        return SCALED.value
+    return FUSED.value if n.exponent == "folded" else LATER.value
 
 
 def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,9 +267,11 @@ def launch_forward(
     (B, T, H, D), S = q.shape, k.shape[1]
     o, delta_o, lse = empty_outputs(q, n)
     residual_bits = RESIDUALS.get(n.delta_output, 0)
-    fold = folds(n, scale, softcap)
+    fold = exponent_code(n, scale, softcap)
+    unit = log2_scale(scale) if fold else 1.0
+    # S is so many times what the kernel compares; m counts as that does, or FUSED in log2.
+    times = scale if fold else 1.0
     tma = blocks.descriptors and takes_descriptor(k, v)
-    log2_e = 1 / math.log(2)
     forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
         q,
         rows_source(k, blocks.columns, tma),
@@ -279,11 +287,11 @@ def launch_forward(
         *k.stride(),
         *v.stride(),
         scale=scale,
-        unit=scale * log2_e if fold else 1.0,
+        unit=unit,
         softcap=softcap,
         beta=n.row_max_beta,
-        tolerance=n.row_max_tolerance / scale if fold else n.row_max_tolerance,
-        cap=n.row_max_cap * log2_e if fold else n.row_max_cap,
+        tolerance=n.row_max_tolerance / times,
+        cap=n.row_max_cap / times * (unit if fold == FUSED.value else 1.0),
         tile=n.tile_k or triton.cdiv(S, blocks.columns) * blocks.columns,
         INPUTS=stored_code(n.inputs, q.dtype),
         SCORES=format_code(n.scores),

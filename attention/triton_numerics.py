@@ -22,6 +22,7 @@ FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)
 FP32 = tl.constexpr(23)
 NEAREST, TOWARD_ZERO, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SCALED, FUSED, LATER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PLAIN, STABILISED, STABILISED_SAFE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -203,8 +204,8 @@ def three_parts(b_x):
 def round_scores(
     b_s, m_s, scale, softcap, SCORES: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, MASKED: tl.constexpr
 ):
-    """S from Q K^T: scaled, soft-capped, rounded, masked. FOLD leaves the scale to the exponential."""
-    if not FOLD:
+    """S from Q K^T: scaled, soft-capped, rounded, masked. But for SCALED the scale is left to the exponential."""
+    if FOLD == SCALED:
         b_s = scale * b_s
         if SOFTCAP:
             b_t = tl.exp2(tl.abs(b_s / softcap) * (-2 * LOG2_E))
@@ -218,12 +219,42 @@ def round_scores(
 
 @triton.jit
 def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
-    """exp(S - m). FOLD: S lacks its scale, m counts in log2, and unit = scale log2(e) makes up for both in one fused multiply-add."""
-    if FOLD:
-        b_p = tl.exp2(b_s * unit - b_m)
+    """exp(S - m) of a block [., .] and m that broadcasts to it (site ``exponent``). S lacks its scale but where it is SCALED;
+    unit = scale log2(e) makes up for it: FUSED with the subtraction of m, which counts in log2; LATER, m counting as S does."""
+    if FOLD == FUSED:
+        # Named, as compilers fuse or not as they are told. The interpreter's tl.fma rounds twice; in FP64 the product is exact.
+        b_unit = tl.full(b_s.shape, unit, tl.float32)
+        if INTERPRETED:
+            b_p = tl.exp2((b_s.to(tl.float64) * b_unit.to(tl.float64) - b_m.to(tl.float64)).to(tl.float32))
+        else:
+            b_p = tl.exp2(tl.fma(b_unit, b_s, -tl.broadcast_to(b_m, b_s.shape)))
+    elif FOLD == LATER:
+        b_p = tl.exp2((b_s - b_m) * unit)
     else:
         b_p = tl.exp2((b_s - b_m) * LOG2_E)
     return b_p
+
+
+@triton.jit
+def rescaling(b_m, b_m_new, unit, FOLD: tl.constexpr):
+    """exp(m - m') of two row normalisers."""
+    if FOLD == FUSED:
+        b_alpha = tl.exp2(b_m - b_m_new)
+    else:
+        b_alpha = exponential(b_m, b_m_new, unit, FOLD)
+    return b_alpha
+
+
+@triton.jit
+def log_sum_exp(b_m, b_l, unit, FOLD: tl.constexpr):
+    """L = m + log l, in log2 but where S is SCALED."""
+    if FOLD == SCALED:
+        b_lse = b_m + tl.log(b_l)
+    elif FOLD == LATER:
+        b_lse = tl.fma(b_m, tl.full(b_m.shape, unit, tl.float32), tl.log2(b_l))
+    else:
+        b_lse = b_m + tl.log2(b_l)
+    return b_lse
 
 
 @triton.jit

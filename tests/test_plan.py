@@ -35,6 +35,7 @@ def test_every_flash_preset_works_on_every_base(name: str, base: str) -> None:
     ("preset", "sites"),
     [
         ("flash", ()),
+        ("flash_subtracted", ("exponent=subtracted",)),
         ("flash_delta_from_p", ("delta=rowsum_p_dp",)),
         ("flash_recompute_o", ("delta=recomputed_o",)),
         ("flash_fp32_o", ("delta_output=fp32",)),
@@ -54,6 +55,7 @@ def test_the_bases_are_the_columns_of_the_table_of_sites() -> None:
     assert PAPER.differences(HARDWARE) == (
         "scores=input",
         "statistics=input",
+        "exponent=subtracted",
         "tile_product=input",
         "accumulator=input",
     )
@@ -80,6 +82,19 @@ def test_numerics_written_before_p_bars_rounding_had_a_name_rounded_it_to_neares
     written = json.loads((ROOT / "results/fast_failure/run_a/config.json").read_text())["attention"][0]["numerics"]
     assert "probabilities_rounding" not in written
     assert numerics_from_key(json.dumps(written)) == AttentionSpec(preset="flash_run_a").resolve()
+
+
+@pytest.mark.parametrize("base", ["hardware", "paper", "microcosm"])
+def test_numerics_written_before_the_exponent_had_a_name_are_those_of_their_base(base: str) -> None:
+    written = asdict(BASES[base])
+    del written["exponent"]
+    assert numerics_from_key(json.dumps(written)) == BASES[base]
+
+
+def test_fp32_numerics_written_before_the_exponent_had_a_name_were_folded_by_the_kernels() -> None:
+    written = asdict(BASES["fp32"])
+    del written["exponent"]
+    assert numerics_from_key(json.dumps(written)).differences(BASES["fp32"]) == ("exponent=folded",)
 
 
 def test_stochastic_p_rounds_p_bar_on_every_base() -> None:
@@ -148,6 +163,7 @@ def test_overlapping_rules_are_refused() -> None:
         ({"sites": ("output",)}, "attention sites = 'output'"),
         ({"sites": ("otput=bf16",)}, "attention sites = 'otput'"),
         ({"sites": ("output=bf17",)}, "attention numerics output = 'bf17'"),
+        ({"sites": ("exponent=exact",)}, "attention numerics exponent = 'exact'"),
         ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
         ({"preset": "sdpa_flash", "numerics": "paper"}, "attention numerics of sdpa_flash = 'paper'"),
         (

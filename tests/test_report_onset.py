@@ -1,4 +1,4 @@
-"""analysis/report_onset.py: heads that look at one key are found, their errors summed up, and the gradient norm compared around the crossing."""
+"""analysis/report_onset.py: errors of heads that look at one key, and the gradient norm around the crossing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_heads_at_one_key_behind_the_warm_up_count() -> None:
 def test_errors_are_those_of_the_range() -> None:
     rows = onset.one_hot([evidence()], onset.ROUNDED)
     low, high = (onset.errors(rows, *edges) for edges in ((0.0, onset.THRESHOLD), (2 * onset.THRESHOLD, np.inf)))
-    assert low is not None and high is not None
+    assert low is not None
+    assert high is not None
     assert (low.heads, high.heads) == (5, 10)
     assert (low.median, high.median) == (1e-6, 1e-3)
     # Means of 2e-6 with a standard error of 1e-6 each, ten of them.
@@ -111,6 +112,8 @@ def test_published_runs_part_where_the_emulation_does() -> None:
     above = onset.errors(rounded, 4 * onset.THRESHOLD, np.inf)
     below = onset.errors(rounded, onset.THRESHOLD / 2, onset.THRESHOLD)
     without = onset.errors(unrounded, 2 * onset.THRESHOLD, np.inf)
-    assert above is not None and below is not None and without is not None
+    assert above is not None
+    assert below is not None
+    assert without is not None
     assert above.median == pytest.approx(onset.folded_error(8 * onset.THRESHOLD), rel=0.25)
     assert max(below.median, without.median) < above.median / 50

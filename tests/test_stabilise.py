@@ -49,7 +49,11 @@ def test_masked_scores_are_no_ties() -> None:
 
 
 def attention_row(scores: Tensor, numerics: Numerics) -> tuple[Tensor, Tensor]:
-    """O and L of single queries whose scores over C keys are given [N, C]; V is 1 everywhere, so that O must be 1."""
+    """O and L of single queries whose scores over C keys are given [N, C]; V is 1 everywhere, so that O must be 1.
+
+    S is subtracted first: folded, the exponential has a range of its own (the last test).
+    """
+    numerics = replace(numerics, exponent="subtracted")
     n, c = scores.shape
     q = torch.ones(n, 1, 1, 1)
     k, v = scores.reshape(n, c, 1, 1), torch.ones(n, c, 1, 1)
@@ -126,3 +130,15 @@ def test_no_probability_of_a_tied_row_is_one() -> None:
     for numerics in (PAPER_V2, SAFE, PAPER):
         p_bar = torch.exp(scores - tile_row_max(scores, numerics)).to(torch.bfloat16)
         assert bool((p_bar == 1).any()) == (numerics is PAPER)
+
+
+def test_folded_no_normaliser_holds_beyond_2_to_31() -> None:
+    """m log2(e) then has a unit of 2^8 and more, and exp2 of half of it is no number of FP32. 2^17 below all is well."""
+    scores = torch.logspace(9.5, 12, 200)[:, None].repeat(1, 2)
+    for numerics in (HARDWARE, SAFE):
+        q, k, v = torch.ones(200, 1, 1, 1), scores.reshape(200, 2, 1, 1), torch.ones(200, 2, 1, 1)
+        beyond, within = (
+            _forward(q, x, v, torch.tensor(0), numerics.key(), 1.0, False, 0.0)[0] for x in (k, k / 2**17)
+        )
+        assert not beyond.isfinite().all()
+        assert torch.allclose(within, torch.ones_like(within), atol=1e-5)

@@ -204,6 +204,48 @@ def test_two_gpus_are_compared_with_both_alone() -> None:
     assert f"loses is {lost:.1f} ms of a step of {1000 * 2 * 32 * 1024 / alone:.1f};" in DOCUMENT.read_text()
 
 
+def test_two_gpus_again_are_compared_with_both_alone() -> None:
+    rows = {row["name"]: row for row in json.loads((RESULTS / "scaling_2_in_place.json").read_text())["rows"]}
+    rates = {name: row["tokens_per_second"]["median"] for name, row in rows.items()}
+    expected = [
+        (name, f"{rate:,.0f}", f"{100 * rate / rates['alone, sum']:.3g} %")
+        for name, rate in rates.items()
+        if name not in ("alone 0", "alone 1")
+    ]
+    assert [tuple(row.values()) for row in table(DOCUMENT, "two GPUs, again")] == expected
+
+
+def test_the_exchange_by_itself_is_as_measured() -> None:
+    text = (RESULTS / "exchange.txt").read_text()
+    measured = {name.strip(): (ms, rate) for name, ms, rate in re.findall(r"(.+?) +([\d.]+) ms +([\d.]+) GB/s", text)}
+    earlier = {"coalesced, mean": "in place, one call, mean"}
+    earlier["reduce-scatter and all-gather, coalesced"] = "reduce-scatter and all-gather"
+    named = {earlier.get(name, name): found for name, found in measured.items()}
+    shown = [tuple(row.values()) for row in table(DOCUMENT, "GPT-2's gradients over two GPUs")]
+    assert shown == [(name, *named[name]) for name, *_ in shown]
+    assert len(shown) == 7
+    rows = {row["name"]: row for row in json.loads((RESULTS / "scaling_2_in_place.json").read_text())["rows"]}
+    step = 1000 * 2 * 32 * 1024 / rows["alone, sum"]["tokens_per_second"]["median"]
+    in_place = float(named["in place, one call, mean"][0])
+    words = f"a step of {step:.1f} ms and {in_place:.2f} more are {100 * step / (step + in_place):.1f} %"
+    assert words in DOCUMENT.read_text()
+
+
+def test_five_thousand_steps_took_what_is_said() -> None:
+    with (ROOT / "results/fast_failure/flash_all_switches/metrics.csv").open(newline="") as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file)}
+    rate = statistics.median(float(row["tokens_per_second"]) for row in rows.values() if row["tokens_per_second"])
+    step = 32 * 1024 / rate
+    said = (
+        f"took {rows[4999]['seconds']} s on one H200",
+        f"{rows[0]['seconds']} to the end of the first step",
+        f"median of {1000 * step:.1f} ms",
+        f"missed by {float(rows[4999]['seconds']) - 300:.0f} s",
+    )
+    assert [words for words in said if words not in DOCUMENT.read_text()] == []
+    assert round(5000 * step, -1) == 300
+
+
 def test_the_buckets_are_those_that_ddp_lays_out() -> None:
     """In the order of the backward pass, the token table last; at the default the first bucket is full with 1 MiB."""
     shape = MODEL_PRESETS["gpt2"]

@@ -1,0 +1,98 @@
+"""analysis/one_key_rows.py and its script: rows whose O must be one V, and what is said of an O that is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from analysis import one_key_rows
+from analysis.one_key_rows import Found, Rows, make_rows, measure, summed_up
+from attention import AttentionSpec
+from errors import UserError
+from scripts import one_key_rows as script
+
+CPU = torch.device("cpu")
+
+
+def rows(largest: float, count: int = 4) -> Rows:
+    return make_rows(largest, dtype=torch.bfloat16, device=CPU, count=count)
+
+
+@pytest.mark.parametrize("largest", [500.0, 1e5, 2e6])
+def test_rows_look_at_one_key_and_their_products_are_exact(largest: float) -> None:
+    made = rows(largest)
+    s_BTS = made.q_BTHD[:, :, 0].double() @ made.k_BTHD[:, :, 0].double().mT
+    assert torch.equal(s_BTS.float().double(), s_BTS)
+    top, others = s_BTS.max(dim=-1), s_BTS.scatter(-1, s_BTS.argmax(dim=-1, keepdim=True), 0.0)
+    logit = top.values / one_key_rows.WIDTH**0.5
+    # BF16 rounds q by 2^-9 of it.
+    assert largest / 2 * (1 - 2.0**-8) <= logit.min()
+    assert logit.max() <= largest * (1 + 2.0**-8)
+    assert not others.any()
+    assert (top.indices <= torch.arange(one_key_rows.WIDTH)).all()
+    assert torch.equal(
+        made.v_BTHD[:, :, 0].gather(1, top.indices[..., None].expand(-1, -1, one_key_rows.WIDTH)), made.o_BTHD[:, :, 0]
+    )
+
+
+@pytest.mark.parametrize("preset", ["sdpa_flash", "sdpa_math", "standard"])
+def test_attention_that_subtracts_first_is_exact(preset: str) -> None:
+    assert measure(rows(2e5), AttentionSpec(preset=preset)) == Found(
+        wrong=0.0, error=0.0, mean=0.0, standard_error=0.0, rows=256
+    )
+
+
+def test_an_error_is_relative_to_delta_and_keeps_its_sign() -> None:
+    made = rows(500.0)
+    found = summed_up(made, made.o_BTHD.double() * 1.25)
+    assert found.error == pytest.approx(0.25)
+    delta = (made.do_BTHD.double() * made.o_BTHD.double()).sum(dim=-1)
+    assert found.mean == pytest.approx(0.25 * (delta.mean() / delta.square().mean().sqrt()).item())
+    assert found.wrong == 1.0
+    assert summed_up(made, made.o_BTHD.double() * 0.75).mean == pytest.approx(-found.mean)
+
+
+def test_a_row_counts_as_wrong_for_a_single_feature() -> None:
+    made = rows(500.0)
+    o_BTHD = made.o_BTHD.clone()
+    o_BTHD[0, 0, 0, 0] += 1
+    assert summed_up(made, o_BTHD).wrong == 1 / 256
+
+
+def test_logits_that_leave_other_keys_a_share_are_refused() -> None:
+    with pytest.raises(UserError, match="400 or more"):
+        rows(399.0)
+
+
+def test_the_script_tells_what_it_left_out_and_writes_all_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    script.main(["--sizes", "1024", "131072", "--count", "2", "--device", "cpu", "--json", str(out)])
+    printed = capsys.readouterr()
+    assert "left out: sdpa_cudnn: " in printed.err
+    assert printed.out.splitlines()[-1].split()[0] == "131,072"
+    written = json.loads(out.read_text())
+    assert list(written["found"]["sdpa_math"]) == ["1024", "131072"]
+    assert written["found"]["sdpa_math"]["131072"]["rows"] == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "sdpa_cudnn"], "it needs a CUDA device"),
+        (["--attention", "nothing"], "--attention = 'nothing'"),
+        (["--attention", "run"], "there is no run here"),
+        (["--sizes", "10"], "400 or more"),
+        (["--count", "0"], "--count"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        script.main([*arguments, "--device", "cpu"])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
