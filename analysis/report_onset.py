@@ -21,9 +21,11 @@ import numpy as np
 import torch
 
 from analysis import curves, report
+from analysis.one_key_rows import make_rows, measure
 from analysis.plots import COLOURS
 from analysis.report import Evidence, Facts, HeadRow
 from analysis.report_blocks import NONE, delta_of, number, significant, table, told
+from attention import AttentionSpec
 
 ONE_HOT = 0.99
 """Mean largest probability of a head's rows from which on they count as looking at one key."""
@@ -32,11 +34,14 @@ THRESHOLD = 2.0**16 * math.log(2)
 EDGES = (0.0, THRESHOLD / 4, THRESHOLD / 2, THRESHOLD, 2 * THRESHOLD, 4 * THRESHOLD, math.inf)
 FROM = 1000
 """Probes before this step, in the warm-up, do not count."""
+SHOWN_FROM = 1e-8
+"""Smaller errors are drawn there."""
 BEFORE, AFTER = 500, 200
 """Steps before and behind the crossing whose gradient norms are compared."""
 
-ROUNDED, UNROUNDED, PAPER = "P_bar rounded, kernels", "P_bar unrounded", "P_bar rounded, `paper`"
-KINDS = (ROUNDED, UNROUNDED, PAPER)
+ROUNDED, STOCHASTIC = "P_bar rounded, all to nearest", "P_bar rounded, it or O stochastically"
+UNROUNDED, PAPER = "P_bar unrounded", "`paper`"
+KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, PAPER)
 
 
 def kind_of(run: Evidence) -> str | None:
@@ -52,7 +57,10 @@ def kind_of(run: Evidence) -> str | None:
         return None
     if numerics.get("probabilities") == "fp32":
         return UNROUNDED
-    return ROUNDED if numerics.get("scores") == "fp32" else PAPER
+    if numerics.get("scores") != "fp32":
+        return PAPER
+    drawn = "stochastic" in (numerics.get("output_rounding"), numerics.get("probabilities_rounding"))
+    return STOCHASTIC if drawn else ROUNDED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,36 +142,24 @@ def crossing(run: Evidence, facts: Facts) -> Crossing | None:
     )
 
 
-def folded_error(largest: float, rows: int = 4096) -> float:
-    """The relative error of delta that the fold makes: rows that look at one key, their maxima between half of ``largest`` and all of it.
-
-    FP32 and BF16 as a kernel has them, V and dO normal; head width 64.
-    """
-    generator = torch.Generator().manual_seed(0)
-    c = torch.tensor(0.125 * math.log2(math.e), dtype=torch.float32)
-    s_N = (8 * largest * (0.5 + 0.5 * torch.rand(rows, generator=generator))).float()
-    # A product of two FP32 numbers is exact in FP64, so that one rounding to FP32 makes it a fused multiply-add.
-    exponent_N = (s_N.double() * c.double() - (s_N * c).double()).float()
-    p_N = torch.exp2(exponent_N)
-    v_ND, do_ND = (torch.randn(rows, 64, generator=generator).bfloat16().float() for _ in range(2))
-    o_ND = (p_N.bfloat16().float() / p_N)[:, None] * v_ND
-    error_N = (do_ND * (o_ND.bfloat16().float() - v_ND)).sum(dim=1)
-    delta_N = (do_ND * v_ND).sum(dim=1)
-    return float(error_N.square().mean().sqrt() / delta_N.square().mean().sqrt())
+def folded_error(largest: float, preset: str = "flash") -> float:
+    """The relative error of delta in rows at one key, their maxima between half of ``largest`` and all of it: ``flash_reference``'s."""
+    rows = make_rows(largest, dtype=torch.bfloat16, device=torch.device("cpu"), count=32)
+    return measure(rows, AttentionSpec(preset=preset), "flash_reference").error
 
 
 def one_hot_table(runs: Sequence[Evidence]) -> str:
     """Relative error of delta in rows at one key, by the head's largest logit."""
     heads = ["largest logit of the head"]
     for kind in KINDS:
-        heads += [f"{kind}: heads", "error, median (10 - 90 %)", "mean, 1e-6 of delta"]
+        heads += [f"{kind}: heads", "error, median (10 - 90 %)"]
     found = {kind: one_hot(runs, kind) for kind in KINDS}
     rows = []
     for low, high in itertools.pairwise(EDGES):
         cells = [f"{low:,.0f} to {high:,.0f}" if math.isfinite(high) else f"{low:,.0f} and more"]
         for kind in KINDS:
             one = errors(found[kind], low, high)
-            cells += [NONE] * 3 if one is None else [number(one.heads), _spread(one), _mean(one)]
+            cells += [NONE] * 2 if one is None else [number(one.heads), _spread(one)]
         rows.append(cells)
     return table(heads, rows, left=1)
 
@@ -218,14 +214,16 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
     onset.unrounded above it; onset.rise and onset.calm, how the gradient norm changed at the crossing; onset.emulated."""
-    rounded, unrounded = one_hot(runs, ROUNDED), one_hot(runs, UNROUNDED)
+    rounded, drawn, unrounded = (one_hot(runs, kind) for kind in (ROUNDED, STOCHASTIC, UNROUNDED))
     found: dict[str, str] = {
         "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
-        "onset.emulated_below": f"{folded_error(THRESHOLD / 2):.1e}",
+        "onset.emulated_drawn": f"{folded_error(THRESHOLD, 'flash_run_a'):.1e}",
     }
     for name, rows, low, high in (
         ("below", rounded, THRESHOLD / 2, THRESHOLD),
         ("above", rounded, 2 * THRESHOLD, math.inf),
+        ("all_above", [*rounded, *drawn], 2 * THRESHOLD, math.inf),
+        ("drawn_below", drawn, THRESHOLD / 2, THRESHOLD),
         ("unrounded", unrounded, 2 * THRESHOLD, math.inf),
     ):
         if (one := errors(rows, low, high)) is not None:
@@ -264,20 +262,19 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
     drawn = Figure(figsize=(6.4, 5.6), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     top, bottom = drawn.subplots(2, 1, sharex=True)
-    for kind, colour in ((ROUNDED, COLOURS[0]), (UNROUNDED, COLOURS[1])):
+    for kind, colour in ((ROUNDED, COLOURS[0]), (STOCHASTIC, COLOURS[4]), (UNROUNDED, COLOURS[1])):
         rows = one_hot([run for run, _ in runs], kind)
         logits = [row["max_logit"] for row in rows]
-        ratios = [max(row["delta_error_rms"] / row["delta_rms"], 1e-8) for row in rows]
-        top.plot(
-            logits, ratios, ".", markersize=3, color=colour, alpha=0.6, label=f"{kind}: {len(rows)} heads of probes"
-        )
+        ratios = [max(row["delta_error_rms"] / row["delta_rms"], SHOWN_FROM) for row in rows]
+        label = f"{kind}: {len(rows)} heads of probes"
+        top.plot(logits, ratios, ".", markersize=3, color=colour, alpha=0.6, label=label)
         points = [point for run, facts in runs if kind_of(run) == kind for point in norms(run, facts)]
         bottom.plot(*zip(*points, strict=True), ".", markersize=3, color=colour, alpha=0.6)
     sizes = np.geomspace(1e3, 1e7, 61)
-    emulated = [max(folded_error(float(size)), 1e-8) for size in sizes]
-    top.plot(
-        sizes, emulated, color="0.2", linewidth=1.2, label="emulated: a row at one key, exponent by one multiply-add"
-    )
+    for preset, dashes in (("flash", "-"), ("flash_run_a", "--")):
+        emulated = [max(folded_error(float(size), preset), SHOWN_FROM) for size in sizes]
+        label = f"emulated, exponent by one multiply-add: {preset}"
+        top.plot(sizes, emulated, color="0.2", linestyle=dashes, linewidth=1.2, label=label)
     top.set_ylabel("error of delta, relative\n(rows at one key; 0 drawn at $10^{-8}$)", fontsize=8)
     bottom.set_ylabel("gradient norm, median of\n100 steps from the probe on", fontsize=8)
     bottom.set_xlabel(f"largest logit (top: of the head; bottom: of layer {report.LAYER})", fontsize=9)

@@ -125,7 +125,8 @@ def write(
         **environment(device, 1),
         **{name: getattr(args, name) for name in ("dtype", "backend", "count")},
         "found": {
-            name: {f"{size:g}": one_key_rows.as_dict(one) for size, one in each.items()} for name, each in found.items()
+            name: {f"{size:.12g}": one_key_rows.as_dict(one) for size, one in each.items()}
+            for name, each in found.items()
         },
         "left_out": dict(refused),
     }

@@ -96,3 +96,23 @@ def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: 
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert message in line
+
+
+def test_the_published_table_is_that_of_its_file() -> None:
+    folder = Path(__file__).resolve().parent.parent / "results/one_key_rows"
+    found = json.loads((folder / "cpu.json").read_text())["found"]
+    readme = (folder / "README.md").read_text()
+    assert f"| logits up to | {' | '.join(f'`{name}`' for name in found)} |" in readme
+    for size in found["flash"]:
+        numbers = [(each[size]["error"], each[size]["wrong"]) for each in found.values()]
+        cells = ["0" if error == 0 else f"{error:.1e} ({wrong:.2f})" for error, wrong in numbers]
+        assert f"| {int(size):,} | {' | '.join(cells)} |" in readme
+
+
+def test_the_published_errors_are_those_of_today() -> None:
+    folder = Path(__file__).resolve().parent.parent / "results/one_key_rows"
+    found = json.loads((folder / "cpu.json").read_text())["found"]["flash"]
+    for size in ("32768", "131072"):
+        made = make_rows(float(size), dtype=torch.bfloat16, device=CPU)
+        now = measure(made, AttentionSpec(preset="flash"), "flash_reference")
+        assert now.error == pytest.approx(found[size]["error"], rel=1e-6)
