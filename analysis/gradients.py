@@ -131,6 +131,21 @@ class Comparison:
     """Of dW and dW_ref as vectors; NaN where one is 0."""
 
 
+@contextlib.contextmanager
+def larger_logits(model: GPT, layer: int, factor: float) -> Iterator[None]:
+    """For the time of the block W_Q and W_K of a layer are the square root of ``factor`` times themselves; then as before, to the bit."""
+    kept = [(w, w.detach().clone()) for w in (model.w_q(layer), model.w_k(layer))]
+    try:
+        with torch.no_grad():
+            for w, _ in kept:
+                w.mul_(factor**0.5)
+        yield
+    finally:
+        with torch.no_grad():
+            for w, before in kept:
+                w.copy_(before)
+
+
 def layer_of_largest_w_q(model: GPT) -> int:
     """The layer whose W_Q has the largest spectral norm."""
     norms = [float(spectral_norm(model.w_q(layer).detach())) for layer in range(model.config.n_layer)]

@@ -10,6 +10,9 @@ and quoted with it single sites and numerics=BASE; without one the base is the r
 
 A line of the CSV is a batch, or the average over all batches: of the loss, and of the gradient before any norm is taken.
 
+With --enlarge the logits of --layer are so many times larger first (W_Q and W_K each by the square root): what each attention would make of
+the gradient, had they grown. Several factors are measured one after the other.
+
     python scripts/gradients.py --table gradients.csv ...
 
 prints what such files say, as Markdown.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +44,7 @@ from analysis.gradients import (
     Named,
     compare,
     gradients,
+    larger_logits,
     layer_of_largest_w_q,
     parse_attention,
     replaced,
@@ -65,7 +70,7 @@ from training.checkpoint import Loaded
 from training.distributed import set_deterministic, set_tf32
 from training.intervention import plans_at
 
-KEYS = ("checkpoint", "step", "layer", "replaced", "attention")
+KEYS = ("checkpoint", "step", "layer", "replaced", "enlarged", "attention")
 NUMBERS = ("loss", "gradient_norm", "dw_q_spectral", "dw_q_frobenius", "difference", "cosine", "max_logit")
 COLUMNS = (*KEYS, "batch", "sequences", "tokens", *NUMBERS)
 AVERAGE = "average"
@@ -164,7 +169,7 @@ def _range(values: np.ndarray) -> str:
 
 
 def rows(found: Mapping[str, Result], facts: Sequence[object], sampling: Sequence[int]) -> list[tuple[object, ...]]:
-    """Lines of the CSV: every batch by its number, then the average. ``facts`` are checkpoint, step, layer, where replaced;
+    """Lines of the CSV: every batch by its number, then the average. ``facts`` are checkpoint, step, layer, where replaced, factor;
     ``sampling`` batches, sequences of each, tokens of each of these."""
     count, sequences, length = sampling
     lines: list[tuple[object, ...]] = []
@@ -199,6 +204,7 @@ def summary(paths: Sequence[Path]) -> str:
         "checkpoint",
         "step",
         "replaced in",
+        "logits times",
         "attention",
         "batches",
         "loss",
@@ -212,11 +218,11 @@ def summary(paths: Sequence[Path]) -> str:
         "cosine of the average",
         "largest logit",
     )
-    left = 4
+    left = 5
     alignment = [" --- "] * left + [" ---: "] * (len(heading) - left)
     lines = [f"| {' | '.join(heading)} |", f"|{'|'.join(alignment)}|"]
     for path in paths:
-        for (checkpoint, step, layer, where, attention), found in _groups(path):
+        for (checkpoint, step, layer, where, factor, attention), found in _groups(path):
             batches = [row for row in found if row["batch"] != AVERAGE]
             (average,) = (row for row in found if row["batch"] == AVERAGE)
             each = {name: np.array([float(row[name]) for row in batches]) for name in NUMBERS}
@@ -225,6 +231,7 @@ def summary(paths: Sequence[Path]) -> str:
                 checkpoint,
                 step,
                 where,
+                f"{float(factor):,g}",
                 f"`{attention}`",
                 len(batches),
                 f"{float(average['loss']):.4f}",
@@ -250,6 +257,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--split", choices=("val", "train"), default="val", help="its tokens (val)")
     parser.add_argument("--attention", nargs="+", default=[OWN], metavar="NAME", help=f"what to measure ({OWN})")
     parser.add_argument("--layer", type=int, help="the one layer that gets it, from 0 (all do)")
+    parser.add_argument(
+        "--enlarge", type=float, nargs="+", default=[1.0], metavar="FACTOR", help="times the logits of --layer (1)"
+    )
     parser.add_argument("--backend", choices=FLASH_BACKENDS, default="", help="of the flash presets (the run's)")
     add_sampling(parser, batches=8)
     parser.set_defaults(length=LENGTH)
@@ -259,6 +269,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if bool(chosen.checkpoint) == bool(chosen.table):
         raise UserError("name checkpoints to measure, or --table with files to tell of")
     check_sampling(chosen)
+    if any(not 0 < factor < math.inf for factor in chosen.enlarge):
+        raise invalid("--enlarge", next(f for f in chosen.enlarge if not 0 < f < math.inf), "numbers above 0")
+    if chosen.enlarge != [1.0] and chosen.layer is None:
+        raise invalid("--enlarge", chosen.enlarge[0], "1 without --layer, whose logits it enlarges")
     return chosen
 
 
@@ -282,6 +296,8 @@ def examine(path: Path, arguments: argparse.Namespace, device: torch.device) -> 
     layer = arguments.layer
     if layer is not None and not 0 <= layer < config.model.n_layer:
         raise invalid("--layer", layer, f"0 to {config.model.n_layer - 1}, counted from 0")
+    if arguments.enlarge != [1.0] and config.model.qk_norm:
+        raise invalid("--enlarge", arguments.enlarge[0], "1: with qk_norm logits do not grow with W_Q and W_K")
     own = own_plans(loaded, config, arguments.backend)
     chosen = {"reference": replaced(own, parse_attention(REFERENCE), layer)}
     chosen |= {name: replaced(own, one, layer) for name, one in named.items()}
@@ -292,15 +308,21 @@ def examine(path: Path, arguments: argparse.Namespace, device: torch.device) -> 
     length = min(arguments.length, config.data.sequence_length)
     batches = spread(tokens_N, arguments.batches, arguments.sequences, length, str(data))
     looked_at = layer_of_largest_w_q(model) if layer is None else layer
-    found = measure(model, config, chosen, batches, looked_at, loaded.path.name)
     where = "all layers" if layer is None else f"layer {layer}"
     print(
         f"{loaded.path}: step {loaded.step}, trained with {config.attention.label()}; {arguments.batches} batches of "
         f"{arguments.sequences} x {length} tokens; attention replaced in {where}; dW_Q of layer {looked_at}"
     )
-    print(*table(found), sep="\n", flush=True)
     sampling = (arguments.batches, arguments.sequences, length)
-    return rows(found, (config.run.name, loaded.step, looked_at, where), sampling)
+    lines = []
+    for factor in arguments.enlarge:
+        with larger_logits(model, looked_at, factor):
+            found = measure(model, config, chosen, batches, looked_at, loaded.path.name)
+        if factor != 1:
+            print(f"logits of layer {looked_at} times {factor:,g}:")
+        print(*table(found), sep="\n", flush=True)
+        lines += rows(found, (config.run.name, loaded.step, looked_at, where, f"{factor:.12g}"), sampling)
+    return lines
 
 
 @exit_on_user_error

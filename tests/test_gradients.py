@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +19,16 @@ import config as configuration
 from analysis import gradients as module
 from analysis.attention_statistics import attention_statistics
 from analysis.capture import capture
-from analysis.gradients import REFERENCE, compare, gradients, layer_of_largest_w_q, parse_attention, replaced, served_by
+from analysis.gradients import (
+    REFERENCE,
+    compare,
+    gradients,
+    larger_logits,
+    layer_of_largest_w_q,
+    parse_attention,
+    replaced,
+    served_by,
+)
 from attention import AttentionConfig, AttentionRule, AttentionSpec, LayerPlan
 from config import TrainConfig
 from data.batches import DataConfig
@@ -298,7 +308,7 @@ def test_the_table_has_a_line_an_attention(
         f"| {np.mean(norms):.4g} ({norms[0]:.4g} to {norms[1]:.4g}) | {float(rows[2]['gradient_norm']):.4g} |"
         in lines[3]
     )
-    assert "| all layers | `run` | 2 |" in lines[3]
+    assert "| all layers | 1 | `run` | 2 |" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -343,3 +353,83 @@ def test_a_file_of_another_kind_is_one_line(tmp_path: Path, capsys: pytest.Captu
         script.main(["--table", str(tmp_path / "x.csv")])
     assert stop.value.code == 2
     assert "other columns" in capsys.readouterr().err
+
+
+# ---- larger logits
+
+
+def test_larger_logits_are_larger_by_the_factor_and_go_back_to_the_bit(model: GPT) -> None:
+    weight = model.attentions()[LAYER].c_attn.weight
+    before = weight.detach().clone()
+    (plain,), _ = gradients(model, own(model), BATCHES[:1], LAYER, autocast=autocast)
+    with larger_logits(model, LAYER, 16.0):
+        (large,), _ = gradients(model, own(model), BATCHES[:1], LAYER, autocast=autocast)
+    # By a power of two, which no rounding of q and k sees.
+    assert large.max_logit == 16 * plain.max_logit
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--enlarge", "10"], "1 without --layer"),
+        (["--enlarge", "0", "--layer", "1"], "numbers above 0"),
+        (["--enlarge", "nan", "--layer", "1"], "numbers above 0"),
+    ],
+)
+def test_factors_that_cannot_be_are_one_line(
+    checkpoint: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        script.main([str(checkpoint), *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_several_factors_are_measured_one_after_the_other(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "enlarged.csv"
+    sampling = ["--batches", "1", "--sequences", "2", "--device", "cpu", "--backend", "flash_reference"]
+    script.main([str(checkpoint), "--layer", "1", "--enlarge", "1", "4", *sampling, "--out", str(out)])
+    with out.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["attention"] == "reference" and row["batch"] == "0"]
+    assert [row["enlarged"] for row in rows] == ["1", "4"]
+    assert float(rows[1]["max_logit"]) == pytest.approx(4 * float(rows[0]["max_logit"]), rel=1e-6)
+    assert "logits of layer 1 times 4:" in capsys.readouterr().out
+
+
+FOLDER = Path(__file__).resolve().parent.parent / "results/gradients"
+
+
+def published() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """(factor, attention) -> (median difference over the batches, largest logit) of each checkpoint."""
+    with (FOLDER / "enlarged.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["batch"] != script.AVERAGE]
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for key in dict.fromkeys((row["checkpoint"], row["enlarged"], row["attention"]) for row in rows):
+        same = [row for row in rows if (row["checkpoint"], row["enlarged"], row["attention"]) == key]
+        median = statistics.median(float(row["difference"]) for row in same)
+        found.setdefault(key[1:], []).append((median, max(float(row["max_logit"]) for row in same)))
+    return found
+
+
+def test_the_published_table_is_that_of_its_file() -> None:
+    found, readme = published(), (FOLDER / "README.md").read_text()
+    names = [name for name in dict.fromkeys(name for _, name in found) if name != "reference"]
+    assert f"| logits times | largest logit | {' | '.join(f'`{name}`' for name in names)} |" in readme
+    for factor in dict.fromkeys(factor for factor, _ in found):
+        logits = [logit for _, logit in found[factor, "reference"]]
+        cells = [" / ".join(f"{median:.2g}" for median, _ in found[factor, name]) for name in names]
+        largest = " / ".join(f"{logit:,.0f}" for logit in logits)
+        assert f"| {int(factor):,} | {largest} | {' | '.join(cells)} |" in readme
+
+
+def test_behind_the_threshold_the_multiply_add_alone_makes_the_difference() -> None:
+    """Same weights and batches, one site changed: on each of the three models."""
+    found = published()
+    for folded, subtracted in (("flash", "flash_subtracted"), ("flash_run_a", "flash_run_a exponent=subtracted")):
+        pairs = zip(found["30000", folded], found["30000", subtracted], strict=True)
+        assert min(one / other for (one, _), (other, _) in pairs) > 10
+    pairs = zip(found["1000", "flash"], found["1000", "flash_subtracted"], strict=True)
+    assert all(0.8 < one / other < 1.25 for (one, _), (other, _) in pairs)

@@ -118,6 +118,7 @@ def test_every_number_in_a_sentence_has_a_source() -> None:
         "results/two_readings/README.md",
         "results/autopsy/README.md",
         "results/microcosm/ablations.md",
+        "results/gradients/README.md",
     )
     recipes = ("configs/gpt2_paper.py", "configs/fast_failure.py")
     sources = " ".join((ROOT / name).read_text() for name in (*files, *recipes))
