@@ -1,6 +1,6 @@
 """What happens when logits pass 2^16: the error of delta in rows that look at one key, and the gradient norm, from ``results/``.
 
-A flash kernel makes P_bar by one fused multiply-add, exp2(S' c - m c), with c = scale * log2(e) and m c rounded to FP32 before. At the
+Most flash kernels make P_bar by one fused multiply-add, exp2(S' c - m c), with c = scale * log2(e) and m c rounded to FP32 before. At the
 row's own maximum the exponent is then not 0 but up to half a unit in the last place of m c, and P_bar not 1. From m c = 2^16 on that is
 more than BF16's spacing at 1 can hide: P_bar is rounded, l sums what was not rounded, and O of a row that looks at one key differs
 from that V by the same factor in all features.
@@ -40,8 +40,9 @@ BEFORE, AFTER = 500, 200
 """Steps before and behind the crossing whose gradient norms are compared."""
 
 ROUNDED, STOCHASTIC = "P_bar rounded, all to nearest", "P_bar rounded, it or O stochastically"
-UNROUNDED, PAPER = "P_bar unrounded", "`paper`"
-KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, PAPER)
+UNROUNDED, SUBTRACTED, PAPER = "P_bar unrounded", "P_bar rounded, subtracted first", "`paper`"
+FUSED = "fused"
+KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER)
 
 
 def kind_of(run: Evidence) -> str | None:
@@ -59,8 +60,21 @@ def kind_of(run: Evidence) -> str | None:
         return UNROUNDED
     if numerics.get("scores") != "fp32":
         return PAPER
+    if _exponential(run) != FUSED:
+        return SUBTRACTED
     drawn = "stochastic" in (numerics.get("output_rounding"), numerics.get("probabilities_rounding"))
     return STOCHASTIC if drawn else ROUNDED
+
+
+def _exponential(run: Evidence) -> str:
+    """How S c - m c is formed: torch multiplies, rounds, subtracts (its copy of FlashAttention-2 sets UNFUSE_FMA)."""
+    group = run.config["attention"][0]
+    numerics = group.get("numerics")
+    if group["backend"].startswith("sdpa_") or not isinstance(numerics, Mapping):
+        return "torch: not fused"
+    # Records from before the site existed have no word for it: kernels fused wherever S was FP32.
+    subtracted = numerics.get("scores", "fp32") != "fp32" or numerics.get("exponent") == "subtracted"
+    return "subtracted first" if subtracted else FUSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +194,8 @@ def crossings(runs: Sequence[Evidence]) -> list[tuple[Evidence, Facts, Crossing]
 
 def crossing_table(runs: Sequence[Evidence]) -> str:
     """The gradient norm before and behind large logits, a line a run."""
-    heads = [
-        "run",
-        "P_bar",
-        f"largest logit of layer {report.LAYER} beyond {2 * THRESHOLD:,.0f} at",
-        "logit",
-        "W_Q norm",
-    ]
+    heads = ["run", "P_bar", "S c - m c", f"largest logit of layer {report.LAYER} beyond {2 * THRESHOLD:,.0f} at"]
+    heads += ["logit", "W_Q norm"]
     heads += ["gradient norm before", f"in the next {AFTER} steps", "its largest", "loss exploded at"]
     rows = []
     for run, facts, found in crossings(runs):
@@ -196,6 +205,7 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
             [
                 run.name,
                 "unrounded" if kind == "fp32" else "rounded",
+                _exponential(run),
                 number(found.step),
                 significant(found.logit),
                 significant(found.w_q),
@@ -203,7 +213,7 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
                 number(facts.exploded_at),
             ]
         )
-    return table(heads, rows)
+    return table(heads, rows, left=3)
 
 
 def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
@@ -213,7 +223,7 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
-    onset.unrounded above it; onset.rise and onset.calm, how the gradient norm changed at the crossing; onset.emulated."""
+    onset.unrounded above it; onset.rise, .calm, .paper and .torch, how the gradient norm changed at the crossing; onset.emulated."""
     rounded, drawn, unrounded = (one_hot(runs, kind) for kind in (ROUNDED, STOCHASTIC, UNROUNDED))
     found: dict[str, str] = {
         "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
@@ -230,14 +240,14 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
             found |= {f"onset.{name}": f"{one.median:.1e}", f"onset.{name}.heads": number(one.heads)}
             found |= {f"onset.{name}.mean": _mean(one), f"onset.{name}.z": f"{one.mean / one.standard_error:+.1f}"}
     found |= {"onset.threshold": number(THRESHOLD), "onset.twice": number(2 * THRESHOLD)}
-    rises: dict[bool, list[float]] = {True: [], False: []}
+    rises: dict[str, list[float]] = {}
     for run, _, cross in crossings(runs):
-        rises[kind_of(run) == UNROUNDED].append(cross.after / cross.before)
-    for name, quiet in (("rise", False), ("calm", True)):
-        if rises[quiet]:
-            ends = [f"{end(rises[quiet]):.1f}" for end in (min, max)]
-            found[f"onset.{name}"] = " to ".join(dict.fromkeys(ends))
-            found[f"onset.{name}.runs"] = str(len(rises[quiet]))
+        kind = kind_of(run)
+        name = {None: "torch", UNROUNDED: "calm", SUBTRACTED: "subtracted", PAPER: "paper"}.get(kind, "rise")
+        rises.setdefault(name, []).append(cross.after / cross.before)
+    for name, factors in rises.items():
+        ends = [f"{end(factors):.1f}" for end in (min, max)]
+        found |= {f"onset.{name}": " to ".join(dict.fromkeys(ends)), f"onset.{name}.runs": str(len(factors))}
     return found | _crossed(runs)
 
 

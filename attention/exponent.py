@@ -1,6 +1,6 @@
 """exp(S - m) in the two forms of the site ``exponent``, for the PyTorch backends: P_bar from m, P from L, each in the form's own units.
 
-``Subtracted`` takes S, and m and L in natural units. ``Folded`` does what flash kernels do (``triton_numerics.exponential``): it takes
+``Subtracted`` takes S, and m and L in natural units. ``Folded`` does what most flash kernels do (``triton_numerics.exponential``): it takes
 S' = Q K^T without scale, m and L in units of log2, and exp2(fma(S', c, -m)), c = scale log2(e). The fused multiply-add rounds once
 at its end, but what it subtracts was rounded to FP32 before: m c is off by up to half a unit in its last place, and so is the
 exponent at the row's own maximum, which should be 0.
