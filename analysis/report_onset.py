@@ -133,6 +133,9 @@ class Crossing:
     after: float
     """Median over the ``AFTER`` steps from the crossing on."""
     largest: float
+    """Of these steps."""
+    late: float
+    """``late_norm``: what 200 steps do not show."""
 
 
 def crossing(run: Evidence, facts: Facts) -> Crossing | None:
@@ -153,7 +156,14 @@ def crossing(run: Evidence, facts: Facts) -> Crossing | None:
         before=statistics.median(before),
         after=statistics.median(after),
         largest=max(after),
+        late=late_norm(run),
     )
+
+
+def late_norm(run: Evidence) -> float:
+    """Median gradient norm of the logged ones of the last ``BEFORE`` steps."""
+    pairs = list(zip(*curves.column(run.records, "grad_norm"), strict=True))
+    return statistics.median(norm for step, norm in pairs if step > pairs[-1][0] - BEFORE)
 
 
 def folded_error(largest: float, preset: str = "flash") -> float:
@@ -196,7 +206,8 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
     """The gradient norm before and behind large logits, a line a run."""
     heads = ["run", "P_bar", "S c - m c", f"largest logit of layer {report.LAYER} beyond {2 * THRESHOLD:,.0f} at"]
     heads += ["logit", "W_Q norm"]
-    heads += ["gradient norm before", f"in the next {AFTER} steps", "its largest", "loss exploded at"]
+    heads += ["gradient norm before", f"in the next {AFTER} steps", "its largest", f"last {BEFORE} steps"]
+    heads.append("loss exploded at")
     rows = []
     for run, facts, found in crossings(runs):
         sites = run.config["attention"][0].get("numerics")
@@ -209,7 +220,7 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
                 number(found.step),
                 significant(found.logit),
                 significant(found.w_q),
-                *(f"{norm:.2f}" for norm in (found.before, found.after, found.largest)),
+                *(significant(norm) for norm in (found.before, found.after, found.largest, found.late)),
                 number(facts.exploded_at),
             ]
         )
@@ -248,7 +259,27 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
     for name, factors in rises.items():
         ends = [f"{end(factors):.1f}" for end in (min, max)]
         found |= {f"onset.{name}": " to ".join(dict.fromkeys(ends)), f"onset.{name}.runs": str(len(factors))}
+    for run in runs:
+        found[f"{run.name}.late_norm"] = significant(late_norm(run))
+        norms_at = [norm for _, norm in zip(*curves.column(run.records, "grad_norm"), strict=True)]
+        found[f"{run.name}.largest_late_norm"] = significant(max(norms_at[-report.SPAN :]))
+    eve = {name: [f"{norm:.2f}" for norm in found_norms] for name, found_norms in _on_the_eve(runs).items()}
+    found |= {f"onset.eve.{name}": " to ".join(dict.fromkeys((min(ends), max(ends)))) for name, ends in eve.items()}
     return found | _crossed(runs)
+
+
+def _on_the_eve(runs: Sequence[Evidence]) -> dict[str, list[float]]:
+    """Median gradient norms of the 100 steps before the first probe beyond ``THRESHOLD``, by kind: nearest, drawn, ..."""
+    names = {ROUNDED: "nearest", STOCHASTIC: "drawn", UNROUNDED: "unrounded", PAPER: "paper", SUBTRACTED: "subtracted"}
+    made: dict[str, list[float]] = {}
+    for run, facts in told(runs):
+        above = [step for step, logit in facts.logit.items() if logit >= THRESHOLD]
+        kind = kind_of(run)
+        if above and kind is not None:
+            pairs = zip(*curves.column(run.records, "grad_norm"), strict=True)
+            before = [norm for step, norm in pairs if min(above) - 100 <= step < min(above)]
+            made.setdefault(names[kind], []).append(statistics.median(before))
+    return made
 
 
 def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
@@ -257,6 +288,9 @@ def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
     pairs = [(run, max(found.logit.values())) for run, found in told(runs)]
     beyond, others = ([pair for pair in pairs if (pair[1] >= 2 * THRESHOLD) == large] for large in (True, False))
     made = {"onset.crossed": str(len(beyond)), "onset.others": str(len(others))}
+    own = [delta_of(run).startswith("O as handed on") for run, _ in (*beyond, *others)]
+    made["onset.own"] = str(sum(own))
+    made["onset.agree"] = str(sum(own[: len(beyond)]) + len(others) - sum(own[len(beyond) :]))
     for name, members in (("crossed", beyond), ("others", others)):
         made[f"onset.{name}.own"] = str(sum(delta_of(run).startswith("O as handed on") for run, _ in members))
     if others:

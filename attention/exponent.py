@@ -69,7 +69,8 @@ class Subtracted:
 
 
 class Folded:
-    """exp2(fma(S', c, -m)). S' c has at most 48 bits, so that FP64 holds it exactly, and one rounding to FP32 ends the sum."""
+    """exp2(fma(S', c, -m)). S' c has at most 48 bits, so that FP64 holds it exactly; rounding the difference to FP64 and then to FP32
+    is as good as once near the maximum."""
 
     def __init__(self, problem: Problem):
         self.problem = problem

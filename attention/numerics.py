@@ -48,8 +48,9 @@ class Numerics:
     exponent: str = "folded"
     """How exp(S - m) is formed. ``subtracted``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
     is 1. ``folded``, as most flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
-    to FP32, c = scale * log2(e): P_bar of the maximum is off by up to half a unit of m. It acts where S, m, l and L are FP32, there
-    is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is subtracted in either case."""
+    to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. It acts where S, m, l and L are FP32, there
+    is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is subtracted in either case.
+    The kernels fold exp(S - L) in either form."""
     probabilities: str = "input"
     """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
     probabilities_rounding: str = "nearest"

@@ -298,6 +298,8 @@ def examine(path: Path, arguments: argparse.Namespace, device: torch.device) -> 
         raise invalid("--layer", layer, f"0 to {config.model.n_layer - 1}, counted from 0")
     if arguments.enlarge != [1.0] and config.model.qk_norm:
         raise invalid("--enlarge", arguments.enlarge[0], "1: with qk_norm logits do not grow with W_Q and W_K")
+    if arguments.enlarge != [1.0] and config.model.bias:
+        raise invalid("--enlarge", arguments.enlarge[0], "1: with biases logits do not grow by as much as W_Q and W_K")
     own = own_plans(loaded, config, arguments.backend)
     chosen = {"reference": replaced(own, parse_attention(REFERENCE), layer)}
     chosen |= {name: replaced(own, one, layer) for name, one in named.items()}

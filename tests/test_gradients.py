@@ -29,6 +29,7 @@ from analysis.gradients import (
     replaced,
     served_by,
 )
+from analysis.report_onset import THRESHOLD
 from attention import AttentionConfig, AttentionRule, AttentionSpec, LayerPlan
 from config import TrainConfig
 from data.batches import DataConfig
@@ -423,6 +424,23 @@ def test_the_published_table_is_that_of_its_file() -> None:
         cells = [" / ".join(f"{median:.2g}" for median, _ in found[factor, name]) for name in names]
         largest = " / ".join(f"{logit:,.0f}" for logit in logits)
         assert f"| {int(factor):,} | {largest} | {' | '.join(cells)} |" in readme
+
+
+@pytest.mark.parametrize("place", ["results/gradients/README.md", "docs/reproduction.md"])
+def test_what_is_said_beyond_twice_the_threshold_is_in_the_file(place: str) -> None:
+    found, said = published(), (FOLDER.parent.parent / place).read_text()
+    ranges = []
+    for name in ("flash", "flash_subtracted"):
+        beyond = [
+            m
+            for (_, attention), pairs in found.items()
+            if attention == name
+            for m, logit in pairs
+            if logit > 2 * THRESHOLD
+        ]
+        ranges.append(f"{min(beyond):.1g} to {max(beyond):.2g}")
+    assert f"off by {ranges[0]} times its size" in said
+    assert f"by {ranges[1]}" in said.partition(ranges[0])[2]
 
 
 def test_behind_the_threshold_the_multiply_add_alone_makes_the_difference() -> None:

@@ -87,7 +87,29 @@ def test_errors_are_those_of_the_range() -> None:
 def test_the_gradient_norm_is_compared_around_the_crossing() -> None:
     run = evidence(jump=7.0)
     found = onset.crossing(run, facts(run))
-    assert found == onset.Crossing(step=2000, w_q=7.0, logit=3 * onset.THRESHOLD, before=0.5, after=7.0, largest=7.0)
+    assert found == onset.Crossing(
+        step=2000, w_q=7.0, logit=3 * onset.THRESHOLD, before=0.5, after=7.0, largest=7.0, late=7.0
+    )
+
+
+def test_a_run_that_rises_late_is_told() -> None:
+    run = evidence(jump=0.5)
+    rising = [dict(row) | ({"grad_norm": 3.0} if row["step"] >= STEPS - 400 else {}) for row in run.records]
+    run = dataclasses.replace(run, records=rising)
+    found = onset.crossing(run, facts(run))
+    assert found is not None
+    assert (found.after, found.late) == (0.5, 3.0)
+    assert "| 0.500 | 0.500 | 0.500 | 3.00 |" in onset.crossing_table([run])
+
+
+def test_runs_that_agree_with_the_first_step_are_counted() -> None:
+    """Own O in delta and a crossing, or neither."""
+    low = evidence(crosses_at=STEPS)
+    kept_apart = {"delta_output": "fp32"}
+    runs = [evidence(), low, evidence(sites=kept_apart), evidence(sites=kept_apart, crosses_at=STEPS)]
+    found = onset.values(runs)
+    names = ("crossed", "crossed.own", "others", "others.own", "own", "agree")
+    assert [found[f"onset.{name}"] for name in names] == ["2", "1", "2", "1", "2", "2"]
 
 
 def test_a_run_of_small_logits_crosses_nothing() -> None:
