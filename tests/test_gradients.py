@@ -451,3 +451,38 @@ def test_behind_the_threshold_the_multiply_add_alone_makes_the_difference() -> N
         assert min(one / other for (one, _), (other, _) in pairs) > 10
     pairs = zip(found["1000", "flash"], found["1000", "flash_subtracted"], strict=True)
     assert all(0.8 < one / other < 1.25 for (one, _), (other, _) in pairs)
+
+
+def after(factor: str, attention: str, column: str) -> list[float]:
+    """What the table of runs has in a row and column, seed by seed."""
+    with (FOLDER / "after.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["enlarged"], row["attention"]) == (factor, attention)]
+    found = []
+    for seed in dict.fromkeys(row["seed"] for row in rows):
+        own = [row for row in rows if row["seed"] == seed]
+        late = [float(row[column]) for row in own if row[column] and int(row["step"]) >= 602]
+        found.append(statistics.median(late) if column == "grad_norm" else late[-1])
+    return found
+
+
+def test_the_published_runs_are_those_of_their_file() -> None:
+    readme = (FOLDER / "README.md").read_text()
+    names = ("flash", "flash_subtracted", "flash_fp32_pv", "flash_delta_from_p")
+    titles = {"val_loss": ("validation loss at 802", ".3f"), "grad_norm": ("gradient norm, 602 - 801", ".3g")}
+    titles["max_logit"] = ("largest logit at 802", ",.0f")
+    for factor in ("10000", "30000"):
+        for column, (title, form) in titles.items():
+            cells = [" / ".join(format(value, form) for value in after(factor, name, column)) for name in names]
+            assert f"| {int(factor):,} | {title} | {' | '.join(cells)} |" in readme
+
+
+def test_in_training_the_multiply_add_alone_makes_the_difference() -> None:
+    """Same weights, same batches, one site: on each of three models."""
+    folded, subtracted, unrounded = (
+        after("30000", name, "grad_norm") for name in ("flash", "flash_subtracted", "flash_fp32_pv")
+    )
+    assert min(one / other for one, other in zip(folded, subtracted, strict=True)) > 3
+    assert all(0.75 < one / other < 1.25 for one, other in zip(subtracted, unrounded, strict=True))
+    losses = [after("30000", name, "val_loss") for name in ("flash", "flash_subtracted")]
+    more = ", ".join(f"{one - other:.3f}" for one, other in zip(*losses, strict=True))
+    assert f"by {more.replace(', 0.330', ' and 0.330')}" in (FOLDER / "README.md").read_text()
