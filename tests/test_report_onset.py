@@ -148,7 +148,7 @@ def test_published_runs_part_where_the_emulation_does() -> None:
     assert above is not None
     assert below is not None
     assert without is not None
-    assert above.median == pytest.approx(onset.folded_error(8 * onset.THRESHOLD), rel=0.3)
+    assert above.median == pytest.approx(onset.folded_error(8 * onset.THRESHOLD), rel=0.25)
     assert max(below.median, without.median) < above.median / 50
 
 
