@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -139,9 +140,11 @@ def measured(runs: Sequence[Run], skip: int, steps: int, seconds: float) -> list
 
 
 def rate(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens over time from the end of the first line's step to the end of the last's."""
+    """Tokens over time from the end of the first line's step to the end of the last's; and each step's milliseconds."""
     tokens, seconds = (lines[-1][name] - lines[0][name] for name in ("tokens", "seconds"))
-    return {"steps": len(lines) - 1, "tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+    each = [round(1000 * (b["seconds"] - a["seconds"]), 2) for a, b in itertools.pairwise(lines)]
+    whole = {"steps": len(lines) - 1, "tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+    return whole | {"step_ms": each}
 
 
 def efficiency(measured_round: dict[str, Any], name: str) -> dict[str, float]:
@@ -245,13 +248,14 @@ class Bench:
                 )
 
     def rounds(self) -> Iterator[tuple[list[dict[str, Any]], dict[str, str], dict[str, Any]]]:
-        """(the rounds so far, variants that failed and why, the machine), after every round."""
+        """(the rounds so far, variants that failed and why, the machine), after every measurement."""
         args, done, failed, machine = self.args, list[dict[str, Any]](), dict[str, str](), dict[str, Any]()
         for number in range(args.rounds):
             timed = (args.skip, args.steps, args.run_seconds)
             runs = self.alone(number)
             done.append({ALONE: _told(f"round {number + 1}/{args.rounds} {ALONE}", runs, *timed), "variants": {}})
             machine = machine or machine_of([run.folder for run in runs])
+            yield done, failed, machine
             for name in self.variants:
                 if name in failed:
                     continue
@@ -261,7 +265,7 @@ class Bench:
                 except UserError as error:
                     failed[name] = without_folders(str(error))
                     print(f"{name} failed: {failed[name]}", file=sys.stderr, flush=True)
-            yield done, failed, machine
+                yield done, failed, machine
 
 
 def _told(title: str, runs: Sequence[Run], skip: int, steps: int, seconds: float) -> list[dict[str, Any]]:
@@ -298,7 +302,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--run-seconds", type=float, default=300.0, help="most that a run may take, start and all (300)"
     )
-    parser.add_argument("--json", type=Path, help="file for all numbers, rewritten after every round")
+    parser.add_argument("--json", type=Path, help="file for all numbers, rewritten after every measurement")
     args = parser.parse_args(argv)
     for name, least in (("processes", 1), ("rounds", 1), ("skip", 0), ("steps", args.skip + 1), ("run_seconds", 1)):
         if getattr(args, name) < least:
@@ -337,7 +341,8 @@ def main(argv: list[str] | None = None) -> None:
             write_tokens(bench.folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
             for rounds, failed, machine in bench.rounds():
                 rows = summary(rounds, failed)
-                complete = len(rounds) == args.rounds
+                over = all(name in rounds[-1]["variants"] or name in failed for name in variants)
+                complete = len(rounds) == args.rounds and over
                 write(args.json, **facts, complete=complete, machine=machine, rounds=rounds, rows=rows)
     finally:
         signal.signal(signal.SIGTERM, before)

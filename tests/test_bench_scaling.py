@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -31,7 +32,9 @@ def test_a_rate_is_all_tokens_over_all_time_and_no_mean_of_rates() -> None:
     """Late values: one step seems to take no time, the next one twice as long."""
     seconds = [10.0, 10.001, 12.0, 12.001, 14.0]
     lines = [{"tokens": 100 * (i + 1), "seconds": s, "tokens_per_second": 1e5} for i, s in enumerate(seconds)]
-    assert rate(lines) == {"steps": 4, "tokens": 400, "seconds": 4.0, "tokens_per_second": 100.0}
+    steps = rate(lines).pop("step_ms")
+    assert rate(lines) == {"steps": 4, "tokens": 400, "seconds": 4.0, "tokens_per_second": 100.0, "step_ms": steps}
+    assert steps == pytest.approx([1000 * (b - a) for a, b in itertools.pairwise(seconds)])
 
 
 def planted(alone: list[float], **variants: float) -> dict[str, Any]:
