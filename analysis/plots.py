@@ -67,7 +67,16 @@ def draw_courses(courses: Sequence[Course], path: Path, *, title: str, note: str
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lstrip(".").lower(), dpi=DPI)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(path, picture.getvalue())
+    files.write_bytes(path, small(picture.getvalue()) if path.suffix.lower() == ".png" else picture.getvalue())
+
+
+def small(picture: bytes) -> bytes:
+    """A PNG with a table of 256 colours, which takes a third of the space: lines and heat maps, not photographs."""
+    from PIL import Image
+
+    full, out = Image.open(io.BytesIO(picture)), io.BytesIO()
+    full.convert("RGB").quantize(256).save(out, format="png", optimize=True, dpi=full.info["dpi"])
+    return out.getvalue()
 
 
 def course_figure(courses: Sequence[Course], *, title: str, note: str, fine_print: str) -> Any:

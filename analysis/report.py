@@ -133,14 +133,14 @@ def kept_steps(records: Sequence[Record], every: int) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A run as ``results/`` has it: its config.json, thinned records, the heads of ``LAYER`` and z of all heads."""
+    """A run as ``results/`` has it: its config.json, thinned records, the heads of ``LAYER`` and z of all heads (``report_files``)."""
 
     name: str
     config: Mapping[str, Any]
     records: Sequence[Record]
     heads: Sequence[HeadRow] = field(default=())
     z_scores: Sequence[float] = field(default=())
-    """Mean over standard error of the delta error, all layers, heads and probes; NaN where there is no error."""
+    """Mean over standard error of the delta error, of all layers, heads and probes that have an error."""
 
     def setting(self, path: str) -> Any:
         """A value of the run's configuration by its dotted name; None where it has none."""

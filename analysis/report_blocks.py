@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from analysis import report, report_claims
 from analysis.report import DEPARTURE, LAYER, Evidence, Facts
@@ -142,7 +141,7 @@ def bias_table(runs: Told) -> str:
         found = report.bias(run.heads)
         if found is None:
             continue
-        zs = [z for z in run.z_scores if z == z]
+        zs = run.z_scores
         expected = found.expected_beyond_3 / found.tests * len(zs)
         rows.append(
             [
@@ -346,14 +345,3 @@ def refreshed(text: str, blocks: Mapping[str, str], values: Mapping[str, str], w
 def outside(text: str) -> str:
     """What of a document no script makes: its text without blocks and numbers."""
     return VALUE.sub("", BLOCK.sub("", text))
-
-
-def as_row(record: Mapping[str, Any], columns: Sequence[str], forms: Mapping[str, str]) -> list[str]:
-    """A record as cells of a CSV: numbers by ``forms`` (a format for a column, "" for the default), empty where there is none."""
-    return [_cell(record.get(name), forms.get(name, forms[""])) for name in columns]
-
-
-def _cell(value: Any, form: str) -> str:
-    if value is None:
-        return ""
-    return format(value, form) if isinstance(value, float) else str(value)

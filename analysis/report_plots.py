@@ -88,14 +88,10 @@ def draw(
 
 def save(drawn: Any, path: Path) -> None:
     """Write a matplotlib ``Figure`` as a small PNG."""
-    from PIL import Image
-
-    full, picture = io.BytesIO(), io.BytesIO()
-    drawn.savefig(full, format="png", dpi=DPI)
-    # A table of colours takes a third of the space: lines, not photographs.
-    Image.open(full).convert("RGB").quantize(256).save(picture, format="png", optimize=True)
+    picture = io.BytesIO()
+    drawn.savefig(picture, format="png", dpi=DPI)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(path, picture.getvalue())
+    files.write_bytes(path, plots.small(picture.getvalue()))
 
 
 def figure(runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], look: dict[str, dict[str, Any]]) -> Any:

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import files
 from analysis import curves
 from analysis.report import canonical
+from analysis.report_files import short
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from scripts.alarm_scan import Run, scan, table
 from scripts.report import printed_rows, with_printed
@@ -218,8 +219,8 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def thinned(run: Run) -> str:
-    """The evidence of a run as CSV, a line a probe: the step's loss; per layer W_Q's norm, the largest of its heads' other columns, and
-    the logit that half of its heads reach."""
+    """The evidence of a run as CSV, four digits, a line a probe: the step's loss; per layer W_Q's norm, the largest of its heads' other
+    columns, and the logit that half of its heads reach."""
     telemetry, losses = run.telemetry, dict(zip(run.steps, run.losses, strict=True))
     layers = range(len(telemetry[0]["w_q_norm"]))
     out = io.StringIO()
@@ -232,9 +233,8 @@ def thinned(run: Run) -> str:
             logits = record["max_logit"][layer]
             half = sorted(logits, reverse=True)[(len(logits) + 1) // 2 - 1]
             cells += [record["w_q_norm"][layer], max(record["qk_head_norm"][layer]), max(logits), half]
-        writer.writerow(
-            [f"{json_safe(cell):.5g}" if isinstance(json_safe(cell), float) else json_safe(cell) for cell in cells]
-        )
+        safe = [json_safe(cell) for cell in cells]
+        writer.writerow([short(cell) if isinstance(cell, float) else cell for cell in safe])
     return out.getvalue()
 
 

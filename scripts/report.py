@@ -4,7 +4,7 @@
     python scripts/report.py tables [--check]
     python scripts/report.py plots
 
-``collect`` writes one folder a run: config.json, metrics.csv (thinned, at most 200 kB), heads.csv (layer 1, head by head) and z.csv.
+``collect`` writes one folder a run: config.json, metrics.csv (thinned, at most 200 kB), heads.csv (layer 1, head by head) and probes.csv.
 ``--printed`` takes NAME.log files with what the runs printed, for steps that their metrics.jsonl no longer has. ``--again`` takes
 second makings of runs collected in the same call and notes in again.csv whether they gave the same losses. A folder of runs stands for the
 runs in it. A run replaces the one of its name that is there, unless that one is longer; one on other data, or of a model of another
@@ -32,7 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
 from analysis import curves, report, report_blocks, report_claims, report_onset, report_plots
-from analysis.report import LAYER, Evidence, canonical
+from analysis.report import Evidence, canonical
+from analysis.report_files import (
+    HEADS,
+    as_csv,
+    head_rows,
+    metrics_csv,
+    probe_rows,
+    probes_csv,
+    read_csv,
+    w_q_norms,
+    z_scores,
+)
 from errors import OneLineParser, UserError, exit_on_user_error
 from training.metrics import read_metrics
 from training.telemetry import read_telemetry
@@ -53,13 +64,6 @@ ONSET = "large_logits.png"
 MOST_BYTES = 200_000
 EVERY = (10, 20, 50, 100)
 DIGEST_EVERY = 500
-METRICS = ("step", "train_loss", "grad_norm", "val_loss", "tokens_per_second", "seconds", "max_logit_max")
-METRICS_LAST = ("max_logit_layer", "data_digest", "source")
-FORMS = {"": ".5g", "train_loss": ".7g", "val_loss": ".7g", "tokens_per_second": ".0f", "seconds": ".1f"}
-HEADS: tuple[str, ...] = (
-    *("step", "head", "delta_units", "w_q_head_norm", "qk_head_norm", "max_logit", "ties_2e9", "top_1", "v_one_signed"),
-    *("delta_error_mean", "delta_error_se", "delta_error_rms", "delta_rms", "o_delta_error_mean", "o_delta_error_se"),
-)
 AGAIN = ("run", "common_steps", "last_common_step", "first_difference", "sha256")
 PRINTED = re.compile(r"^step (\d+)((?:  \w+ \S+)+)$")
 PRINTED_COLUMNS = ("train_loss", "grad_norm", "val_loss", "tokens_per_second")
@@ -103,8 +107,7 @@ def thin(run: Evidence) -> tuple[str, list[dict[str, Any]]]:
         for row in rows:
             if row["step"] % DIGEST_EVERY and row["step"] != last:
                 row.pop("data_digest", None)
-        norms = sorted({n for row in rows for n in row if re.fullmatch(r"w_q_norm_\d+", n)}, key=lambda n: int(n[9:]))
-        text = as_csv((*METRICS, *norms, *METRICS_LAST), rows)
+        text = metrics_csv(rows)
         if len(text) <= MOST_BYTES:
             break
     else:
@@ -121,48 +124,6 @@ def _story(records: Sequence[curves.Record]) -> tuple[int | None, ...]:
     excursion = curves.open_excursion(losses, report.MARGIN, report.PATIENCE, steps=steps)
     exploded = curves.explosion_step(losses, report.MARGIN, report.PATIENCE, steps=steps)
     return exploded, excursion, report.departure_step(records), steps[-1]
-
-
-def as_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV text."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(report_blocks.as_row(row, columns, FORMS) for row in rows)
-    return out.getvalue()
-
-
-def read_csv(file: Any) -> list[dict[str, Any]]:
-    """Rows of ``as_csv``: whole numbers, numbers and words again, without the empty cells."""
-    return [{name: _value(name, cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
-
-
-def _value(name: str, cell: str) -> Any:
-    if name in ("data_digest", "source"):
-        return cell
-    return int(cell) if name in ("step", "head", "delta_units", "max_logit_layer") else float(cell)
-
-
-def head_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a probe and head of ``LAYER``."""
-    rows = []
-    for probe in probes:
-        for head in range(len(probe["max_logit"][LAYER])):
-            row = {"step": probe["step"], "head": head, "delta_units": probe["delta_units"]}
-            rows.append(row | {name: probe[name][LAYER][head] for name in HEADS[3:]})
-    return rows
-
-
-def z_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a probe: mean over standard error of the delta error, layer by layer and head by head, where there is an error."""
-    rows = []
-    for probe in probes:
-        row: dict[str, Any] = {"step": probe["step"]}
-        for layer, pairs in enumerate(zip(probe["delta_error_mean"], probe["delta_error_se"], strict=True)):
-            for head, (mean, error) in enumerate(zip(*pairs, strict=True)):
-                row[f"z_{layer}_{head}"] = float(mean / error) if mean != 0 and error > 0 else None
-        rows.append(row)
-    return rows
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -208,13 +169,12 @@ def collect_run(folder: Path, printed: Path | None, out: Path, there: Mapping[st
         print(f"{target}: kept; it goes to step {longer:,}, {folder} to {measured_to(records):,}")
         return None
     text, thinned = thin(run)
-    probes = read_telemetry(folder)
-    zs = z_rows(probes)
-    z_text = as_csv(tuple(zs[0]), [{k: _short(v) for k, v in row.items()} for row in zs])
+    probes = report.by_step(read_telemetry(folder))
+    heads, others = as_csv(HEADS, head_rows(probes)), probes_csv(probe_rows(records, probes))
     return Collected(
         run=Evidence(name=target.name, config=config, records=thinned),
         config=config,
-        texts={"metrics.csv": text, "heads.csv": as_csv(HEADS, head_rows(probes)), "z.csv": z_text},
+        texts={"metrics.csv": text, "heads.csv": heads, "probes.csv": others},
         said=f"{target}: {len(text):,} bytes of metrics, {len(probes)} probes",
     )
 
@@ -244,10 +204,6 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
         inside = sorted(one.parent for one in path.glob("*/metrics.jsonl"))
         found += [path] if (path / "metrics.jsonl").is_file() or not inside else inside
     return found
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 def compare_again(first: Path, second: Path) -> dict[str, Any]:
@@ -298,7 +254,7 @@ def read_again(out: Path) -> list[dict[str, str]]:
 
 
 def read_metrics_of(out: Path) -> dict[str, Evidence]:
-    """The runs below a folder that ``collect`` wrote, by name, less their heads. Raises ``UserError``."""
+    """The runs below a folder that ``collect`` wrote, by name, less what their probes say. Raises ``UserError``."""
     found = {}
     for path in sorted(out.glob("*/metrics.csv")):
         with open(path, newline="") as file:
@@ -311,9 +267,20 @@ def read_evidence(out: Path) -> list[Evidence]:
     """All runs below a folder that ``collect`` wrote. Raises ``UserError`` when there is none."""
     found = []
     for name, run in read_metrics_of(out).items():
-        with open(out / name / "heads.csv", newline="") as heads, open(out / name / "z.csv", newline="") as file:
-            zs = [float(z) if z else math.nan for row in csv.DictReader(file) for n, z in row.items() if n != "step"]
-            found.append(replace(run, heads=read_csv(heads), z_scores=zs))
+        with (
+            open(out / name / "heads.csv", newline="") as head_file,
+            open(out / name / "probes.csv", newline="") as file,
+        ):
+            heads, probes = read_csv(head_file), read_csv(file)
+        at = {row["step"]: row for row in probes}
+        found.append(
+            replace(
+                run,
+                records=[{**row, **w_q_norms(at.get(row["step"], {}))} for row in run.records],
+                heads=[row | {"delta_units": at[row["step"]]["delta_units"]} for row in heads],
+                z_scores=z_scores(probes, heads),
+            )
+        )
     if not found:
         raise UserError(f"{out}: no run in it: python scripts/report.py collect RUN ... --out {out}")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
 import re
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import curves, report, report_blocks, report_plots
+from analysis import curves, report, report_blocks, report_files, report_plots
 from analysis.report import Evidence
 from errors import UserError
 from scripts import report as script
@@ -153,7 +154,9 @@ def test_published_files_are_small() -> None:
     files = [path for path in (ROOT / "results").rglob("*") if path.is_file() and own not in path.parents]
     assert sum(path.stat().st_size for path in files) <= 15e6
     assert [str(path) for path in files if path.stat().st_size > 500_000] == []
-    assert [p for p in EVIDENCE.glob("*/metrics.csv") if p.stat().st_size > script.MOST_BYTES] == []
+    assert [str(path) for path in EVIDENCE.rglob("*.csv") if path.stat().st_size > script.MOST_BYTES] == []
+    runs = {folder.name: sum(path.stat().st_size for path in folder.iterdir()) for folder in EVIDENCE.glob("*/")}
+    assert {name: size for name, size in runs.items() if size > 230_000} == {}
     pictures = [*EVIDENCE.glob("*.png"), *(ROOT / "results/figures").glob("*.png")]
     assert pictures
     assert [str(path) for path in pictures if path.stat().st_size > 300_000] == []
@@ -415,7 +418,53 @@ def test_bias_counts_heads_that_have_an_error(out: Path) -> None:
 
 def test_z_of_a_head_without_error_is_left_out(out: Path) -> None:
     (run,) = (run for run in script.read_evidence(out) if run.name == "quiet")
-    assert sum(math.isnan(z) for z in run.z_scores) == STEPS // 100
+    assert len(run.z_scores) == 3 * STEPS // 100
+
+
+# What is written of a run.
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.25, "0.25"), (2.0, "2"), (200.0, "200"), (70_614.0, "70610"), (7.0614e-9, "7.061e-9"), (7e12, "7e12")),
+        *((-0.0, "0"), (9999.7, "1e4"), (math.nan, "nan"), (-math.inf, "-inf")),
+    ],
+)
+def test_a_number_takes_no_more_characters_than_it_needs(value: float, text: str) -> None:
+    assert report_files.short(value) == text
+
+
+def test_a_column_in_a_unit_is_read_in_its_own() -> None:
+    rows = [{"step": 7, "delta_error_mean": -3.4957e-11, "z_0_1": -1.344, "w_q_norm_0": 12.3456, "source": "printed"}]
+    text = report_files.as_csv(list(rows[0]), rows)
+    assert text == "step,delta_error_mean:1e-12,z_0_1:0.01,w_q_norm_0,source\n7,-34.96,-134,12.346,printed\n"
+    (row,) = report_files.read_csv(io.StringIO(text))
+    expected = {"step": 7, "delta_error_mean": -3.496e-11, "z_0_1": -1.34, "w_q_norm_0": 12.346, "source": "printed"}
+    assert row == pytest.approx(expected)
+
+
+def test_what_documents_show_of_a_probe_keeps_five_digits(tmp_path: Path) -> None:
+    """Of a number with one digit less the last one shown would be rounded twice."""
+    folder = write_run(tmp_path / "r", steps=300)
+    probes = [json.loads(line) for line in (folder / "telemetry.jsonl").read_text().splitlines()]
+    shown = {"max_logit": 123.454, "top_1": 0.0123454, "delta_rms": 1.23454e-5, "delta_error_rms": 1.23454e-9}
+    probes = [one | {name: [[value] * 2] * 2 for name, value in shown.items()} for one in probes]
+    (folder / "telemetry.jsonl").write_text("".join(json.dumps(one) + "\n" for one in probes))
+    script.main(["collect", str(folder), "--out", str(tmp_path / "out")])
+    (run,) = script.read_evidence(tmp_path / "out")
+    assert {name: run.heads[0][name] for name in shown} == pytest.approx(shown, rel=4e-5)
+
+
+def test_the_wall_time_stays_at_probes_and_at_the_end(out: Path) -> None:
+    (run,) = (run for run in script.read_evidence(out) if run.name == "quiet")
+    assert curves.column(run.records, "seconds")[0] == [*range(0, STEPS, 100), STEPS - 1]
+
+
+def test_the_norms_of_all_layers_are_read_with_the_probes(out: Path) -> None:
+    (run,) = (run for run in script.read_evidence(out) if run.name == "quiet")
+    found = [curves.column(run.records, f"w_q_norm_{layer}")[1] for layer in (0, 1)]
+    assert found == [[1.0] * (STEPS // 100), [1.0 + step / 100 for step in range(0, STEPS, 100)]]
 
 
 # Runs of which only what they printed is left, and runs made twice.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import files
+from analysis import plots
 
 COLUMN = 3.3
 DPI = 300
@@ -154,6 +155,7 @@ def write(drawn: Drawn, folder: Path, name: str) -> list[Path]:
         for path, metadata in ((paths[0], {"Software": None}), (paths[1], {"Date": None, "Creator": None})):
             picture = io.BytesIO()
             drawn.figure.savefig(picture, format=path.suffix[1:], dpi=DPI, metadata=metadata)
-            files.write_bytes(path, picture.getvalue())
+            content = picture.getvalue()
+            files.write_bytes(path, plots.small(content) if path.suffix == ".png" else content)
     files.write_text(paths[2], drawn.table.csv())
     return paths

@@ -215,6 +215,7 @@ def draw_norms(runs: Sequence[RunCurves]) -> Drawn:
     from matplotlib.colors import LogNorm
 
     norm = LogNorm(float(positive.min()), float(positive.max()))
+    deepest = max(len(grid) for *_, grid in grids)
     rows: list[tuple[Any, ...]] = []
     for axes, (run, name, steps, grid) in zip(all_axes, grids, strict=True):
         edges = np.append(steps, 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1)
@@ -225,15 +226,14 @@ def draw_norms(runs: Sequence[RunCurves]) -> Drawn:
         canvas.dress(axes, y="layer", title=f"{name}, {run.label}", grid="")
         axes.set_yticks(range(0, len(grid), max(1, len(grid) // 6)))
         rows += [
-            (run.name, name.strip("$"), layer, int(step), float(grid[layer, i]))
-            for layer in range(len(grid))
+            (run.name, name.strip("$"), int(step), *grid[:, i], *[""] * (deepest - len(grid)))
             for i, step in enumerate(steps)
         ]
     all_axes[-1].set_xlabel("optimiser step", fontsize=canvas.TEXT)
     bar = figure.colorbar(image, ax=list(all_axes), pad=0.02, aspect=30, fraction=0.06)
     bar.set_label("spectral norm", fontsize=SMALL)
     bar.ax.tick_params(which="both", labelsize=SMALL, length=2, pad=1)
-    return Drawn(figure, canvas.table(("run", "matrix", "layer", "step", "norm"), rows))
+    return Drawn(figure, canvas.table(("run", "matrix", "step", *(f"layer_{layer}" for layer in range(deepest))), rows))
 
 
 def tie_rates(run: RunCurves, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -88,6 +88,8 @@ class _Picture:
     title: str
     x: str
     y: str
+    token: int | None = None
+    """Of an outer product."""
 
 
 def _pictures(row: RankOne, features: Sequence[int], outers: Sequence[tuple[int, str]]) -> list[_Picture]:
@@ -101,7 +103,7 @@ def _pictures(row: RankOne, features: Sequence[int], outers: Sequence[tuple[int,
     ]
     for token, title in outers:
         values = row.outer(token)[:, chosen]
-        pictures.append(_Picture(f"outer {token}", values, inside, chosen, title, of_input, of_head))
+        pictures.append(_Picture(f"outer {token}", values, inside, chosen, title, of_input, of_head, token))
     return pictures
 
 
@@ -170,6 +172,11 @@ def _draw(figure: Any, axes: Any, row: RankOne, picture: _Picture, numbered: Seq
         axes.set_yticks(places, [str(picture.down[place]) for place in places])
     if picture.x == "input feature":
         axes.set_xticks(numbered, [str(picture.across[place]) for place in numbered])
+    if picture.token is not None:
+        # Its factors: a value without a column times one without a row.
+        pk_D, x_C = row.pk_TD[picture.token], row.x_TC[picture.token]
+        factors = [(row.label, picture.name, down, "", float(pk_D[down])) for down in picture.down]
+        return factors + [(row.label, picture.name, "", across, float(x_C[across])) for across in picture.across]
     return [
         (row.label, picture.name, down, across, float(values[i, j]))
         for i, down in enumerate(picture.down)

@@ -1,0 +1,148 @@
+"""The CSVs of a run in ``results/``: their columns, digits and units, how they are written and read again.
+
+A column ``NAME:UNIT`` holds NAME in that unit: -34.96 below ``delta_error_mean:1e-12`` is -3.496e-11. What a document shows one by one
+has five digits or more, as one less would be rounded twice; that of which it shows means and counts has four.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from analysis.curves import Record
+from analysis.report import LAYER
+
+METRICS = ("step", "train_loss", "grad_norm", "tokens_per_second", "val_loss", "seconds", "data_digest", "source")
+HEADS = (
+    *("step", "head", "w_q_head_norm", "max_logit", "ties_2e9", "top_1"),
+    *("delta_error_mean", "delta_error_se", "delta_error_rms", "delta_rms"),
+)
+W_Q = re.compile(r"w_q_norm_\d+")
+Z = re.compile(r"z_\d+_\d+")
+
+WORDS = ("data_digest", "source")
+WHOLE = ("step", "head", "delta_units")
+FORMS = {
+    **{"train_loss": ".6g", "val_loss": ".7g", "tokens_per_second": ".0f", "seconds": ".1f", "z": ".0f"},
+    **dict.fromkeys(("grad_norm", "w_q_norm", "max_logit", "top_1", "delta_error_rms", "delta_rms"), ".5g"),
+}
+"""Digits of a column, in its unit; four significant ones where nothing is said."""
+UNITS = {
+    **dict.fromkeys(("delta_error_mean", "delta_error_se", "delta_error_rms"), "1e-12"),
+    **{"delta_rms": "1e-6", "ties_2e9": str(2**-13), "z": "0.01"},
+}
+"""Of repeated maxima: one row of 8 sequences of 1,024."""
+
+
+def _kind(name: str) -> str:
+    """The name in ``FORMS`` and ``UNITS``: of the norms and z without layer and head."""
+    return "w_q_norm" if W_Q.fullmatch(name) else "z" if Z.fullmatch(name) else name
+
+
+def as_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV text, empty where there is no value."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    units = [UNITS.get(_kind(name)) for name in columns]
+    writer.writerow([f"{name}:{unit}" if unit else name for name, unit in zip(columns, units, strict=True)])
+    forms = [FORMS.get(_kind(name), ".4g") for name in columns]
+    shown = list(zip(columns, forms, (float(unit or 1) for unit in units), strict=True))
+    writer.writerows([_cell(row.get(name), form, unit) for name, form, unit in shown] for row in rows)
+    return out.getvalue()
+
+
+def _cell(value: Any, form: str, unit: float) -> str:
+    if value is None:
+        return ""
+    return short(value / unit, form) if isinstance(value, float) else str(value)
+
+
+def short(value: float, form: str = ".4g") -> str:
+    """A number in as few characters as ``form`` allows: no zeros at the end, 70610 for 7.061e+04, 1e-9 for 1e-09, 0 for -0."""
+    text = format(value, form)
+    if not math.isfinite(value):
+        return text
+    if float(text) == 0:
+        return "0"
+    mantissa, _, exponent = text.partition("e")
+    if not exponent:
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    text = f"{mantissa}e{int(exponent)}"
+    return min(f"{float(text):.0f}", text, key=len) if int(exponent) > 0 else text
+
+
+def read_csv(file: TextIO) -> list[dict[str, Any]]:
+    """Rows of ``as_csv``: whole numbers, numbers and words again, without the empty cells."""
+    reader = csv.reader(file)
+    columns = [name.partition(":") for name in next(reader, [])]
+    return [
+        {name: _value(name, cell, float(unit or 1)) for (name, _, unit), cell in zip(columns, row, strict=True) if cell}
+        for row in reader
+    ]
+
+
+def _value(name: str, cell: str, unit: float) -> Any:
+    if name in WORDS:
+        return cell
+    return int(cell) if name in WHOLE else float(cell) * unit
+
+
+def metrics_csv(rows: Sequence[Record]) -> str:
+    """metrics.csv, without the columns that no row has. The wall time stays where there is a probe, and at its end."""
+    timed = max((row["step"] for row in rows if "seconds" in row), default=None)
+    keep = [
+        row
+        if row["step"] == timed or any(map(W_Q.fullmatch, row))
+        else {n: v for n, v in row.items() if n != "seconds"}
+        for row in rows
+    ]
+    return as_csv([name for name in METRICS if any(name in row for row in keep)], keep)
+
+
+def w_q_norms(row: Mapping[str, Any]) -> dict[str, float]:
+    """W_Q's norm of every layer, by column."""
+    return {name: value for name, value in row.items() if W_Q.fullmatch(name)}
+
+
+def head_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a probe and head of ``LAYER``."""
+    return [
+        {"step": probe["step"], "head": head} | {name: probe[name][LAYER][head] for name in HEADS[2:]}
+        for probe in probes
+        for head in range(len(probe["max_logit"][LAYER]))
+    ]
+
+
+def probe_rows(records: Sequence[Record], probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a probe: units of a standard error of delta; W_Q's norm of every layer, as the metrics have it; z of the heads of all
+    layers but ``LAYER``, whose mean and standard error are in ``head_rows``."""
+    norms = {record["step"]: w_q_norms(record) for record in records}
+    rows = []
+    for probe in probes:
+        row = {"step": probe["step"], "delta_units": probe["delta_units"], **norms.get(probe["step"], {})}
+        for layer, pairs in enumerate(zip(probe["delta_error_mean"], probe["delta_error_se"], strict=True)):
+            if layer != LAYER:
+                row |= {f"z_{layer}_{head}": z_score(*pair) for head, pair in enumerate(zip(*pairs, strict=True))}
+        rows.append(row)
+    return rows
+
+
+def z_score(mean: float, standard_error: float) -> float | None:
+    """Mean over standard error of a head's delta error; None where there is no error."""
+    z = float(mean / standard_error) if mean != 0 and standard_error > 0 else math.nan
+    return None if math.isnan(z) else z
+
+
+def probes_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """probes.csv, of ``probe_rows``."""
+    return as_csv(list(dict.fromkeys(name for row in rows for name in row)), rows)
+
+
+def z_scores(probes: Sequence[Mapping[str, Any]], heads: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Of all layers, heads and probes that have an error, from rows of probes.csv and heads.csv."""
+    own = (z_score(row["delta_error_mean"], row["delta_error_se"]) for row in heads)
+    return [z for row in probes for name, z in row.items() if Z.fullmatch(name)] + [z for z in own if z is not None]
