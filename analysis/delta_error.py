@@ -27,7 +27,7 @@ from torch import Tensor
 
 from analysis.capture import LayerCapture
 from attention.exact import exact_float32
-from attention.exponent import exponent_of
+from attention.exponent import exponent_of, probabilities, saved_rows
 from attention.flash_reference import row_deltas
 from attention.heads import head_index
 from attention.numerics import FP32, Numerics, numerics_from_key
@@ -182,13 +182,13 @@ def problem_of(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> Pro
 
 @torch.no_grad()
 def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
-    """O, the O inside delta (empty where it is O) [B, T, H, D], and L [B, H, T] in the unit of ``exponent_of``, by ``flash_reference``."""
+    """O, the O inside delta (empty where it is O) [B, T, H, D], and L [B, H, T] or m and log l [B, H, 2, T], by ``flash_reference``."""
     q, k, v, _, _ = layer.heads(group)
     operator = torch.ops.attention.flash_reference_forward
-    o, delta_o, lse = operator(q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap)
+    o, delta_o, saved = operator(q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap)
     if delta_o.numel() and not delta_o.is_floating_point():
         delta_o = o_for_delta(o, delta_o, numerics.concrete(FORMAT_OF[q.dtype]))
-    return o, delta_o, lse
+    return o, delta_o, saved
 
 
 @torch.no_grad()
@@ -200,7 +200,7 @@ def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference) -> 
     n = numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
     if reference == "fp32" or {n.scores, n.statistics, n.logsumexp} == {"fp32"}:
         return forward_pass(layer, group, _with_inputs_of(numerics, layer))[0].transpose(1, 2)
-    lse_BHT = forward_pass(layer, group, numerics)[2]
+    saved = forward_pass(layer, group, numerics)[2]
     with exact_float32(layer.q_BTHD.device):
         problem = problem_of(layer, group, numerics)
         exponent = exponent_of(problem)
@@ -208,7 +208,7 @@ def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference) -> 
         for rows in problem.row_tiles():
             o = torch.zeros_like(problem.v[:, :, rows])
             for columns in problem.column_tiles(rows):
-                p = exponent.exp(exponent.scores(rows, columns), lse_BHT[:, :, rows, None])
+                p = probabilities(exponent, exponent.scores(rows, columns), saved_rows(saved, rows))
                 o += p @ problem.v[:, :, columns]
             outputs.append(o)
         return torch.cat(outputs, dim=2)

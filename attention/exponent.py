@@ -5,7 +5,10 @@ S' = Q K^T without scale, m and L in units of log2, and exp2(fma(S', c, -m)), c 
 at its end, but what it subtracts was rounded to FP32 before: m c is off by up to half a unit in its last place, and so is the
 exponent at the row's own maximum, which should be 0.
 
-Legend: B batch, H heads; tiles have R rows and C columns. S [B, H, R, C], m, l and L [B, H, R, 1], float32.
+What is kept of a row for the backward pass is L, or m and log l apart (site ``saved_statistics``); tensors hold it as [B, H, T] or
+[B, H, 2, T], a tile of rows as [B, H, R, Z], Z = 1 or 2.
+
+Legend: B batch, H heads, T sequence; tiles have R rows and C columns. S [B, H, R, C], m, l and L [B, H, R, 1], float32.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from attention.numerics import folds
 from attention.stabilise import tile_row_max
-from attention.tiles import Problem
+from attention.tiles import Problem, Sites
 
 
 def log2_scale(scale: float) -> float:
@@ -36,14 +39,14 @@ class Exponent(Protocol):
     def row_max(self, s: Tensor) -> Tensor:
         """Row normaliser of a tile (``stabilise.tile_row_max``) in the unit of m, before ``statistics``."""
 
-    def exp(self, s: Tensor, m: Tensor) -> Tensor:
-        """exp(S - m); with L in place of m it is P."""
+    def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
+        """exp(S - m); with L in place of m, or with log l, it is P."""
 
     def rescale(self, m: Tensor, m_new: Tensor) -> Tensor:
         """alpha = exp(m - m')."""
 
-    def logsumexp(self, m: Tensor, row_sum: Tensor) -> Tensor:
-        """L = m + log l in the unit of m, before ``logsumexp``."""
+    def log(self, row_sum: Tensor) -> Tensor:
+        """log l in natural units or, folded, those of log2."""
 
 
 class Subtracted:
@@ -58,14 +61,15 @@ class Subtracted:
     def row_max(self, s: Tensor) -> Tensor:
         return tile_row_max(s, self.problem.sites.numerics)
 
-    def exp(self, s: Tensor, m: Tensor) -> Tensor:
-        return torch.exp(s - m)
+    def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
+        difference = s - m
+        return torch.exp(difference if log_l is None else difference - log_l)
 
     def rescale(self, m: Tensor, m_new: Tensor) -> Tensor:
         return torch.exp(m - m_new)
 
-    def logsumexp(self, m: Tensor, row_sum: Tensor) -> Tensor:
-        return m + torch.log(row_sum)
+    def log(self, row_sum: Tensor) -> Tensor:
+        return torch.log(row_sum)
 
 
 class Folded:
@@ -83,14 +87,15 @@ class Folded:
     def row_max(self, s: Tensor) -> Tensor:
         return tile_row_max(s, self.problem.sites.numerics, scale=self.problem.scale, unit=self.c)
 
-    def exp(self, s: Tensor, m: Tensor) -> Tensor:
-        return torch.exp2(s.double().mul_(self.c).sub_(m).float())
+    def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
+        difference = s.double().mul_(self.c).sub_(m).float()
+        return torch.exp2(difference if log_l is None else difference - log_l)
 
     def rescale(self, m: Tensor, m_new: Tensor) -> Tensor:
         return torch.exp2(m - m_new)
 
-    def logsumexp(self, m: Tensor, row_sum: Tensor) -> Tensor:
-        return m + torch.log2(row_sum)
+    def log(self, row_sum: Tensor) -> Tensor:
+        return torch.log2(row_sum)
 
 
 def exponent_of(problem: Problem) -> Exponent:
@@ -98,3 +103,21 @@ def exponent_of(problem: Problem) -> Exponent:
     n = problem.sites.numerics
     folded = n.exponent == "folded" and folds(n, problem.scale, problem.softcap)
     return Folded(problem) if folded else Subtracted(problem)
+
+
+def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, sites: Sites) -> Tensor:
+    """What site ``saved_statistics`` keeps of a tile of rows, [B, H, R, Z]: L, or m and log l."""
+    log_l = form.log(row_sum)
+    if sites.numerics.saved_statistics == "max_and_sum":
+        return torch.cat((m, log_l), dim=-1)
+    return sites.logsumexp(m + log_l)
+
+
+def saved_rows(saved: Tensor, rows: slice) -> Tensor:
+    """[B, H, R, Z] of a tile of rows, from [B, H, T] or [B, H, 2, T]."""
+    return (saved.unsqueeze(2) if saved.ndim == 3 else saved)[..., rows].transpose(-1, -2)
+
+
+def probabilities(form: Exponent, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
+    """P of a tile [B, H, R, C] as the backward pass makes it again."""
+    return form.exp(s, *saved_BHRZ.split(1, dim=-1))

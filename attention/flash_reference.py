@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.exact import exact_float32
-from attention.exponent import exponent_of
+from attention.exponent import exponent_of, probabilities, saved_rows, statistics_to_save
 from attention.numerics import RESIDUALS, Numerics, numerics_from_key
 from attention.rounding import residual, storage_dtype
 from attention.tiles import (
@@ -26,11 +26,12 @@ from attention.tiles import (
     multiply,
     o_for_delta,
     round_output,
+    saved_shape,
 )
 
 
 def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, and L [B, H, R, 1]."""
+    """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, L or (m, log l) [B, H, R, Z]."""
     sites, v, exponent = problem.sites, problem.v, exponent_of(problem)
     shape = (*problem.q[:, :, rows].shape[:3], 1)
     m = torch.full(shape, -torch.inf, device=v.device)
@@ -49,19 +50,19 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
-    lse = sites.logsumexp(exponent.logsumexp(m, row_sum))
-    return o_bar / row_sum, o_exact / row_sum, lse
+    return o_bar / row_sum, o_exact / row_sum, statistics_to_save(exponent, m, row_sum, sites)
 
 
 @torch.library.custom_op("attention::flash_reference_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] float32 in the unit of ``exponent_of``)."""
+    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, and in the units of ``exponent_of`` L [B, H, T] or m and
+    log l [B, H, 2, T] float32)."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, numerics, scale, causal, softcap)
         parts = [_forward_rows(problem, rows, seed) for rows in problem.row_tiles()]
-        o, o_exact, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        o, o_exact, saved = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         n = problem.sites.numerics
         o, o_exact = o.transpose(1, 2).contiguous(), o_exact.transpose(1, 2).contiguous()
         output = round_output(o, n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
@@ -71,7 +72,7 @@ def _forward(
             delta_output = residual(o_exact, output.float(), n.output, RESIDUALS[n.delta_output])
         else:
             delta_output = round_output(o_exact, n.delta_output, n.delta_rounding, seed, DELTA_STREAM, q.dtype)
-        return output, delta_output, lse.squeeze(-1)
+        return output, delta_output, saved.transpose(-1, -2).contiguous().view(saved_shape(q, n))
 
 
 @_forward.register_fake
@@ -82,20 +83,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float
         delta_output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.delta_output, q.dtype))
     else:
         delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device, dtype=torch.float32)
-    return output, delta_output, lse
+    return output, delta_output, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
 
 
-def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
-    """delta of one tile of rows [B, H, R, 1]. Inputs are that tile's dO and O [B, H, R, D] and L [B, H, R, 1]."""
+def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Tensor) -> Tensor:
+    """delta of one tile of rows [B, H, R, 1]. Inputs are that tile's dO and O [B, H, R, D] and L or (m, log l) [B, H, R, Z]."""
     n = problem.sites.numerics
     if n.delta == "rowsum_do_o":
         return problem.sites.delta_sum((do * o).sum(dim=-1, keepdim=True))
     exponent = exponent_of(problem)
-    total = torch.zeros_like(lse)
+    total = torch.zeros_like(saved[..., :1])
     recomputed = torch.zeros_like(do)
     for columns in problem.column_tiles(rows):
-        p = exponent.exp(exponent.scores(rows, columns), lse)
+        p = probabilities(exponent, exponent.scores(rows, columns), saved)
         if n.delta == "rowsum_p_dp":
             dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
             total += (p * dp).sum(dim=-1, keepdim=True)
@@ -106,12 +106,12 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, lse: Tenso
     return problem.sites.delta_sum(total)
 
 
-def _backward_tile(problem: Problem, rows: slice, columns: slice, do: Tensor, lse: Tensor, delta: Tensor):  # type: ignore[no-untyped-def]
+def _backward_tile(problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor):  # type: ignore[no-untyped-def]
     """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
     sites = problem.sites
     exponent = exponent_of(problem)
     s = exponent.scores(rows, columns)
-    p = exponent.exp(s, lse)
+    p = probabilities(exponent, s, saved)
     dp = sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
     ds = p * (dp - delta)
     ds = sites.score_gradients(problem.through_softcap(ds, s))
@@ -129,13 +129,13 @@ def _backward(
     v: Tensor,
     o: Tensor,
     counts: Tensor,
-    lse: Tensor,
+    saved: Tensor,
     numerics: str,
     scale: float,
     causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``."""
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L or m and log l."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, numerics, scale, causal, softcap)
         do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
@@ -143,30 +143,30 @@ def _backward(
         dq, dk, dv = (torch.zeros_like(x) for x in (problem.q, problem.k, problem.v))
         add = problem.sites.gradient_accumulator
         for rows in problem.row_tiles():
-            do_rows, lse_rows = do_BHTD[:, :, rows], lse[:, :, rows, None]
-            delta = _delta_rows(problem, rows, do_rows, o_BHTD[:, :, rows], lse_rows)
+            do_rows, kept_rows = do_BHTD[:, :, rows], saved_rows(saved, rows)
+            delta = _delta_rows(problem, rows, do_rows, o_BHTD[:, :, rows], kept_rows)
             for columns in problem.column_tiles(rows):
-                parts = _backward_tile(problem, rows, columns, do_rows, lse_rows, delta)
+                parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta)
                 for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                     total[:, :, where] = add(total[:, :, where] + part)
         return problem.gradients(dq, dk, dv, q.dtype)
 
 
 @_backward.register_fake
-def _(do, q, k, v, o, counts, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+def _(do, q, k, v, o, counts, saved, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(3))
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     q, k, v, _, *ctx.settings = inputs
-    o, delta_output, lse = output
-    ctx.mark_non_differentiable(delta_output, lse)
-    ctx.save_for_backward(q, k, v, *delta_operands(o, delta_output), lse)
+    o, delta_output, saved = output
+    ctx.mark_non_differentiable(delta_output, saved)
+    ctx.save_for_backward(q, k, v, *delta_operands(o, delta_output), saved)
 
 
 def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
-    q, k, v, o, counts, lse = ctx.saved_tensors
-    return *_backward(do, q, k, v, o, counts, lse, *ctx.settings), None, None, None, None, None
+    q, k, v, o, counts, saved = ctx.saved_tensors
+    return *_backward(do, q, k, v, o, counts, saved, *ctx.settings), None, None, None, None, None
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -187,13 +187,13 @@ def row_deltas(
     """delta of every row, [B, H, T] float32, as the backward pass with ``numerics`` sees it. A probe: it records no graph."""
     key = numerics.key()
     with torch.no_grad():
-        o, delta_output, lse = _forward(q_BTHD, k_BTHD, v_BTHD, seed, key, scale, causal, softcap)
+        o, delta_output, saved = _forward(q_BTHD, k_BTHD, v_BTHD, seed, key, scale, causal, softcap)
         with exact_float32(q_BTHD.device):
             problem = make_problem(q_BTHD, k_BTHD, v_BTHD, key, scale, causal, softcap)
             do = problem.sites.output_gradient(do_BTHD.transpose(1, 2).float())
             o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
             rows = [
-                _delta_rows(problem, rows, do[:, :, rows], o_BHTD[:, :, rows], lse[:, :, rows, None])
+                _delta_rows(problem, rows, do[:, :, rows], o_BHTD[:, :, rows], saved_rows(saved, rows))
                 for rows in problem.row_tiles()
             ]
     return torch.cat(rows, dim=2).squeeze(-1)

@@ -24,7 +24,8 @@ from attention.triton_forward import empty_outputs, launch_forward
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] in log2 or, where S is rounded, natural)."""
+    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] in log2 or, where S is rounded, natural; or
+    m in the unit the kernel compares and log2 l [B, H, 2, T])."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = forward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
@@ -44,27 +45,28 @@ def _backward(
     v: Tensor,
     o: Tensor,
     counts: Tensor,
-    lse: Tensor,
+    saved: Tensor,
     numerics: str,
     scale: float,
     causal: bool,
     softcap: float,
 ) -> Tensor:
-    """dQ, dK and dV in one tensor (``triton_backward.empty_gradients``). ``o`` and ``counts`` are ``tiles.delta_operands``."""
+    """dQ, dK and dV in one tensor (``triton_backward.empty_gradients``). ``o`` and ``counts`` are ``tiles.delta_operands``,
+    ``saved`` is L, or m and log2 l."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
-        return launch_backward(do, q, k, v, o, counts, lse, n, blocks, scale, causal, softcap)
+        return launch_backward(do, q, k, v, o, counts, saved, n, blocks, scale, causal, softcap)
 
 
 @_backward.register_fake
-def _(do, q, k, v, o, counts, lse, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+def _(do, q, k, v, o, counts, saved, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
     return empty_gradients(q, k)
 
 
 def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
-    q, k, v, o, counts, lse = ctx.saved_tensors
-    gradients = _backward(do, q, k, v, o, counts, lse, *ctx.settings).split([q.shape[2]] * 3, dim=2)
+    q, k, v, o, counts, saved = ctx.saved_tensors
+    gradients = _backward(do, q, k, v, o, counts, saved, *ctx.settings).split([q.shape[2]] * 3, dim=2)
     # Split by a list, and cut where lengths differ only: torch.compile then sees that split and joined they are the whole again.
     lengths = (x.shape[1] for x in (q, k, v))
     return *(g if g.shape[1] == n else g[:, :n] for g, n in zip(gradients, lengths, strict=True)), *(None,) * 5

@@ -24,6 +24,7 @@ PRODUCTS = ("exact", "tf32x3")
 DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
 ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
 EXPONENTS = ("folded", "subtracted")
+SAVED_STATISTICS = ("logsumexp", "max_and_sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,16 @@ class Numerics:
     """Running row maximum m and row sum l."""
     logsumexp: str = "fp32"
     """L = m + log l, from which the backward pass recomputes P."""
+    saved_statistics: str = "logsumexp"
+    """What the backward pass gets of a row to recompute P. ``logsumexp``, as FlashAttention-2: L, one number, whose rounding to FP32 is
+    a factor of P common to the row. ``max_and_sum``, as the first FlashAttention: m and log l, two numbers, and P = exp(S - m) / l
+    with the forward pass's exp(S - m) (site ``exponent``), whose rows sum to 1 at any size of the logits; L is not formed."""
     exponent: str = "folded"
     """How exp(S - m) is formed. ``subtracted``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
     is 1. ``folded``, as most flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
     to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. It acts where S, m, l and L are FP32, there
     is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is subtracted in either case.
-    The kernels fold exp(S - L) in either form."""
+    Where ``saved_statistics`` is L the kernels fold exp(S - L) in either form."""
     probabilities: str = "input"
     """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
     probabilities_rounding: str = "nearest"
@@ -109,6 +114,11 @@ class Numerics:
         if self.probabilities_rounding != "nearest" and self.probabilities == "fp32":
             expected = "nearest where probabilities is fp32 (or input, with q in float32): P_bar is not rounded there"
             raise invalid("attention numerics probabilities_rounding", self.probabilities_rounding, expected)
+        if self.saved_statistics != "logsumexp" and self.logsumexp not in ("fp32", "input"):
+            expected = (
+                "logsumexp where the site logsumexp is not fp32 (nor input, with q in float32): there is no L to round"
+            )
+            raise invalid("attention numerics saved_statistics", self.saved_statistics, expected)
         if not self.row_max_beta > 1:
             raise invalid("attention numerics row_max_beta", self.row_max_beta, "a number above 1")
         if not 0 <= self.row_max_tolerance < 1:
@@ -151,9 +161,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         name: FORMATS
         for name in _FIELDS
         if not name.startswith(("row_max", "tile_q", "tile_k"))
-        and name not in ("exponent", "delta", "delta_output", "products")
+        and name not in ("exponent", "saved_statistics", "delta", "delta_output", "products")
     },
     "exponent": EXPONENTS,
+    "saved_statistics": SAVED_STATISTICS,
     "probabilities_rounding": PROBABILITIES_ROUNDINGS,
     "output_rounding": ROUNDINGS,
     "delta_rounding": ROUNDINGS,

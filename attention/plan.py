@@ -110,6 +110,10 @@ PRESETS: dict[str, Preset] = {
         _fixed(delta_output="residual16", **_FP32_ACCUMULATION),
     ),
     "flash_delta_from_p": _flash("delta = rowsum(P * dP)", _fixed(delta="rowsum_p_dp")),
+    "flash_delta_from_p_subtracted": _flash(
+        "delta = rowsum(P * dP), S - m before the scale in both directions",
+        _fixed(delta="rowsum_p_dp", exponent="subtracted", saved_statistics="max_and_sum"),
+    ),
     "flash_recompute_o": _flash("delta from an O recomputed in FP32", _fixed(delta="recomputed_o")),
     "flash_stochastic_o": _flash("O rounded stochastically, the same values in delta", _apart("stochastic", None)),
     "flash_stochastic_p": _flash("P_bar rounded stochastically for P_bar V, O to nearest", _stochastic_p),

@@ -57,6 +57,8 @@ def _standard_obstacle(call: Call) -> str | None:
         return "it has no tiles and no row normaliser of its own"
     if n.exponent != "subtracted":
         return "it subtracts the row maximum from S first"
+    if n.saved_statistics != "logsumexp":
+        return f"it keeps P, not what makes it again: saved_statistics = {n.saved_statistics!r}, expected logsumexp"
     if n.probabilities_rounding != "nearest":
         return "it rounds P to nearest only"
     if (n.tile_product, n.accumulator, n.statistics) != ("fp32", "fp32", "fp32"):

@@ -116,6 +116,12 @@ def kept_apart(n: Numerics) -> bool:
     return n.delta == "rowsum_do_o" and n.delta_output != "output"
 
 
+def saved_shape(q_BTHD: Tensor, n: Numerics) -> tuple[int, ...]:
+    """Shape of what is kept of the rows: L [B, H, T], or m and log l [B, H, 2, T] (site ``saved_statistics``)."""
+    B, T, H, _ = q_BTHD.shape
+    return (B, H, 2, T) if n.saved_statistics == "max_and_sum" else (B, H, T)
+
+
 def delta_operands(o: Tensor, delta_output: Tensor) -> tuple[Tensor, Tensor]:
     """What the backward pass needs of O [B, T, H, D]: the O for delta and its residual, empty where there is none."""
     if not delta_output.numel():

@@ -18,16 +18,25 @@ from torch import Tensor
 
 from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks
-from attention.numerics import DELTAS, RESIDUALS, Numerics, folds
-from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
+from attention.numerics import DELTAS, RESIDUALS, Numerics
+from attention.triton_blocks import (
+    block_scores,
+    load_rows,
+    load_statistics,
+    place,
+    rows_source,
+    store_rows,
+    takes_descriptor,
+)
 from attention.triton_numerics import (
     FP32,
     FUSED,
-    SCALED,
+    LATER,
     dot,
-    exponential,
+    exponent_code,
     format_code,
     operand,
+    probabilities,
     residual_unit,
     round_scores,
     round_to,
@@ -42,13 +51,13 @@ LOADED = tl.constexpr(len(DELTAS))
 
 @triton.jit
 def query_kernel(
-    p_q, p_k, p_v, p_do, p_o, p_residual, p_lse, p_delta, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd,
+    p_q, p_k, p_v, p_do, p_o, p_residual, p_saved, p_delta, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt,
     stride_dh, stride_dd, stride_gb, stride_gr, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
     OUTPUT_GRADIENT: tl.constexpr, OUTPUT: tl.constexpr, RESIDUAL: tl.constexpr, DELTA: tl.constexpr,
     DELTA_SUM: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
-    GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
-    TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, APART: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
@@ -68,8 +77,8 @@ def query_kernel(
     b_q = operand(b_q, INPUTS, DTYPE)
     b_do = load_rows(p_do, i_bh, H, row, T, stride_db, stride_dt, stride_dh, stride_dd, BT, D, True, False)
     b_do = operand(b_do, OUTPUT_GRADIENT, DTYPE)
-    # [BT]; rows past the end get L = inf, hence P = 0
-    b_lse = tl.load(p_lse + p_row, mask=o_t < T, other=float("inf"))
+    # [BT]
+    b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, APART)
     if DELTA == LOADED:
         b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
     elif DELTA == ROWSUM_DO_O:
@@ -94,7 +103,7 @@ def query_kernel(
             )  # fmt: skip
             b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED == 1, TMA)
             b_v = operand(b_v, INPUTS, DTYPE)
-            b_p = exponential(b_s, b_lse[:, None], unit, FOLD)
+            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], unit, FOLD, APART)
             if DELTA == RECOMPUTED_O:
                 b_part = dot(b_p, b_v, b_part)
             else:
@@ -124,13 +133,13 @@ def query_kernel(
 
 @triton.jit
 def key_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
+    p_q, p_k, p_v, p_do, p_saved, p_delta, p_dk, p_dv, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
     stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt, stride_dh,
     stride_dd, stride_gb, stride_gr, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
     PROBABILITIES: tl.constexpr, OUTPUT_GRADIENT: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr,
     SCORE_GRADIENTS: tl.constexpr, GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr,
-    BS: tl.constexpr, D: tl.constexpr,
+    APART: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of columns; scores are held transposed [BS, BT], so that they are left operands of both products."""
     DTYPE: tl.constexpr = p_k.dtype.element_ty
@@ -158,17 +167,16 @@ def key_kernel(
             b_q = operand(b_q, INPUTS, DTYPE)
             b_do = load_rows(p_do, i_bh, H, start, T, stride_db, stride_dt, stride_dh, stride_dd, BT, D, not EVEN, TMA)
             b_do = operand(b_do, OUTPUT_GRADIENT, DTYPE)
-            # [BT]; rows past the end get L = inf, hence P = 0
+            # [BT]
+            b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, EVEN, APART)
             if EVEN:
-                b_lse = tl.load(p_lse + p_row)
                 b_delta = tl.load(p_delta + p_row)
             else:
-                b_lse = tl.load(p_lse + p_row, mask=o_t < T, other=float("inf"))
                 b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
             b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
             m_s = o_s[:, None] <= o_t[None, :]
             b_s = round_scores(b_s, m_s, scale, softcap, SCORES, SOFTCAP, FOLD, MASKED == 1)
-            b_p = exponential(b_s, b_lse[None, :], unit, FOLD)
+            b_p = probabilities(b_s, b_m[None, :], b_log_l[None, :], unit, FOLD, APART)
             b_dv_part = dot(operand(b_p, PROBABILITIES, DTYPE), b_do, b_dv_part)
             b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
             b_ds = b_p * (round_to(b_dp, PROBABILITY_GRADIENTS) - b_delta[None, :])
@@ -201,7 +209,7 @@ def launch_backward(
     v: Tensor,
     o: Tensor,
     counts: Tensor,
-    lse: Tensor,
+    saved: Tensor,
     n: Numerics,
     blocks: tuple[Blocks, Blocks],
     scale: float,
@@ -210,12 +218,15 @@ def launch_backward(
 ) -> Tensor:
     """dQ, dK, dV side by side (``empty_gradients``).
 
-    ``n`` is concrete; ``o`` and ``counts`` are ``tiles.delta_operands``; ``blocks`` those of dK/dV and of dQ.
+    ``n`` is concrete; ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L, or m and log2 l, as the forward kernel left
+    them; ``blocks`` are those of dK/dV and of dQ.
     """
     (B, T, H, D), S = q.shape, k.shape[1]
     of_keys, of_queries = blocks
-    # FUSED in either form of ``exponent``: the rounding of L, which comes first, is as large and common to a row in both.
-    fold = (FUSED if folds(n, scale, softcap) else SCALED).value
+    fold, apart = exponent_code(n, scale, softcap), n.saved_statistics == "max_and_sum"
+    if fold == LATER.value and not apart:
+        # The rounding of L, which comes first, is as large and common to a row in either form of ``exponent``.
+        fold = FUSED.value
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
     gradients = empty_gradients(q, k)
     dq, dk, dv = gradients.split(H, dim=2)
@@ -234,6 +245,7 @@ def launch_backward(
         "GRADIENT_ACCUMULATOR": format_code(n.gradient_accumulator),
         "SOFTCAP": softcap > 0,
         "FOLD": fold,
+        "APART": apart,
         "CAUSAL": causal,
         "D": D,
     }
@@ -246,7 +258,7 @@ def launch_backward(
             do,
             o,
             counts,
-            lse,
+            saved,
             delta,
             dq,
             H,
@@ -277,7 +289,7 @@ def launch_backward(
         k,
         v,
         rows_source(do, of_keys.rows, by_rows),
-        lse,
+        saved,
         delta,
         dk,
         dv,

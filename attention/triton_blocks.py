@@ -64,6 +64,25 @@ def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.co
 
 
 @triton.jit
+def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, APART: tl.constexpr):
+    """What was kept of the rows o_t [BT]: APART m and log2 l, or L in the place of both. EVEN: there are no rows past the end."""
+    o_row = i_bh.to(tl.int64) * (2 * T if APART else T) + o_t
+    m_t = o_t < T
+    # Rows past the end get m or L = inf, hence P = 0.
+    if EVEN:
+        b_m = tl.load(p_saved + o_row)
+    else:
+        b_m = tl.load(p_saved + o_row, mask=m_t, other=float("inf"))
+    b_log_l = b_m
+    if APART:
+        if EVEN:
+            b_log_l = tl.load(p_saved + T + o_row)
+        else:
+            b_log_l = tl.load(p_saved + T + o_row, mask=m_t, other=0.0)
+    return b_m, b_log_l
+
+
+@triton.jit
 def block_scores(
     b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS: tl.constexpr,
     SCORES: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,

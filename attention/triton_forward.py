@@ -13,20 +13,20 @@ from torch import Tensor
 
 from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks, walks_tiles
-from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics, folds
+from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics
 from attention.rounding import storage_dtype
-from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart
+from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
 from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
 from attention.triton_numerics import (
     FP32,
     FUSED,
     INTERPRETED,
-    LATER,
     PLAIN,
     SCALED,
     STOCHASTIC,
     divide_rows,
     dot,
+    exponent_code,
     exponential,
     format_code,
     log_sum_exp,
@@ -162,17 +162,20 @@ def forward_tile(
 
 @triton.jit
 def forward_kernel(
-    p_q, p_k, p_v, p_o, p_delta_o, p_lse, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
+    p_q, p_k, p_v, p_o, p_delta_o, p_saved, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
     stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance,
     cap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, LOGSUMEXP: tl.constexpr,
-    PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr, TF32X3: tl.constexpr,
+    APART: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr, TF32X3: tl.constexpr,
     TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, OUTPUT: tl.constexpr, OUTPUT_ROUNDING: tl.constexpr,
     DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr, KEEP: tl.constexpr, RESIDUAL: tl.constexpr,
     ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TILED: tl.constexpr,
     ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """O, the O for delta where it is KEEPt apart, and L, of one block of rows. TILED: a tile of ``Numerics`` is many blocks."""
+    """O, the O for delta where it is KEEPt apart, and L, or APART m and log2 l, of one block of rows.
+
+    TILED: a tile of ``Numerics`` is many blocks.
+    """
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     COARSE: tl.constexpr = TILE_PRODUCT != FP32 or ACCUMULATOR != FP32
     blocks = tl.cdiv(T, BT)
@@ -219,8 +222,13 @@ def forward_kernel(
                 STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP,
                 ROW_MAX, SOFTCAP, FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
-    b_lse = round_to(log_sum_exp(b_m, b_l, unit, FOLD), LOGSUMEXP)
-    tl.store(p_lse + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
+    if APART:
+        p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
+        tl.store(p_row, b_m, mask=o_t < T)
+        tl.store(p_row + T, tl.log2(b_l), mask=o_t < T)
+    else:
+        b_lse = round_to(log_sum_exp(b_m, b_l, unit, FOLD), LOGSUMEXP)
+        tl.store(p_saved + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
     b_o = divide_rows(b_acc, b_l)
     b_rounded = round_output(b_o, OUTPUT, OUTPUT_ROUNDING, b_words, BT, D)
     store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
@@ -236,20 +244,14 @@ def forward_kernel(
         store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
 
 
-def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
-    """Where the scale comes in exp(S - m), for ``triton_numerics.exponential``; L counts in log2 but where S is SCALED."""
-    if not folds(n, scale, softcap):
-        return SCALED.value
-    return FUSED.value if n.exponent == "folded" else LATER.value
-
-
 def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
-    """O and the O for delta [B, T, H, D] (the latter empty where it is O itself), and L [B, H, T] float32, all unwritten."""
+    """O and the O for delta [B, T, H, D] (the latter empty where it is O itself), and L [B, H, T] or m and log2 l [B, H, 2, T],
+    float32, all unwritten."""
     o = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
     keep = kept_apart(n)
     delta_dtype = storage_dtype(n.delta_output, q.dtype) if keep else q.dtype
     delta_o = torch.empty(q.shape if keep else 0, device=q.device, dtype=delta_dtype)
-    return o, delta_o, torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device, dtype=torch.float32)
+    return o, delta_o, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
 
 
 def launch_forward(
@@ -265,7 +267,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
     (B, T, H, D), S = q.shape, k.shape[1]
-    o, delta_o, lse = empty_outputs(q, n)
+    o, delta_o, saved = empty_outputs(q, n)
     residual_bits = RESIDUALS.get(n.delta_output, 0)
     fold = exponent_code(n, scale, softcap)
     unit = log2_scale(scale) if fold else 1.0
@@ -278,7 +280,7 @@ def launch_forward(
         rows_source(v, blocks.columns, tma),
         o,
         delta_o,
-        lse,
+        saved,
         seed,
         H,
         T,
@@ -297,6 +299,7 @@ def launch_forward(
         SCORES=format_code(n.scores),
         STATISTICS=format_code(n.statistics),
         LOGSUMEXP=format_code(n.logsumexp),
+        APART=n.saved_statistics == "max_and_sum",
         PROBABILITIES=format_code(n.probabilities),
         PROBABILITIES_ROUNDING=ROUNDINGS.index(n.probabilities_rounding),
         TF32X3=n.products == "tf32x3" and n.probabilities == "fp32",
@@ -324,4 +327,4 @@ def launch_forward(
         num_stages=blocks.stages,
         maxnreg=blocks.registers,
     )
-    return o, delta_o, lse
+    return o, delta_o, saved

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.numerics import Numerics, folds
 from attention.rounding import RANDOM_BITS, ROUNDS
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -41,6 +42,13 @@ def stored_code(fmt: str, dtype: torch.dtype) -> int:
     code = format_code(fmt)
     exact = {torch.bfloat16: code >= BF16.value, torch.float16: code == FP16.value or code >= 10}
     return FP32.value if exact.get(dtype, False) else code
+
+
+def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
+    """Where the scale comes in exp(S - m), for ``exponential``; L counts in log2 but where S is SCALED. ``n`` is concrete."""
+    if not folds(n, scale, softcap):
+        return SCALED.value
+    return FUSED.value if n.exponent == "folded" else LATER.value
 
 
 @triton.jit
@@ -218,20 +226,40 @@ def round_scores(
 
 
 @triton.jit
+def fused_difference(b_s, b_m, unit):
+    """S unit - m of a block [., .] and m that broadcasts to it, rounded once."""
+    # Named, as compilers fuse or not as they are told. The interpreter's tl.fma rounds twice; in FP64 the product is exact.
+    b_unit = tl.full(b_s.shape, unit, tl.float32)
+    if INTERPRETED:
+        b_x = (b_s.to(tl.float64) * b_unit.to(tl.float64) - b_m.to(tl.float64)).to(tl.float32)
+    else:
+        b_x = tl.fma(b_unit, b_s, -tl.broadcast_to(b_m, b_s.shape))
+    return b_x
+
+
+@triton.jit
 def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
     """exp(S - m) of a block [., .] and m that broadcasts to it (site ``exponent``). S lacks its scale but where it is SCALED;
     unit = scale log2(e) makes up for it: FUSED with the subtraction of m, which counts in log2; LATER, m counting as S does."""
     if FOLD == FUSED:
-        # Named, as compilers fuse or not as they are told. The interpreter's tl.fma rounds twice; in FP64 the product is exact.
-        b_unit = tl.full(b_s.shape, unit, tl.float32)
-        if INTERPRETED:
-            b_p = tl.exp2((b_s.to(tl.float64) * b_unit.to(tl.float64) - b_m.to(tl.float64)).to(tl.float32))
-        else:
-            b_p = tl.exp2(tl.fma(b_unit, b_s, -tl.broadcast_to(b_m, b_s.shape)))
+        b_p = tl.exp2(fused_difference(b_s, b_m, unit))
     elif FOLD == LATER:
         b_p = tl.exp2((b_s - b_m) * unit)
     else:
         b_p = tl.exp2((b_s - b_m) * LOG2_E)
+    return b_p
+
+
+@triton.jit
+def probabilities(b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constexpr):
+    """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``."""
+    if not APART:
+        b_p = exponential(b_s, b_m, unit, FOLD)
+    elif FOLD == FUSED:
+        b_p = tl.exp2(fused_difference(b_s, b_m, unit) - b_log_l)
+    else:
+        b_unit = tl.full(b_s.shape, unit if FOLD == LATER else LOG2_E, tl.float32)
+        b_p = tl.exp2(tl.fma(b_s - b_m, b_unit, -tl.broadcast_to(b_log_l, b_s.shape)))
     return b_p
 
 

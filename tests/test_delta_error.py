@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -78,6 +79,13 @@ def test_the_backward_reference_is_rowsum_p_dp_of_the_same_roundings() -> None:
         scale=layer.scale,
     )
     torch.testing.assert_close(delta_errors(layer).high_BHT, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_backward_reference_makes_p_from_m_and_l_where_they_are_kept_apart() -> None:
+    """At ordinary logits that is the P from L, but for the last bits of FP32."""
+    apart = dataclasses.replace(PAPER, sites=("saved_statistics=max_and_sum",))
+    found, expected = (delta_errors(random_layer(spec=spec)).high_BHT for spec in (apart, PAPER))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("numerics", ["hardware", "paper", "microcosm"])

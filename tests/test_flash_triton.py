@@ -277,7 +277,7 @@ def test_blocks_fetched_through_descriptors_are_the_same(device: torch.device, m
     from attention import triton_backward, triton_forward
 
     p = problem("random", device, shape=(1, 70, 2, 64))
-    for preset in ("flash", "flash_stable_safe", "flash_delta_from_p"):
+    for preset in ("flash", "flash_stable_safe", "flash_delta_from_p", "flash_delta_from_p_subtracted"):
         plain = run(p, spec(preset, sites=("tile_q=64", "tile_k=32")))
         allowed = Mock(return_value=True)
         with monkeypatch.context() as patch:
@@ -330,7 +330,13 @@ def test_signed_bias_is_the_references(sign: float, device: torch.device) -> Non
 
 def test_repeats_are_equal_to_the_bit(device: torch.device) -> None:
     p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))
-    for preset in ("flash", "flash_stochastic_o", "flash_stochastic_p", "flash_delta_from_p"):
+    for preset in (
+        "flash",
+        "flash_stochastic_o",
+        "flash_stochastic_p",
+        "flash_delta_from_p",
+        "flash_delta_from_p_subtracted",
+    ):
         first = run(p, spec(preset, sites=()), seed=3)
         for _ in range(1 if INTERPRETED else 50):
             assert all(torch.equal(a, b) for a, b in zip(first, run(p, spec(preset, sites=()), seed=3), strict=True))
@@ -352,7 +358,7 @@ def test_compiled_equals_eager_to_the_bit(device: torch.device) -> None:
     p = problem("tied", device)
     torch.compiler.reset()
     compiled = torch.compile(attention.run, backend="aot_eager" if INTERPRETED else "inductor")
-    for preset in ("flash", "flash_stochastic_o"):
+    for preset in ("flash", "flash_stochastic_o", "flash_delta_from_p_subtracted"):
         eager = run(p, spec(preset, "paper"), seed=3)
         assert all(
             torch.equal(a, b) for a, b in zip(eager, run(p, spec(preset, "paper"), seed=3, call=compiled), strict=True)

@@ -37,6 +37,10 @@ def test_every_flash_preset_works_on_every_base(name: str, base: str) -> None:
         ("flash", ()),
         ("flash_subtracted", ("exponent=subtracted",)),
         ("flash_delta_from_p", ("delta=rowsum_p_dp",)),
+        (
+            "flash_delta_from_p_subtracted",
+            ("saved_statistics=max_and_sum", "exponent=subtracted", "delta=rowsum_p_dp"),
+        ),
         ("flash_recompute_o", ("delta=recomputed_o",)),
         ("flash_fp32_o", ("delta_output=fp32",)),
         ("flash_fp32_pv", ("probabilities=fp32",)),
@@ -164,6 +168,7 @@ def test_overlapping_rules_are_refused() -> None:
         ({"sites": ("otput=bf16",)}, "attention sites = 'otput'"),
         ({"sites": ("output=bf17",)}, "attention numerics output = 'bf17'"),
         ({"sites": ("exponent=exact",)}, "attention numerics exponent = 'exact'"),
+        ({"sites": ("saved_statistics=both",)}, "attention numerics saved_statistics = 'both'"),
         ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
         ({"preset": "sdpa_flash", "numerics": "paper"}, "attention numerics of sdpa_flash = 'paper'"),
         (
