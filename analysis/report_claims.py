@@ -56,10 +56,13 @@ class Group:
 
     @property
     def outcome(self) -> str:
-        """What happened, seed by seed where there is more than one."""
+        """What happened, with the seeds where there is more than one; runs that went alike are told together."""
         if len(self.runs) < 2:
             return outcome(self.runs[0][1]) if self.runs else NOT_RUN
-        return "; ".join(f"{outcome(facts)} (seed {run.seeds[0]})" for run, facts in self.runs)
+        seeds: dict[str, list[str]] = {}
+        for run, facts in self.runs:
+            seeds.setdefault(outcome(facts), []).append(str(run.seeds[0]))
+        return "; ".join(f"{how} (seed{'s' * (len(of) > 1)} {', '.join(of)})" for how, of in seeds.items())
 
     def verdict(self, expected: Mapping[str, Expected], past: int | None) -> str:
         """Whether what happened is what was expected; ``past``: the step of the control's explosion."""

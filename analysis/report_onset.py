@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from analysis import curves, report
+from analysis import curves, report, report_layers
 from analysis.one_key_rows import make_rows, measure
 from analysis.plots import COLOURS
 from analysis.report import Evidence, Facts, HeadRow
@@ -125,6 +125,8 @@ def errors(rows: Sequence[HeadRow], low: float, high: float) -> Errors | None:
 class Crossing:
     """The first probe at which the largest logit of a run's layer is beyond 2 ``THRESHOLD``, and the gradient norm around it."""
 
+    first: int
+    """The first probe beyond ``THRESHOLD``."""
     step: int
     w_q: float
     logit: float
@@ -150,6 +152,7 @@ def crossing(run: Evidence, facts: Facts) -> Crossing | None:
     if not before or not after:
         return None
     return Crossing(
+        first=first,
         step=step,
         w_q=facts.w_q.get(step, math.nan),
         logit=facts.logit[step],
@@ -203,24 +206,27 @@ def crossings(runs: Sequence[Evidence]) -> list[tuple[Evidence, Facts, Crossing]
 
 
 def crossing_table(runs: Sequence[Evidence]) -> str:
-    """The gradient norm before and behind large logits, a line a run."""
-    heads = ["run", "P_bar", "S c - m c", f"largest logit of layer {report.LAYER} beyond {2 * THRESHOLD:,.0f} at"]
-    heads += ["logit", "W_Q norm"]
+    """The gradient norm before and behind large logits, and where W_Q grows next, a line a run."""
+    heads = ["run", "P_bar", "S c - m c", f"largest logit of layer {report.LAYER} beyond {THRESHOLD:,.0f} at"]
+    heads += [f"beyond {2 * THRESHOLD:,.0f} at", "logit", "W_Q norm"]
     heads += ["gradient norm before", f"in the next {AFTER} steps", "its largest", f"last {BEFORE} steps"]
-    heads.append("loss exploded at")
+    heads += [f"first layer behind {report.LAYER} to take off", "loss exploded at"]
     rows = []
     for run, facts, found in crossings(runs):
         sites = run.config["attention"][0].get("numerics")
+        next_one = report_layers.take_off(run)
         kind = sites["probabilities"] if isinstance(sites, Mapping) and "probabilities" in sites else NONE
         rows.append(
             [
                 run.name,
                 "unrounded" if kind == "fp32" else "rounded",
                 _exponential(run),
+                number(found.first),
                 number(found.step),
                 significant(found.logit),
                 significant(found.w_q),
                 *(significant(norm) for norm in (found.before, found.after, found.largest, found.late)),
+                NONE if next_one is None else f"{next_one.layer} at {next_one.step:,}",
                 number(facts.exploded_at),
             ]
         )
@@ -234,8 +240,9 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
-    onset.unrounded above it; onset.rise, .calm, .paper and .torch, how the gradient norm changed at the crossing; onset.emulated."""
-    rounded, drawn, unrounded = (one_hot(runs, kind) for kind in (ROUNDED, STOCHASTIC, UNROUNDED))
+    onset.unrounded above it; onset.rise, .calm, .subtracted, .paper and .torch, how the gradient norm changed at the crossing, and
+    onset.passage. and the same, steps from ``THRESHOLD`` to twice that; RUN.beyond, where it passes it; onset.emulated."""
+    rounded, drawn, unrounded, subtracted = (one_hot(runs, kind) for kind in KINDS[:4])
     found: dict[str, str] = {
         "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
         "onset.emulated_drawn": f"{folded_error(THRESHOLD, 'flash_run_a'):.1e}",
@@ -246,19 +253,25 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
         ("all_above", [*rounded, *drawn], 2 * THRESHOLD, math.inf),
         ("drawn_below", drawn, THRESHOLD / 2, THRESHOLD),
         ("unrounded", unrounded, 2 * THRESHOLD, math.inf),
+        ("subtracted_error", subtracted, 2 * THRESHOLD, math.inf),
     ):
         if (one := errors(rows, low, high)) is not None:
             found |= {f"onset.{name}": f"{one.median:.1e}", f"onset.{name}.heads": number(one.heads)}
             found |= {f"onset.{name}.mean": _mean(one), f"onset.{name}.z": f"{one.mean / one.standard_error:+.1f}"}
     found |= {"onset.threshold": number(THRESHOLD), "onset.twice": number(2 * THRESHOLD)}
     rises: dict[str, list[float]] = {}
+    passages: dict[str, list[int]] = {}
     for run, _, cross in crossings(runs):
         kind = kind_of(run)
         name = {None: "torch", UNROUNDED: "calm", SUBTRACTED: "subtracted", PAPER: "paper"}.get(kind, "rise")
         rises.setdefault(name, []).append(cross.after / cross.before)
+        passages.setdefault(name, []).append(cross.step - cross.first)
+        found[f"{run.name}.beyond"] = number(cross.first)
     for name, factors in rises.items():
         ends = [f"{end(factors):.1f}" for end in (min, max)]
         found |= {f"onset.{name}": " to ".join(dict.fromkeys(ends)), f"onset.{name}.runs": str(len(factors))}
+    for name, steps in passages.items():
+        found[f"onset.passage.{name}"] = " to ".join(dict.fromkeys((number(min(steps)), number(max(steps)))))
     for run in runs:
         found[f"{run.name}.late_norm"] = significant(late_norm(run))
         norms_at = [norm for _, norm in zip(*curves.column(run.records, "grad_norm"), strict=True)]
@@ -306,7 +319,8 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
     drawn = Figure(figsize=(6.4, 5.6), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     top, bottom = drawn.subplots(2, 1, sharex=True)
-    for kind, colour in ((ROUNDED, COLOURS[0]), (STOCHASTIC, COLOURS[4]), (UNROUNDED, COLOURS[1])):
+    kinds = (ROUNDED, COLOURS[0]), (STOCHASTIC, COLOURS[4]), (UNROUNDED, COLOURS[1]), (SUBTRACTED, COLOURS[2])
+    for kind, colour in kinds:
         rows = one_hot([run for run, _ in runs], kind)
         logits = [row["max_logit"] for row in rows]
         ratios = [max(row["delta_error_rms"] / row["delta_rms"], SHOWN_FROM) for row in rows]
@@ -329,7 +343,7 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     top.set_xlim(1e2, 1e8)
-    top.text(THRESHOLD, 2e-8, r" $2^{16} \ln 2$", fontsize=8, color="0.4")
+    bottom.text(THRESHOLD, 1e6, r"$2^{16} \ln 2$ ", fontsize=8, color="0.4", ha="right")
     drawn.legend(loc="outside upper left", frameon=False, fontsize=8)
     return drawn
 

@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
-from analysis import curves, report, report_blocks, report_claims, report_onset, report_plots
+from analysis import curves, report, report_blocks, report_claims, report_layers, report_onset, report_plots
 from analysis.report import Evidence, canonical
 from analysis.report_files import (
     HEADS,
@@ -60,6 +60,8 @@ PICTURES = {
 }
 """Variants in the README's picture, and in that of docs/reproduction.md."""
 ONSET = "large_logits.png"
+LAYERS, LAYERS_OF = "layers.png", ("flash", "fp32_pv", "sdpa_flash", "flash_subtracted")
+"""W_Q of every layer, and of which runs."""
 
 MOST_BYTES = 200_000
 EVERY = (10, 20, 50, 100)
@@ -291,7 +293,10 @@ def documents(out: Path, root: Path) -> dict[Path, tuple[str, str]]:
     runs, again = read_evidence(out), read_again(out)
     asked = report_claims.parse_asked((root / ASKED).read_text())
     blocks, values = report_blocks.blocks(runs, again, asked), report_blocks.values(runs, again, asked)
-    blocks, values = blocks | report_onset.blocks(runs), values | report_onset.values(runs)
+    blocks, values = (
+        blocks | report_onset.blocks(runs),
+        values | report_onset.values(runs) | report_layers.values(report_blocks.told(runs)),
+    )
     for prefix, folder in WRITTEN.items():
         blocks |= {f"{prefix}_{p.stem}": p.read_text() for p in (root / folder).glob("*.md") if p.stem != "README"}
     found = {}
@@ -322,6 +327,9 @@ def plots(args: argparse.Namespace) -> None:
                 report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, look=look)
         if any(report_onset.one_hot([run for run, _ in runs], kind) for kind in report_onset.KINDS):
             report_plots.save(report_onset.figure(runs), args.out / ONSET)
+        by_name = {run.name: (run, facts) for run, facts in runs}
+        if chosen := [by_name[name] for name in LAYERS_OF if name in by_name]:
+            report_plots.save(report_layers.figure(chosen), args.out / LAYERS)
     except ImportError as error:
         raise UserError(f"plots: matplotlib cannot be used here ({error})") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -486,6 +487,36 @@ def test_no_batch_is_far_off_with_it() -> None:
         rows = [row for row in csv.DictReader(file) if row["attention"] == CURE and row["batch"] != script.AVERAGE]
     assert f"No batch of the {len(rows)} is off by more than 0.011" in (FOLDER / "README.md").read_text()
     assert max(float(row["difference"]) for row in rows) < 0.011
+
+
+def printed() -> dict[tuple[str, str], tuple[str, str]]:
+    """(step, attention) -> (gradient norm, difference of dW_Q), medians over the batches, as the script printed them."""
+    found, step = {}, ""
+    for line in (FOLDER / "flash_printed.txt").read_text().splitlines():
+        if start := re.search(r": step (\d+), trained with", line):
+            step = start[1]
+        elif " batches " in line:
+            name, numbers = line.split("  batches  ")
+            fields = numbers.replace(" to ", "-").split()
+            found[step, name.strip()] = (fields[1], fields[5])
+    return found
+
+
+def test_the_published_table_of_gpt_2_is_what_was_printed() -> None:
+    found, readme = printed(), (FOLDER / "README.md").read_text()
+    names = [name for step, name in found if step == "3000" and name != "standard numerics=fp32"]
+    assert len(names) == 10
+    for name in names:
+        cells = [*found["3000", name], *found["3500", name]]
+        assert f"| {name} | {' | '.join(cells)} |" in readme
+
+
+def test_in_gpt_2_too_the_multiply_add_alone_makes_the_gradient() -> None:
+    """The same checkpoint of `flash`, one site of one layer changed: behind 2^16 ln 2 it decides, before it does not."""
+    norms = {key: float(norm) for key, (norm, _) in printed().items()}
+    for folded, subtracted in (("run", "flash_subtracted"), ("flash_run_a", "flash_run_a exponent=subtracted")):
+        assert norms["3500", folded] > 8 * norms["3500", subtracted]
+    assert norms["3000", "run"] == pytest.approx(norms["3000", "flash_subtracted"], rel=0.01)
 
 
 def after(factor: str, attention: str, column: str) -> list[float]:

@@ -116,3 +116,19 @@ def test_the_published_errors_are_those_of_today() -> None:
         made = make_rows(float(size), dtype=torch.bfloat16, device=CPU)
         now = measure(made, AttentionSpec(preset="flash"), "flash_reference")
         assert now.error == pytest.approx(found[size]["error"], rel=1e-6)
+
+
+def test_the_published_kernels_do_what_the_reference_does_and_torchs_keep_v() -> None:
+    folder = Path(__file__).resolve().parent.parent / "results/one_key_rows"
+    reference, kernels = (json.loads((folder / name).read_text())["found"] for name in ("cpu.json", "h200.json"))
+    torchs = {"sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"}
+    assert torchs < kernels.keys()
+    for name, sizes in kernels.items():
+        for size, found in sizes.items():
+            if name in torchs:
+                assert (found["error"], found["wrong"]) == (0.0, 0.0)
+            else:
+                expected = reference[name][size]
+                assert found["wrong"] == pytest.approx(expected["wrong"], abs=0.005)
+                assert found["error"] == pytest.approx(expected["error"], rel=0.02)
+    assert kernels["flash"]["131072"]["error"] > 1e-3

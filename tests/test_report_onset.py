@@ -88,7 +88,7 @@ def test_the_gradient_norm_is_compared_around_the_crossing() -> None:
     run = evidence(jump=7.0)
     found = onset.crossing(run, facts(run))
     assert found == onset.Crossing(
-        step=2000, w_q=7.0, logit=3 * onset.THRESHOLD, before=0.5, after=7.0, largest=7.0, late=7.0
+        first=1500, step=2000, w_q=7.0, logit=3 * onset.THRESHOLD, before=0.5, after=7.0, largest=7.0, late=7.0
     )
 
 
