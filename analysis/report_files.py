@@ -22,6 +22,7 @@ HEADS = (
     *("delta_error_mean", "delta_error_se", "delta_error_rms", "delta_rms"),
 )
 W_Q = re.compile(r"w_q_norm_\d+")
+MAX_LOGIT = re.compile(r"max_logit_\d+")
 Z = re.compile(r"z_\d+_\d+")
 
 WORDS = ("data_digest", "source")
@@ -103,9 +104,9 @@ def metrics_csv(rows: Sequence[Record]) -> str:
     return as_csv([name for name in METRICS if any(name in row for row in keep)], keep)
 
 
-def w_q_norms(row: Mapping[str, Any]) -> dict[str, float]:
-    """W_Q's norm of every layer, by column."""
-    return {name: value for name, value in row.items() if W_Q.fullmatch(name)}
+def of_layers(row: Mapping[str, Any]) -> dict[str, float]:
+    """W_Q's norm and the largest logit of every layer that has one, by column."""
+    return {name: value for name, value in row.items() if W_Q.fullmatch(name) or MAX_LOGIT.fullmatch(name)}
 
 
 def head_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -118,12 +119,13 @@ def head_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def probe_rows(records: Sequence[Record], probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a probe: units of a standard error of delta; W_Q's norm of every layer, as the metrics have it; z of the heads of all
-    layers but ``LAYER``, whose mean and standard error are in ``head_rows``."""
-    norms = {record["step"]: w_q_norms(record) for record in records}
+    """One row a probe: units of a standard error of delta; W_Q's norm of every layer, as the metrics have it; the largest logit of all
+    layers but ``LAYER``, and z of their heads, for which it has those of its heads in ``head_rows``."""
+    norms = {record["step"]: of_layers(record) for record in records}
     rows = []
     for probe in probes:
         row = {"step": probe["step"], "delta_units": probe["delta_units"], **norms.get(probe["step"], {})}
+        row |= {f"max_logit_{i}": max(heads) for i, heads in enumerate(probe["max_logit"]) if i != LAYER}
         for layer, pairs in enumerate(zip(probe["delta_error_mean"], probe["delta_error_se"], strict=True)):
             if layer != LAYER:
                 row |= {f"z_{layer}_{head}": z_score(*pair) for head, pair in enumerate(zip(*pairs, strict=True))}

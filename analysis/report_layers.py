@@ -1,109 +1,103 @@
-"""Where W_Q grows, from ``results/``: which layer follows ``LAYER``, and when."""
+"""Which layers follow ``LAYER``, from ``results/``: whose logits grow as well, and when."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from analysis.curves import Record
 from analysis.plots import COLOURS
 from analysis.report import LAYER, Evidence, Facts
-from analysis.report_blocks import number, significant
-from analysis.report_files import W_Q
+from analysis.report_blocks import delta_of, number, significant
+from analysis.report_files import MAX_LOGIT
 
-GROWN = 1.5
-"""W_Q of a layer takes off when it is so many times its norm of ``WITHIN`` steps before."""
-WITHIN = 200
+LARGE = 5000.0
+"""A layer has followed once its largest logit is beyond this: several times what any has whose delta is not made of the O handed on."""
 ONE_KEY = 0.9
-FROM = 2000
-"""Before this step, in the warm-up and shortly behind it, W_Q of any layer may double in ``WITHIN`` steps."""
+"""Mean largest P of a head's rows from which on they count as looking at one key."""
+FROM = 1000
+"""First step that is drawn."""
 
 
-def norms(records: Sequence[Record]) -> dict[int, dict[int, float]]:
-    """W_Q's spectral norm by layer and step of the probe."""
+def largest_logits(records: Sequence[Record]) -> dict[int, dict[int, float]]:
+    """By layer and step of the probe, of all layers but ``LAYER``, whose heads are told one by one."""
     found: dict[int, dict[int, float]] = {}
     for record in records:
         for name, value in record.items():
-            if W_Q.fullmatch(name):
+            if MAX_LOGIT.fullmatch(name):
                 found.setdefault(int(name.rpartition("_")[2]), {})[record["step"]] = value
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakeOff:
-    """The first layer behind ``LAYER`` whose W_Q takes off."""
-
-    layer: int
-    step: int
-    before: float
-    """Its norm ``WITHIN`` steps before ``step``."""
-    after: float
-    """Its norm at ``step``."""
-    heads: int
-    """Heads of ``LAYER`` that look at one key by then: mean largest P above ``ONE_KEY``."""
+def followers(run: Evidence, facts: Facts) -> dict[int, int]:
+    """Layer -> first probe at which its largest logit is beyond ``LARGE``, of the layers behind ``LAYER``, until the loss explodes;
+    the first of them first."""
+    until = math.inf if facts.exploded_at is None else facts.exploded_at
+    found = {
+        layer: min(steps)
+        for layer, logits in largest_logits(run.records).items()
+        if layer > LAYER and (steps := [step for step, logit in logits.items() if logit > LARGE and step < until])
+    }
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
-def take_off(run: Evidence) -> TakeOff | None:
-    """The first one of a run; of two at the same probe the one that has grown more. None where no layer does."""
-    looking = Counter(int(row["step"]) for row in run.heads if row["top_1"] > ONE_KEY)
-    found = [
-        TakeOff(layer=layer, step=step, before=by_step[step - WITHIN], after=norm, heads=looking[step])
-        for layer, by_step in norms(run.records).items()
-        if layer > LAYER
-        for step, norm in by_step.items()
-        if step >= FROM and step - WITHIN in by_step and norm > GROWN * by_step[step - WITHIN]
-    ]
-    return min(found, key=lambda one: (one.step, -one.after / one.before), default=None)
-
-
-def led_by(run: Evidence, facts: Facts) -> TakeOff | None:
-    """``take_off``, unless the loss had exploded by then."""
-    found = take_off(run)
-    return None if found is None or found.step > (facts.exploded_at or math.inf) else found
+def told(found: dict[int, int]) -> str:
+    """``followers`` in words."""
+    return ", ".join(f"{layer} at {number(step)}" for layer, step in found.items())
 
 
 def values(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, str]:
-    """Single numbers by name: RUN.next.layer, .step, .before, .after and .heads of ``led_by``; layers.led, the runs that have one."""
-    found: dict[str, str] = {}
-    led = {run.name: one for run, facts in runs if (one := led_by(run, facts)) is not None}
-    for name, one in led.items():
-        found |= {f"{name}.next.layer": str(one.layer), f"{name}.next.step": number(one.step)}
-        found |= {f"{name}.next.before": significant(one.before), f"{name}.next.after": significant(one.after)}
-        found[f"{name}.next.heads"] = str(one.heads)
-    return found | {"layers.led": str(len(led)), "layers.others": str(len(runs) - len(led))}
+    """Single numbers by name: RUN.next, ``followers`` in words, and RUN.next.heads, the heads of ``LAYER`` that look at one key when the
+    first of them follows; layers.followed, the runs that have one, and layers.others; layers.apart, the largest logit behind ``LAYER``
+    of the runs whose delta is not made of the O handed on."""
+    found: dict[str, str] = {"layers.large": number(LARGE)}
+    followed = {run.name: (run, layers) for run, facts in runs if (layers := followers(run, facts))}
+    for name, (run, layers) in followed.items():
+        looking = Counter(int(row["step"]) for row in run.heads if row["top_1"] > ONE_KEY)
+        found |= {f"{name}.next": told(layers), f"{name}.next.heads": str(looking[min(layers.values())])}
+    found |= {"layers.followed": str(len(followed)), "layers.others": str(len(runs) - len(followed))}
+    apart = [
+        logit
+        for run, _ in runs
+        if not delta_of(run).startswith("O as handed on")
+        for layer, logits in largest_logits(run.records).items()
+        if layer > LAYER
+        for logit in logits.values()
+    ]
+    return found | ({"layers.apart": significant(max(apart))} if apart else {})
 
 
 def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
-    """A matplotlib ``Figure``: W_Q's norm in every layer, a panel a run, and its explosion."""
+    """A matplotlib ``Figure``: the largest logit of every layer, a panel a run, and its explosion."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(6.4, 4.6), dpi=150, layout="constrained")
+    columns = math.ceil(len(runs) / 2)
+    drawn = Figure(figsize=(1.2 + 2.2 * columns, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
-    panels = drawn.subplots(2, math.ceil(len(runs) / 2), sharex=True, sharey=True).flat
+    panels = drawn.subplots(2, columns, sharex=True, sharey=True, squeeze=False).flat
     colours = {LAYER: COLOURS[0], LAYER + 1: COLOURS[1], LAYER + 2: COLOURS[2]}
     for axes, (run, facts) in zip(panels, runs, strict=False):
-        for layer, by_step in norms(run.records).items():
-            steps = [step for step in by_step if step >= FROM / 2]
-            style = (
-                {"color": colours[layer], "linewidth": 1.6} if layer in colours else {"color": "0.75", "linewidth": 0.8}
-            )
-            axes.plot(steps, [by_step[step] for step in steps], **style)
+        for layer, logits in sorted((largest_logits(run.records) | {LAYER: facts.logit}).items(), reverse=True):
+            steps = [step for step in logits if step >= FROM]
+            width = 1.4 if layer in colours else 0.7
+            axes.plot(steps, [logits[s] for s in steps], color=colours.get(layer, "0.75"), linewidth=width)
         if facts.exploded_at is not None:
             axes.axvline(facts.exploded_at, color="0.4", linestyle=":", linewidth=1.0)
+        axes.axhline(LARGE, color="0.6", linestyle="--", linewidth=0.7)
         axes.set_title(run.name, fontsize=9)
         axes.set_yscale("log")
-        axes.set_ylim(3, 600)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+    first = drawn.axes[0]
     for layer, colour in colours.items():
-        drawn.axes[0].plot([], [], color=colour, linewidth=1.6, label=f"layer {layer}")
-    drawn.axes[0].plot([], [], color="0.75", linewidth=0.8, label="other layers")
-    drawn.axes[0].plot([], [], color="0.4", linestyle=":", linewidth=1.0, label="loss explodes")
+        first.plot([], [], color=colour, linewidth=1.4, label=f"layer {layer}")
+    first.plot([], [], color="0.75", linewidth=0.7, label="other layers")
+    first.plot([], [], color="0.4", linestyle=":", linewidth=1.0, label="loss explodes")
+    first.plot([], [], color="0.6", linestyle="--", linewidth=0.7, label=number(LARGE))
     drawn.supxlabel("step", fontsize=9)
-    drawn.supylabel(r"$\|W_Q\|_2$", fontsize=9)
-    drawn.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    drawn.supylabel("largest logit", fontsize=9)
+    drawn.legend(loc="outside upper center", ncols=6, frameon=False, fontsize=8)
     return drawn

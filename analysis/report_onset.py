@@ -210,11 +210,10 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
     heads = ["run", "P_bar", "S c - m c", f"largest logit of layer {report.LAYER} beyond {THRESHOLD:,.0f} at"]
     heads += [f"beyond {2 * THRESHOLD:,.0f} at", "logit", "W_Q norm"]
     heads += ["gradient norm before", f"in the next {AFTER} steps", "its largest", f"last {BEFORE} steps"]
-    heads += [f"first layer behind {report.LAYER} to take off", "loss exploded at"]
+    heads += [f"layers behind {report.LAYER} with logits beyond {report_layers.LARGE:,.0f}", "loss exploded at"]
     rows = []
     for run, facts, found in crossings(runs):
         sites = run.config["attention"][0].get("numerics")
-        next_one = report_layers.take_off(run)
         kind = sites["probabilities"] if isinstance(sites, Mapping) and "probabilities" in sites else NONE
         rows.append(
             [
@@ -226,7 +225,7 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
                 significant(found.logit),
                 significant(found.w_q),
                 *(significant(norm) for norm in (found.before, found.after, found.largest, found.late)),
-                NONE if next_one is None else f"{next_one.layer} at {next_one.step:,}",
+                report_layers.told(report_layers.followers(run, facts)) or NONE,
                 number(facts.exploded_at),
             ]
         )

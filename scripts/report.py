@@ -38,10 +38,10 @@ from analysis.report_files import (
     as_csv,
     head_rows,
     metrics_csv,
+    of_layers,
     probe_rows,
     probes_csv,
     read_csv,
-    w_q_norms,
     z_scores,
 )
 from errors import OneLineParser, UserError, exit_on_user_error
@@ -60,8 +60,9 @@ PICTURES = {
 }
 """Variants in the README's picture, and in that of docs/reproduction.md."""
 ONSET = "large_logits.png"
-LAYERS, LAYERS_OF = "layers.png", ("flash", "fp32_pv", "sdpa_flash", "flash_subtracted")
-"""W_Q of every layer, and of which runs."""
+LAYERS = "layers.png"
+LAYERS_OF = ("flash", "flash_subtracted", "sdpa_flash", "run_a_fp32_pv", "fp32_pv", "fp32_o")
+"""The largest logit of every layer of these runs."""
 
 MOST_BYTES = 200_000
 EVERY = (10, 20, 50, 100)
@@ -278,7 +279,7 @@ def read_evidence(out: Path) -> list[Evidence]:
         found.append(
             replace(
                 run,
-                records=[{**row, **w_q_norms(at.get(row["step"], {}))} for row in run.records],
+                records=[{**row, **of_layers(at.get(row["step"], {}))} for row in run.records],
                 heads=[row | {"delta_units": at[row["step"]]["delta_units"]} for row in heads],
                 z_scores=z_scores(probes, heads),
             )
