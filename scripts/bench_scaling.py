@@ -12,7 +12,7 @@ is set.
 A run is timed from when it, and all that run beside it, are past step ``--skip`` until all have made ``--steps`` - ``--skip`` more;
 then it is stopped, before it would write a checkpoint. Its tokens/s are all its tokens over all its time by the columns ``tokens`` and
 ``seconds`` of metrics.jsonl, not a mean of single steps' rates, which jitter where values are read late. A variant that fails is told
-of, left out from then on, and makes the exit code 2.
+of, left out from then on, and makes the exit code 2. SIGINT, SIGTERM and SIGHUP end the runs first, then this program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ PATIENCE_FOR_AN_END = 60.0
 """Seconds between asking a run to end and killing it: torchrun gives its processes 30."""
 LEAST_STEPS = 10_000
 """A run is given so many, or 100 times ``--steps``, and stopped long before: one that nobody stops ends some day."""
+LABEL = "BENCH_SCALING_RUN"
+"""Variable in the environment of a run and of all that it starts; nothing but ``Run.processes`` reads it."""
 # What torchrun has to say about a process that failed comes behind what that process said.
 _OF_TORCHRUN = re.compile(r"torch[./]distributed[./]elastic|\] failed \(exitcode")
 
@@ -70,7 +72,7 @@ class Run:
 
     def start(self) -> None:
         # As torchrun does for several processes; a value of the user's own stays.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **self.environment}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **self.environment, LABEL: str(self.folder)}
         with open(self.log, "wb") as stderr, open(self.log.with_suffix(".out"), "wb") as stdout:
             self.process = subprocess.Popen(
                 self.command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
@@ -90,14 +92,50 @@ class Run:
         cut = next((i for i, line in enumerate(errors) if _OF_TORCHRUN.search(line)), len(errors))
         return " | ".join([*(errors[:cut] or errors)[-4:], *said[-1:]]) or "it said nothing"
 
+    def processes(self) -> list[int]:
+        """Its process and all that came of it, in whatever group they are and whoever is their parent by now (Linux only)."""
+        found, label = [], os.fsencode(f"{LABEL}={self.folder}")
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                found += [int(path.parent.name)] if label in path.read_bytes().split(b"\0") else []
+        return found
+
     def signal(self, number: signal.Signals) -> None:
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
 
+class Request:
+    """A signal that asks this program to end, kept until ``obey``. Raised where it comes, it could hit between the start of a process
+    and the note of its number, or while runs are ended: they would be left behind."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def keep(self, number: int, _: object) -> None:
+        self.number = number
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A signal that was ignored before, as SIGHUP under nohup, stays so."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            for number in before:
+                signal.signal(number, signal.SIG_IGN if before[number] is signal.SIG_IGN else self.keep)
+            yield
+        finally:
+            for number in before:
+                signal.signal(number, before[number])
+
+    def obey(self) -> None:
+        if self.number:
+            sys.exit(128 + self.number)
+
+
 def stop(runs: Sequence[Run]) -> None:
-    """End all of them, whatever they do. torchrun passes the request on to its processes, which are in groups of their own."""
+    """End all of them, whatever they do. torchrun passes the request on to its processes, which are in groups of their own, but not to
+    those that it is just starting; and where it is killed, to none."""
     for run in runs:
         run.signal(signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE_FOR_AN_END
@@ -108,11 +146,18 @@ def stop(runs: Sequence[Run]) -> None:
             except subprocess.TimeoutExpired:
                 run.signal(signal.SIGKILL)
                 run.process.wait()
+    while left := [number for run in runs for number in run.processes()]:
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.02)
 
 
-def wait(runs: Sequence[Run], wanted: Sequence[int], deadline: float) -> list[int]:
-    """How many lines each has once every one has the wanted number. Raises ``UserError`` for a run that ends or takes too long."""
+def wait(runs: Sequence[Run], wanted: Sequence[int], deadline: float, look: Callable[[], None]) -> list[int]:
+    """How many lines each has once every one has the wanted number; ``look`` is called again and again meanwhile. Raises ``UserError``
+    for a run that ends or takes too long."""
     while True:
+        look()
         found = [run.lines() for run in runs]
         if all(have >= want for have, want in zip(found, wanted, strict=True)):
             return found
@@ -126,14 +171,16 @@ def wait(runs: Sequence[Run], wanted: Sequence[int], deadline: float) -> list[in
         time.sleep(LOOK_EVERY)
 
 
-def measured(runs: Sequence[Run], skip: int, steps: int, seconds: float) -> list[dict[str, Any]]:
+def measured(
+    runs: Sequence[Run], skip: int, steps: int, seconds: float, look: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """What the runs, side by side, do in a time in which all of them train: see ``rate``. They are over when it returns or raises."""
     deadline = time.monotonic() + seconds
     try:
         for run in runs:
             run.start()
-        first = wait(runs, [skip + 1] * len(runs), deadline)
-        last = wait(runs, [have + steps - skip for have in first], deadline)
+        first = wait(runs, [skip + 1] * len(runs), deadline, look)
+        last = wait(runs, [have + steps - skip for have in first], deadline, look)
         return [rate(read_metrics(run.folder)[a - 1 : b]) for run, a, b in zip(runs, first, last, strict=True)]
     finally:
         stop(runs)
@@ -199,6 +246,7 @@ class Bench:
     recipe: TrainConfig
     variants: dict[str, dict[str, str]]
     folder: Path
+    request: Request
 
     def flags(self, name: str, processes: int, fields: dict[str, str]) -> list[str]:
         """What train.py is given."""
@@ -250,8 +298,8 @@ class Bench:
     def rounds(self) -> Iterator[tuple[list[dict[str, Any]], dict[str, str], dict[str, Any]]]:
         """(the rounds so far, variants that failed and why, the machine), after every measurement."""
         args, done, failed, machine = self.args, list[dict[str, Any]](), dict[str, str](), dict[str, Any]()
+        timed = (args.skip, args.steps, args.run_seconds, self.request.obey)
         for number in range(args.rounds):
-            timed = (args.skip, args.steps, args.run_seconds)
             runs = self.alone(number)
             done.append({ALONE: _told(f"round {number + 1}/{args.rounds} {ALONE}", runs, *timed), "variants": {}})
             machine = machine or machine_of([run.folder for run in runs])
@@ -268,10 +316,10 @@ class Bench:
                 yield done, failed, machine
 
 
-def _told(title: str, runs: Sequence[Run], skip: int, steps: int, seconds: float) -> list[dict[str, Any]]:
+def _told(title: str, runs: Sequence[Run], *timed: Any) -> list[dict[str, Any]]:
     print(f"{title}: starting", file=sys.stderr, flush=True)
     began = time.monotonic()
-    results = measured(runs, skip, steps, seconds)
+    results = measured(runs, *timed)
     rates = " + ".join(f"{result['tokens_per_second']:,.0f}" for result in results)
     print(f"{title}: {rates} tokens/s, after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return results
@@ -331,21 +379,18 @@ def main(argv: list[str] | None = None) -> None:
     facts = {"command": ["scripts/bench_scaling.py", *words], "processes": args.processes}
     facts |= {"steps": args.steps, "skip": args.skip}
     rows, failed = list[dict[str, Any]](), dict[str, str]()
-    # A request to end would otherwise leave the runs behind.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(args, recipe, variants, Path(folder))
-            bench.check()
-            write(args.json, **facts, complete=False, rounds=[], rows=[])
-            write_tokens(bench.folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
-            for rounds, failed, machine in bench.rounds():
-                rows = summary(rounds, failed)
-                over = all(name in rounds[-1]["variants"] or name in failed for name in variants)
-                complete = len(rounds) == args.rounds and over
-                write(args.json, **facts, complete=complete, machine=machine, rounds=rounds, rows=rows)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    request = Request()
+    with request.listening(), tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, recipe, variants, Path(folder), request)
+        bench.check()
+        write(args.json, **facts, complete=False, rounds=[], rows=[])
+        write_tokens(bench.folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
+        for rounds, failed, machine in bench.rounds():
+            rows = summary(rounds, failed)
+            over = all(name in rounds[-1]["variants"] or name in failed for name in variants)
+            complete = len(rounds) == args.rounds and over
+            write(args.json, **facts, complete=complete, machine=machine, rounds=rounds, rows=rows)
+            request.obey()
     print(table(rows))
     if failed:
         raise UserError("; ".join(f"{name} failed: {why}" for name, why in failed.items()))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +113,15 @@ def run_of(folder: Path, name: str, code: str, *arguments: Any) -> Run:
     )
 
 
-def groups() -> set[int]:
-    """Process groups in which a process is alive."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
+def commands_with(text: Path) -> list[bytes]:
+    """Command lines of the processes that name a file there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            found.append(path.read_bytes())
         except OSError:
             continue  # it has just ended
-        found |= {int(group)} if state != "Z" else set()
-    return found
+    return [command for command in found if bytes(text) in command]
 
 
 def test_runs_are_timed_while_all_of_them_train(tmp_path: Path) -> None:
@@ -134,16 +137,13 @@ def test_runs_are_timed_while_all_of_them_train(tmp_path: Path) -> None:
     assert first["tokens_per_second"] > 1.5 * second["tokens_per_second"]
 
 
-def test_runs_are_over_when_they_are_timed(tmp_path: Path) -> None:
-    """What they have started, too."""
-    code = (
-        "import subprocess, sys\nsubprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
-        + WRITER
-    )
-    run = run_of(tmp_path, "parent", code, 0, 0.01)
+@pytest.mark.parametrize("own_session", [False, True])
+def test_runs_are_over_when_they_are_timed(tmp_path: Path, own_session: bool) -> None:
+    """What they have started, too, wherever it is: this parent ends without a word to its child, as a killed torchrun does."""
+    child = f"[sys.executable, '-S', '-c', 'import time; time.sleep(60)', sys.argv[1]], start_new_session={own_session}"
+    run = run_of(tmp_path, "parent", f"import subprocess, sys\nsubprocess.Popen({child})\n{WRITER}", 0, 0.01)
     measured([run], skip=0, steps=5, seconds=30)
-    assert run.process is not None
-    assert run.process.pid not in groups()
+    assert commands_with(run.folder) == []
 
 
 def test_a_run_that_never_gets_there_is_ended_after_its_time(tmp_path: Path) -> None:
@@ -227,6 +227,166 @@ def test_more_processes_than_gpus_are_refused(
     assert "--processes = 3: expected at most 2, the GPUs of this host" in said
 
 
+# ---- what is known at any time
+
+
+@pytest.fixture
+def stand_ins(place: Place, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """Arguments for ``main``, which then measures stand-ins for train.py; the variants named ``hangs`` never take a step."""
+
+    def alone(bench: bench_scaling.Bench, number: int) -> list[Run]:
+        return [run_of(bench.folder, f"alone-{gpu}-{number}", WRITER, 0, 0.002) for gpu in range(bench.args.processes)]
+
+    def together(bench: bench_scaling.Bench, name: str, number: int) -> list[Run]:
+        return [run_of(bench.folder, f"{name}-{number}", WRITER, 1000 if name == "hangs" else 0, 0.002)]
+
+    monkeypatch.setattr(bench_scaling.Bench, "alone", alone)
+    monkeypatch.setattr(bench_scaling.Bench, "together", together)
+    monkeypatch.setattr(bench_scaling, "machine_of", lambda folders: {"runs": len(folders)})
+    monkeypatch.setattr(bench_scaling, "LOOK_EVERY", 0.02)
+    name = request.node.name
+    recipe = str(place.preset_file(place.config(re.sub(r"\W", "_", name))))
+    return [recipe, "--processes", "2", "--steps", "10", "--skip", "2", "--json", str(place.folder / f"{name}.json")]
+
+
+def known(path: str | Path) -> tuple[bool, list[list[str]], list[str]]:
+    """Of a JSON: whether it is complete, the variants of each round, the names of the rows."""
+    content = json.loads(Path(path).read_text())
+    return content["complete"], [list(r["variants"]) for r in content["rounds"]], [r["name"] for r in content["rows"]]
+
+
+ALONE = ["alone 0", "alone 1", "alone, sum"]
+
+
+def test_the_json_is_rewritten_after_every_measurement(stand_ins: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    write = bench_scaling.write
+
+    def seen(path: Path, **content: Any) -> None:
+        write(path, **content)
+        written.append(known(path))
+
+    monkeypatch.setattr(bench_scaling, "write", seen)
+    bench_scaling.main([*stand_ins, "--rounds", "2", "--variants", "plain", "other"])
+    names = ["plain", "other"]
+    assert written == [
+        (False, [], []),
+        (False, [[]], ALONE),
+        (False, [names[:1]], [*ALONE, "plain"]),
+        (False, [names], [*ALONE, *names]),
+        (False, [names, []], [*ALONE, *names]),
+        (False, [names, names[:1]], [*ALONE, *names]),
+        (True, [names, names], [*ALONE, *names]),
+    ]
+
+
+def test_the_json_has_what_is_known_where_a_variant_hangs(stand_ins: list[str]) -> None:
+    """Its time is over; the variants before and behind it are there."""
+    limits = ["--rounds", "1", "--run-seconds", "2"]
+    with pytest.raises(SystemExit):
+        bench_scaling.main([*stand_ins, *limits, "--variants", "plain", "hangs", "other"])
+    assert known(stand_ins[-1]) == (True, [["plain", "other"]], [*ALONE, "plain", "other", "hangs"])
+
+
+def end_once(ready: Callable[[], bool], number: signal.Signals) -> threading.Thread:
+    """A thread that sends this process a signal once it is time for it."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 30
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_json_has_what_is_known_where_the_script_is_told_to_end(
+    stand_ins: list[str], number: signal.Signals
+) -> None:
+    """In the middle of a variant that hangs: what was measured before it is there already while it does, and stays."""
+    path = Path(stand_ins[-1])
+    during = []
+
+    def ready() -> bool:
+        during[:] = [known(path)] if path.exists() else []
+        return bool(during) and during[0][1] == [["plain"]]
+
+    thread = end_once(ready, number)
+    with pytest.raises(SystemExit) as ended:
+        bench_scaling.main([*stand_ins, "--rounds", "1", "--variants", "plain", "hangs"])
+    thread.join()
+    assert ended.value.code == 128 + number
+    assert [*during, known(path)] == 2 * [(False, [["plain"]], [*ALONE, "plain"])]
+
+
+def test_a_signal_while_a_run_is_started_leaves_none_behind(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the second process is there and nobody has noted its number yet."""
+    started: list[Any] = []
+
+    class Told(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            started.append(self)
+            if len(started) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    with pytest.raises(SystemExit) as ended:
+        bench_scaling.main(stand_ins)
+    codes = [process.poll() for process in started]
+    for process in started:
+        process.kill()
+    assert (ended.value.code, codes) == (143, [-signal.SIGTERM, -signal.SIGTERM])
+
+
+def test_a_signal_while_runs_are_ended_leaves_none_behind(tmp_path: Path) -> None:
+    """It comes when the first is told to end, and is obeyed when both are over."""
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (os.kill(os.getppid(), signal.SIGTERM), time.sleep(0.3), sys.exit()))\n"
+    )
+    runs = [run_of(tmp_path, "first", code + WRITER, 0, 0.01), run_of(tmp_path, "second", WRITER, 0, 0.01)]
+    request = bench_scaling.Request()
+    with request.listening():
+        measured(runs, skip=0, steps=5, seconds=30, look=request.obey)
+        assert [run.process.returncode for run in runs if run.process is not None] == [0, -signal.SIGTERM]
+        with pytest.raises(SystemExit):
+            request.obey()
+
+
+def test_a_signal_between_two_measurements_starts_no_other_run(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[str] = []
+    write = bench_scaling.write
+
+    def told(path: Path, **content: Any) -> None:
+        write(path, **content)
+        if content["rounds"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(bench_scaling, "write", told)
+    monkeypatch.setattr(bench_scaling.Bench, "together", lambda bench, name, number: together.append(name) or [])
+    with pytest.raises(SystemExit) as ended:
+        bench_scaling.main(stand_ins)
+    assert (ended.value.code, together) == (143, [])
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with bench_scaling.Request().listening():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 # ---- a true run
 
 
@@ -269,17 +429,6 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(bench: tuple[Any, dic
     assert "error: optim.fused = 'auto'" in last
     assert "elastic" not in last
     assert [list(one["variants"]) for one in content["rounds"]] == [["plain"]]
-
-
-def commands_with(text: Path) -> list[bytes]:
-    """Command lines of the processes that name a file there."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_bytes())
-        except OSError:
-            continue  # it has just ended
-    return [command for command in found if bytes(text) in command]
 
 
 @pytest.mark.slow

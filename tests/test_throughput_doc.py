@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import re
 import statistics
@@ -180,55 +181,172 @@ def test_the_profiled_steps_are_those_of_the_profile() -> None:
     assert written == expected
 
 
-def test_scaling_is_the_median_of_the_steps_behind_the_start() -> None:
+SCALING = {"B": "scaling_2.json", "C": "scaling_2_in_place.json", "D": "scaling_4.json"}
+TOKENS = 32 * 1024  # of a GPU's step
+
+
+def scaling(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Of the one round of a measurement: the GPUs alone, then each variant."""
+    (measured,) = json.loads((RESULTS / SCALING[name]).read_text())["rounds"]
+    return {"alone": measured["alone"]} | {variant: [found] for variant, found in measured["variants"].items()}
+
+
+def rates(name: str) -> dict[str, float]:
+    """Tokens/s of all alone together, and of each variant."""
+    if name in SCALING:
+        return {variant: sum(run["tokens_per_second"] for run in runs) for variant, runs in scaling(name).items()}
     with (RESULTS / "scaling.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if int(line["step"]) > 30]
-    found = {
-        gpus: statistics.median(float(line["tokens_per_second"]) for line in lines if line["run"] == f"scale_{gpus}")
+    one, two = (
+        statistics.median(float(line["tokens_per_second"]) for line in lines if line["run"] == f"scale_{gpus}")
         for gpus in (1, 2)
-    }
-    expected = [(str(n), f"{rate:,.0f}", f"{100 * rate / n / found[1]:.3g} %") for n, rate in found.items()]
-    assert [tuple(row.values()) for row in table(DOCUMENT, "GPUs")] == expected
+    )
+    return {"alone": 2 * one, "overlap": two}
 
 
-def test_two_gpus_are_compared_with_both_alone() -> None:
-    rows = {row["name"]: row for row in json.loads((RESULTS / "scaling_2.json").read_text())["rows"]}
-    rates = {name: row["tokens_per_second"]["median"] for name, row in rows.items()}
-    alone = rates["alone, sum"]
+def step_ms(name: str, variant: str) -> list[float]:
+    """Every step of a variant, or of all GPUs alone; none where they were not kept."""
+    return [] if name not in SCALING else [ms for run in scaling(name)[variant] for ms in run.get("step_ms", [])]
+
+
+def mean_ms(name: str, variant: str, gpus: int = 2) -> float:
+    return 1000 * gpus * TOKENS / rates(name)[variant]
+
+
+def spread_of(steps: list[float]) -> str:
+    if not steps:
+        return ""
+    tenths = statistics.quantiles(steps, n=10, method="inclusive")
+    return f"{statistics.median(steps):.1f} ({tenths[0]:.1f} - {tenths[-1]:.1f}), {max(steps):.1f}"
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("A", 2), ("B", 2), ("C", 2), ("D", 4)])
+def test_several_gpus_are_compared_with_all_of_them_alone(name: str, gpus: int) -> None:
+    found = rates(name)
     expected = [
-        (name, f"{rates[name]:,.0f}", f"{100 * rates[name] / alone:.3g} %")
-        for name in ("alone, sum", "plain", "overlap", "b100")
+        (
+            str(gpus),
+            variant,
+            f"{rate:,.0f}",
+            f"{100 * rate / found['alone']:.3g} %",
+            f"{mean_ms(name, variant, gpus):.2f}",
+            spread_of(step_ms(name, variant)),
+            name,
+        )
+        for variant, rate in found.items()
     ]
-    assert [tuple(row.values()) for row in table(DOCUMENT, "two GPUs")] == expected
-    lost = 1000 * 2 * 32 * 1024 * (1 / rates["plain"] - 1 / alone)
-    assert f"loses is {lost:.1f} ms of a step of {1000 * 2 * 32 * 1024 / alone:.1f};" in DOCUMENT.read_text()
+    shown = [tuple(row.values()) for row in table(DOCUMENT, "GPUs")]
+    assert [row for row in shown if row[-1] == name] == expected
+    assert {row[-1] for row in shown} == {"A", *SCALING}
 
 
-def test_two_gpus_again_are_compared_with_both_alone() -> None:
-    rows = {row["name"]: row for row in json.loads((RESULTS / "scaling_2_in_place.json").read_text())["rows"]}
-    rates = {name: row["tokens_per_second"]["median"] for name, row in rows.items()}
-    expected = [
-        (name, f"{rate:,.0f}", f"{100 * rate / rates['alone, sum']:.3g} %")
-        for name, rate in rates.items()
-        if name not in ("alone 0", "alone 1")
-    ]
-    assert [tuple(row.values()) for row in table(DOCUMENT, "two GPUs, again")] == expected
+def words_of() -> str:
+    """The document, its lines joined."""
+    return " ".join(DOCUMENT.read_text().split())
+
+
+def test_several_gpus_make_so_many_times_the_tokens_of_one() -> None:
+    def times(gpus: int, names: str) -> list[str]:
+        found = [(rates(name), variant) for name in names for variant in rates(name) if variant != "alone"]
+        return sorted({f"{gpus * rate[variant] / rate['alone']:.2f}" for rate, variant in found})
+
+    (least, *_, most), (four,) = times(2, "ABC"), times(4, "D")
+    assert f"Two GPUs made {least} to {most} times the tokens of one, by turns, four {four} times;" in words_of()
+
+
+def test_the_steps_timed_are_as_many_as_is_said() -> None:
+    for name in SCALING:
+        counts = sorted({run["steps"] for runs in scaling(name).values() for run in runs})
+        said = {1: f"[{counts[0]}]", 2: f"[{counts[0]} or {counts[-1]}]", 3: f"[{counts[0]} to {counts[-1]}]"}
+        assert f"{said[len(counts)]}(../results/throughput/{SCALING[name]})" in words_of()
+
+
+def test_two_gpus_had_two_speeds() -> None:
+    steps = sorted(mean_ms(name, variant) for name in "BC" for variant in rates(name) if variant != "alone")
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    cut = gaps.index(max(gaps)) + 1
+    fast, slow = steps[:cut], steps[cut:]
+    said = f"takes {fast[0]:.1f} to {fast[-1]:.1f} ms or {slow[0]:.1f} to {slow[-1]:.1f}, about"
+    assert said in words_of()
+    assert f"about {statistics.mean(slow) - statistics.mean(fast):.0f} ms more" in words_of()
+
+
+def test_no_step_of_four_gpus_is_a_slow_one() -> None:
+    """Slow would be 8 ms above the median; half of that is the line."""
+    variants = [step_ms("D", variant) for variant in ("in_place", "plain")]
+    steps = [ms for each in variants for ms in each]
+    said = re.search(
+        r"none of the (\d+) steps of its two variants is a slow one, the longest takes ([\d.]+) ms", words_of()
+    )
+    assert said is not None
+    assert said.groups() == (str(len(steps)), f"{max(steps):.1f}")
+    assert max(steps) < min(statistics.median(each) for each in variants) + 4
+
+
+def test_the_exchange_at_four_gpus_is_above_the_mean_of_the_four_alone() -> None:
+    alone = [statistics.median(run["step_ms"]) for run in scaling("D")["alone"]]
+    base = statistics.mean(alone)
+    in_place, plain = (statistics.median(step_ms("D", variant)) - base for variant in ("in_place", "plain"))
+    said = f"costs {in_place:.2f} ms a step in place and {plain:.2f} in `plain`: medians of the steps against {base:.2f} ms,"
+    assert said in words_of()
+    counted = 1.5 * exchanges()["in place, one call, mean"]
+    late = max(alone) - base
+    assert f"{counted:.2f} ms at the rate of two in place" in words_of()
+    assert f"would allow {100 * base / (base + counted):.1f} %" in words_of()
+    assert f"is {late:.2f} ms above that mean. Together that is {counted + late:.2f} ms" in words_of()
+
+
+def test_the_measurement_of_four_gpus_is_incomplete() -> None:
+    content = json.loads((RESULTS / "scaling_4.json").read_text())
+    asked = [text.split("=")[0] for text in content["command"][content["command"].index("--variants") + 1 :]]
+    assert (content["complete"], asked) == (False, ["in_place", "plain", "graphs", "muon"])
+    assert list(scaling("D")) == ["alone", *asked[:2]]
+
+
+def test_the_gain_of_each_way_to_exchange_is_the_difference_of_its_rows() -> None:
+    overlap = mean_ms("B", "plain") - mean_ms("B", "overlap")
+    larger = mean_ms("B", "overlap") - mean_ms("B", "b100")
+    two, four = (mean_ms(name, "plain", gpus) - mean_ms(name, "in_place", gpus) for name, gpus in (("C", 2), ("D", 4)))
+    measured = {row["switch"]: row["measured"] for row in table(DOCUMENT, "trick")}
+    assert measured["overlap"].startswith(f"{overlap:.2f} at 2 GPUs, one round")
+    assert measured["bucket_mb 100, with overlap"] == f"{larger:.2f} at 2 GPUs, the same round"
+    assert (
+        measured["exchange in_place, without overlap"] == f"{two:.2f} at 2 GPUs, one round; {four:.2f} at 4, one round"
+    )
+
+
+def written_exchanges() -> dict[str, tuple[str, str]]:
+    """ms and GB/s of each way in exchange.txt, by the names of the script as it is now."""
+    text = (RESULTS / "exchange.txt").read_text()
+    earlier = {"coalesced, mean": "in place, one call, mean"}
+    earlier["reduce-scatter and all-gather, coalesced"] = "reduce-scatter and all-gather"
+    found = {name.strip(): (ms, rate) for name, ms, rate in re.findall(r"(.+?) +([\d.]+) ms +([\d.]+) GB/s", text)}
+    return {earlier.get(name, name): cells for name, cells in found.items()}
+
+
+def exchanges() -> dict[str, float]:
+    return {name: float(ms) for name, (ms, _) in written_exchanges().items()}
 
 
 def test_the_exchange_by_itself_is_as_measured() -> None:
-    text = (RESULTS / "exchange.txt").read_text()
-    measured = {name.strip(): (ms, rate) for name, ms, rate in re.findall(r"(.+?) +([\d.]+) ms +([\d.]+) GB/s", text)}
-    earlier = {"coalesced, mean": "in place, one call, mean"}
-    earlier["reduce-scatter and all-gather, coalesced"] = "reduce-scatter and all-gather"
-    named = {earlier.get(name, name): found for name, found in measured.items()}
     shown = [tuple(row.values()) for row in table(DOCUMENT, "GPT-2's gradients over two GPUs")]
-    assert shown == [(name, *named[name]) for name, *_ in shown]
+    assert shown == [(name, *written_exchanges()[name]) for name, *_ in shown]
     assert len(shown) == 7
-    rows = {row["name"]: row for row in json.loads((RESULTS / "scaling_2_in_place.json").read_text())["rows"]}
-    step = 1000 * 2 * 32 * 1024 / rows["alone, sum"]["tokens_per_second"]["median"]
-    in_place = float(named["in place, one call, mean"][0])
-    words = f"a step of {step:.1f} ms and {in_place:.2f} more are {100 * step / (step + in_place):.1f} %"
-    assert words in DOCUMENT.read_text()
+
+
+def test_what_the_exchange_by_itself_allows_is_counted_from_it() -> None:
+    step, in_place, one = mean_ms("C", "alone"), exchanges()["in place, one call, mean"], exchanges()["one buffer, sum"]
+    sharded = exchanges()["reduce-scatter and all-gather"] - in_place
+    ddp = exchanges()["buckets of 25 MiB, sum"] + exchanges()["copies into buckets"]
+    lost = mean_ms("B", "plain") - mean_ms("B", "alone")
+    allowed = f"{100 * step / (step + in_place):.1f} %"
+    said = (
+        f"are {ddp:.2f} ms of the {lost:.2f} that `plain` lost in B; in place it is {in_place:.2f}.",
+        f"that nothing hides allows {allowed}**: a step of {step:.1f} ms and {in_place:.2f} more are {allowed};",
+        f"in one buffer, {one:.2f} ms, it would be {100 * step / (step + one):.1f}.",
+        f"take {sharded:.2f} ms longer",
+    )
+    assert [words for words in said if words not in words_of()] == []
 
 
 def test_five_thousand_steps_took_what_is_said() -> None:
