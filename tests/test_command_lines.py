@@ -58,6 +58,9 @@ def test_an_option_that_there_is_not_is_one_line(
         ("bench_train", [DEBUG, "--variants", "plain", "plain"], "'plain plain': expected each name once"),
         ("bench_train", [DEBUG, "--profile-variants", "plan"], "--profile-variants = 'plan': expected one of plain"),
         ("bench_train", [DEBUG, "--json", "nowhere/b.json"], "nowhere/b.json: no folder nowhere"),
+        ("branch_run", ["run"], "the following arguments are required: out"),
+        ("branch_run", ["run", "new", "--layer", "1"], "--layer and --factor: name both of them, or neither"),
+        ("branch_run", ["nowhere", "new"], "nowhere: no such folder"),
         ("convert_recording", ["from-published", "here"], "the following arguments are required: NAME"),
     ],
 )

@@ -60,6 +60,15 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
     return tuple(plans)
 
 
+def drop_interventions_from(path: Path, step: int, known: Sequence[dict[str, Any]]) -> None:
+    """Rewrite the record without what a run will do again that goes on from the checkpoint of ``step``; ``known``: its ``state()``."""
+    # A switch of the very step that the checkpoint knows was made before it; an alarm is raised behind it and will be again.
+    made = {None, *(Switch(**entry).option() for entry in known)}
+    drop_lines_from(
+        path, step, keep=lambda line: line["kind"] == "switch" and line["step"] == step and line.get("option") in made
+    )
+
+
 class Interventions:
     """The switches of one run, and the record of what happened.
 
@@ -84,6 +93,7 @@ class Interventions:
         known: Sequence[dict[str, Any]] = (),
     ):
         self._base, self._check, self._folder = base, check, folder
+        self._known = known
         self._switches = [Switch(**entry) for entry in known]
         # What the checkpoint knows was made, and recorded, before it was written.
         self.plans = base if resume_step is None else plans_at(base, self._switches, resume_step)
@@ -105,12 +115,7 @@ class Interventions:
         """Drop what the record says of steps that the resumed run will do again. Call it once the run is sure to start."""
         if self._folder is None or self._resume_step is None or not (self._folder / INTERVENTIONS_FILE).exists():
             return
-        # A switch of the very step was made before its checkpoint, an alarm is raised behind it and will be again.
-        drop_lines_from(
-            self._folder / INTERVENTIONS_FILE,
-            self._resume_step,
-            keep=lambda record: record["kind"] == "switch" and record["step"] == self._resume_step,
-        )
+        drop_interventions_from(self._folder / INTERVENTIONS_FILE, self._resume_step, self._known)
 
     def add(self, switch: Switch) -> bool:
         """Schedule one more; False where the layer has that attention then anyway. Raises ``UserError`` where it cannot be."""

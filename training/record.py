@@ -65,6 +65,26 @@ def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[s
     return [*earlier, {"from_step": from_step, **facts}]
 
 
+def branched(folder: Path, step: int, config_json: dict[str, Any], came_from: dict[str, Any]) -> dict[str, Any]:
+    """The record of a new run with ``config_json`` that goes on from the checkpoint of ``step`` of the run in ``folder``.
+
+    It has that run's sessions up to there, and one with ``came_from`` as its ``branched_from``. Raises ``UserError`` for a folder without
+    a record.
+    """
+    made_with = environment(torch.device("cpu"), 1)
+    *earlier, own = sessions(folder, step, made_with)
+    # One that was resumed from this very checkpoint, or from a later one, is no part of what led to it; a branch there is.
+    led_to_it = [
+        session
+        for session in earlier
+        if not session["from_step"]
+        or session["from_step"] < step
+        or ("branched_from" in session and session["from_step"] == step)
+    ]
+    content = _read_record(folder / "config.json") | made_with | {"config": config_json}
+    return content | {"sessions": [*led_to_it, own | {"branched_from": came_from}]}
+
+
 def check_restart(folder: Path, checkpoints: Path) -> None:
     """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start from step 0."""
     path = folder / "config.json"

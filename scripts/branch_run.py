@@ -1,0 +1,173 @@
+"""A new run that goes on from a checkpoint of another one: what would have become of that, had something been changed there?
+
+    python scripts/branch_run.py runs/flash/checkpoints/step_00003000 runs/late
+    python train.py RECIPE --run.name late --run.resume --run.steps 4500 --alarm.switches 3000:1:flash_subtracted
+
+    python scripts/branch_run.py runs/small runs/large --layer 1 --factor 30000
+
+The new run has the checkpoint (of a run's folder, the newest) and what was logged before its step, as a resume of the old run would
+keep it: metrics, telemetry and interventions. Left alone it goes on to the same bits. With --layer and --factor, W_Q and W_K of that layer
+are larger by the square root of --factor; all else is as it was, the optimiser's moments too. RECIPE and options are the old run's, or
+those that a resume may change. ``sessions`` of config.json says where the new run comes from.
+
+A branch of a run that replays goes on replaying. A branch of a run that records (``data.record``) does neither: batches are a function of
+data.seed and the step, so it draws the same ones, also beyond the end of the recording, and the old run's recording stays its own. Such a
+branch is resumed without --data.record, which would be refused. On Weights & Biases it is a run of its own, from that step on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import config as configuration
+from analysis.gradients import larger_logits
+from config import RunConfig, TrainConfig
+from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from files import sync_folder
+from scripts.autopsy import build, read_checkpoint
+from training import record
+from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
+from training.intervention import INTERVENTIONS_FILE, drop_interventions_from
+from training.metrics import METRICS_FILE, drop_lines_from, read_metrics
+from training.telemetry import TELEMETRY_FILE
+
+
+def enlarged(loaded: Loaded, layer: int, factor: float) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint by name, with larger logits in one layer.
+
+    Raises ``UserError`` for a layer that it lacks, and for a model whose logits do not go with W_Q and W_K.
+    """
+    shape = configuration.from_json(TrainConfig, loaded.config_json).model
+    if not 0 <= layer < shape.n_layer:
+        raise invalid("--layer", layer, f"0 to {shape.n_layer - 1}, counted from 0")
+    if shape.qk_norm or shape.bias:
+        raise invalid("--factor", factor, "1: with qk_norm or biases logits do not grow with W_Q and W_K")
+    model, _, _ = build(loaded, torch.device("cpu"))
+    with larger_logits(model, layer, factor):
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def run_of(loaded: Loaded) -> Path:
+    """The folder of the run that wrote the checkpoint. Raises ``UserError`` where its log does not reach the checkpoint."""
+    folder = loaded.path.resolve().parent.parent
+    every = loaded.config_json["run"]["log_every"]
+    last = max((row["step"] for row in read_metrics(folder) if row["step"] < loaded.step), default=-1)
+    if last < loaded.step - every:
+        path = folder / METRICS_FILE
+        raise UserError(f"{path}: before step {loaded.step} of {loaded.path} its last line is of step {last}")
+    return folder
+
+
+def settings_of(loaded: Loaded, out: Path) -> dict[str, Any]:
+    """The new run's configuration as JSON. Raises ``UserError`` for a name that a run cannot have."""
+    old = loaded.config_json
+    changes: dict[str, dict[str, Any]] = {"run": {"name": out.name, "folder": str(out.parent)}}
+    if old["data"]["record"]:
+        changes["data"] = {"record": "", "record_tokens": False}
+    settings = old | {section: old[section] | fields for section, fields in changes.items()}
+    configuration.from_json(TrainConfig, settings)
+    return settings
+
+
+def copy_logs(loaded: Loaded, folder: Path, to: Path) -> None:
+    """What the run in ``folder`` had logged when it wrote the checkpoint, as resuming it would keep that."""
+    for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
+        if not (folder / name).is_file():
+            continue
+        shutil.copyfile(folder / name, to / name)
+        if name == INTERVENTIONS_FILE:
+            drop_interventions_from(to / name, loaded.step, loaded.extra.get("switches", ()))
+        else:
+            drop_lines_from(to / name, loaded.step)
+
+
+def write(
+    out: Path, loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor], logits: dict[str, float] | None
+) -> None:
+    """Make the run ``out`` of the checkpoint with other ``weights``; it appears under its name only when whole.
+
+    ``folder``: of the run that wrote the checkpoint. ``logits``: what was done to the weights, for the record. Raises ``UserError``.
+    """
+    settings = settings_of(loaded, out)
+    came_from = {"run": loaded.config_json["run"]["name"], "step": loaded.step} | ({"logits": logits} if logits else {})
+    content = record.branched(folder, loaded.step, settings, came_from)
+    if loaded.config_json["data"]["record"]:
+        content["batches"] |= {"recording": "", "recording_start": ""}
+    aside = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        copy_logs(loaded, folder, aside)
+        record.write_record(aside, content)
+        Checkpoints(aside / "checkpoints", CheckpointConfig()).save(
+            loaded.step,
+            model_state=weights,
+            optimizer_state=loaded.optimizer_state,
+            scaler_state=loaded.scaler_state,
+            rng=loaded.rng,
+            position=loaded.position,
+            config_json=settings,
+            extra=loaded.extra,
+        )
+        sync_folder(aside)
+        os.rename(aside, out)
+        sync_folder(out.parent)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(f"{out}: cannot be made ({error.strerror or error})") from error
+        raise
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked as far as it can be without the checkpoint."""
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="checkpoint, or folder of a run (its newest one)")
+    parser.add_argument("out", type=Path, help="folder of the new run, which must not exist; its name is the run's")
+    parser.add_argument("--layer", type=int, help="from 0: the layer whose logits are to be larger")
+    parser.add_argument("--factor", type=float, help="how many times larger")
+    args = parser.parse_args(arguments)
+    if (args.layer is None) != (args.factor is None):
+        raise UserError("--layer and --factor: name both of them, or neither")
+    if args.factor is not None and not 0 < args.factor < math.inf:
+        raise invalid("--factor", args.factor, "a number above 0")
+    if os.path.lexists(args.out):
+        raise UserError(f"{args.out}: exists; name a new run")
+    return args
+
+
+@exit_on_user_error
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    loaded = read_checkpoint(args.run)
+    folder, old = run_of(loaded), loaded.config_json["run"]["name"]
+    if args.out.name == old:
+        raise invalid("OUT", args.out.name, "another name than that of the run it comes from: reports tell runs by it")
+    weights, logits, told = loaded.model_state, None, ""
+    if args.layer is not None:
+        weights, logits = enlarged(loaded, args.layer, args.factor), {"layer": args.layer, "factor": args.factor}
+        told = f", logits of layer {args.layer} times {args.factor:,g}"
+    write(args.out, loaded, folder, weights, logits)
+    place = "" if args.out.parent == Path(RunConfig().folder) else f" --run.folder {shlex.quote(str(args.out.parent))}"
+    without = " but without --data.record" if loaded.config_json["data"]["record"] else ""
+    print(f"wrote {args.out}: step {loaded.step} of {old}{told}")
+    print(
+        f"it goes on with: python train.py RECIPE --run.name {args.out.name}{place} --run.resume --run.steps N, "
+        f"N above {loaded.step}, RECIPE and other options as for {old}{without}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""scripts/branch_run.py: a new run from another one's checkpoint, the same bits where nothing is changed, and larger logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Place, lines, new_place, optimizer, preset, tree, weights
+
+from data.recording import Recording
+from errors import UserError
+from scripts import branch_run as script
+from scripts.autopsy import read_checkpoint
+from scripts.compare_runs import load_run
+from training.alarm import AlarmConfig
+from training.checkpoint import Checkpoints
+from training.metrics import read_lines
+
+C = 16
+BEFORE, STEP, LAST = 10, 20, 30
+# Both layers are accused at step 4; a switch before the checkpoint and one of its very step.
+ALARM = AlarmConfig(
+    warm_up=0,
+    growth_exponent=1e-3,
+    growth_logit=1e-3,
+    growth_probes=1,
+    switches=("7:1:flash_fp32_o", "20:0:flash_delta_from_p"),
+)
+FIELDS: dict[str, Any] = {
+    "run.steps": LAST,
+    "precision.dtype": "bfloat16",
+    "attention": preset("flash_stochastic_p_o"),
+    "alarm": ALARM,
+    "telemetry.every": 2,
+    "checkpoint.keep_last": 9,
+    "run.log_every": 2,
+}
+RESUME = {"run.resume": True}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """With a run of 30 steps that recorded its batches, and checkpoints of 10, 20 and 30."""
+    with new_place(tmp_path_factory) as place:
+        place.train("old", {**FIELDS, "data.record": place.recording("old"), "data.record_tokens": True})
+        yield place
+
+
+def checkpoint(place: Place, run: str, step: int = STEP) -> Path:
+    return place.runs / run / f"checkpoints/step_{step:08d}"
+
+
+def branch(place: Place, name: str, *arguments: str, of: Path | None = None) -> Path:
+    script.main([str(of or checkpoint(place, "old")), str(place.runs / name), *arguments])
+    return place.runs / name
+
+
+def probes(run: Path) -> list[dict[str, Any]]:
+    return [entry | {"probe_seconds": 0} for entry in read_lines(run / "telemetry.jsonl")]
+
+
+def interventions(run: Path) -> list[dict[str, Any]]:
+    return list(read_lines(run / "interventions.jsonl"))
+
+
+def record_of(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "config.json").read_text())
+    return content
+
+
+# ---- nothing changed
+
+
+def assert_same_run(run: Path, old: Path) -> None:
+    """The two differ in nothing that is measured: losses, probes, alarms, weights, moments."""
+    assert lines(run) == lines(old)
+    assert probes(run) == probes(old)
+    assert interventions(run) == interventions(old)
+    assert (weights(run, LAST), optimizer(run, LAST)) == (weights(old, LAST), optimizer(old, LAST))
+
+
+def test_the_old_run_has_what_a_branch_must_keep(place: Place) -> None:
+    events = [(event["kind"], event["step"]) for event in interventions(place.runs / "old")]
+    assert ("switch", STEP) in events
+    assert any(kind == "alarm" and step < STEP for kind, step in events)
+
+
+@pytest.mark.parametrize("step", [BEFORE, STEP])
+def test_a_branch_of_a_recording_run_has_the_same_bits(place: Place, step: int) -> None:
+    before = tree(Path(place.recording("old")))
+    run = branch(place, f"drawn_{step}", of=checkpoint(place, "old", step))
+    assert_same_run(place.train(run.name, {**FIELDS, **RESUME}), place.runs / "old")
+    assert tree(Path(place.recording("old"))) == before
+
+
+def test_a_branch_of_a_replay_has_the_same_bits(place: Place) -> None:
+    fields = {**FIELDS, "data.replay": place.recording("old")}
+    old = place.train("replay", fields)
+    run = branch(place, "replay_on", of=checkpoint(place, "replay"))
+    assert_same_run(place.train(run.name, {**fields, **RESUME}), old)
+    assert record_of(run)["batches"] == record_of(old)["batches"]
+
+
+def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
+    before = tree(Path(place.recording("old")))
+    branch(place, "thief")
+    with pytest.raises(UserError, match=r"^data\.record = .*: expected '', as in the checkpoint"):
+        place.train("thief", {**FIELDS, **RESUME, "data.record": place.recording("old")})
+    assert tree(Path(place.recording("old"))) == before
+    assert Recording.open(Path(place.recording("old"))).complete
+
+
+def test_a_branch_of_a_recording_run_goes_beyond_its_recording(place: Place) -> None:
+    longer = {**FIELDS, **RESUME, "run.steps": LAST + 5}
+    run = branch(place, "longer", of=checkpoint(place, "old", LAST))
+    place.train("longer", longer)
+    assert lines(run)[-1]["step"] == LAST + 5
+
+
+# ---- what it starts with
+
+
+def test_the_newest_checkpoint_of_a_run_is_taken(place: Place) -> None:
+    run = branch(place, "newest", of=place.runs / "old")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{LAST:08d}"]
+
+
+def test_the_checkpoint_is_the_old_one_but_for_where_it_lies(place: Place) -> None:
+    after, before = (read_checkpoint(path) for path in (branch(place, "same"), checkpoint(place, "old")))
+    for name in ("model", "optimizer", "rng"):
+        contents = [(one.path / f"{name}.safetensors").read_bytes() for one in (after, before)]
+        assert contents[0] == contents[1], name
+    assert (after.step, after.position, after.extra) == (before.step, before.position, before.extra)
+    changed = {
+        "run": {"name": "same", "folder": str(place.runs)},
+        "data": {"record": "", "record_tokens": False},
+    }
+    assert after.config_json == before.config_json | {
+        section: before.config_json[section] | fields for section, fields in changed.items()
+    }
+
+
+def test_logs_end_before_the_checkpoint(place: Place) -> None:
+    run, old = branch(place, "logged"), place.runs / "old"
+    assert lines(run, without=()) == [line for line in lines(old, without=()) if line["step"] < STEP]
+    assert probes(run) == [entry for entry in probes(old) if entry["step"] < STEP]
+    assert interventions(run) == [
+        event for event in interventions(old) if event["step"] < STEP or event["kind"] == "switch"
+    ]
+
+
+def test_a_branch_can_be_compared_before_it_goes_on(place: Place) -> None:
+    assert load_run(branch(place, "compared")).batches["recording"] == ""
+
+
+def test_a_relative_checkpoint_knows_its_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint(place, "old").parent)
+    run = branch(place, "relative", of=Path(f"step_{STEP:08d}"))
+    assert len(lines(run)) == STEP // 2
+
+
+# ---- the record
+
+
+def test_the_record_says_where_it_comes_from_also_after_it_went_on(place: Place) -> None:
+    branch(place, "said")
+    run = place.train("said", {**FIELDS, **RESUME})
+    sessions = record_of(run)["sessions"]
+    assert [(one["from_step"], one.get("branched_from")) for one in sessions] == [
+        (0, None),
+        (STEP, {"run": "old", "step": STEP}),
+        (STEP, None),
+    ]
+
+
+def test_a_branch_of_a_branch_names_both(place: Place) -> None:
+    branch(place, "first")
+    run = branch(place, "second", "--layer", "0", "--factor", "4", of=place.runs / "first")
+    sessions = record_of(run)["sessions"]
+    assert [one.get("branched_from") for one in sessions] == [
+        None,
+        {"run": "old", "step": STEP},
+        {"run": "first", "step": STEP, "logits": {"layer": 0, "factor": 4.0}},
+    ]
+
+
+def test_sessions_behind_the_checkpoint_are_not_the_branch_s(place: Place) -> None:
+    place.train("parts", {**FIELDS, "run.steps": STEP})
+    place.train("parts", {**FIELDS, **RESUME})
+    run = branch(place, "of_parts", of=checkpoint(place, "parts"))
+    assert [one["from_step"] for one in record_of(run)["sessions"]] == [0, STEP]
+
+
+# ---- changed on its way
+
+
+def switched(place: Place, name: str, **fields: Any) -> Path:
+    """A run from step 10 of another one on, with a switch at that step."""
+    alarm = AlarmConfig(switches=("7:1:flash_fp32_o", "10:0:flash_delta_from_p"))
+    return place.train(name, {**FIELDS, "alarm": alarm, "run.steps": 20, **RESUME, **fields})
+
+
+def switches(run: Path) -> list[tuple[int, int]]:
+    return [(event["step"], event["layer"]) for event in interventions(run) if event["kind"] == "switch"]
+
+
+def test_a_switch_at_the_checkpoint_s_step_is_told_once(place: Place) -> None:
+    run = branch(place, "switched", of=checkpoint(place, "old", BEFORE))
+    switched(place, "switched", **{"checkpoint.every": 0})
+    shutil.rmtree(run / f"checkpoints/step_{20:08d}")  # as if it had been killed
+    switched(place, "switched")
+    assert switches(run) == [(7, 1), (10, 0)]
+
+
+def test_a_switch_made_behind_the_checkpoint_is_not_the_branch_s(place: Place) -> None:
+    branch(place, "trunk", of=checkpoint(place, "old", BEFORE))
+    switched(place, "trunk")
+    run = branch(place, "twig", of=checkpoint(place, "trunk", BEFORE))
+    assert switches(run) == [(7, 1)]
+
+
+# ---- larger logits
+
+
+def test_w_q_and_w_k_of_the_layer_alone_are_larger(place: Place) -> None:
+    out = branch(place, "large", "--layer", "1", "--factor", "16")
+    before, after = (read_checkpoint(path) for path in (checkpoint(place, "old"), out))
+    for name, value in before.model_state.items():
+        expected = value.clone()
+        if name == "transformer.h.1.attn.c_attn.weight":
+            expected[: 2 * C] *= 4
+        assert bool((after.model_state[name] == expected).all()), name
+    assert (after.path / "optimizer.safetensors").read_bytes() == (before.path / "optimizer.safetensors").read_bytes()
+
+
+def test_the_run_goes_on_as_the_old_one_where_the_factor_is_one(place: Place) -> None:
+    run = branch(place, "times_one", "--layer", "0", "--factor", "1")
+    assert_same_run(place.train(run.name, {**FIELDS, **RESUME}), place.runs / "old")
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "2", "--factor", "4"], "--layer = 2: expected 0 to 1"),
+        (["--layer", "0", "--factor", "0"], "--factor = 0.0: expected a number above 0"),
+        (["--layer", "0", "--factor", "inf"], "--factor = inf: expected a number above 0"),
+        (["--factor", "4"], "--layer and --factor: name both of them, or neither"),
+        (["--layer", "0"], "--layer and --factor: name both of them, or neither"),
+    ],
+)
+def test_changes_that_cannot_be_are_one_line(
+    place: Place, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(place, [str(checkpoint(place, "old")), str(place.runs / "refused"), *arguments], message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("run", "out", "message"),
+    [
+        ("runs/old", "runs/old", "runs/old: exists; name a new run"),
+        ("runs/old", "elsewhere/old", "OUT = 'old': expected another name"),
+        ("runs/old", "runs/b c", "run.name = 'b c': expected letters"),
+        ("runs/nowhere", "runs/new", "runs/nowhere: no such folder"),
+        ("data", "runs/new", "data: no weights; expected a checkpoint"),
+        ("alone/checkpoints/step_00000020", "runs/new", "alone: no metrics.jsonl in it"),
+        ("unrecorded", "runs/new", "unrecorded/config.json: not the record of a run"),
+        ("behind", "runs/new", "before step 20 of {place}/behind/checkpoints/step_00000020 its last line is of step 8"),
+        ("runs/old", "data/train.json/new", "train.json/new: cannot be made"),
+    ],
+)
+def test_runs_that_cannot_be_are_one_line(
+    place: Place, run: str, out: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("alone", "unrecorded", "behind"):
+        if not (place.folder / name).exists():
+            shutil.copytree(checkpoint(place, "old"), place.folder / name / f"checkpoints/step_{STEP:08d}")
+    shutil.copyfile(place.runs / "old/metrics.jsonl", place.folder / "unrecorded/metrics.jsonl")
+    text = (place.runs / "old/metrics.jsonl").read_text().splitlines(keepends=True)
+    (place.folder / "behind/metrics.jsonl").write_text("".join(text[:5]))
+    message = message.format(place=place.folder)
+    refused(place, [str(place.folder / run), str(place.folder / out)], message, capsys)
+
+
+def refused(place: Place, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ends with one line and exit code 2, and leaves everything as it was."""
+    before = tree(place.folder)
+    with pytest.raises(SystemExit) as caught:
+        script.main(arguments)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+    assert tree(place.folder) == before
+
+
+def test_what_cannot_be_written_leaves_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: Checkpoints, step: int, **_: object) -> Path:
+        assert not (place.runs / "full").exists()  # it has no name before it is whole
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "save", fails)
+    arguments = [str(checkpoint(place, "old")), str(place.runs / "full")]
+    refused(place, arguments, "runs/full: cannot be made (No space left on device)", capsys)
+
+
+def test_it_says_what_was_made_and_how_it_goes_on(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    run = branch(place, "told", "--layer", "1", "--factor", "30000")
+    made, on = capsys.readouterr().out.splitlines()
+    assert made == f"wrote {run}: step 20 of old, logits of layer 1 times 30,000"
+    assert f"train.py RECIPE --run.name told --run.folder {place.runs} --run.resume --run.steps N, N above 20" in on
+    assert on.endswith("as for old but without --data.record")
