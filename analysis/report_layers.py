@@ -50,14 +50,12 @@ def told(found: dict[int, int]) -> str:
 
 def values(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, str]:
     """Single numbers by name: RUN.next, ``followers`` in words, and RUN.next.heads, the heads of ``LAYER`` that look at one key when the
-    first of them follows; layers.followed, the runs that have one, and layers.others; layers.apart, the largest logit behind ``LAYER``
-    of the runs whose delta is not made of the O handed on."""
+    first of them follows; layers.apart, the largest logit behind ``LAYER`` of the runs whose delta is not made of the O handed on."""
     found: dict[str, str] = {"layers.large": number(LARGE)}
     followed = {run.name: (run, layers) for run, facts in runs if (layers := followers(run, facts))}
     for name, (run, layers) in followed.items():
         looking = Counter(int(row["step"]) for row in run.heads if row["top_1"] > ONE_KEY)
         found |= {f"{name}.next": told(layers), f"{name}.next.heads": str(looking[min(layers.values())])}
-    found |= {"layers.followed": str(len(followed)), "layers.others": str(len(runs) - len(followed))}
     apart = [
         logit
         for run, _ in runs
@@ -77,9 +75,11 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
     columns = math.ceil(len(runs) / 2)
     drawn = Figure(figsize=(1.2 + 2.2 * columns, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
-    panels = drawn.subplots(2, columns, sharex=True, sharey=True, squeeze=False).flat
+    panels = list(drawn.subplots(2, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for unused in panels[len(runs) :]:
+        unused.remove()
     colours = {LAYER: COLOURS[0], LAYER + 1: COLOURS[1], LAYER + 2: COLOURS[2]}
-    for axes, (run, facts) in zip(panels, runs, strict=False):
+    for axes, (run, facts) in zip(panels[: len(runs)], runs, strict=True):
         for layer, logits in sorted((largest_logits(run.records) | {LAYER: facts.logit}).items(), reverse=True):
             steps = [step for step in logits if step >= FROM]
             width = 1.4 if layer in colours else 0.7

@@ -240,7 +240,8 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
     onset.unrounded above it; onset.rise, .calm, .subtracted, .paper and .torch, how the gradient norm changed at the crossing, and
-    onset.passage. and the same, steps from ``THRESHOLD`` to twice that; RUN.beyond, where it passes it; onset.emulated."""
+    onset.passage. and the same, steps from ``THRESHOLD`` to twice that; RUN.beyond and .crossed, where a run passes them, its .rise
+    and .passage; onset.emulated."""
     rounded, drawn, unrounded, subtracted = (one_hot(runs, kind) for kind in KINDS[:4])
     found: dict[str, str] = {
         "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
@@ -262,10 +263,13 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
     passages: dict[str, list[int]] = {}
     for run, _, cross in crossings(runs):
         kind = kind_of(run)
-        name = {None: "torch", UNROUNDED: "calm", SUBTRACTED: "subtracted", PAPER: "paper"}.get(kind, "rise")
+        name = {None: "apart", UNROUNDED: "calm", SUBTRACTED: "subtracted", PAPER: "paper"}.get(kind, "rise")
+        if run.config["attention"][0]["backend"].startswith("sdpa_"):
+            name = "torch"
         rises.setdefault(name, []).append(cross.after / cross.before)
         passages.setdefault(name, []).append(cross.step - cross.first)
-        found[f"{run.name}.beyond"] = number(cross.first)
+        found |= {f"{run.name}.beyond": number(cross.first), f"{run.name}.crossed": number(cross.step)}
+        found |= {f"{run.name}.rise": f"{rises[name][-1]:.1f}", f"{run.name}.passage": number(passages[name][-1])}
     for name, factors in rises.items():
         ends = [f"{end(factors):.1f}" for end in (min, max)]
         found |= {f"onset.{name}": " to ".join(dict.fromkeys(ends)), f"onset.{name}.runs": str(len(factors))}
@@ -281,13 +285,13 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
 
 
 def _on_the_eve(runs: Sequence[Evidence]) -> dict[str, list[float]]:
-    """Median gradient norms of the 100 steps before the first probe beyond ``THRESHOLD``, by kind: nearest, drawn, ..."""
-    names = {ROUNDED: "nearest", STOCHASTIC: "drawn", UNROUNDED: "unrounded", PAPER: "paper", SUBTRACTED: "subtracted"}
+    """Median gradient norms of the 100 steps before the first probe beyond ``THRESHOLD``, by kind: nearest, drawn."""
+    names = {ROUNDED: "nearest", STOCHASTIC: "drawn"}
     made: dict[str, list[float]] = {}
     for run, facts in told(runs):
         above = [step for step, logit in facts.logit.items() if logit >= THRESHOLD]
         kind = kind_of(run)
-        if above and kind is not None:
+        if above and kind in names:
             pairs = zip(*curves.column(run.records, "grad_norm"), strict=True)
             before = [norm for step, norm in pairs if min(above) - 100 <= step < min(above)]
             made.setdefault(names[kind], []).append(statistics.median(before))

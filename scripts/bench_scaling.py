@@ -146,7 +146,7 @@ def stop(runs: Sequence[Run]) -> None:
             except subprocess.TimeoutExpired:
                 run.signal(signal.SIGKILL)
                 run.process.wait()
-    while left := [number for run in runs for number in run.processes()]:
+    while (left := [n for run in runs for n in run.processes()]) and time.monotonic() < deadline + PATIENCE_FOR_AN_END:
         for number in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)

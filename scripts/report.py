@@ -56,7 +56,16 @@ DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnos
 ASKED = Path("configs/reproduction.txt")
 PICTURES = {
     "failing_and_fixed.png": ("flash", "paper", "delta_from_p", "fp32_o"),
-    "two_explanations.png": ("flash", "run_a", "run_b", "run_c", "fp32_pv", "run_d", "run_a_fp32_pv"),
+    "two_explanations.png": (
+        "flash",
+        "run_a",
+        "run_b",
+        "run_c",
+        "fp32_pv",
+        "run_d",
+        "run_a_fp32_pv",
+        "flash_subtracted",
+    ),
 }
 """Variants in the README's picture, and in that of docs/reproduction.md."""
 ONSET = "large_logits.png"

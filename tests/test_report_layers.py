@@ -63,11 +63,11 @@ def test_values_tell_the_runs_that_were_followed() -> None:
     runs = [evidence(layer_2=(3000, 9e3)), evidence("y"), evidence("z", delta_output="fp32", layer_3=(3000, 321.0))]
     found = module.values([(run, facts(run)) for run in runs])
     assert (found["x.next"], found["x.next.heads"]) == ("2 at 3,000", "2")
-    assert (found["layers.followed"], found["layers.others"], found["layers.apart"]) == ("1", "2", "321")
+    assert found["layers.apart"] == "321"
     assert "y.next" not in found
 
 
-def test_of_the_published_runs_the_next_layers_follow_where_layer_1_does_not_break() -> None:
+def test_the_published_runs_that_the_next_layers_follow_in() -> None:
     """Those with large logits and no leap of the gradient norm, but the slowest of them, and `paper`; never where delta is of another O."""
     runs = told(script.read_evidence(script.ROOT / script.EVIDENCE))
     followed = {run.name for run, found in runs if module.followers(run, found)}

@@ -112,6 +112,15 @@ def test_runs_that_agree_with_the_first_step_are_counted() -> None:
     assert [found[f"onset.{name}"] for name in names] == ["2", "1", "2", "1", "2", "2"]
 
 
+def test_what_a_run_did_at_its_crossing_is_told_by_name_and_by_kind() -> None:
+    """A run that keeps another O for delta is none of torch's."""
+    torchs, apart = evidence(backend="sdpa_flash", jump=1.0), evidence(sites={"delta_output": "fp32"}, jump=2.0)
+    found = onset.values([dataclasses.replace(torchs, name="torch"), dataclasses.replace(apart, name="apart")])
+    assert (found["onset.torch"], found["onset.torch.runs"], found["torch.rise"]) == ("2.0", "1", "2.0")
+    assert found["apart.rise"] == "4.0"
+    assert [found[f"apart.{name}"] for name in ("beyond", "crossed", "passage")] == ["1,500", "2,000", "500"]
+
+
 def test_a_run_of_small_logits_crosses_nothing() -> None:
     run = evidence(crosses_at=STEPS)
     assert onset.crossing(run, facts(run)) is None

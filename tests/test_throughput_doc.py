@@ -251,7 +251,7 @@ def test_several_gpus_make_so_many_times_the_tokens_of_one() -> None:
         return sorted({f"{gpus * rate[variant] / rate['alone']:.2f}" for rate, variant in found})
 
     (least, *_, most), (four,) = times(2, "ABC"), times(4, "D")
-    assert f"Two GPUs made {least} to {most} times the tokens of one, by turns, four {four} times;" in words_of()
+    assert f"Two GPUs made {least} to {most} times the tokens of one, four {four} times;" in words_of()
 
 
 def test_the_steps_timed_are_as_many_as_is_said() -> None:
