@@ -288,6 +288,16 @@ def test_the_json_has_what_is_known_where_a_variant_hangs(stand_ins: list[str]) 
     assert known(stand_ins[-1]) == (True, [["plain", "other"]], [*ALONE, "plain", "other", "hangs"])
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Signals end this process where they are not caught, also where it was started in the background or under nohup."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    yield
+    for number in numbers:
+        signal.signal(number, before[number])
+
+
 def end_once(ready: Callable[[], bool], number: signal.Signals) -> threading.Thread:
     """A thread that sends this process a signal once it is time for it."""
 
@@ -302,6 +312,7 @@ def end_once(ready: Callable[[], bool], number: signal.Signals) -> threading.Thr
     return thread
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_json_has_what_is_known_where_the_script_is_told_to_end(
     stand_ins: list[str], number: signal.Signals
