@@ -52,8 +52,8 @@ def enlarged(loaded: Loaded, layer: int, factor: float) -> dict[str, torch.Tenso
     shape = configuration.from_json(TrainConfig, loaded.config_json).model
     if not 0 <= layer < shape.n_layer:
         raise invalid("--layer", layer, f"0 to {shape.n_layer - 1}, counted from 0")
-    if shape.qk_norm or shape.bias:
-        raise invalid("--factor", factor, "1: with qk_norm or biases logits do not grow with W_Q and W_K")
+    if shape.qk_norm or shape.bias or shape.attention_softcap:
+        raise invalid("--factor", factor, "1: with qk_norm, biases or a soft-cap logits do not grow with W_Q and W_K")
     model, _, _ = build(loaded, torch.device("cpu"))
     with larger_logits(model, layer, factor):
         return {name: value.detach().clone() for name, value in model.state_dict().items()}

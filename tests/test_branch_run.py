@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -240,6 +241,15 @@ def test_w_q_and_w_k_of_the_layer_alone_are_larger(place: Place) -> None:
 def test_the_run_goes_on_as_the_old_one_where_the_factor_is_one(place: Place) -> None:
     run = branch(place, "times_one", "--layer", "0", "--factor", "1")
     assert_same_run(place.train(run.name, {**FIELDS, **RESUME}), place.runs / "old")
+
+
+@pytest.mark.parametrize(("field", "value"), [("qk_norm", True), ("bias", True), ("attention_softcap", 50.0)])
+def test_a_model_whose_logits_do_not_go_with_the_weights_is_refused(place: Place, field: str, value: object) -> None:
+    loaded = read_checkpoint(checkpoint(place, "old"))
+    model = loaded.config_json["model"] | {field: value}
+    other = dataclasses.replace(loaded, config_json=loaded.config_json | {"model": model})
+    with pytest.raises(UserError, match="--factor = 4: expected 1: with qk_norm, biases or a soft-cap"):
+        script.enlarged(other, 1, 4)
 
 
 # ---- mistakes
