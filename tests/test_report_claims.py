@@ -94,5 +94,5 @@ def test_numbers_of_all_runs() -> None:
 def test_every_expectation_is_of_a_run_that_is_asked_for() -> None:
     asked = parse_asked((ROOT / "configs/reproduction.txt").read_text())
     assert {base(name) for name in asked} >= PAPER.keys() | SELF_CORRELATION.keys()
-    assert asked["only_layer_1"] == "configs/ablations/only_layer_2.py"
+    assert asked["only_layer_1"] == "configs/ablations/only_layer_2_fast_failure.py"
     assert asked["flash"] == ""

@@ -1,0 +1,11 @@
+"""All layers but the paper's layer 2 (index 1) hand their delta a rounded O, as kernels do; that one takes delta from P.
+
+For configs/fast_failure.py: see only_layer_2_fast_failure.py.
+"""
+
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+
+attention = AttentionConfig(
+    default=AttentionSpec(preset="flash"),
+    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash_delta_from_p")),),
+)
