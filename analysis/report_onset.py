@@ -41,8 +41,11 @@ BEFORE, AFTER = 500, 200
 
 ROUNDED, STOCHASTIC = "P_bar rounded, all to nearest", "P_bar rounded, it or O stochastically"
 UNROUNDED, SUBTRACTED, PAPER = "P_bar unrounded", "P_bar rounded, subtracted first", "`paper`"
+UNFUSED = "P_bar rounded, product rounded first"
 FUSED = "fused"
-KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER)
+_EXPONENTIALS = {"folded": FUSED, "subtracted": "subtracted first", "unfused": "not fused"}
+KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNFUSED)
+"""The last has a place in tables and pictures once there is a run of it."""
 
 
 def kind_of(run: Evidence) -> str | None:
@@ -60,8 +63,8 @@ def kind_of(run: Evidence) -> str | None:
         return UNROUNDED
     if numerics.get("scores") != "fp32":
         return PAPER
-    if _exponential(run) != FUSED:
-        return SUBTRACTED
+    if (exponential := _exponential(run)) != FUSED:
+        return UNFUSED if exponential == _EXPONENTIALS["unfused"] else SUBTRACTED
     drawn = "stochastic" in (numerics.get("output_rounding"), numerics.get("probabilities_rounding"))
     return STOCHASTIC if drawn else ROUNDED
 
@@ -73,8 +76,8 @@ def _exponential(run: Evidence) -> str:
     if group["backend"].startswith("sdpa_") or not isinstance(numerics, Mapping):
         return "torch: not fused"
     # Records from before the site existed have no word for it: kernels fused wherever S was FP32.
-    subtracted = numerics.get("scores", "fp32") != "fp32" or numerics.get("exponent") == "subtracted"
-    return "subtracted first" if subtracted else FUSED
+    rounded = numerics.get("scores", "fp32") != "fp32"
+    return _EXPONENTIALS["subtracted" if rounded else numerics.get("exponent", "folded")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +181,14 @@ def folded_error(largest: float, preset: str = "flash") -> float:
 def one_hot_table(runs: Sequence[Evidence]) -> str:
     """Relative error of delta in rows at one key, by the head's largest logit."""
     heads = ["largest logit of the head"]
-    for kind in KINDS:
-        heads += [f"{kind}: heads", "error, median (10 - 90 %)"]
     found = {kind: one_hot(runs, kind) for kind in KINDS}
+    kinds = [kind for kind in KINDS if kind != UNFUSED or found[kind]]
+    for kind in kinds:
+        heads += [f"{kind}: heads", "error, median (10 - 90 %)"]
     rows = []
     for low, high in itertools.pairwise(EDGES):
         cells = [f"{low:,.0f} to {high:,.0f}" if math.isfinite(high) else f"{low:,.0f} and more"]
-        for kind in KINDS:
+        for kind in kinds:
             one = errors(found[kind], low, high)
             cells += [NONE] * 2 if one is None else [number(one.heads), _spread(one)]
         rows.append(cells)
@@ -239,8 +243,8 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
-    onset.unrounded above it; onset.rise, .calm, .subtracted, .paper and .torch, how the gradient norm changed at the crossing, and
-    onset.passage. and the same, steps from ``THRESHOLD`` to twice that; RUN.beyond and .crossed, where a run passes them, its .rise
+    onset.unrounded above it; onset.rise, .calm, .subtracted, .unfused, .paper and .torch, how the gradient norm changed at the crossing,
+    and onset.passage. and the same, steps from ``THRESHOLD`` to twice that; RUN.beyond and .crossed, where a run passes them, its .rise
     and .passage; onset.emulated."""
     rounded, drawn, unrounded, subtracted = (one_hot(runs, kind) for kind in KINDS[:4])
     found: dict[str, str] = {
@@ -263,7 +267,8 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
     passages: dict[str, list[int]] = {}
     for run, _, cross in crossings(runs):
         kind = kind_of(run)
-        name = {None: "apart", UNROUNDED: "calm", SUBTRACTED: "subtracted", PAPER: "paper"}.get(kind, "rise")
+        names = {None: "apart", UNROUNDED: "calm", SUBTRACTED: "subtracted", UNFUSED: "unfused", PAPER: "paper"}
+        name = names.get(kind, "rise")
         if run.config["attention"][0]["backend"].startswith("sdpa_"):
             name = "torch"
         rises.setdefault(name, []).append(cross.after / cross.before)
@@ -322,7 +327,9 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
     drawn = Figure(figsize=(6.4, 5.6), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     top, bottom = drawn.subplots(2, 1, sharex=True)
-    kinds = (ROUNDED, COLOURS[0]), (STOCHASTIC, COLOURS[4]), (UNROUNDED, COLOURS[1]), (SUBTRACTED, COLOURS[2])
+    kinds = [(ROUNDED, COLOURS[0]), (STOCHASTIC, COLOURS[4]), (UNROUNDED, COLOURS[1]), (SUBTRACTED, COLOURS[2])]
+    if any(kind_of(run) == UNFUSED for run, _ in runs):
+        kinds.append((UNFUSED, COLOURS[3]))
     for kind, colour in kinds:
         rows = one_hot([run for run, _ in runs], kind)
         logits = [row["max_logit"] for row in rows]

@@ -1,9 +1,10 @@
-"""exp(S - m) in the two forms of the site ``exponent``, for the PyTorch backends: P_bar from m, P from L, each in the form's own units.
+"""exp(S - m) in the three forms of the site ``exponent``, for the PyTorch backends: P_bar from m, P from L, each in the form's own units.
 
 ``Subtracted`` takes S, and m and L in natural units. ``Folded`` does what most flash kernels do (``triton_numerics.exponential``): it takes
 S' = Q K^T without scale, m and L in units of log2, and exp2(fma(S', c, -m)), c = scale log2(e). The fused multiply-add rounds once
 at its end, but what it subtracts was rounded to FP32 before: m c is off by up to half a unit in its last place, and so is the
-exponent at the row's own maximum, which should be 0.
+exponent at the row's own maximum, which should be 0. ``Unfused`` is the same with two roundings, exp2(fp32(S' c) - m), as PyTorch's
+copy of FlashAttention-2 has it (``UNFUSE_FMA`` in its softmax.h): at the row's own maximum both are the same number.
 
 What is kept of a row for the backward pass is L, or m and log l apart (site ``saved_statistics``); tensors hold it as [B, H, T] or
 [B, H, 2, T], a tile of rows as [B, H, R, Z], Z = 1 or 2.
@@ -46,7 +47,7 @@ class Exponent(Protocol):
         """alpha = exp(m - m')."""
 
     def log(self, row_sum: Tensor) -> Tensor:
-        """log l in natural units or, folded, those of log2."""
+        """log l in natural units or, but for ``Subtracted``, those of log2."""
 
 
 class Subtracted:
@@ -98,11 +99,20 @@ class Folded:
         return torch.log2(row_sum)
 
 
+class Unfused(Folded):
+    """exp2(fp32(S' c) - m): m, L and alpha as ``Folded`` has them, but S' c is rounded before the subtraction, as m was."""
+
+    def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
+        difference = s * self.c - m
+        return torch.exp2(difference if log_l is None else difference - log_l)
+
+
 def exponent_of(problem: Problem) -> Exponent:
     """The form that the numerics of a problem ask for, where it can act."""
     n = problem.sites.numerics
-    folded = n.exponent == "folded" and folds(n, problem.scale, problem.softcap)
-    return Folded(problem) if folded else Subtracted(problem)
+    if n.exponent == "subtracted" or not folds(n, problem.scale, problem.softcap):
+        return Subtracted(problem)
+    return Folded(problem) if n.exponent == "folded" else Unfused(problem)
 
 
 def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, sites: Sites) -> Tensor:

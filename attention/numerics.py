@@ -23,7 +23,7 @@ RESIDUALS = {"residual8": 8, "residual16": 16}
 PRODUCTS = ("exact", "tf32x3")
 DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
 ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
-EXPONENTS = ("folded", "subtracted")
+EXPONENTS = ("folded", "subtracted", "unfused")
 SAVED_STATISTICS = ("logsumexp", "max_and_sum")
 
 
@@ -53,9 +53,10 @@ class Numerics:
     exponent: str = "folded"
     """How exp(S - m) is formed. ``subtracted``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
     is 1. ``folded``, as most flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
-    to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. It acts where S, m, l and L are FP32, there
-    is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is subtracted in either case.
-    Where ``saved_statistics`` is L the kernels fold exp(S - L) in either form."""
+    to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. ``unfused``, as PyTorch's copy of
+    FlashAttention-2: exp2(fp32(S' c) - m), exact at the maximum, where both were rounded alike, and elsewhere off by up to a unit of m.
+    Both act where S, m, l and L are FP32, there is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is
+    subtracted in any case. Where ``saved_statistics`` is L the kernels that subtract fold exp(S - L)."""
     probabilities: str = "input"
     """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
     probabilities_rounding: str = "nearest"

@@ -79,6 +79,10 @@ PRESETS: dict[str, Preset] = {
     "flash_subtracted": _flash(
         "S - m before the scale, so that P_bar of a row's maximum is 1", _fixed(exponent="subtracted")
     ),
+    "flash_unfused": _flash(
+        "S c rounded before m is subtracted, as torch's copy has it: P_bar of a row's maximum is 1",
+        _fixed(exponent="unfused"),
+    ),
     "flash_untiled": _flash("one tile, the whole sequence", _fixed(tile_q=0, tile_k=0)),
     "flash_stable": _flash(
         "Algorithm 3, later version: beta 2, ties within 1e-3",

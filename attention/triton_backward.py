@@ -225,7 +225,7 @@ def launch_backward(
     of_keys, of_queries = blocks
     fold, apart = exponent_code(n, scale, softcap), n.saved_statistics == "max_and_sum"
     if fold == LATER.value and not apart:
-        # The rounding of L, which comes first, is as large and common to a row in either form of ``exponent``.
+        # The rounding of L, which comes first, is as large and common to a row, folded or subtracted.
         fold = FUSED.value
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
     gradients = empty_gradients(q, k)

@@ -24,6 +24,7 @@ from attention.triton_numerics import (
     PLAIN,
     SCALED,
     STOCHASTIC,
+    UNFUSED,
     divide_rows,
     dot,
     exponent_code,
@@ -36,6 +37,7 @@ from attention.triton_numerics import (
     residual,
     round_output,
     round_to,
+    row_normaliser,
     several_close,
     shifted_row_max,
     stored_code,
@@ -82,7 +84,7 @@ def forward_range(
             if start >= middle:
                 b_s = tl.where(visible(o_t, start, S, CAUSAL, EVEN, BS), b_s, -float("inf"))
         b_top = tl.max(b_s, 1)
-        b_r = b_top * unit if FOLD == FUSED else b_top
+        b_r = row_normaliser(b_top, unit, FOLD)
         if ROW_MAX != PLAIN and FOLD != SCALED:
             # The exponentials need not wait for the count of ties: a factor a row makes up for the shift.
             b_m_plain = tl.maximum(b_m, b_r)
@@ -128,7 +130,7 @@ def forward_tile(
             SCORES, SOFTCAP, FOLD, CAUSAL, True, DTYPE, TMA, BT, BS, D,
         )  # fmt: skip
         b_top = tl.maximum(b_top, tl.max(b_s, 1))
-    b_r = b_top * unit if FOLD == FUSED else b_top
+    b_r = row_normaliser(b_top, unit, FOLD)
     if ROW_MAX != PLAIN:
         b_count = tl.zeros([BT], tl.int32)
         for start in range(first, last, BS):
@@ -271,7 +273,7 @@ def launch_forward(
     residual_bits = RESIDUALS.get(n.delta_output, 0)
     fold = exponent_code(n, scale, softcap)
     unit = log2_scale(scale) if fold else 1.0
-    # S is so many times what the kernel compares; m counts as that does, or FUSED in log2.
+    # S is so many times what the kernel compares; m counts as that does, or FUSED and UNFUSED in log2.
     times = scale if fold else 1.0
     tma = blocks.descriptors and takes_descriptor(k, v)
     forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
@@ -293,7 +295,7 @@ def launch_forward(
         softcap=softcap,
         beta=n.row_max_beta,
         tolerance=n.row_max_tolerance / times,
-        cap=n.row_max_cap / times * (unit if fold == FUSED.value else 1.0),
+        cap=n.row_max_cap / times * (unit if fold in (FUSED.value, UNFUSED.value) else 1.0),
         tile=n.tile_k or triton.cdiv(S, blocks.columns) * blocks.columns,
         INPUTS=stored_code(n.inputs, q.dtype),
         SCORES=format_code(n.scores),

@@ -23,7 +23,7 @@ FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)
 FP32 = tl.constexpr(23)
 NEAREST, TOWARD_ZERO, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SCALED, FUSED, LATER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SCALED, FUSED, LATER, UNFUSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 PLAIN, STABILISED, STABILISED_SAFE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -48,7 +48,7 @@ def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
     """Where the scale comes in exp(S - m), for ``exponential``; L counts in log2 but where S is SCALED. ``n`` is concrete."""
     if not folds(n, scale, softcap):
         return SCALED.value
-    return FUSED.value if n.exponent == "folded" else LATER.value
+    return {"folded": FUSED, "subtracted": LATER, "unfused": UNFUSED}[n.exponent].value
 
 
 @triton.jit
@@ -238,11 +238,48 @@ def fused_difference(b_s, b_m, unit):
 
 
 @triton.jit
+def rounded_product(b_s, unit):
+    """S unit of any block, rounded to FP32 whatever is done with it."""
+    b_unit = tl.full(b_s.shape, unit, tl.float32)
+    if INTERPRETED:
+        b_x = b_s * b_unit
+    else:
+        # A product without .rn may become part of a multiply-add, in LLVM or in ptxas; one with it may not.
+        b_x = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [b_s, b_unit], tl.float32, is_pure=True, pack=1
+        )
+    return b_x
+
+
+@triton.jit
+def log2_difference(b_s, b_m, unit, FOLD: tl.constexpr):
+    """S unit - m of a block [., .] and m that broadcasts to it, in log2: UNFUSED rounded twice, FUSED once."""
+    if FOLD == UNFUSED:
+        b_x = rounded_product(b_s, unit) - b_m
+    else:
+        b_x = fused_difference(b_s, b_m, unit)
+    return b_x
+
+
+@triton.jit
+def row_normaliser(b_top, unit, FOLD: tl.constexpr):
+    """The row maximum [BT] of S as m counts: FUSED and UNFUSED times unit, rounded; else as it is."""
+    if FOLD == UNFUSED:
+        b_r = rounded_product(b_top, unit)
+    elif FOLD == FUSED:
+        b_r = b_top * unit
+    else:
+        b_r = b_top
+    return b_r
+
+
+@triton.jit
 def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
     """exp(S - m) of a block [., .] and m that broadcasts to it (site ``exponent``). S lacks its scale but where it is SCALED;
-    unit = scale log2(e) makes up for it: FUSED with the subtraction of m, which counts in log2; LATER, m counting as S does."""
-    if FOLD == FUSED:
-        b_p = tl.exp2(fused_difference(b_s, b_m, unit))
+    unit = scale log2(e) makes up for it: FUSED with the subtraction of m, UNFUSED before it, m counting in log2; LATER, m counting
+    as S does."""
+    if FOLD == FUSED or FOLD == UNFUSED:
+        b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD))
     elif FOLD == LATER:
         b_p = tl.exp2((b_s - b_m) * unit)
     else:
@@ -255,8 +292,8 @@ def probabilities(b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constex
     """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``."""
     if not APART:
         b_p = exponential(b_s, b_m, unit, FOLD)
-    elif FOLD == FUSED:
-        b_p = tl.exp2(fused_difference(b_s, b_m, unit) - b_log_l)
+    elif FOLD == FUSED or FOLD == UNFUSED:
+        b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_log_l)
     else:
         b_unit = tl.full(b_s.shape, unit if FOLD == LATER else LOG2_E, tl.float32)
         b_p = tl.exp2(tl.fma(b_s - b_m, b_unit, -tl.broadcast_to(b_log_l, b_s.shape)))
@@ -266,7 +303,7 @@ def probabilities(b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constex
 @triton.jit
 def rescaling(b_m, b_m_new, unit, FOLD: tl.constexpr):
     """exp(m - m') of two row normalisers."""
-    if FOLD == FUSED:
+    if FOLD == FUSED or FOLD == UNFUSED:
         b_alpha = tl.exp2(b_m - b_m_new)
     else:
         b_alpha = exponential(b_m, b_m_new, unit, FOLD)

@@ -6,20 +6,26 @@ kernels' tests on the CPU run in a pytest of their own (``kernel_tests``).
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import Problem, make, relative_errors, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.exponent import Folded, Subtracted, exponent_of
+from attention.exponent import Folded, Subtracted, Unfused, exponent_of
 from attention.flash_reference import row_deltas
+from attention.numerics import EXPONENTS, SAVED_STATISTICS
 from attention.tiles import make_problem
 from errors import UserError
 
@@ -27,6 +33,15 @@ THRESHOLD = 2**16 * math.log(2)
 """45,426: from here on m log2(e) has a unit of 2^-7 and more, and P_bar of the maximum may be 2^-9 below 1, half a unit of BF16."""
 WHOLE = slice(0, 64)
 LOGITS = (1e3, 2e4, 2e5, 1e6)
+ANY = (*LOGITS, 1e7)
+EXACT_AT_THE_MAXIMUM = ("subtracted", "unfused")
+CHOSEN = st.fixed_dictionaries(
+    {
+        "exponent": st.sampled_from(EXPONENTS),
+        "saved_statistics": st.sampled_from(SAVED_STATISTICS),
+        **{site: st.sampled_from(("fp32", "input", "m20")) for site in ("scores", "statistics", "logsumexp")},
+    }
+)
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -72,7 +87,7 @@ def one_hot(
     return OneHot(p, scale, scale * products.min().item(), scale * products.max().item())
 
 
-def exponents(x: OneHot, *sites: str) -> tuple[Tensor, Subtracted | Folded]:
+def exponents(x: OneHot, *sites: str) -> tuple[Tensor, Subtracted | Folded | Unfused]:
     """S of all rows in the unit of the form, and the form."""
     numerics = AttentionSpec(sites=sites).resolve()
     form = exponent_of(make_problem(x.p.q, x.p.k, x.p.v, numerics.key(), x.scale, True, 0.0))
@@ -105,19 +120,20 @@ class TestReference:
         standard_error = errors.std() / len(errors) ** 0.5
         assert errors.mean() < -10 * standard_error
 
-    @pytest.mark.parametrize("logit", LOGITS)
-    @pytest.mark.parametrize("sites", [("exponent=subtracted",), ("probabilities=fp32",)])
-    def test_subtracted_or_with_p_bar_in_fp32_o_is_v(self, sites: tuple[str, ...], logit: float) -> None:
+    @pytest.mark.parametrize("logit", ANY)
+    @pytest.mark.parametrize("sites", [("exponent=subtracted",), ("exponent=unfused",), ("probabilities=fp32",)])
+    def test_subtracted_unfused_or_with_p_bar_in_fp32_o_is_v(self, sites: tuple[str, ...], logit: float) -> None:
         x = one_hot(high=logit)
         assert torch.equal(x.run(*sites)[0], x.p.v)
         assert x.delta_errors(*sites).abs().max() < 1e-6
 
-    @pytest.mark.parametrize("logit", LOGITS)
-    def test_subtracted_p_bar_of_the_maximum_is_one(self, logit: float) -> None:
-        s, form = exponents(one_hot(high=logit, shape=(8, 64, 2, 64)), "exponent=subtracted")
+    @pytest.mark.parametrize("logit", ANY)
+    @pytest.mark.parametrize("exponent", EXACT_AT_THE_MAXIMUM)
+    def test_p_bar_of_the_maximum_is_one(self, exponent: str, logit: float) -> None:
+        s, form = exponents(one_hot(high=logit, shape=(8, 64, 2, 64)), f"exponent={exponent}")
         assert torch.all(form.exp(s, form.row_max(s)).amax(dim=-1) == 1)
 
-    @pytest.mark.parametrize("logit", LOGITS)
+    @pytest.mark.parametrize("logit", ANY)
     def test_folded_p_bar_of_the_maximum_is_off_by_up_to_half_a_unit_of_m(self, logit: float) -> None:
         x = one_hot(high=logit, shape=(8, 64, 2, 64))
         s, form = exponents(x)
@@ -136,23 +152,86 @@ class TestReference:
             if -20 < exact < 20:
                 assert one == pytest.approx(exact, abs=2.0**-22, rel=2.0**-22)
 
+    def test_unfused_the_product_is_rounded_and_then_the_difference(self) -> None:
+        """As IEEE has it, by numpy; S near m and far from it."""
+        generator = torch.Generator().manual_seed(1)
+        top = torch.randn(500, 1, generator=generator) * 1e6
+        s = top - torch.rand(500, 8, generator=generator) * 50
+        form = Unfused(make_problem(*torch.ones(3, 1, 1, 1, 1), AttentionSpec().resolve().key(), 0.0883, True, 0.0))
+        m = form.row_max(torch.cat((s, top), dim=1))
+        c = np.float32(form.c)
+        assert np.array_equal(m.numpy(), top.numpy() * c)
+        expected = torch.exp2(torch.from_numpy(s.numpy() * c - m.numpy()))
+        assert torch.equal(form.exp(s, m), expected)
+        assert not torch.equal(expected, Folded(form.problem).exp(s, m))
+
+    @pytest.mark.parametrize("logit", [2e4, 2.4e5])
+    def test_unfused_the_other_exponents_have_the_error_of_two_products(self, logit: float) -> None:
+        """Two keys, the second 1 to 9 below in log2, n = 8,192, all in one binade: two roundings to nearest are sqrt(1/6) units apart in
+        root mean square, up to a unit, and 0 in the mean. Subtracted there is none of it, and folded all of a row has the same."""
+        s, exact = two_keys(logit)
+        found = {form: exponent_errors(s, exact, form) for form in EXPONENTS}
+        unit = 2.0 ** (math.floor(math.log2(logit / math.log(2))) - 23)
+        unfused = found["unfused"] / unit
+        assert unfused.square().mean().sqrt().item() == pytest.approx(6**-0.5, rel=0.05)
+        assert 0.8 < unfused.abs().max() <= 1.0 + 2.0**-20 / unit
+        assert unfused.mean().abs() < 3 * unfused.std() / len(unfused) ** 0.5
+        assert 0.47 < (unfused > 0).double().mean() < 0.53
+        assert max(found[form].abs().max().item() for form in ("subtracted", "folded")) < 2.0**-19
+
     @pytest.mark.parametrize("sites", [("scores=bf16",), ("statistics=bf16",), ("logsumexp=m20",), ()])
-    def test_where_something_reads_s_it_is_subtracted_in_either_case(self, sites: tuple[str, ...]) -> None:
+    def test_where_something_reads_s_it_is_subtracted_in_any_case(self, sites: tuple[str, ...]) -> None:
         p = make("random", torch.float32, torch.device("cpu"))
-        found, expected = (run(p, AttentionSpec(sites=(*sites, f"exponent={f}"))) for f in ("folded", "subtracted"))
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) == bool(sites)
+        found = [run(p, AttentionSpec(sites=(*sites, f"exponent={form}"))) for form in EXPONENTS]
+        for one, other in itertools.combinations(found, 2):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) == bool(sites)
 
     @pytest.mark.parametrize(("scale", "softcap"), [(-0.125, 0.0), (0.125, 50.0)])
-    def test_no_folding_with_a_soft_cap_or_a_negative_scale(self, scale: float, softcap: float) -> None:
+    @pytest.mark.parametrize(("exponent", "form"), [("folded", Folded), ("unfused", Unfused)])
+    def test_no_folding_with_a_soft_cap_or_a_negative_scale(
+        self, exponent: str, form: type, scale: float, softcap: float
+    ) -> None:
         p = one_hot(high=1.0, shape=(1, 4, 1, 16)).p
-        key = AttentionSpec().resolve().key()
-        assert isinstance(exponent_of(make_problem(p.q, p.k, p.v, key, scale, True, softcap)), Subtracted)
-        assert isinstance(exponent_of(make_problem(p.q, p.k, p.v, key, 0.125, True, 0.0)), Folded)
+        key = AttentionSpec(sites=(f"exponent={exponent}",)).resolve().key()
+        assert type(exponent_of(make_problem(p.q, p.k, p.v, key, scale, True, softcap))) is Subtracted
+        assert type(exponent_of(make_problem(p.q, p.k, p.v, key, 0.125, True, 0.0))) is form
 
-    def test_standard_attention_refuses_to_fold(self) -> None:
-        plans = AttentionConfig(default=AttentionSpec(preset="standard", sites=("exponent=folded",))).resolve(1, 1)
-        with pytest.raises(UserError, match="it subtracts the row maximum from S first"):
+    @given(chosen=CHOSEN, scale=st.sampled_from((0.125, 0.0, -1.0)), softcap=st.sampled_from((0.0, 50.0)))
+    @settings(deadline=None)
+    def test_sites_that_fit_act_in_kernels_as_in_the_reference_and_others_are_refused(
+        self, chosen: dict[str, str], scale: float, softcap: float
+    ) -> None:
+        """Refused with the site, in one line: only an L that is rounded and not there. Formed in S' only where S, m, l and L are FP32."""
+        numerics = pytest.importorskip("attention.triton_numerics")
+        spec = partial(AttentionSpec, preset="flash_unfused", sites=tuple(f"{k}={v}" for k, v in chosen.items()))
+        if chosen["saved_statistics"] == "max_and_sum" and chosen["logsumexp"] != "fp32":
+            refused = "^attention numerics saved_statistics = 'max_and_sum': expected logsumexp where .*$"
+            with pytest.raises(UserError, match=refused):
+                spec().resolve().concrete("bf16")
+            return
+        n = spec().resolve().concrete("bf16")
+        rounded = {chosen[name] for name in ("scores", "statistics", "logsumexp")} != {"fp32"}
+        codes = {"folded": numerics.FUSED, "subtracted": numerics.LATER, "unfused": numerics.UNFUSED}
+        forms = {"folded": Folded, "subtracted": Subtracted, "unfused": Unfused}
+        acts = not rounded and not softcap and scale > 0
+        problem = make_problem(*torch.ones(3, 1, 1, 1, 1).bfloat16(), n.key(), scale, True, softcap)
+        assert type(exponent_of(problem)) is (forms[chosen["exponent"]] if acts else Subtracted)
+        expected = codes[chosen["exponent"]] if acts else numerics.SCALED
+        assert numerics.exponent_code(n, scale, softcap) == expected.value
+
+    @pytest.mark.parametrize("exponent", ["folded", "unfused"])
+    def test_standard_attention_subtracts_only(self, exponent: str) -> None:
+        spec = AttentionSpec(preset="standard", sites=(f"exponent={exponent}",))
+        plans = AttentionConfig(default=spec).resolve(1, 1)
+        with pytest.raises(UserError, match="it subtracts the row maximum from S first") as error:
             attention.check(plans, device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64)
+        assert "\n" not in str(error.value)
+
+    def test_torchs_kernels_and_unknown_forms_are_refused(self) -> None:
+        with pytest.raises(UserError, match="attention numerics of sdpa_flash = 'hardware exponent=unfused'"):
+            AttentionSpec(preset="sdpa_flash", sites=("exponent=unfused",))
+        with pytest.raises(UserError, match="exponent = 'rounded': expected one of folded, subtracted, unfused"):
+            AttentionSpec(sites=("exponent=rounded",))
 
     def test_run_a_can_subtract(self) -> None:
         changed = AttentionSpec(preset="flash_run_a", sites=("exponent=subtracted",)).resolve()
@@ -165,6 +244,23 @@ class TestReference:
         pass_in_the_interpreter(__file__)
 
 
+def two_keys(logit: float, count: int = 8192) -> tuple[Tensor, Tensor]:
+    """S' = S of rows of two keys [n, 2], the first near ``logit``, and the exact differences in log2, [n] float64."""
+    generator = torch.Generator().manual_seed(2)
+    top = logit * (1 - torch.rand(count, generator=generator) / 8)
+    below = (1 + 8 * torch.rand(count, generator=generator)) * math.log(2)
+    s = torch.stack((top, top - below), dim=1)
+    return s, (s[:, 1].double() - s[:, 0].double()) / math.log(2)
+
+
+def exponent_errors(s: Tensor, exact: Tensor, exponent: str) -> Tensor:
+    """Error of log2 of P_bar of the second key over that of the first, float64; scale = 1."""
+    key = AttentionSpec(sites=(f"exponent={exponent}",)).resolve().key()
+    form = exponent_of(make_problem(*torch.ones(3, 1, 1, 1, 1), key, 1.0, True, 0.0))
+    p_bar = form.exp(s, form.row_max(s)).double()
+    return (p_bar[:, 1] / p_bar[:, 0]).log2() - exact
+
+
 def kernel_rows(logit: float, device: str) -> OneHot:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -172,10 +268,28 @@ def kernel_rows(logit: float, device: str) -> OneHot:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("logit", LOGITS)
-def test_kernels_that_subtract_give_the_v_of_a_single_key(logit: float, device: str) -> None:
+@pytest.mark.parametrize("logit", ANY)
+@pytest.mark.parametrize("exponent", EXACT_AT_THE_MAXIMUM)
+def test_kernels_that_subtract_or_do_not_fuse_give_the_v_of_a_single_key(
+    exponent: str, logit: float, device: str
+) -> None:
     x = kernel_rows(logit, device)
-    assert torch.equal(x.run(backend="flash", preset="flash_subtracted")[0], x.p.v)
+    assert torch.equal(x.run(backend="flash", preset=f"flash_{exponent}")[0], x.p.v)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("saved", SAVED_STATISTICS)
+@pytest.mark.parametrize("logit", ANY)
+def test_kernels_that_do_not_fuse_have_o_and_dv_of_a_single_key_as_the_reference_to_the_bit(
+    logit: float, saved: str, device: str
+) -> None:
+    """From L too, which is m there: P is 1, and dV is dO."""
+    x = kernel_rows(logit, device)
+    site = f"saved_statistics={saved}"
+    found, expected = (x.run(site, backend=b, preset="flash_unfused") for b in ("flash", "flash_reference"))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[3], expected[3])
+    assert torch.equal(found[3], x.p.do)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -212,19 +326,55 @@ def test_kernels_that_subtract_have_next_to_no_gradients_where_there_are_none(de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("exponent", ["folded", "subtracted"])
-def test_kernels_weights_near_a_maximum_of_200_000_are_exact_in_either_form(exponent: str, device: str) -> None:
-    """Folded, x is common to a row and drops out of P_bar / l unrounded; the scale, no power of two, rounds nothing."""
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_kernels_hold_the_shift_of_tied_maxima_to_the_same_cap(exponent: str, device: str) -> None:
+    """P_bar in BF16 tells shifts apart: where all keys tie at 100 and the cap is 1 it is exp(-1), rounded by 0.2 %; l is not."""
+    p = kernel_rows(1.0, device).p
+    q, k = (torch.zeros_like(p.q[:1, :16]) for _ in range(2))
+    q[..., 0], k[..., 0] = 10.0, 10.0
+    v = torch.ones_like(q)
+    sites = (
+        "row_max=stabilised_safe",
+        "row_max_cap=1",
+        "tile_q=16",
+        "tile_k=16",
+        "output=fp32",
+        f"exponent={exponent}",
+    )
+    plan = AttentionConfig(default=AttentionSpec(sites=sites, backend="flash")).resolve(1, q.shape[2])[0]
+    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device), scale=1.0)
+    p_bar = torch.tensor(-1.0).exp()
+    assert (o[:, 0] - 1).abs().max() < 1e-4
+    assert (o[:, 1:] - (p_bar.bfloat16().float() / p_bar).to(device)).abs().max() < 1e-4
+
+
+def near_a_large_maximum(exponent: str, device: str, backend: str) -> tuple[Tensor, Tensor]:
+    """O of rows whose keys are all near their maximum of 200,000, P_bar and O unrounded, and in FP64; the scale is no power of two."""
     shape, scale = (1, 64, 1, 16), 0.37
     p = kernel_rows(1.0, device).p
     q, k = (torch.zeros(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
     q[..., 0], q[..., 1], k[..., 0] = 2.0**19, 1.0, 1.0
     k[0, :, 0, 1] = torch.arange(64, device=device) % 5
     v = p.v[:1, :64, :1, :16].contiguous()
-    spec = AttentionSpec(sites=("probabilities=fp32", "output=fp32", f"exponent={exponent}"), backend="flash")
+    spec = AttentionSpec(sites=("probabilities=fp32", "output=fp32", f"exponent={exponent}"), backend=backend)
     plan = AttentionConfig(default=spec).resolve(1, 1)[0]
     o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device), scale=scale)
     s = scale * torch.einsum("bthd,bshd->bhts", q.double(), k.double())
     s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
-    exact = torch.einsum("bhts,bshd->bthd", torch.softmax(s, dim=-1), v.double())
-    assert (o.double() - exact).abs().max() < 1e-5
+    return o.double(), torch.einsum("bhts,bshd->bthd", torch.softmax(s, dim=-1), v.double())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("exponent", ["folded", "subtracted"])
+def test_kernels_weights_near_a_maximum_of_200_000_are_exact_folded_or_subtracted(exponent: str, device: str) -> None:
+    """Folded, x is common to a row and drops out of P_bar / l unrounded."""
+    o, exact = near_a_large_maximum(exponent, device, "flash")
+    assert (o - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_unfused_are_off_there_as_the_reference_is(device: str) -> None:
+    """Each key has a rounding of its own: the errors are the reference's, product by product."""
+    (o, exact), (expected, _) = (near_a_large_maximum("unfused", device, b) for b in ("flash", "flash_reference"))
+    assert (expected - exact).abs().max() > 1e-3
+    assert (o - expected).abs().max() < 1e-5

@@ -56,6 +56,9 @@ def evidence(
         ({"exponent": "subtracted"}, "flash", onset.SUBTRACTED),
         ({"exponent": "subtracted", "output_rounding": "stochastic"}, "flash", onset.SUBTRACTED),
         ({"exponent": "subtracted", "probabilities": "fp32"}, "flash", onset.UNROUNDED),
+        ({"exponent": "unfused"}, "flash", onset.UNFUSED),
+        ({"exponent": "unfused", "output_rounding": "stochastic"}, "flash", onset.UNFUSED),
+        ({"exponent": "unfused", "probabilities": "fp32"}, "flash", onset.UNROUNDED),
         ({"delta_output": "fp32"}, "flash", None),
         ({"delta": "rowsum_p_dp"}, "flash", None),
         ({}, "sdpa_flash", None),
@@ -121,6 +124,17 @@ def test_what_a_run_did_at_its_crossing_is_told_by_name_and_by_kind() -> None:
     assert [found[f"apart.{name}"] for name in ("beyond", "crossed", "passage")] == ["1,500", "2,000", "500"]
 
 
+def test_a_run_that_does_not_fuse_has_a_column_and_a_name_of_its_own() -> None:
+    fused, unfused = (
+        evidence(jump=7.0),
+        dataclasses.replace(evidence(sites={"exponent": "unfused"}, jump=1.5), name="y"),
+    )
+    assert onset.UNFUSED not in onset.one_hot_table([fused])
+    assert f"| {onset.UNFUSED}: heads |" in onset.one_hot_table([fused, unfused])
+    assert "| y | rounded | not fused |" in onset.crossing_table([unfused])
+    assert onset.values([fused, unfused])["onset.unfused"] == "3.0"
+
+
 def test_a_run_of_small_logits_crosses_nothing() -> None:
     run = evidence(crosses_at=STEPS)
     assert onset.crossing(run, facts(run)) is None
@@ -142,7 +156,7 @@ def test_stochastic_rounding_does_not_hide_what_nearest_hides() -> None:
     assert 2e-4 < errors[0] < errors[-1] < 2.5e-3
 
 
-@pytest.mark.parametrize("preset", ["flash_subtracted", "flash_fp32_pv"])
+@pytest.mark.parametrize("preset", ["flash_subtracted", "flash_unfused", "flash_fp32_pv"])
 def test_without_the_fold_or_the_rounding_there_is_none(preset: str) -> None:
     assert onset.folded_error(64 * onset.THRESHOLD, preset) == 0.0
 

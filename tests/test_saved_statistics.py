@@ -13,19 +13,18 @@ import pytest
 import torch
 from attention_cases import Problem, magnitudes, make, oracle, relative_errors, run
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
-from test_exponent import DEVICES, LOGITS, OneHot, kernel_rows, one_hot
+from test_exponent import ANY, DEVICES, EXACT_AT_THE_MAXIMUM, LOGITS, OneHot, kernel_rows, one_hot
 from torch import Tensor
 
 import attention
 import config as configuration
 from attention import AttentionConfig, AttentionSpec
 from attention.flash_reference import row_deltas
-from attention.numerics import SAVED_STATISTICS, numerics_from_key
+from attention.numerics import EXPONENTS, SAVED_STATISTICS, numerics_from_key
 from config import TrainConfig
 from errors import UserError
 
 APART = "saved_statistics=max_and_sum"
-FORMS = ("folded", "subtracted")
 CURE = "flash_delta_from_p_subtracted"
 LARGE = [logit for logit in LOGITS if logit > 1e5]
 BLOCKS = ("tile_q=16", "tile_k=16")
@@ -62,10 +61,13 @@ def row_sums(*sites: str, logit: float = 2e5) -> Tensor:
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
 class TestReference:
-    @pytest.mark.parametrize("logit", LOGITS)
-    def test_subtracted_and_apart_p_of_a_single_key_is_one(self, logit: float) -> None:
+    @pytest.mark.parametrize("logit", ANY)
+    @pytest.mark.parametrize("form", EXACT_AT_THE_MAXIMUM)
+    @pytest.mark.parametrize("saved", SAVED_STATISTICS)
+    def test_subtracted_or_unfused_p_of_a_single_key_is_one(self, saved: str, form: str, logit: float) -> None:
+        """From L too: it is m there."""
         x = one_hot(high=logit, shape=(8, 64, 2, 64))
-        assert torch.all(column_sums(x, "exponent=subtracted", APART) == 1)
+        assert torch.all(column_sums(x, f"exponent={form}", f"saved_statistics={saved}") == 1)
 
     @pytest.mark.parametrize("logit", LOGITS)
     def test_folded_and_apart_it_is_one_to_the_last_bits_of_fp32(self, logit: float) -> None:
@@ -80,17 +82,17 @@ class TestReference:
         half = 2.0 ** (math.floor(math.log2(x.high / math.log(2))) - 24)
         assert half / 2 < off < half * 1.01 + 2.0**-22
 
-    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("form", EXPONENTS)
     @pytest.mark.parametrize("logit", LARGE)
-    def test_two_tied_keys_have_one_half_each_only_apart(self, logit: float, form: str) -> None:
-        """m + log 2 has no room for log 2: from L it is off in either form."""
+    def test_two_tied_keys_have_one_half_each_apart(self, logit: float, form: str) -> None:
+        """m + log 2 has no room for log 2: from L it is off. Unfused it is not: m and log2(2) = 1 have room in log2."""
         x = two_tied(one_hot(high=logit, shape=(8, 64, 2, 64)))
         apart, joined = (column_sums(x, f"exponent={form}", site) for site in (APART, "saved_statistics=logsumexp"))
         second = (apart[:, 1::2] - 0.5).abs().max()  # the keys that one row alone sees
         assert second < 2.0**-22
-        assert (joined[:, 1::2] - 0.5).abs().max() > 1e-3
+        assert ((joined[:, 1::2] - 0.5).abs().max() > 1e-3) == (form != "unfused")
 
-    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("form", EXPONENTS)
     def test_rows_of_many_keys_sum_to_one_only_apart(self, form: str) -> None:
         apart, joined = (
             (row_sums(f"exponent={form}", site) - 1).abs() for site in (APART, "saved_statistics=logsumexp")
@@ -98,7 +100,7 @@ class TestReference:
         assert apart.max() < 1e-6
         assert joined.max() > 1e-3
 
-    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("form", EXPONENTS)
     @pytest.mark.parametrize("logit", LOGITS)
     def test_delta_from_p_has_no_error_apart(self, logit: float, form: str) -> None:
         """n = 8,192 rows of a single key, against FP64. What is left is FP32's own: the largest of them is 6e-7."""
@@ -199,9 +201,15 @@ class TestField:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("logit", LOGITS)
-def test_kernels_that_subtract_have_p_of_one_apart(logit: float, device: str) -> None:
-    assert torch.all(column_sums(kernel_rows(logit, device), "exponent=subtracted", APART, backend="flash") == 1)
+@pytest.mark.parametrize("logit", [2e4, 2e5, 1e7])
+@pytest.mark.parametrize(
+    ("form", "saved"), [("subtracted", "max_and_sum"), ("unfused", "max_and_sum"), ("unfused", "logsumexp")]
+)
+def test_kernels_that_subtract_have_p_of_one_apart_and_unfused_from_l_too(
+    form: str, saved: str, logit: float, device: str
+) -> None:
+    sites = f"exponent={form}", f"saved_statistics={saved}"
+    assert torch.all(column_sums(kernel_rows(logit, device), *sites, backend="flash") == 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -211,15 +219,15 @@ def test_kernels_that_fold_have_p_of_one_apart_to_the_last_bits(logit: float, de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["folded", "subtracted"])
 @pytest.mark.parametrize("logit", LARGE)
-def test_kernels_are_off_from_l_in_either_form(logit: float, form: str, device: str) -> None:
+def test_kernels_are_off_from_l_folded_or_subtracted(logit: float, form: str, device: str) -> None:
     off = (column_sums(kernel_rows(logit, device), f"exponent={form}", backend="flash") - 1).abs().max()
     assert off > 2e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EXPONENTS)
 def test_kernels_have_one_half_for_two_tied_keys(form: str, device: str) -> None:
     x = two_tied(kernel_rows(2e5, device))
     assert (column_sums(x, f"exponent={form}", APART, backend="flash")[:, 1::2] - 0.5).abs().max() < 2.0**-21
@@ -242,6 +250,8 @@ def test_kernels_dq_and_dk_of_a_single_key_are_zero(device: str) -> None:
         (("exponent=subtracted",), 0.0),
         (("exponent=folded", "row_max=stabilised_safe"), 0.0),
         (("exponent=subtracted", "row_max=stabilised_safe"), 0.0),
+        (("exponent=unfused",), 0.0),
+        (("exponent=unfused", "row_max=stabilised_safe"), 0.0),
         (("scores=m20", "statistics=m20", "tile_k=48"), 0.0),
         (("delta=recomputed_o",), 5.0),
     ],

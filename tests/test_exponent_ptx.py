@@ -1,0 +1,79 @@
+"""The site ``exponent`` as compilers leave it: PTX for sm_90, which takes no GPU. A plain product may become part of a multiply-add.
+
+The kernel is interpreted under TRITON_INTERPRET=1: this module has nothing to say there.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from kernel_tests import INTERPRETED
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+compiler = pytest.importorskip("triton.compiler")
+numerics = pytest.importorskip("attention.triton_numerics")
+
+probabilities, rescaling, row_normaliser = numerics.probabilities, numerics.rescaling, numerics.row_normaliser
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled, though not run")
+PLAIN = tl.constexpr(-1)
+N = 128
+
+
+@triton.jit
+def exponent_kernel(p_s, p_p, unit, FOLD: tl.constexpr, APART: tl.constexpr, N: tl.constexpr):
+    """P of a row [N] of S from its own maximum, and exp(m - m') of m and its last score, in the unit of m."""
+    o_s = tl.arange(0, N)
+    b_s = tl.load(p_s + o_s)
+    if FOLD == PLAIN:
+        tl.store(p_p + o_s, tl.exp2(b_s * unit - tl.load(p_s + N)))
+    else:
+        b_m = row_normaliser(tl.max(b_s, 0, keep_dims=True), unit, FOLD)
+        b_last = row_normaliser(tl.load(p_s + tl.arange(0, 1)), unit, FOLD)
+        tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, FOLD, APART))
+        tl.store(p_p + N + tl.arange(0, 1), rescaling(b_m, b_last, unit, FOLD))
+
+
+def exponents(fold: int, *, apart: bool = False) -> list[str]:
+    """What makes the operands of each exp2, innermost first, as PTX has it: the operation and that of its first operand."""
+    signature = dict.fromkeys(("p_s", "p_p"), "*fp32") | {"unit": "fp32"}
+    values = {(3,): fold, (4,): apart, (5,): N}
+    source = compiler.ASTSource(exponent_kernel, signature | dict.fromkeys(("FOLD", "APART", "N"), "constexpr"), values)
+    # As Triton before 3.10 has it unless told otherwise: products may be fused.
+    made = triton.compile(
+        source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}
+    )
+    written = {
+        register: (operation, operands)
+        for operation, register, operands in re.findall(r"^\s*([a-z][\w.]*f32)\s+(%\w+), (.*);", made.asm["ptx"], re.M)
+    }
+    return [
+        " of ".join(_chain(written, operands))
+        for operation, operands in written.values()
+        if operation.startswith("ex2")
+    ]
+
+
+def _chain(written: dict[str, tuple[str, str]], operands: str) -> list[str]:
+    """The operations behind the first operand, back to what is loaded or a maximum."""
+    found = written.get(operands.split(", ")[0])
+    if found is None or found[0].startswith(("ld", "max")):
+        return []
+    return [found[0], *_chain(written, found[1])]
+
+
+def test_a_plain_product_becomes_part_of_a_multiply_add() -> None:
+    assert exponents(PLAIN.value) == ["fma.rn.f32"]
+
+
+def test_folded_it_is_named() -> None:
+    assert exponents(numerics.FUSED.value)[0] == "fma.rn.f32"
+
+
+@pytest.mark.parametrize(
+    ("apart", "expected"), [(False, "sub.f32 of mul.rn.f32"), (True, "sub.f32 of sub.f32 of mul.rn.f32")]
+)
+def test_unfused_it_is_rounded_and_then_subtracted_from(apart: bool, expected: str) -> None:
+    found = exponents(numerics.UNFUSED.value, apart=apart)
+    assert found == [expected, "sub.f32 of mul.rn.f32"]
