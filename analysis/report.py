@@ -88,27 +88,28 @@ def departure_step(records: Sequence[Record]) -> int | None:
 def excursion_rows(steps: Sequence[int], losses: Sequence[float]) -> set[int]:
     """The steps that decide what ``curves.explosion_step`` and ``open_excursion`` say of the losses.
 
-    Of every excursion above the margin: the best loss before it, its first step, the one that makes it long enough, its last
-    one and the first behind it. Without the other steps both say the same: the best is the same wherever it is compared with.
+    Of every excursion above the margin the best loss before it and the first step behind it, which ends it whatever else is kept; of the
+    one that is long enough, or that the end cuts short, its first step and the one that makes it so. Without the other steps both say the
+    same: the best is the same wherever it is compared with.
     """
     keep: set[int] = set()
     best_step, lowest, start, before = -1, math.inf, -1, -1
     for step, loss in zip(steps, losses, strict=True):
         if math.isfinite(loss) and loss <= lowest + MARGIN:
             if start >= 0:
-                keep |= {before, step}
+                keep.add(step)
             start = -1
             if loss < lowest:
                 best_step, lowest = step, loss
         else:
             if start < 0:
                 start = step
-                keep |= {best_step, step} - {-1}
+                keep |= {best_step} - {-1}
             if step == start + PATIENCE - 1 or not math.isfinite(loss):
                 # An explosion: nothing behind it changes the verdict.
-                return keep | {step}
+                return keep | {start, step}
         before = step
-    return keep | {best_step, before} - {-1}
+    return keep | ({best_step, before, start} - {-1})
 
 
 def kept_steps(records: Sequence[Record], every: int) -> set[int]:
@@ -148,6 +149,27 @@ class Evidence:
         for part in path.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
+
+    @property
+    def groups(self) -> list[Mapping[str, Any]]:
+        """The attentions that the heads of ``LAYER`` had when the run began, a group of heads each."""
+        mine = str(LAYER)
+        return [group for group in self.config["attention"] if mine in group.get("heads_of_layer", {mine: ()})]
+
+    @property
+    def group(self) -> Mapping[str, Any] | None:
+        """The attention of ``LAYER``; None where its heads do not share one, or were given another on the way."""
+        return self.groups[0] if len(self.groups) == 1 and not self.is_switched else None
+
+    @property
+    def is_switched(self) -> bool:
+        """Whether the attention of a layer was switched during the run, by its options."""
+        return bool(self.setting("alarm.switches"))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers and heads have one attention from beginning to end."""
+        return len(self.config["attention"]) == 1 and not self.is_switched
 
     @property
     def attention(self) -> str:
@@ -211,10 +233,14 @@ class Facts:
     """The last step with a time, and the wall time to it, compilation and probes included."""
     printed_from: int | None
     """First step that is known from the run's printed lines only, to four digits."""
+    is_not_finite: bool = False
+    """Whether the loss at ``exploded_at`` is no number: P_bar or a sum left its range, at an ordinary loss the step before."""
 
     @property
     def verdict(self) -> str:
         """How the run ended, in words."""
+        if self.is_not_finite:
+            return f"not finite at {self.exploded_at:,}"
         if self.exploded_at is not None:
             return f"exploded at {self.exploded_at:,}, logs to {self.last_step:,}"
         end = f"{'finished' if self.is_finished else 'cut'} at {self.last_step:,}"
@@ -230,6 +256,7 @@ class Facts:
 def facts(run: Evidence) -> Facts:
     """The facts of a run; ``records`` may be thinned by ``kept_steps``."""
     steps, losses = _losses(run.records)
+    exploded_at = curves.explosion_step(losses, MARGIN, PATIENCE, steps=steps)
     begin = int(run.setting("optim.warmup_steps")) + 500
     leaders = [_leading_layer(record) for record in run.records if record["step"] >= begin and "w_q_norm_0" in record]
     logit: dict[int, float] = {}
@@ -240,7 +267,8 @@ def facts(run: Evidence) -> Facts:
     timed, seconds = curves.column(run.records, "seconds")
     return Facts(
         last_step=steps[-1],
-        exploded_at=curves.explosion_step(losses, MARGIN, PATIENCE, steps=steps),
+        exploded_at=exploded_at,
+        is_not_finite=exploded_at is not None and not math.isfinite(losses[steps.index(exploded_at)]),
         above_since=curves.open_excursion(losses, MARGIN, PATIENCE, steps=steps),
         departed_at=departure_step(run.records),
         unstable_since=unstable_since(run.records),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from analysis import report, report_claims
 from analysis.report import DEPARTURE, LAYER, Evidence, Facts
@@ -162,17 +163,31 @@ def bias_table(runs: Told) -> str:
     return table(heads, rows)
 
 
+OWN = "O as handed on"
+
+
+def hands_on(run: Evidence) -> bool | None:
+    """Whether delta of ``LAYER`` is made of the O that is handed on; None where its heads differ, or were switched."""
+    return None if run.group is None else _delta_of(run.group).startswith(OWN)
+
+
 def delta_of(run: Evidence) -> str:
-    """What delta is made of in the first group of a run's attention."""
-    group = run.config["attention"][0]
+    """What delta of ``LAYER`` is made of when a run begins."""
+    if len(run.groups) == 1:
+        return _delta_of(run.groups[0])
+    heads = (", ".join(map(str, group["heads_of_layer"][str(LAYER)])) for group in run.groups)
+    return "; ".join(f"heads {of}: {_delta_of(group)}" for of, group in zip(heads, run.groups, strict=True))
+
+
+def _delta_of(group: Mapping[str, Any]) -> str:
     numerics = group.get("numerics")
     if not isinstance(numerics, dict):
-        return f"O as handed on ({group['backend']})"
+        return f"{OWN} ({group['backend']})"
     if numerics["delta"] == "rowsum_p_dp":
         return "P and dP"
     if numerics["delta"] == "recomputed_o":
         return "O computed again in FP32"
-    return "O as handed on" if numerics["delta_output"] == "output" else f"O kept apart, {numerics['delta_output']}"
+    return OWN if numerics["delta_output"] == "output" else f"O kept apart, {numerics['delta_output']}"
 
 
 def sequences_of(run: Evidence) -> str:
@@ -221,7 +236,7 @@ def asked_table(runs: Told, asked: Mapping[str, str]) -> str:
 
 
 def short_table(runs: Told) -> str:
-    """A few columns for the README."""
+    """A few columns for the README, of the runs that came to an end."""
     heads = ["run", "attention", "how it ended", "validation loss at 3,500", f"W_Q norm, layer {LAYER}, at 3,500"]
     heads += ["largest logit at 3,500"]
     rows = [
@@ -234,13 +249,14 @@ def short_table(runs: Told) -> str:
             significant(facts.logit.get(3500)),
         ]
         for run, facts in runs
+        if facts.exploded_at is not None or facts.is_finished
     ]
     return table(heads, rows, left=3)
 
 
 def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]], asked: Mapping[str, str]) -> dict[str, str]:
     """All blocks by name; ``asked`` are the variants of configs/reproduction.txt, name -> options."""
-    ordered = told(runs)
+    ordered = told([run for run in runs if not run.is_switched])
     makers: dict[str, Callable[[Told], str]] = {
         "runs": runs_table,
         "growth": growth_table,
@@ -250,7 +266,7 @@ def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]], asked: 
         "short": short_table,
     }
     made = {name: make(ordered) for name, make in makers.items()}
-    return made | {"again": again_table(again), "asked": asked_table(ordered, asked)}
+    return made | {"again": again_table(again), "asked": asked_table(told(runs), asked)}
 
 
 def values(
@@ -258,9 +274,13 @@ def values(
 ) -> dict[str, str]:
     """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.val@STEP, RUN.heads@STEP ...;
     and those of ``report_claims.values``."""
-    ordered = told(runs)
-    found = {"runs": str(len(runs)), "seeds": str(max((count_of(run, ordered) for run, _ in ordered), default=0))}
-    for run, facts in ordered:
+    ordered = told([run for run in runs if not run.is_switched])
+    found = {
+        "runs": str(len(ordered)),
+        "switched": str(len(runs) - len(ordered)),
+        "seeds": str(max((count_of(run, ordered) for run, _ in ordered), default=0)),
+    }
+    for run, facts in told(runs):
         probes, led = facts.largest_w_q_in_layer
         count = sequences_of(run)
         own: dict[str, str] = {
@@ -290,8 +310,8 @@ def values(
         found |= _bias_values(run)
         if shares := report.repeated_maxima(run.heads, *GROWTH):
             found |= {f"{run.name}.ties": f"{shares[0]:.1%}", f"{run.name}.most_ties": f"{shares[1]:.1%}"}
-    found |= _largest_bias(runs)
-    found |= report_claims.values(report_claims.groups(ordered, asked or {}))
+    found |= _largest_bias([run for run, _ in ordered])
+    found |= report_claims.values(report_claims.groups(told(runs), asked or {}))
     return found | {f"{row['run']}.again": f"{int(row['common_steps']):,}" for row in again}
 
 

@@ -100,6 +100,8 @@ def parse_asked(text: str) -> dict[str, str]:
 def outcome(facts: Facts) -> str:
     """How one run went, in a few words."""
     end = "at its end" if facts.is_finished else "when cut"
+    if facts.is_not_finite:
+        return f"not finite at {facts.exploded_at:,}"
     if facts.exploded_at is not None:
         return f"exploded at {facts.exploded_at:,}"
     if facts.unstable_since is not None:
@@ -115,17 +117,33 @@ def outcome(facts: Facts) -> str:
     )
 
 
+def is_quiet(facts: Facts) -> bool:
+    """Neither exploded nor on the way."""
+    uneasy = facts.above_since is not None or facts.unstable_since is not None or facts.unrest > UNREST
+    return facts.exploded_at is None and not uneasy
+
+
+def how_it_ended(facts: Facts) -> str:
+    """In one word."""
+    if facts.is_not_finite:
+        return "not_finite"
+    if facts.exploded_at is not None:
+        return "exploded"
+    if not facts.is_finished:
+        return "cut"
+    return "finished" if is_quiet(facts) else "unsettled"
+
+
 def verdict(facts: Facts, expected: Expected, past: int | None) -> str:
     """Of one run. A run that was cut says nothing, but for one that stayed quiet beyond step ``past``."""
-    uneasy = facts.above_since is not None or facts.unstable_since is not None or facts.unrest > UNREST
-    is_quiet = facts.exploded_at is None and not uneasy
     if facts.exploded_at is not None:
-        return "agrees" if expected == "explodes" else "does not"
+        # To leave the range is a failure, but not the one that is expected.
+        return "does not" if expected == "quiet" else "not settled" if facts.is_not_finite else "agrees"
     if facts.unstable_since is not None and expected == "quiet":
         return "does not"
-    if facts.is_finished and is_quiet:
+    if facts.is_finished and is_quiet(facts):
         return "agrees" if expected == "quiet" else "does not"
-    if expected == "quiet" and is_quiet and past is not None and facts.last_step > past:
+    if expected == "quiet" and is_quiet(facts) and past is not None and facts.last_step > past:
         return "agrees so far"
     return "not settled"
 
@@ -150,13 +168,11 @@ def asked_rows(found: Sequence[Group]) -> list[list[str]]:
 
 
 def values(found: Sequence[Group]) -> dict[str, str]:
-    """NAME.n, NAME.outcome and NAME.verdict of every variant; exploded, finished and cut: how many runs did."""
+    """NAME.n, NAME.outcome and NAME.verdict of every variant. How many runs exploded, finished (quietly), ended unsettled (not exploded,
+    nor quiet), were cut, or had a loss that is not_finite: of those that were not switched."""
     past = explosion_of_control(found)
-    all_facts = [facts for group in found for _, facts in group.runs]
-    exploded = [facts for facts in all_facts if facts.exploded_at is not None]
-    quiet = [facts for facts in all_facts if facts.exploded_at is None and facts.is_finished]
-    made = {"exploded": str(len(exploded)), "finished": str(len(quiet))}
-    made["cut"] = str(len(all_facts) - len(exploded) - len(quiet))
+    ends = [how_it_ended(facts) for group in found for run, facts in group.runs if not run.is_switched]
+    made = {end: str(ends.count(end)) for end in ("exploded", "not_finite", "finished", "unsettled", "cut")}
     for group in found:
         made[f"{group.name}.n"] = str(len(group.runs))
         made[f"{group.name}.outcome"] = group.outcome

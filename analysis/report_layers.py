@@ -10,7 +10,7 @@ from typing import Any
 from analysis.curves import Record
 from analysis.plots import COLOURS
 from analysis.report import LAYER, Evidence, Facts
-from analysis.report_blocks import delta_of, number, significant
+from analysis.report_blocks import hands_on, number, significant
 from analysis.report_files import MAX_LOGIT
 
 LARGE = 5000.0
@@ -59,7 +59,7 @@ def values(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, str]:
     apart = [
         logit
         for run, _ in runs
-        if not delta_of(run).startswith("O as handed on")
+        if run.is_uniform and not hands_on(run)
         for layer, logits in largest_logits(run.records).items()
         if layer > LAYER
         for logit in logits.values()

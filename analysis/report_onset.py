@@ -24,7 +24,8 @@ from analysis import curves, report, report_layers
 from analysis.one_key_rows import make_rows, measure
 from analysis.plots import COLOURS
 from analysis.report import Evidence, Facts, HeadRow
-from analysis.report_blocks import NONE, delta_of, number, significant, table, told
+from analysis.report_blocks import NONE, hands_on, number, significant, table, told
+from analysis.report_claims import how_it_ended
 from attention import AttentionSpec
 
 ONE_HOT = 0.99
@@ -49,13 +50,15 @@ KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNFUSED)
 
 
 def kind_of(run: Evidence) -> str | None:
-    """How the attention of a run treats P_bar; None where delta is not made of the O handed on.
+    """How the attention of a run's layer treats P_bar; None where delta is not made of the O handed on.
 
-    None for torch's kernels too: their probes have an O made by this project's reference, which is not the kernel's.
+    None for torch's kernels too: their probes have an O made by this project's reference, which is not the kernel's; and for a layer whose
+    heads differ, or that was switched.
     """
-    group = run.config["attention"][0]
-    numerics = group.get("numerics")
-    if group["backend"].startswith("sdpa_"):
+    if run.group is None:
+        return None
+    numerics = run.group.get("numerics")
+    if run.group["backend"].startswith("sdpa_"):
         return None
     if not isinstance(numerics, Mapping) or (numerics["delta"], numerics["delta_output"]) != ("rowsum_do_o", "output"):
         return None
@@ -71,7 +74,7 @@ def kind_of(run: Evidence) -> str | None:
 
 def _exponential(run: Evidence) -> str:
     """How S c - m c is formed: torch multiplies, rounds, subtracts (its copy of FlashAttention-2 sets UNFUSE_FMA)."""
-    group = run.config["attention"][0]
+    group = run.groups[0]
     numerics = group.get("numerics")
     if group["backend"].startswith("sdpa_") or not isinstance(numerics, Mapping):
         return "torch: not fused"
@@ -204,8 +207,8 @@ def _mean(found: Errors) -> str:
 
 
 def crossings(runs: Sequence[Evidence]) -> list[tuple[Evidence, Facts, Crossing]]:
-    """The runs whose logits pass 2 ``THRESHOLD``, in the order of ``report_blocks.told``."""
-    pairs = [(run, facts, crossing(run, facts)) for run, facts in told(runs)]
+    """The runs with one attention in their layer whose logits pass 2 ``THRESHOLD``, in the order of ``report_blocks.told``."""
+    pairs = [(run, facts, crossing(run, facts)) for run, facts in told(runs) if run.group is not None]
     return [(run, facts, found) for run, facts, found in pairs if found is not None]
 
 
@@ -217,7 +220,7 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
     heads += [f"layers behind {report.LAYER} with logits beyond {report_layers.LARGE:,.0f}", "loss exploded at"]
     rows = []
     for run, facts, found in crossings(runs):
-        sites = run.config["attention"][0].get("numerics")
+        sites = run.groups[0].get("numerics")
         kind = sites["probabilities"] if isinstance(sites, Mapping) and "probabilities" in sites else NONE
         rows.append(
             [
@@ -269,7 +272,7 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
         kind = kind_of(run)
         names = {None: "apart", UNROUNDED: "calm", SUBTRACTED: "subtracted", UNFUSED: "unfused", PAPER: "paper"}
         name = names.get(kind, "rise")
-        if run.config["attention"][0]["backend"].startswith("sdpa_"):
+        if run.groups[0]["backend"].startswith("sdpa_"):
             name = "torch"
         rises.setdefault(name, []).append(cross.after / cross.before)
         passages.setdefault(name, []).append(cross.step - cross.first)
@@ -304,18 +307,22 @@ def _on_the_eve(runs: Sequence[Evidence]) -> dict[str, list[float]]:
 
 
 def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
-    """onset.crossed: runs that pass 2 ``THRESHOLD``; onset.crossed.own: those of them whose delta is made of the O handed on. onset.others:
-    runs that do not, onset.others.own, and the largest logit of any of them."""
-    pairs = [(run, max(found.logit.values())) for run, found in told(runs)]
-    beyond, others = ([pair for pair in pairs if (pair[1] >= 2 * THRESHOLD) == large] for large in (True, False))
+    """onset.crossed: runs that pass 2 ``THRESHOLD``, of those with one attention in their layer that came past ``FROM``; onset.crossed.own:
+    those of them whose delta is made of the O handed on. onset.others: runs that do not, onset.others.own, and the largest logit of any of
+    them; onset.others.cut: how many of them were cut whose delta is of something else."""
+    chosen = [(run, facts) for run, facts in told(runs) if run.group is not None and facts.last_step >= FROM]
+    beyond, others = (
+        [(run, facts) for run, facts in chosen if (max(facts.logit.values()) >= 2 * THRESHOLD) == large]
+        for large in (True, False)
+    )
     made = {"onset.crossed": str(len(beyond)), "onset.others": str(len(others))}
-    own = [delta_of(run).startswith("O as handed on") for run, _ in (*beyond, *others)]
-    made["onset.own"] = str(sum(own))
+    own = [bool(hands_on(run)) for run, _ in (*beyond, *others)]
+    made |= {"onset.own": str(sum(own)), "onset.crossed.own": str(sum(own[: len(beyond)]))}
+    made["onset.others.own"] = str(sum(own[len(beyond) :]))
     made["onset.agree"] = str(sum(own[: len(beyond)]) + len(others) - sum(own[len(beyond) :]))
-    for name, members in (("crossed", beyond), ("others", others)):
-        made[f"onset.{name}.own"] = str(sum(delta_of(run).startswith("O as handed on") for run, _ in members))
+    made["onset.others.cut"] = str(sum(how_it_ended(facts) == "cut" and not hands_on(run) for run, facts in others))
     if others:
-        made["onset.others.logit"] = significant(max(logit for _, logit in others))
+        made["onset.others.logit"] = significant(max(max(facts.logit.values()) for _, facts in others))
     return made
 
 

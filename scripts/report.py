@@ -31,7 +31,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
-from analysis import curves, report, report_blocks, report_claims, report_layers, report_onset, report_plots
+from analysis import (
+    curves,
+    report,
+    report_blocks,
+    report_claims,
+    report_layers,
+    report_onset,
+    report_plots,
+    report_switches,
+)
 from analysis.report import Evidence, canonical
 from analysis.report_files import (
     HEADS,
@@ -70,6 +79,7 @@ PICTURES = {
 """Variants in the README's picture, and in that of docs/reproduction.md."""
 ONSET = "large_logits.png"
 LAYERS = "layers.png"
+SWITCHES = "late_switches.png"
 LAYERS_OF = ("flash", "flash_subtracted", "sdpa_flash", "run_a_fp32_pv", "fp32_pv", "fp32_o")
 """The largest logit of every layer of these runs."""
 
@@ -119,6 +129,9 @@ def thin(run: Evidence) -> tuple[str, list[dict[str, Any]]]:
         for row in rows:
             if row["step"] % DIGEST_EVERY and row["step"] != last:
                 row.pop("data_digest", None)
+            if row["step"] % every:
+                # Where steps are kept for the losses that decide, they would weigh more than others in the median speed.
+                row.pop("tokens_per_second", None)
         text = metrics_csv(rows)
         if len(text) <= MOST_BYTES:
             break
@@ -303,10 +316,10 @@ def documents(out: Path, root: Path) -> dict[Path, tuple[str, str]]:
     runs, again = read_evidence(out), read_again(out)
     asked = report_claims.parse_asked((root / ASKED).read_text())
     blocks, values = report_blocks.blocks(runs, again, asked), report_blocks.values(runs, again, asked)
-    blocks, values = (
-        blocks | report_onset.blocks(runs),
-        values | report_onset.values(runs) | report_layers.values(report_blocks.told(runs)),
-    )
+    unswitched = [run for run in runs if not run.is_switched]
+    blocks |= report_onset.blocks(unswitched) | {"switches": report_switches.switches_table(runs)}
+    values |= report_onset.values(unswitched) | report_layers.values(report_blocks.told(unswitched))
+    values |= report_switches.values(runs)
     for prefix, folder in WRITTEN.items():
         blocks |= {f"{prefix}_{p.stem}": p.read_text() for p in (root / folder).glob("*.md") if p.stem != "README"}
     found = {}
@@ -328,7 +341,8 @@ def tables(args: argparse.Namespace) -> None:
 
 def plots(args: argparse.Namespace) -> None:
     """The command ``plots``: curves.png with all runs, and those of ``PICTURES``."""
-    runs = report_blocks.told(read_evidence(args.out))
+    everything = report_blocks.told(read_evidence(args.out))
+    runs = [(run, facts) for run, facts in everything if not run.is_switched]
     try:
         look = report_plots.looks(runs, list(dict.fromkeys(name for members in PICTURES.values() for name in members)))
         report_plots.draw(runs, report_plots.PANELS, args.out / "curves.png", look=look)
@@ -337,6 +351,12 @@ def plots(args: argparse.Namespace) -> None:
                 report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, look=look)
         if any(report_onset.one_hot([run for run, _ in runs], kind) for kind in report_onset.KINDS):
             report_plots.save(report_onset.figure(runs), args.out / ONSET)
+        if any(run.is_switched for run, _ in everything):
+            switched = [
+                (run, facts) for run, facts in everything if run.is_switched or run.name == report_claims.CONTROL
+            ]
+            look = report_plots.looks(switched, [report_claims.CONTROL])
+            report_plots.draw(switched, report_plots.PANELS[:4], args.out / SWITCHES, look=look)
         by_name = {run.name: (run, facts) for run, facts in runs}
         if chosen := [by_name[name] for name in LAYERS_OF if name in by_name]:
             report_plots.save(report_layers.figure(chosen), args.out / LAYERS)

@@ -56,6 +56,7 @@ CUT = {"is_finished": False, "last_step": 5999}
             "does not",
             "unstable since 4,000, not exploded when cut at 5,999",
         ),
+        (EXPLODED | {"is_not_finite": True}, "not settled", "does not", "not finite at 5,000"),
         (CUT | {"above_since": 5900}, "not settled", "not settled", "above the margin since 5,900 when cut at 5,999"),
     ],
 )
@@ -82,8 +83,13 @@ def test_seeds_of_a_variant_are_one_row() -> None:
 
 
 def test_numbers_of_all_runs() -> None:
-    made = report_claims.values(groups([run("flash", **EXPLODED), run("fp32_o"), run("run_a", **CUT)], ASKED))
-    assert [made[name] for name in ("exploded", "finished", "cut")] == ["1", "1", "1"]
+    lost, uneasy = run("paper", **EXPLODED, is_not_finite=True), run("sdpa_flash", unstable_since=4000)
+    switched = run("switch_at_3300")
+    switched[0].config["config"]["alarm"] = {"switches": ["3300:1:flash_fp32_o"]}
+    runs = [run("flash", **EXPLODED), run("fp32_o"), run("run_a", **CUT), lost, uneasy, switched]
+    made = report_claims.values(groups(runs, ASKED))
+    assert [made[name] for name in ("exploded", "not_finite", "finished", "unsettled", "cut")] == ["1"] * 5
+    assert made["switch_at_3300.n"] == "1"
     assert (made["run_a.n"], made["run_a.outcome"], made["run_a.verdict"]) == (
         "1",
         "quiet when cut at 5,999",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from typing import Any
 
 import pytest
@@ -67,6 +68,18 @@ def test_values_tell_the_runs_that_were_followed() -> None:
     assert "y.next" not in found
 
 
+def test_layers_of_another_attention_say_nothing_of_delta_of_another_o() -> None:
+    """Layer 1 alone keeps another O: what its followers do is theirs."""
+    apart = evidence(delta_output="fp32", layer_3=(3000, 321.0))
+    groups = [
+        {"backend": "flash", "numerics": {"delta": "rowsum_do_o", "delta_output": kept}, "heads_of_layer": {layer: [0]}}
+        for kept, layer in (("output", "3"), ("fp32", "1"))
+    ]
+    mixed = dataclasses.replace(apart, config={**apart.config, "attention": groups})
+    found = [module.values([(run, facts(run))]) for run in (apart, mixed)]
+    assert [one.get("layers.apart") for one in found] == ["321", None]
+
+
 def test_the_published_runs_that_the_next_layers_follow_in() -> None:
     """Those with large logits and no leap of the gradient norm, but the slowest of them, and `paper`; never where delta is of another O."""
     runs = told(script.read_evidence(script.ROOT / script.EVIDENCE))
@@ -76,8 +89,10 @@ def test_the_published_runs_that_the_next_layers_follow_in() -> None:
 
 
 def test_the_logits_of_layers_are_those_that_the_alarm_saw() -> None:
-    """results/alarm has them of the same probes."""
+    """results/alarm has them of the same probes; it has no runs that were switched, which are one run up to there."""
     for run, _ in told(script.read_evidence(script.ROOT / script.EVIDENCE)):
+        if run.is_switched:
+            continue
         with (script.ROOT / f"results/alarm/gpt2/{run.name}.csv").open(newline="") as file:
             seen = {int(row["step"]): row for row in csv.DictReader(file)}
         for layer, logits in module.largest_logits(run.records).items():

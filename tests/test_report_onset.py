@@ -11,6 +11,7 @@ import pytest
 
 from analysis import report_onset as onset
 from analysis.report import Evidence, facts
+from analysis.report_blocks import delta_of, hands_on
 from attention.numerics import HARDWARE, PAPER
 from scripts import report as script
 
@@ -113,6 +114,29 @@ def test_runs_that_agree_with_the_first_step_are_counted() -> None:
     found = onset.values(runs)
     names = ("crossed", "crossed.own", "others", "others.own", "own", "agree")
     assert [found[f"onset.{name}"] for name in names] == ["2", "1", "2", "1", "2", "2"]
+
+
+def test_heads_of_two_attentions_a_switch_and_a_short_run_are_not_counted() -> None:
+    """The group of layer 1 is what counts, wherever it stands among a run's groups."""
+    run = evidence()
+    group = run.config["attention"][0]
+    apart = group | {"numerics": group["numerics"] | {"delta_output": "fp32"}}
+    two_layers = [apart | {"heads_of_layer": {"0": [0, 1]}}, group | {"heads_of_layer": {"1": [0, 1]}}]
+    two_heads = [apart | {"heads_of_layer": {"1": [0]}}, group | {"heads_of_layer": {"0": [0, 1], "1": [1]}}]
+    mixed, shared = (
+        dataclasses.replace(run, config={**run.config, "attention": groups}) for groups in (two_layers, two_heads)
+    )
+    settings = {**run.config["config"], "alarm": {"switches": ["1500:1:flash_fp32_o"]}}
+    switched = dataclasses.replace(run, config={**run.config, "config": settings})
+    early = evidence(crosses_at=700)
+    rows = [[row for row in table if row["step"] < onset.FROM] for table in (early.records, early.heads)]
+    short = dataclasses.replace(early, records=rows[0], heads=rows[1])
+    assert [onset.kind_of(one) for one in (mixed, shared, switched)] == [onset.ROUNDED, None, None]
+    assert [hands_on(one) for one in (mixed, shared, switched)] == [True, None, None]
+    assert delta_of(shared) == "heads 0: O kept apart, fp32; heads 1: O as handed on"
+    found = onset.values([mixed, shared, switched, short])
+    assert (found["onset.crossed"], found["onset.own"]) == ("1", "1")
+    assert len(onset.crossings([mixed, shared, switched])) == 1
 
 
 def test_what_a_run_did_at_its_crossing_is_told_by_name_and_by_kind() -> None:
