@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
+import itertools
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -517,6 +519,205 @@ def test_in_gpt_2_too_the_multiply_add_alone_makes_the_gradient() -> None:
     for folded, subtracted in (("run", "flash_subtracted"), ("flash_run_a", "flash_run_a exponent=subtracted")):
         assert norms["3500", folded] > 8 * norms["3500", subtracted]
     assert norms["3000", "run"] == pytest.approx(norms["3000", "flash_subtracted"], rel=0.01)
+
+
+NEXT = (("8050", "2"), ("8090", "2"), ("8100", "2"), ("8200", "2"), ("8100", "3"), ("8100", "1"))
+RUN, UNROUNDED, WIDE_O = "run", "flash_fp32_pv", "flash_fp32_o exponent=subtracted"
+SAME_FORWARD = (RUN, WIDE_O, CURE)
+
+
+@functools.cache
+def rows_of_next_layers() -> tuple[dict[str, str], ...]:
+    with (FOLDER / "next_layers.csv").open(newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def replaced_in(place: tuple[str, str], attention: str, column: str) -> tuple[list[float], float]:
+    """A column of next_layers.csv at (step, layer): of every batch, and of the average."""
+    rows = (
+        row for row in rows_of_next_layers() if (row["step"], row["layer"], row["attention"]) == (*place, attention)
+    )
+    found = {row["batch"]: float(row[column]) for row in rows}
+    average = found.pop(script.AVERAGE)
+    assert list(found) == [str(number) for number in range(8)]
+    return list(found.values()), average
+
+
+def attentions_of_next_layers() -> list[str]:
+    return [name for name in dict.fromkeys(row["attention"] for row in rows_of_next_layers()) if name != REFERENCE]
+
+
+def three_digits(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def errors_of(place: tuple[str, str], attention: str) -> tuple[list[float], float]:
+    """||dW_Q - dW_ref|| of every batch, and of the average."""
+    each, average = replaced_in(place, attention, "difference")
+    sizes, of_average = replaced_in(place, "reference", "dw_q_frobenius")
+    return [a * b for a, b in zip(each, sizes, strict=True)], average * of_average
+
+
+def cosine_of_two(each: Sequence[float], average: float) -> float:
+    """Of two batches' errors, from their sizes and that of their mean: over all pairs, weighted by the sizes."""
+    squares = sum(size**2 for size in each)
+    return float(((len(each) * average) ** 2 - squares) / (sum(each) ** 2 - squares))
+
+
+def signs_as_large(each: Sequence[float], average: float) -> int:
+    """Of all signs that errors along one line can have: with how many is their mean as large?"""
+    signs = itertools.product((1, -1), repeat=len(each))
+    means = (abs(sum(s * size for s, size in zip(one, each, strict=True))) / len(each) for one in signs)
+    return sum(mean >= average for mean in means)
+
+
+def test_the_cosine_of_two_errors_is_that_of_vectors() -> None:
+    errors = np.random.default_rng(0).standard_normal((8, 5)) + 0.5
+    sizes, average = np.linalg.norm(errors, axis=1), np.linalg.norm(errors.mean(axis=0))
+    weights = np.outer(sizes, sizes)[np.triu_indices(8, 1)]
+    pairs = (errors @ errors.T)[np.triu_indices(8, 1)]
+    assert cosine_of_two(list(sizes), float(average)) == pytest.approx(pairs.sum() / weights.sum())
+
+
+def test_the_published_tables_of_the_next_layers_are_those_of_their_file() -> None:
+    readme, names = (FOLDER / "README.md").read_text(), attentions_of_next_layers()
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        return f"| {name} | {' | '.join(cells)} |"
+
+    def both(column: str, attention: str) -> list[str]:
+        pairs = (replaced_in(place, attention, column) for place in NEXT)
+        return [f"{three_digits(statistics.median(each))} / {three_digits(average)}" for each, average in pairs]
+
+    places = [f"layer {layer} at {int(step):,}" for step, layer in NEXT]
+    for title in ("dW_Q off by, of its size", "gradient norm", "cosine of two batches' errors"):
+        assert line(title, places) in readme
+    largest = [f"{max(replaced_in(place, 'reference', 'max_logit')[0]):,.0f}" for place in NEXT]
+    assert line("largest logit", largest) in readme
+    assert line("its size in the reference", both("dw_q_frobenius", "reference")) in readme
+    assert line("reference", both("gradient_norm", "reference")) in readme
+    assert names == ["reference", RUN, UNROUNDED, "flash_delta_from_p", CURE, WIDE_O]
+    for name in names[1:]:
+        cosines = [f"{cosine_of_two(*errors_of(place, name)):+.2f}" for place in NEXT]
+        for cells in (both("difference", name), both("gradient_norm", name), cosines):
+            assert line(f"`{name}`", cells) in readme
+
+
+@pytest.mark.parametrize("place", NEXT, ids="-".join)
+def test_three_of_these_attentions_have_one_forward_pass(place: tuple[str, str]) -> None:
+    own, *others = (replaced_in(place, name, "loss") for name in SAME_FORWARD)
+    assert all(other == own for other in others)
+    assert replaced_in(place, "reference", "loss") != own
+
+
+def test_at_8200_layer_2_makes_the_gradient_by_the_rounding_of_o() -> None:
+    """In every batch, with the same forward pass; P_bar unrounded is no help."""
+    place = ("8200", "2")
+    own, wide, cured = (replaced_in(place, name, "gradient_norm") for name in SAME_FORWARD)
+    assert min(a / b for a, b in zip(own[0], cured[0], strict=True)) > 1.8
+    assert all(a > b for a, b in zip(own[0], wide[0], strict=True))
+    assert own[1] > 4 * max(wide[1], cured[1])
+    assert replaced_in(place, UNROUNDED, "gradient_norm")[1] > 0.9 * own[1]
+    readme = (FOLDER / "README.md").read_text()
+    errors = [errors_of(place, name) for name in SAME_FORWARD]
+    first, *rest = [(three_digits(statistics.median(each)), three_digits(average)) for each, average in errors]
+    others = "; ".join(" and ".join(pair) for pair in rest)
+    assert f"dW_Q is off by {first[0]} in the median batch, {first[1]} in the average; {others};" in readme
+
+
+def test_up_to_8100_the_gradient_norm_is_hardly_that_of_layer_2() -> None:
+    readme = (FOLDER / "README.md").read_text()
+    own, cured = (replaced_in(("8100", "2"), name, "gradient_norm")[0] for name in (RUN, CURE))
+    times = [a / b for a, b in zip(own, cured, strict=True)]
+    assert min(times) > 1
+    assert f"is {min(times):.2f} to {max(times):.2f} times that of `{CURE}`" in readme
+    (own_8090, reference_8090), (own_8050, reference_8050) = (
+        [replaced_in((step, "2"), name, "gradient_norm")[1] for name in (RUN, "reference")] for step in ("8090", "8050")
+    )
+    said = f"{own_8090:.3g} with the run's own attention there, {reference_8090:.3g} with the reference"
+    assert f"{said}, against {own_8050:.3g} and {reference_8050:.3g} at 8,050" in readme
+    cosines = [statistics.median(replaced_in((step, "2"), RUN, "cosine")[0]) for step in ("8100", "8200")]
+    assert f"{cosines[0]:+.2f} in the median batch; at 8,200 {cosines[1]:+.2f}" in readme
+
+
+def test_at_8200_the_error_of_a_rounded_o_points_one_way_in_all_batches_and_no_other_does() -> None:
+    for place in NEXT:
+        for name in attentions_of_next_layers()[1:]:
+            each, average = errors_of(place, name)
+            if place == ("8200", "2") and name in (RUN, UNROUNDED):
+                assert cosine_of_two(each, average) > 0.85
+                assert signs_as_large(each, average) == 2
+            else:
+                assert abs(cosine_of_two(each, average)) < 0.25
+                assert signs_as_large(each, average) > 25
+    before = [str(signs_as_large(*errors_of((step, "2"), RUN))) for step in ("8050", "8090", "8100")]
+    assert f"for which {before[0]}, {before[1]} and {before[2]} of the 256" in (FOLDER / "README.md").read_text()
+
+
+def test_layer_1_of_flash_had_such_errors_before_its_break() -> None:
+    """From printed medians: the error of the average over that of the median batch."""
+    sizes, found, step, name = dict[str, float](), dict[tuple[str, str], float](), "", ""
+    for line in (FOLDER / "flash_printed.txt").read_text().splitlines():
+        if start := re.search(r": step (\d+), trained with", line):
+            step = start[1]
+        elif match := re.match(r"(.*?) (batches|average) (.*)", line):
+            numbers = match[3].replace(" to ", "-").split()
+            name = match[1].strip() or name
+            size, difference = map(float, numbers[4:6] if match[2] == "batches" else numbers[3:5])
+            if name == "reference":
+                sizes[match[2]] = size
+            elif match[2] == "batches":
+                found[step, name] = 1 / (difference * sizes["batches"]) if difference else 0.0
+            else:
+                found[step, name] *= difference * sizes["average"]
+    early = {name: f"{found['3000', name]:.2f}" for name in (RUN, "flash_subtracted", UNROUNDED, "sdpa_flash")}
+    readme = (FOLDER / "README.md").read_text()
+    assert f"is {early.pop(RUN)} of the median batch's at 3,000, before the break" in readme
+    assert f"({', '.join(f'`{name}` {ratio}' for name, ratio in early.items())})" in readme
+    assert f"and {found['3500', RUN]:.2f} at 3,500" in readme
+
+
+def test_the_error_of_layer_1_is_as_its_sentence_says() -> None:
+    place, readme = ("8100", "1"), (FOLDER / "README.md").read_text()
+    (size, error, norm), cosine = (
+        (
+            statistics.median(replaced_in(place, "reference", "dw_q_frobenius")[0]),
+            statistics.median(errors_of(place, RUN)[0]),
+            statistics.median(replaced_in(place, RUN, "gradient_norm")[0]),
+        ),
+        statistics.median(replaced_in(place, RUN, "cosine")[0]),
+    )
+    assert f"cosine {cosine:+.2f}. That size is {size:.3g}," in readme
+    assert f"the error, {error:.3g}, is {100 * error / norm:.1f} % of the gradient norm" in readme
+    names = [name for name in attentions_of_next_layers() if name != "flash_delta_from_p"]
+    norms = [statistics.median(replaced_in(place, name, "gradient_norm")[0]) for name in names]
+    assert f"which is {min(norms):.3g} to {max(norms):.3g} with any" in readme
+
+
+def test_w_q_of_layer_2_grows_meanwhile_as_said() -> None:
+    with (FOLDER.parent / "fast_failure/flash_subtracted/probes.csv").open(newline="") as file:
+        norms = {row["step"]: float(row["w_q_norm_2"]) for row in csv.DictReader(file)}
+    assert (
+        f"goes from {norms['8100']:.0f} to {norms['8200']:.0f} in these 100 steps" in (FOLDER / "README.md").read_text()
+    )
+
+
+def test_what_was_expected_of_8100_did_not_come_true() -> None:
+    """Of docs/reproduction.md: more than dW_Q's size with the run's attention, less than a tenth of it with m and log l apart."""
+    said = (FOLDER.parent.parent / "docs/reproduction.md").read_text()
+    layer_2 = [place for place in NEXT if place[1] == "2"]
+    off = {(step, name): replaced_in((step, "2"), name, "difference") for step, _ in layer_2 for name in (RUN, CURE)}
+    both = {key: (statistics.median(each), average) for key, (each, average) in off.items()}
+    assert max(both["8100", RUN]) < 1 < min(both["8200", RUN])
+    assert min(value for (_, name), pair in both.items() if name == CURE for value in pair) > 0.1
+    assert all(both[step, RUN] > both[step, CURE] for step, _ in layer_2)
+    median, average = both["8100", RUN]
+    assert f"by {median:.3g} of its size in the median of 8 batches ({average:.3g} in their average)" in said
+    for step, name in (("8100", CURE), ("8200", CURE)):
+        median, average = both[step, name]
+        assert f"by {median:.3g} ({average:.3g})" in said
+    median, average = both["8200", RUN]
+    assert f"by {median:.3g} times its size ({average:.3g})" in said
 
 
 def after(factor: str, attention: str, column: str) -> list[float]:
