@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from errors import UserError, invalid
+from training.newton_schulz import NewtonSchulz, orthogonaliser
 from training.shared_muon import SharedMuon
 
 OptimizerName = Literal["adamw", "muon"]
@@ -51,6 +52,8 @@ class OptimConfig:
     """Largest global gradient norm; 0 switches clipping off."""
     muon_momentum: float = 0.95
     """Muon: Nesterov momentum."""
+    newton_schulz: NewtonSchulz = "each"
+    """Muon: orthogonalise each matrix by itself, replay that as a CUDA graph, or batch matrices of a shape (sums in another order)."""
     fused: Fused = "auto"
     """AdamW's single-kernel update; auto means on CUDA only."""
 
@@ -60,9 +63,16 @@ class OptimConfig:
         Raises:
             UserError: naming the first bad field, its value and what is allowed.
         """
-        for name, choices in (("optimizer", OptimizerName), ("schedule", Schedule), ("fused", Fused)):
+        for name, choices in (
+            ("optimizer", OptimizerName),
+            ("schedule", Schedule),
+            ("fused", Fused),
+            ("newton_schulz", NewtonSchulz),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise invalid(f"optim.{name}", getattr(self, name), get_args(choices))
+        if self.newton_schulz != "each" and self.optimizer != "muon":
+            raise invalid("optim.newton_schulz", self.newton_schulz, "each with optim.optimizer = 'adamw'")
         cosine = self.schedule == "cosine"
         bounds: tuple[tuple[str, bool, str], ...] = (
             ("lr", 0 < self.lr < math.inf, "a finite number above 0"),
@@ -141,7 +151,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
     arXiv 2502.16982).
 
     Raises:
-        UserError: Muon asked for and the model has no matrix named ``h.<layer>.attn|mlp....weight``.
+        UserError: Muon asked for and the model has no matrix named ``h.<layer>.attn|mlp....weight``; its CUDA graph on another device.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.optimizer == "adamw":
@@ -156,6 +166,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,
         adjust_lr_fn="match_rms_adamw",
+        orthogonalise=orthogonaliser(config.newton_schulz, device),
     )
     return MuonWithAdamW(
         muon, _adamw([parameter for _, parameter in named if id(parameter) not in taken], config, device)
