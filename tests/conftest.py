@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# As in these processes (see _one_thread), in those that they start.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Fixtures of a module come before those of a test.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     # Small tensors run faster without a pool, and sums come out in one order on every machine.
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker of pytest-xdist, files with slow tests come first: each is one worker's, and the last ones should be short."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -29,7 +29,7 @@ ORDER = [
 
 def parts() -> list[tuple[Path, str]]:
     files = [*ROOT.glob("*.py"), *(f for name in ORDER for f in (ROOT / name).rglob("*.py"))]
-    return [(f, f.relative_to(ROOT).parts[0].removesuffix(".py")) for f in files]
+    return [(f, f.relative_to(ROOT).parts[0].removesuffix(".py")) for f in sorted(files)]
 
 
 @pytest.mark.parametrize(("path", "part"), parts(), ids=lambda x: x.name if isinstance(x, Path) else "")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, Place, environment, lines, new_place, optimizer, weights
+from tiny_runs import ROOT, Place, environment, lines, new_place, optimizer, reserved_port, weights
 
 from training.shared_muon import cost, shares
 
@@ -62,21 +61,19 @@ distributed.stop()
 
 def launch(script: str, arguments: list[str], processes: int) -> list[str]:
     """The script in so many processes of one group; what each printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            env=environment() | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    with reserved_port() as port:
+        meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, *arguments],
+                env=environment() | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(processes)
+        ]
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * processes, outputs
     return [out for out, _ in outputs]
 
@@ -145,17 +142,15 @@ def test_two_nodes_give_the_bits_of_one_node_with_two_processes(place: Place) ->
         [*one, str(ROOT / "train.py"), str(recipe)], env=environment(), cwd=ROOT, capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     recipe = place.preset_file(place.config("run", there))
-    agents = [agent(place, recipe, node, port) for node in (0, 1)]
-    try:
-        outputs = [a.communicate(timeout=120) for a in agents]
-        assert [a.returncode for a in agents] == [0, 0], outputs
-    finally:
-        for a in agents:
-            a.kill()
+    with reserved_port() as port:
+        agents = [agent(place, recipe, node, port) for node in (0, 1)]
+        try:
+            outputs = [a.communicate(timeout=120) for a in agents]
+            assert [a.returncode for a in agents] == [0, 0], outputs
+        finally:
+            for a in agents:
+                a.kill()
     runs = [place.folder / where / "run" for where in ("one_node", "two_nodes")]
     assert lines(runs[0]) == lines(runs[1])
     assert weights(runs[0], 10) == weights(runs[1], 10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from tiny_runs import (
     new_place,
     optimizer,
     preset,
+    reserved_port,
     start_train,
     train_and_kill,
     tree,
@@ -117,18 +117,15 @@ def test_rollback_and_stop_take_all_processes_along(place: Place) -> None:
     policy = {"nonfinite.policy": "rollback", "nonfinite.max_rollbacks": 1, "checkpoint.every": 1}
     config = config_of(place, "stop", "stop", {**policy, "optim.warmup_steps": 0, "optim.lr": 1e37})
     # Started by hand: torchrun would end one process as soon as the other has failed.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     arguments = command(ROOT / "train.py", [str(place.preset_file(config))])
-    ranks = [
-        subprocess.Popen(arguments, env=environment() | meeting | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
-    ]
-    try:
-        assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with reserved_port() as port:
+        shared = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [subprocess.Popen(arguments, env=shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+        try:
+            assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
+        finally:
+            for rank in ranks:
+                rank.kill()
     stopped = lines(place.folder / "stop/stop")
     events = [(line["step"], line["batch"], line["nonfinite"]) for line in stopped if "nonfinite" in line]
     assert events == [(1, 1, "rollback"), (1, 2, "stop")]

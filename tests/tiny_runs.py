@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,6 +166,18 @@ def start_train(arguments: list[str], processes: int = 1) -> subprocess.Complete
         cwd=ROOT,
         timeout=120,
     )
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port for the store of processes that meet: nobody who asks for any free port is given it before they open it.
+
+    A bound socket is passed over when the system chooses a port; torch's store asks for this one with SO_REUSEADDR and gets it.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 # A run that goes slowly from step 10 on and waits for its end at step 18.
