@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from analysis import report, report_claims
+from analysis import report, report_claims, report_heads
 from analysis.report import DEPARTURE, LAYER, Evidence, Facts
 from errors import UserError
 
@@ -112,7 +112,7 @@ def growth_table(runs: Told) -> str:
     heads += [f"largest logit at {step:,}" for step in LOGIT_AT]
     rows = []
     for run, facts in runs:
-        rate = report.growth(facts.w_q, first, last)
+        rate = report_heads.growth(facts.w_q, first, last)
         rates = [
             NONE if rate is None else f"{rate.per_thousand:+.1f}",
             NONE if rate is None else f"x {rate.factor:.2f}",
@@ -139,7 +139,7 @@ def bias_table(runs: Told) -> str:
     heads += ["mean, 1e-6 of delta", "tests in all layers", "beyond 3 s.e.", "expected"]
     rows = []
     for run, _ in runs:
-        found = report.bias(run.heads)
+        found = report_heads.bias(run.heads)
         if found is None:
             continue
         zs = run.z_scores
@@ -200,7 +200,7 @@ def error_table(runs: Told) -> str:
     heads = ["run", "delta uses", *(f"at {step:,}" for step in ERROR_AT)]
     rows = []
     for run, _ in runs:
-        errors = [report.relative_error(run.heads, step) for step in ERROR_AT]
+        errors = [report_heads.relative_error(run.heads, step) for step in ERROR_AT]
         rows.append([run.name, delta_of(run), *(number(error, ".1e") for error in errors)])
     return table(heads, rows)
 
@@ -212,8 +212,8 @@ def ties_table(runs: Told) -> str:
     heads += [f"largest P of a row at {step:,}" for step in SHARP_AT]
     rows = []
     for run, _ in runs:
-        shares = report.repeated_maxima(run.heads, first, last) or (None, None)
-        sharp = [number(report.sharpness(run.heads, step), ".3f") for step in SHARP_AT]
+        shares = report_heads.repeated_maxima(run.heads, first, last) or (None, None)
+        sharp = [number(report_heads.sharpness(run.heads, step), ".3f") for step in SHARP_AT]
         rows.append([run.name, run.attention, *(number(share, ".1%") for share in shares), *sharp])
     return table(heads, rows)
 
@@ -300,15 +300,15 @@ def values(
         own |= {f"w_q@{step}": significant(value) for step, value in facts.w_q.items() if step % 500 == 0}
         own |= {f"logit@{step}": significant(value) for step, value in facts.logit.items() if step % 500 == 0}
         own |= {f"val@{step}": number(value, ".3f") for step, value in facts.validation.items()}
-        if rate := report.growth(facts.w_q, *GROWTH):
+        if rate := report_heads.growth(facts.w_q, *GROWTH):
             own |= {"growth": f"{rate.per_thousand:+.1f}", "factor": f"{rate.factor:.2f}"}
         for step in (s for s in facts.logit if s % 500 == 0):
-            own[f"heads@{step}"] = ", ".join(map(str, report.largest_heads(run.heads, step, 4)))
-            own[f"sharp@{step}"] = number(report.sharpness(run.heads, step), ".3f")
-            own[f"error@{step}"] = number(report.relative_error(run.heads, step), ".1e")
+            own[f"heads@{step}"] = ", ".join(map(str, report_heads.largest_heads(run.heads, step, 4)))
+            own[f"sharp@{step}"] = number(report_heads.sharpness(run.heads, step), ".3f")
+            own[f"error@{step}"] = number(report_heads.relative_error(run.heads, step), ".1e")
         found |= {f"{run.name}.{name}": value for name, value in own.items()}
         found |= _bias_values(run)
-        if shares := report.repeated_maxima(run.heads, *GROWTH):
+        if shares := report_heads.repeated_maxima(run.heads, *GROWTH):
             found |= {f"{run.name}.ties": f"{shares[0]:.1%}", f"{run.name}.most_ties": f"{shares[1]:.1%}"}
     found |= _largest_bias([run for run, _ in ordered])
     found |= report_claims.values(report_claims.groups(told(runs), asked or {}))
@@ -322,7 +322,7 @@ def _whole_minutes(run: Evidence, facts: Facts) -> float:
 
 
 def _bias_values(run: Evidence) -> dict[str, str]:
-    found = report.bias(run.heads)
+    found = report_heads.bias(run.heads)
     if found is None:
         return {}
     return {
@@ -336,7 +336,7 @@ def _bias_values(run: Evidence) -> dict[str, str]:
 
 def _largest_bias(runs: Sequence[Evidence]) -> dict[str, str]:
     """Of the run whose mean delta error is furthest from 0 in its standard errors: its name and numbers, as largest_bias.*."""
-    biases = [(run.name, found) for run in runs if (found := report.bias(run.heads)) is not None]
+    biases = [(run.name, found) for run in runs if (found := report_heads.bias(run.heads)) is not None]
     if not biases:
         return {}
     name, _ = max(biases, key=lambda pair: abs(pair[1].relative_mean / pair[1].relative_se))

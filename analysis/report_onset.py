@@ -152,11 +152,11 @@ def crossing(run: Evidence, facts: Facts) -> Crossing | None:
     if not above:
         return None
     step, first = min(above), min(step for step, logit in facts.logit.items() if logit >= THRESHOLD)
-    pairs = list(zip(*curves.column(run.records, "grad_norm"), strict=True))
-    before = [norm for at, norm in pairs if first - BEFORE <= at < first]
-    after = [norm for at, norm in pairs if step <= at < step + AFTER]
+    before = report.grad_norms(run.records, first - BEFORE, first)
+    after = report.grad_norms(run.records, step, step + AFTER)
     if not before or not after:
         return None
+    pairs = zip(*curves.column(run.records, "grad_norm"), strict=True)
     return Crossing(
         first=first,
         step=step,
@@ -164,15 +164,14 @@ def crossing(run: Evidence, facts: Facts) -> Crossing | None:
         logit=facts.logit[step],
         before=statistics.median(before),
         after=statistics.median(after),
-        largest=max(after),
+        largest=max(norm for at, norm in pairs if step <= at < step + AFTER),
         late=late_norm(run),
     )
 
 
 def late_norm(run: Evidence) -> float:
-    """Median gradient norm of the logged ones of the last ``BEFORE`` steps."""
-    pairs = list(zip(*curves.column(run.records, "grad_norm"), strict=True))
-    return statistics.median(norm for step, norm in pairs if step > pairs[-1][0] - BEFORE)
+    """Median gradient norm of the last ``BEFORE`` steps, of every tenth."""
+    return statistics.median(report.grad_norms(run.records, int(run.records[-1]["step"]) - BEFORE + 1))
 
 
 def folded_error(largest: float, preset: str = "flash") -> float:
@@ -300,8 +299,7 @@ def _on_the_eve(runs: Sequence[Evidence]) -> dict[str, list[float]]:
         above = [step for step, logit in facts.logit.items() if logit >= THRESHOLD]
         kind = kind_of(run)
         if above and kind in names:
-            pairs = zip(*curves.column(run.records, "grad_norm"), strict=True)
-            before = [norm for step, norm in pairs if min(above) - 100 <= step < min(above)]
+            before = report.grad_norms(run.records, min(above) - 100, min(above))
             made.setdefault(names[kind], []).append(statistics.median(before))
     return made
 
@@ -366,11 +364,10 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
 
 
 def norms(run: Evidence, facts: Facts) -> list[tuple[float, float]]:
-    """(largest logit, median gradient norm of the logged ones of the next 100 steps) at every probe from ``FROM`` on."""
-    pairs = list(zip(*curves.column(run.records, "grad_norm"), strict=True))
+    """(largest logit, median gradient norm of the next 100 steps) at every probe from ``FROM`` on."""
     found = []
     for step, logit in facts.logit.items():
-        after = [norm for at, norm in pairs if step <= at < step + 100]
+        after = report.grad_norms(run.records, step, step + 100)
         if step >= FROM and after and logit > 0:
             found.append((logit, statistics.median(after)))
     return found

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from analysis import curves
-from analysis.report import LAYER, Evidence, Facts
+from analysis.report import LAYER, Evidence, Facts, grad_norms
 from analysis.report_blocks import NONE, number, significant, table, told
 from analysis.report_claims import CONTROL
 
@@ -18,17 +18,17 @@ BEFORE, BEHIND, LAST = 500, 1500, 500
 VALIDATION_AT = 4500
 
 
-def switch_of(run: Evidence) -> tuple[int, str] | None:
-    """(step, preset) of the first switch of ``LAYER``; None for a run without one."""
+def switch_of(run: Evidence, facts: Facts) -> tuple[int, str] | None:
+    """(step, preset) of the first switch of ``LAYER``; None for a run without one, or that ended before."""
     options = [str(one).split(":") for one in run.setting("alarm.switches") or ()]
-    found = sorted((int(step), preset) for step, layer, preset in options if int(layer) == LAYER)
-    return found[0] if found else None
+    found = sorted((int(step), preset) for step, layer, preset, *_ in options if int(layer) == LAYER)
+    return found[0] if found and found[0][0] <= facts.last_step else None
 
 
-def grad_norms(run: Evidence, first: int, last: int) -> list[float]:
-    """The logged gradient norms of the steps from ``first`` on, less ``last``."""
+def _largest(run: Evidence, first: int) -> float:
+    """The largest gradient norm of all steps kept of the ``BEHIND`` from ``first`` on."""
     pairs = zip(*curves.column(run.records, "grad_norm"), strict=True)
-    return [norm for step, norm in pairs if first <= step < last]
+    return max(norm for step, norm in pairs if first <= step < first + BEHIND)
 
 
 def logit_at(facts: Facts, step: int) -> float | None:
@@ -43,13 +43,13 @@ def switches_table(runs: Sequence[Evidence]) -> str:
     heads += [f"gradient norm, {BEFORE} steps before", f"{number(BEHIND)} behind", "its largest"]
     heads += [f"last {LAST} steps", "largest logit at the end", "W_Q norm at the end"]
     heads += [f"validation loss at {VALIDATION_AT:,}", "how it ended"]
-    found = [(at, run, facts) for run, facts in told(runs) if (at := switch_of(run)) is not None]
+    found = [(at, run, facts) for run, facts in told(runs) if (at := switch_of(run, facts)) is not None]
     lines = [(*at, run, facts) for at, run, facts in sorted(found, key=lambda one: (one[0], one[1].name))]
     if lines:
         lines += [(lines[-1][0], NONE, run, facts) for run, facts in told(runs) if run.name == CONTROL]
     rows = []
     for step, preset, run, facts in lines:
-        behind = grad_norms(run, step, step + BEHIND)
+        behind, largest = grad_norms(run.records, step, step + BEHIND), _largest(run, step)
         end = min(facts.last_step, step + BEHIND) + 1 if preset == NONE else facts.last_step + 1
         rows.append(
             [
@@ -57,10 +57,10 @@ def switches_table(runs: Sequence[Evidence]) -> str:
                 preset,
                 number(step) if preset != NONE else f"not; from {step:,}",
                 significant(logit_at(facts, step)),
-                significant(statistics.median(grad_norms(run, step - BEFORE, step))),
+                significant(statistics.median(grad_norms(run.records, step - BEFORE, step))),
                 significant(statistics.median(behind)),
-                significant(max(behind)),
-                significant(statistics.median(grad_norms(run, end - LAST, end))),
+                significant(largest),
+                significant(statistics.median(grad_norms(run.records, end - LAST, end))),
                 significant(logit_at(facts, end)),
                 significant(facts.w_q[max(at for at in facts.w_q if at <= end)]),
                 number(facts.validation.get(VALIDATION_AT), ".3f"),
@@ -74,13 +74,13 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name, of switched runs: RUN.at, RUN.at.logit, RUN.behind and RUN.behind.largest (gradient norms), RUN.end.logit."""
     made: dict[str, str] = {}
     for run, facts in told(runs):
-        if (found := switch_of(run)) is not None:
-            behind = grad_norms(run, found[0], found[0] + BEHIND)
+        if (found := switch_of(run, facts)) is not None:
+            behind = grad_norms(run.records, found[0], found[0] + BEHIND)
             made |= {
                 f"{run.name}.at": number(found[0]),
                 f"{run.name}.at.logit": significant(logit_at(facts, found[0])),
                 f"{run.name}.behind": significant(statistics.median(behind)),
-                f"{run.name}.behind.largest": significant(max(behind)),
+                f"{run.name}.behind.largest": significant(_largest(run, found[0])),
                 f"{run.name}.end.logit": significant(logit_at(facts, facts.last_step + 1)),
             }
     return made

@@ -86,7 +86,7 @@ def scan(runs: Sequence[Run], config: AlarmConfig, lead: int) -> str:
 
 
 def _settings(runs: Sequence[Run], config: AlarmConfig, lead: int) -> list[list[str]]:
-    heads = ["growth_share", "growth_logit", f"warned {lead} steps ahead", "shortest warning"]
+    heads = ["growth_share", "growth_logit", f"warned {lead} steps ahead", "shortest warning given"]
     lines = [[*heads, "false alarms", "alarms in cut runs"], ["---:"] * 6]
     for share in sorted({*SCAN_SHARES, config.growth_share}):
         for logit in sorted({*SCAN_LOGITS, config.growth_logit}):
@@ -95,7 +95,7 @@ def _settings(runs: Sequence[Run], config: AlarmConfig, lead: int) -> list[list[
             exploding = _exploding(runs)
             warnings = [(r.exploded_at or 0) - a.step for r in exploding if (a := first[r.name]) is not None]
             in_time = sum(warning >= lead for warning in warnings)
-            shortest = str(min(warnings)) if len(warnings) == len(exploding) > 0 else "-"
+            shortest = str(min(warnings)) if warnings else "-"
             false, open_ones = (
                 f"{sum(first[r.name] is not None for r in group)} of {len(group)}"
                 for group in (_stable(runs), _unknown(runs))

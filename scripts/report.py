@@ -129,8 +129,8 @@ def thin(run: Evidence) -> tuple[str, list[dict[str, Any]]]:
         for row in rows:
             if row["step"] % DIGEST_EVERY and row["step"] != last:
                 row.pop("data_digest", None)
-            if row["step"] % every:
-                # Where steps are kept for the losses that decide, they would weigh more than others in the median speed.
+            if row["step"] % report.SPACING:
+                # They do not count in the median speed (``report.SPACING``).
                 row.pop("tokens_per_second", None)
         text = metrics_csv(rows)
         if len(text) <= MOST_BYTES:

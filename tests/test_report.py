@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import curves, report, report_blocks, report_files, report_plots
+from analysis import curves, report, report_blocks, report_files, report_heads, report_plots
 from analysis.report import Evidence
 from errors import UserError
 from scripts import report as script
@@ -192,6 +192,18 @@ def test_thinned_losses_tell_the_same_story(stretches: list[tuple[int, float]], 
     thinned = [losses[step] for step in keep]
     for verdict in (curves.explosion_step, curves.open_excursion):
         assert verdict(thinned, steps=keep) == verdict(losses, steps=steps)
+
+
+def test_an_explosion_is_kept_although_the_step_that_makes_it_long_enough_was_not_logged() -> None:
+    steps = [step for step in range(2000) if step != 1202]
+    records = [{"step": step, "train_loss": 7.0 if 1003 <= step <= 1205 else 5.0} for step in steps]
+    keep = report.excursion_rows(steps, [row["train_loss"] for row in records])
+    kept = [row for row in records if row["step"] in keep or row["step"] % 10 == 0]
+    found = [
+        curves.explosion_step([row["train_loss"] for row in rows], 0.5, 200, steps=[row["step"] for row in rows])
+        for rows in (records, kept)
+    ]
+    assert found == [1003, 1003]
 
 
 def test_steps_near_the_departure_are_all_kept(out: Path) -> None:
@@ -388,29 +400,29 @@ def test_n_counts_seeds_of_one_variant(tmp_path: Path) -> None:
 
 
 def test_growth_of_an_exponential_is_its_factor() -> None:
-    found = report.growth({step: 2.0 ** (step / 1000) for step in range(0, 4001, 100)}, 1000, 3000)
+    found = report_heads.growth({step: 2.0 ** (step / 1000) for step in range(0, 4001, 100)}, 1000, 3000)
     assert found is not None
     assert found.factor == pytest.approx(2.0)
 
 
 def test_growth_of_a_line_is_its_slope() -> None:
-    found = report.growth({step: 5 + step / 100 for step in range(0, 4001, 100)}, 1000, 3000)
+    found = report_heads.growth({step: 5 + step / 100 for step in range(0, 4001, 100)}, 1000, 3000)
     assert found is not None
     assert found.per_thousand == pytest.approx(10.0)
 
 
 def test_growth_of_a_run_that_was_cut_before_is_none() -> None:
-    assert report.growth({1000: 1.0, 2000: 2.0}, 1000, 3000) is None
+    assert report_heads.growth({1000: 1.0, 2000: 2.0}, 1000, 3000) is None
 
 
 @pytest.mark.parametrize(("t", "freedom", "tail"), [(2.042, 30, 0.05), (2.750, 30, 0.01), (12.706, 1, 0.05)])
 def test_tails_are_those_of_the_printed_tables(t: float, freedom: int, tail: float) -> None:
-    assert report.student_tail(t, freedom) == pytest.approx(tail, rel=2e-3)
+    assert report_heads.student_tail(t, freedom) == pytest.approx(tail, rel=2e-3)
 
 
 def test_bias_counts_heads_that_have_an_error(out: Path) -> None:
     (run,) = (run for run in script.read_evidence(out) if run.name == "quiet")
-    found = report.bias(run.heads)
+    found = report_heads.bias(run.heads)
     assert found is not None
     probes = STEPS // 100
     assert (found.tests, found.beyond_3, found.positive) == (2 * probes, probes, 2 * probes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
 from analysis import report_switches as module
-from analysis.report import Evidence
+from analysis.report import Evidence, facts
 
 script = importlib.import_module("scripts.report")
 STEPS = 5000
@@ -28,13 +29,18 @@ def evidence(name: str, *switches: str, jump: float = 1.0, at: int = 3000) -> Ev
     return Evidence(name=name, config=content, records=records, heads=heads)
 
 
+def switch(*switches: str, steps: int = STEPS) -> tuple[int, str] | None:
+    run = evidence("x", *switches)
+    run = dataclasses.replace(run, records=[row for row in run.records if row["step"] < steps])
+    return module.switch_of(run, facts(run))
+
+
 def test_the_first_switch_of_layer_1_is_told() -> None:
-    assert module.switch_of(evidence("x", "4000:1:flash", "3000:2:flash", "3500:1:flash_fp32_o")) == (
-        3500,
-        "flash_fp32_o",
-    )
-    assert module.switch_of(evidence("x", "3000:2:flash")) is None
-    assert module.switch_of(evidence("x")) is None
+    """Also where it names a backend; of a run that came so far."""
+    assert switch("4000:1:flash", "3000:2:flash", "3500:1:flash_fp32_o:flash_reference") == (3500, "flash_fp32_o")
+    assert switch("3000:2:flash") is None
+    assert switch() is None
+    assert switch("3500:1:flash_fp32_o", steps=3000) is None
 
 
 def test_a_run_is_compared_before_and_behind_its_switch() -> None:
@@ -49,6 +55,15 @@ def test_the_run_that_was_not_switched_stands_below_from_the_last_switch_on() ->
     rows = [line.split(" | ") for line in module.switches_table(runs).splitlines()[2:]]
     assert [row[0] for row in rows] == ["| a", "| b", "| flash"]
     assert rows[2][1:9] == ["-", "not; from 3,000", "3,000", "0.500", "9.00", "9.00", "9.00", "4,500"]
+
+
+def test_steps_near_an_event_weigh_no_more_than_others() -> None:
+    """Every tenth step counts in medians, of a log that has all of them in places; the largest is of all."""
+    run = evidence("x", "3000:1:flash_fp32_o", jump=2.0)
+    rows = [row | ({"grad_norm": 50.0} if row["step"] % 10 else {}) for row in run.records]
+    kept = [row for row in rows if row["step"] % 10 == 0 or 3000 <= row["step"] < 4500]
+    found = module.values([dataclasses.replace(run, records=kept)])
+    assert (found["x.behind"], found["x.behind.largest"]) == ("2.00", "50.0")
 
 
 def test_values_are_of_switched_runs() -> None:
@@ -68,7 +83,7 @@ def test_published_branches_have_the_losses_of_one_run_before_their_switch() -> 
     assert len(runs) >= 6
     first = {row["step"]: row for row in runs[0].records}
     for run in runs:
-        step, _ = module.switch_of(run) or (0, "")
+        step, _ = module.switch_of(run, facts(run)) or (0, "")
         common = [row for row in run.records if row["step"] in first and row["step"] < min(step, 1500)]
         assert len(common) > 100
         for name in ("train_loss", "grad_norm", "w_q_norm_1"):
