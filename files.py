@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,8 @@ def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes, read in blocks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def without_folders(text: str) -> str:
+    """``text`` with absolute paths cut down to their last part."""
+    return re.sub(r"(?<![\w.])/(?:[^/\s=,'\"]+/)+", "", text)

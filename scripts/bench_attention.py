@@ -196,7 +196,8 @@ def main() -> None:
     print(table(rows))
     if args.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        files.write_json(args.json, {"command": sys.argv, "machine": machine, "rows": rows})
+        command = [files.without_folders(word) for word in sys.argv]
+        files.write_json(args.json, {"command": command, "machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

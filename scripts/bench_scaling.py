@@ -41,7 +41,7 @@ import torch
 import config as configuration
 from config import TrainConfig
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from files import write_json
+from files import without_folders, write_json
 from scripts.bench_train import QUIET, named_fields, options, typed_fields, write_tokens
 from training.metrics import METRICS_FILE, read_metrics
 
@@ -330,11 +330,6 @@ def machine_of(folders: Sequence[Path]) -> dict[str, Any]:
     records = [json.loads((folder / "config.json").read_text()) for folder in folders]
     facts = {name: records[0][name] for name in ("versions", "git_commit")}
     return facts | {"devices": [record["device"] for record in records]}
-
-
-def without_folders(text: str) -> str:
-    """``text`` with absolute paths cut down to their last part."""
-    return re.sub(r"(?<![\w.])/(?:[^/\s=,'\"]+/)+", "", text)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from files import write_json
+from files import without_folders, write_json
 from training.session import Session
 
 
@@ -98,4 +98,6 @@ def write_results(path: Path | None, rows: list[dict[str, Any]], **facts: Any) -
         return
     machine = {"torch": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
     machine |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    write_json(path, {"command": sys.argv, "machine": machine, **facts, "rows": rows})
+    write_json(
+        path, {"command": [without_folders(word) for word in sys.argv], "machine": machine, **facts, "rows": rows}
+    )

@@ -19,8 +19,9 @@ import pytest
 from tiny_runs import ROOT, TINY, Place, environment, new_place
 
 from errors import UserError
+from files import without_folders
 from scripts import bench_scaling
-from scripts.bench_scaling import Run, efficiency, measured, rate, summary, table, without_folders
+from scripts.bench_scaling import Run, efficiency, measured, rate, summary, table
 
 
 @pytest.fixture(scope="module")

@@ -129,6 +129,12 @@ def test_the_json_says_that_it_is_complete(bench: Any) -> None:
     assert rows(bench)["plain"]["build_seconds"] > 0
 
 
+def test_the_json_names_no_folder_of_the_machine(bench: Any) -> None:
+    _, content, _ = bench
+    assert "b.json" in content["command"]
+    assert not any(word.startswith("/") for word in content["command"])
+
+
 def test_the_json_says_how_many_threads_torch_has(bench: Any) -> None:
     assert bench[1]["machine"]["threads"] >= 1
 
