@@ -64,7 +64,7 @@ WRITTEN = {"alarm": Path("results/alarm"), "appendix_c": Path("results/appendix_
 DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnosis.md"))
 ASKED = Path("configs/reproduction.txt")
 PICTURES = {
-    "failing_and_fixed.png": ("flash", "paper", "delta_from_p", "fp32_o"),
+    "failing_and_fixed.png": report_blocks.SHORT,
     "two_explanations.png": (
         "flash",
         "run_a",

@@ -528,6 +528,14 @@ def test_the_commit_of_a_lent_machine_is_not_published(out: Path) -> None:
 # Tables and pictures.
 
 
+def test_the_readme_shows_the_runs_of_its_picture(out: Path, tmp_path: Path) -> None:
+    """All seeds of its variants, and no other run."""
+    write_run(tmp_path / "more" / "flash_seed_7", explodes_at=900, seed=7)
+    script.main(["collect", str(tmp_path / "more"), "--out", str(out)])
+    table = report_blocks.short_table(report_blocks.told(script.read_evidence(out)))
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == ["| flash_seed_7"]
+
+
 def test_a_column_without_content_is_left_out(out: Path) -> None:
     text = report_blocks.runs_table(report_blocks.told(script.read_evidence(out)))
     assert "validation loss at 10,000" not in text
