@@ -71,13 +71,12 @@ def switches_table(runs: Sequence[Evidence]) -> str:
 
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
-    """Single numbers by name, of switched runs: RUN.at, RUN.at.logit, RUN.behind and RUN.behind.largest (gradient norms), RUN.end.logit."""
+    """Single numbers by name, of switched runs: RUN.at.logit, RUN.behind and RUN.behind.largest (gradient norms), RUN.end.logit."""
     made: dict[str, str] = {}
     for run, facts in told(runs):
         if (found := switch_of(run, facts)) is not None:
             behind = grad_norms(run.records, found[0], found[0] + BEHIND)
             made |= {
-                f"{run.name}.at": number(found[0]),
                 f"{run.name}.at.logit": significant(logit_at(facts, found[0])),
                 f"{run.name}.behind": significant(statistics.median(behind)),
                 f"{run.name}.behind.largest": significant(_largest(run, found[0])),

@@ -69,7 +69,6 @@ def test_steps_near_an_event_weigh_no_more_than_others() -> None:
 def test_values_are_of_switched_runs() -> None:
     found = module.values([evidence("flash"), evidence("x", "3000:1:flash_fp32_o", jump=2.0)])
     assert found == {
-        "x.at": "3,000",
         "x.at.logit": "3,000",
         "x.behind": "2.00",
         "x.behind.largest": "2.00",
