@@ -15,6 +15,7 @@ from typing import Any
 
 from analysis import curves
 from analysis.curves import Record
+from analysis.recipe import Changes, changes
 from errors import invalid
 
 MARGIN, PATIENCE = 0.5, 200
@@ -35,12 +36,6 @@ SPACING = 10
 
 OLD_SUFFIX = "_lr2e-3"
 """What the first runs of configs/fast_failure.py have behind their names: the recipe's own learning rate."""
-
-VARIANT = (
-    *("optim.optimizer", "optim.lr", "optim.warmup_steps", "data.global_batch", "model.n_layer", "model.qk_norm"),
-    *("model.qk_clip_tau", "model.attention_softcap", "model.gated_attention", "alarm.switches"),
-)
-"""Settings that two runs of one variant have in common."""
 
 SAME = (
     *("config.model.n_layer", "config.model.n_head", "config.model.n_embd", "config.model.block_size"),
@@ -183,9 +178,19 @@ class Evidence:
         return str(self.config["attention_name"])
 
     @property
+    def recipe(self) -> Changes:
+        """In what the run differs from the base experiment, attention, seed and data apart."""
+        return changes(self.setting)
+
+    @property
+    def has_base_recipe(self) -> bool:
+        """Whether the run has model, optimiser and batch of the base experiment: what the documents count are such runs."""
+        return not self.recipe
+
+    @property
     def variant(self) -> tuple[Any, ...]:
         """What runs on other seeds have in common."""
-        return (self.attention, *(str(self.setting(name)) for name in VARIANT))
+        return self.attention, self.recipe, str(self.setting("alarm.switches") or [])
 
     @property
     def seeds(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from analysis import report, report_claims, report_heads
+from analysis import recipe, report, report_claims, report_heads
 from analysis.report import DEPARTURE, LAYER, Evidence, Facts
 from errors import UserError
 
@@ -64,11 +64,12 @@ def count_of(run: Evidence, all_runs: Told) -> int:
 
 
 def runs_table(runs: Told) -> str:
-    """How each run went, one line a run."""
+    """How each run went, one line a run; ``recipe``: where it is not the base experiment's."""
     heads = [
         "run",
         "attention",
         "seeds: weights/data",
+        "recipe",
         "n",
         "how it ended",
         "exploded at",
@@ -84,6 +85,7 @@ def runs_table(runs: Told) -> str:
                 run.name,
                 run.attention,
                 "/".join(map(str, run.seeds)),
+                recipe.words(run.recipe) or NONE,
                 str(count_of(run, runs)),
                 facts.verdict,
                 number(facts.exploded_at),
@@ -257,17 +259,20 @@ def short_table(runs: Told) -> str:
 
 
 def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]], asked: Mapping[str, str]) -> dict[str, str]:
-    """All blocks by name; ``asked`` are the variants of configs/reproduction.txt, name -> options."""
+    """All blocks by name; ``asked`` are the variants of configs/reproduction.txt, name -> options.
+
+    Runs of other recipes are in those of all runs only, ``runs`` and ``asked``.
+    """
     ordered = told([run for run in runs if not run.is_switched])
+    of_base = [(run, facts) for run, facts in ordered if run.has_base_recipe]
     makers: dict[str, Callable[[Told], str]] = {
-        "runs": runs_table,
         "growth": growth_table,
         "bias": bias_table,
         "error": error_table,
         "ties": ties_table,
         "short": short_table,
     }
-    made = {name: make(ordered) for name, make in makers.items()}
+    made = {"runs": runs_table(ordered)} | {name: make(of_base) for name, make in makers.items()}
     return made | {"again": again_table(again), "asked": asked_table(told(runs), asked)}
 
 
@@ -275,11 +280,13 @@ def values(
     runs: Sequence[Evidence], again: Sequence[Mapping[str, str]] = (), asked: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.val@STEP, RUN.heads@STEP ...;
-    and those of ``report_claims.values``."""
-    ordered = told([run for run in runs if not run.is_switched])
+    and those of ``report_claims.values``. What is counted over runs is of those of the base recipe."""
+    of_base = [run for run in runs if run.has_base_recipe]
+    ordered = told([run for run in of_base if not run.is_switched])
     found = {
         "runs": str(len(ordered)),
-        "switched": str(len(runs) - len(ordered)),
+        "switched": str(len(of_base) - len(ordered)),
+        "other_recipes": str(len(runs) - len(of_base)),
         "seeds": str(max((count_of(run, ordered) for run, _ in ordered), default=0)),
     }
     for run, facts in told(runs):

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from analysis.recipe import Changes
 from analysis.report import UNREST, Evidence, Facts
 
 Expected = Literal["explodes", "quiet"]
 NOT_RUN = "not run yet"
 CONTROL = "flash"
-"""A quiet run that was cut counts once it is past the explosion of this variant."""
+"""A quiet run that was cut counts once it is past the explosion of this variant; of another recipe, of its runs of this attention."""
 
 SEED = re.compile(r"_seed_\d+$")
 PAPER: Mapping[str, Expected] = {
@@ -66,13 +67,13 @@ class Group:
             seeds.setdefault(outcome(facts), []).append(str(run.seeds[0]))
         return "; ".join(f"{how} (seed{'s' * (len(of) > 1)} {', '.join(of)})" for how, of in seeds.items())
 
-    def verdict(self, expected: Mapping[str, Expected], past: int | None) -> str:
-        """Whether what happened is what was expected; ``past``: the step of the control's explosion."""
+    def verdict(self, expected: Mapping[str, Expected], past: Mapping[Changes, int]) -> str:
+        """Whether what happened is what was expected; ``past``: the step of the control's explosion, by recipe."""
         if self.name not in expected:
             return "-"
         if not self.runs:
             return NOT_RUN
-        found = [verdict(facts, expected[self.name], past) for _, facts in self.runs]
+        found = [verdict(facts, expected[self.name], past.get(run.recipe)) for run, facts in self.runs]
         if len(set(found)) == 1:
             return found[0]
         return ", ".join(f"{found.count(one)} of {len(found)} {one}" for one in dict.fromkeys(found))
@@ -84,10 +85,16 @@ def base(name: str) -> str:
 
 
 def groups(runs: Sequence[tuple[Evidence, Facts]], asked: Mapping[str, str]) -> list[Group]:
-    """The variants asked for (name -> options), in that order, then those that nobody asked for."""
+    """The variants asked for (name -> options), in that order, then those that nobody asked for.
+
+    A run whose recipe is not that of the others of its name is a variant of its own.
+    """
     found: dict[str, list[tuple[Evidence, Facts]]] = {base(name): [] for name in asked}
     for run, facts in sorted(runs, key=lambda pair: (pair[0].name != base(pair[0].name), pair[0].name)):
-        found.setdefault(base(run.name), []).append((run, facts))
+        members = found.setdefault(base(run.name), [])
+        if members and members[0][0].recipe != run.recipe:
+            members = found.setdefault(run.name, [])
+        members.append((run, facts))
     return [Group(name=name, options=asked.get(name, ""), runs=members) for name, members in found.items()]
 
 
@@ -148,16 +155,25 @@ def verdict(facts: Facts, expected: Expected, past: int | None) -> str:
     return "not settled"
 
 
-def explosion_of_control(found: Sequence[Group]) -> int | None:
-    """The last explosion of ``CONTROL``'s runs, None if not all of them exploded."""
-    steps = [facts.exploded_at for group in found if group.name == CONTROL for _, facts in group.runs]
-    known = [step for step in steps if step is not None]
-    return max(known) if known and len(known) == len(steps) else None
+def is_control(run: Evidence) -> bool:
+    """Whether other runs of the same recipe are held against this one."""
+    if run.has_base_recipe:
+        return base(run.name) == CONTROL
+    return run.attention == CONTROL and not run.is_switched
+
+
+def explosions_of_controls(found: Sequence[Group]) -> dict[Changes, int]:
+    """The last explosion of the controls of each recipe, but for recipes of which not all of them exploded."""
+    steps: dict[Changes, list[int | None]] = {}
+    for run, facts in (pair for group in found for pair in group.runs if is_control(pair[0])):
+        steps.setdefault(run.recipe, []).append(facts.exploded_at)
+    known = {recipe: [step for step in of if step is not None] for recipe, of in steps.items()}
+    return {recipe: max(of) for recipe, of in known.items() if len(of) == len(steps[recipe])}
 
 
 def asked_rows(found: Sequence[Group]) -> list[list[str]]:
     """Cells of the table: name, options, two expectations, n, what happened, two verdicts."""
-    past = explosion_of_control(found)
+    past = explosions_of_controls(found)
     rows = []
     for group in found:
         expectations = [expected.get(group.name, "-") for expected in (PAPER, SELF_CORRELATION)]
@@ -169,9 +185,10 @@ def asked_rows(found: Sequence[Group]) -> list[list[str]]:
 
 def values(found: Sequence[Group]) -> dict[str, str]:
     """NAME.n, NAME.outcome and NAME.verdict of every variant. How many runs exploded, finished (quietly), ended unsettled (not exploded,
-    nor quiet), were cut, or had a loss that is not_finite: of those that were not switched."""
-    past = explosion_of_control(found)
-    ends = [how_it_ended(facts) for group in found for run, facts in group.runs if not run.is_switched]
+    nor quiet), were cut, or had a loss that is not_finite: of those of the base recipe that were not switched."""
+    past = explosions_of_controls(found)
+    pairs = [pair for group in found for pair in group.runs]
+    ends = [how_it_ended(facts) for run, facts in pairs if run.has_base_recipe and not run.is_switched]
     made = {end: str(ends.count(end)) for end in ("exploded", "not_finite", "finished", "unsettled", "cut")}
     for group in found:
         made[f"{group.name}.n"] = str(len(group.runs))

@@ -49,13 +49,9 @@ def told(found: dict[int, int]) -> str:
 
 
 def values(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, str]:
-    """Single numbers by name: RUN.next, ``followers`` in words, and RUN.next.heads, the heads of ``LAYER`` that look at one key when the
-    first of them follows; layers.apart, the largest logit behind ``LAYER`` of the runs whose delta is not made of the O handed on."""
-    found: dict[str, str] = {"layers.large": number(LARGE)}
-    followed = {run.name: (run, layers) for run, facts in runs if (layers := followers(run, facts))}
-    for name, (run, layers) in followed.items():
-        looking = Counter(int(row["step"]) for row in run.heads if row["top_1"] > ONE_KEY)
-        found |= {f"{name}.next": told(layers), f"{name}.next.heads": str(looking[min(layers.values())])}
+    """Single numbers by name: ``own_values``, and layers.apart, the largest logit behind ``LAYER`` of the runs whose delta is not made of
+    the O handed on. Of runs of one recipe."""
+    found = {"layers.large": number(LARGE)} | own_values(runs)
     apart = [
         logit
         for run, _ in runs
@@ -65,6 +61,17 @@ def values(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, str]:
         for logit in logits.values()
     ]
     return found | ({"layers.apart": significant(max(apart))} if apart else {})
+
+
+def own_values(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, str]:
+    """Of each run by itself: RUN.next, ``followers`` in words, and RUN.next.heads, the heads of ``LAYER`` that look at one key when the
+    first of them follows."""
+    found: dict[str, str] = {}
+    followed = {run.name: (run, layers) for run, facts in runs if (layers := followers(run, facts))}
+    for name, (run, layers) in followed.items():
+        looking = Counter(int(row["step"]) for row in run.heads if row["top_1"] > ONE_KEY)
+        found |= {f"{name}.next": told(layers), f"{name}.next.heads": str(looking[min(layers.values())])}
+    return found
 
 
 def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:

@@ -246,8 +246,7 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
     onset.unrounded above it; onset.rise, .calm, .subtracted, .unfused, .paper and .torch, how the gradient norm changed at the crossing,
-    and onset.passage. and the same, steps from ``THRESHOLD`` to twice that; RUN.beyond and .crossed, where a run passes them, its .rise
-    and .passage; onset.emulated."""
+    and onset.passage. and the same, steps from ``THRESHOLD`` to twice that; onset.emulated; and ``own_values``. Of runs of one recipe."""
     rounded, drawn, unrounded, subtracted = (one_hot(runs, kind) for kind in KINDS[:4])
     found: dict[str, str] = {
         "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
@@ -275,20 +274,29 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
             name = "torch"
         rises.setdefault(name, []).append(cross.after / cross.before)
         passages.setdefault(name, []).append(cross.step - cross.first)
-        found |= {f"{run.name}.beyond": number(cross.first), f"{run.name}.crossed": number(cross.step)}
-        found |= {f"{run.name}.rise": f"{rises[name][-1]:.1f}", f"{run.name}.passage": number(passages[name][-1])}
     for name, factors in rises.items():
         ends = [f"{end(factors):.1f}" for end in (min, max)]
         found |= {f"onset.{name}": " to ".join(dict.fromkeys(ends)), f"onset.{name}.runs": str(len(factors))}
     for name, steps in passages.items():
         found[f"onset.passage.{name}"] = " to ".join(dict.fromkeys((number(min(steps)), number(max(steps)))))
+    eve = {name: [f"{norm:.2f}" for norm in found_norms] for name, found_norms in _on_the_eve(runs).items()}
+    found |= {f"onset.eve.{name}": " to ".join(dict.fromkeys((min(ends), max(ends)))) for name, ends in eve.items()}
+    return found | own_values(runs) | _crossed(runs)
+
+
+def own_values(runs: Sequence[Evidence]) -> dict[str, str]:
+    """Single numbers of each run by itself: RUN.beyond and .crossed, where it passes ``THRESHOLD`` and twice that, its .rise and .passage;
+    RUN.late_norm, and .largest_late_norm of its last ``SPAN`` steps."""
+    found: dict[str, str] = {}
+    for run, _, cross in crossings(runs):
+        found |= {f"{run.name}.beyond": number(cross.first), f"{run.name}.crossed": number(cross.step)}
+        found |= {f"{run.name}.rise": f"{cross.after / cross.before:.1f}"}
+        found |= {f"{run.name}.passage": number(cross.step - cross.first)}
     for run in runs:
         found[f"{run.name}.late_norm"] = significant(late_norm(run))
         norms_at = [norm for _, norm in zip(*curves.column(run.records, "grad_norm"), strict=True)]
         found[f"{run.name}.largest_late_norm"] = significant(max(norms_at[-report.SPAN :]))
-    eve = {name: [f"{norm:.2f}" for norm in found_norms] for name, found_norms in _on_the_eve(runs).items()}
-    found |= {f"onset.eve.{name}": " to ".join(dict.fromkeys((min(ends), max(ends)))) for name, ends in eve.items()}
-    return found | _crossed(runs)
+    return found
 
 
 def _on_the_eve(runs: Sequence[Evidence]) -> dict[str, list[float]]:

@@ -36,10 +36,10 @@ from analysis import (
     report,
     report_blocks,
     report_claims,
+    report_documents,
     report_layers,
     report_onset,
     report_plots,
-    report_switches,
 )
 from analysis.report import Evidence, canonical
 from analysis.report_files import (
@@ -315,11 +315,7 @@ def documents(out: Path, root: Path) -> dict[Path, tuple[str, str]]:
     """(text as it is, text as it should be) of each document."""
     runs, again = read_evidence(out), read_again(out)
     asked = report_claims.parse_asked((root / ASKED).read_text())
-    blocks, values = report_blocks.blocks(runs, again, asked), report_blocks.values(runs, again, asked)
-    unswitched = [run for run in runs if not run.is_switched]
-    blocks |= report_onset.blocks(unswitched) | {"switches": report_switches.switches_table(runs)}
-    values |= report_onset.values(unswitched) | report_layers.values(report_blocks.told(unswitched))
-    values |= report_switches.values(runs)
+    blocks, values = report_documents.made(runs, again, asked)
     for prefix, folder in WRITTEN.items():
         blocks |= {f"{prefix}_{p.stem}": p.read_text() for p in (root / folder).glob("*.md") if p.stem != "README"}
     found = {}
@@ -340,21 +336,22 @@ def tables(args: argparse.Namespace) -> None:
 
 
 def plots(args: argparse.Namespace) -> None:
-    """The command ``plots``: curves.png with all runs, and those of ``PICTURES``."""
+    """The command ``plots``: curves.png with all runs, and of those of the base recipe the pictures of ``PICTURES`` and three more."""
     everything = report_blocks.told(read_evidence(args.out))
-    runs = [(run, facts) for run, facts in everything if not run.is_switched]
+    all_runs = [(run, facts) for run, facts in everything if not run.is_switched]
+    of_base = [(run, facts) for run, facts in everything if run.has_base_recipe]
+    runs = [(run, facts) for run, facts in of_base if not run.is_switched]
     try:
-        look = report_plots.looks(runs, list(dict.fromkeys(name for members in PICTURES.values() for name in members)))
-        report_plots.draw(runs, report_plots.PANELS, args.out / "curves.png", look=look)
+        order = list(dict.fromkeys(name for members in PICTURES.values() for name in members))
+        look = report_plots.looks(all_runs, order)
+        report_plots.draw(all_runs, report_plots.PANELS, args.out / "curves.png", look=look)
         for name, members in PICTURES.items():
             if chosen := [(run, facts) for run, facts in runs if report_claims.base(run.name) in members]:
                 report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, look=look)
         if any(report_onset.one_hot([run for run, _ in runs], kind) for kind in report_onset.KINDS):
             report_plots.save(report_onset.figure(runs), args.out / ONSET)
-        if any(run.is_switched for run, _ in everything):
-            switched = [
-                (run, facts) for run, facts in everything if run.is_switched or run.name == report_claims.CONTROL
-            ]
+        if any(run.is_switched for run, _ in of_base):
+            switched = [(run, facts) for run, facts in of_base if run.is_switched or run.name == report_claims.CONTROL]
             look = report_plots.looks(switched, [report_claims.CONTROL])
             report_plots.draw(switched, report_plots.PANELS[:4], args.out / SWITCHES, look=look)
         by_name = {run.name: (run, facts) for run, facts in runs}

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import curves, report, report_blocks, report_files, report_heads, report_plots
+from analysis import curves, recipe, report, report_blocks, report_files, report_heads, report_plots
 from analysis.report import Evidence
 from errors import UserError
 from scripts import report as script
@@ -544,6 +544,7 @@ def test_a_column_without_content_is_left_out(out: Path) -> None:
 
 def test_plots_write_the_pictures_that_have_runs(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "PICTURES", {"one.png": ("failing", "absent"), "none.png": ("absent",)})
+    monkeypatch.setattr(recipe, "BASE", {})  # that of the made-up runs, whatever it is
     script.main(["plots", "--out", str(out)])
     assert {path.name for path in out.glob("*.png")} == {"curves.png", "one.png"}
     assert (out / "one.png").read_bytes().startswith(b"\x89PNG")

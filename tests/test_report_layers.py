@@ -81,17 +81,19 @@ def test_layers_of_another_attention_say_nothing_of_delta_of_another_o() -> None
 
 
 def test_the_published_runs_that_the_next_layers_follow_in() -> None:
-    """Those with large logits and no leap of the gradient norm, but the slowest of them, and `paper`; never where delta is of another O."""
-    runs = told(script.read_evidence(script.ROOT / script.EVIDENCE))
+    """Those with large logits and no leap of the gradient norm, but the slowest of them, and `paper`; never where delta is of another O.
+    Of the base recipe."""
+    runs = told([run for run in script.read_evidence(script.ROOT / script.EVIDENCE) if run.has_base_recipe])
     followed = {run.name for run, found in runs if module.followers(run, found)}
     assert followed == {"flash_subtracted", "sdpa_flash", "run_a_fp32_pv", "paper"}
     assert float(module.values(runs)["layers.apart"].replace(",", "")) < module.LARGE / 4
 
 
 def test_the_logits_of_layers_are_those_that_the_alarm_saw() -> None:
-    """results/alarm has them of the same probes; it has no runs that were switched, which are one run up to there."""
+    """results/alarm/gpt2 has them of the same probes; it has no runs that were switched, which are one run up to there, and none of
+    another recipe."""
     for run, _ in told(script.read_evidence(script.ROOT / script.EVIDENCE)):
-        if run.is_switched:
+        if run.is_switched or not run.has_base_recipe:
             continue
         with (script.ROOT / f"results/alarm/gpt2/{run.name}.csv").open(newline="") as file:
             seen = {int(row["step"]): row for row in csv.DictReader(file)}

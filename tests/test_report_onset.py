@@ -185,9 +185,14 @@ def test_without_the_fold_or_the_rounding_there_is_none(preset: str) -> None:
     assert onset.folded_error(64 * onset.THRESHOLD, preset) == 0.0
 
 
+def published() -> list[Evidence]:
+    """Runs of the base recipe."""
+    return [run for run in script.read_evidence(script.ROOT / script.EVIDENCE) if run.has_base_recipe]
+
+
 def test_published_runs_part_where_the_emulation_does() -> None:
     """Of the published heads that look at one key: the error beyond the threshold is the emulated one, and not there without rounding."""
-    runs = script.read_evidence(script.ROOT / script.EVIDENCE)
+    runs = published()
     rounded, unrounded = (onset.one_hot(runs, kind) for kind in (onset.ROUNDED, onset.UNROUNDED))
     above = onset.errors(rounded, 4 * onset.THRESHOLD, np.inf)
     below = onset.errors(rounded, onset.THRESHOLD / 2, onset.THRESHOLD)
@@ -201,9 +206,7 @@ def test_published_runs_part_where_the_emulation_does() -> None:
 
 @pytest.mark.parametrize(("low", "high"), list(itertools.pairwise(onset.EDGES[1:-1])))
 def test_published_runs_with_a_stochastic_rounding_have_its_error_at_every_size(low: float, high: float) -> None:
-    found = onset.errors(
-        onset.one_hot(script.read_evidence(script.ROOT / script.EVIDENCE), onset.STOCHASTIC), low, high
-    )
+    found = onset.errors(onset.one_hot(published(), onset.STOCHASTIC), low, high)
     assert found is not None
     # A head's rows have maxima of any size up to its largest logit, those of the emulation from half of it on.
     assert 0.5 < found.median / onset.folded_error(high, "flash_run_a") < 1.1
