@@ -232,11 +232,17 @@ def again_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def asked_table(runs: Told, asked: Mapping[str, str]) -> str:
-    """The runs of configs/reproduction.txt: what is expected and what happened."""
+    """The runs of configs/reproduction.txt: what is expected and what happened; below, those without a run."""
     heads = ["run", "options", "the paper expects", "self-correlation expects", "n", "what happened"]
     heads += ["the paper", "self-correlation"]
-    rows = report_claims.asked_rows(report_claims.groups(runs, asked))
-    return table(heads, rows, left=4)
+    found = report_claims.groups(runs, asked)
+    made = table(heads, report_claims.asked_rows([group for group in found if group.runs]), left=4)
+    missing = [f"`{row[0]}` ({row[2]}, {row[3]})" for row in report_claims.asked_rows(found) if row[4] == "0"]
+    return (
+        f"{made}\nNot run yet (the paper expects, self-correlation expects): {', '.join(missing)}.\n"
+        if missing
+        else made
+    )
 
 
 def short_table(runs: Told) -> str:

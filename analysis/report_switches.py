@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from analysis import curves
+from analysis import curves, plots
 from analysis.report import LAYER, Evidence, Facts, grad_norms
 from analysis.report_blocks import NONE, number, significant, table, told
 from analysis.report_claims import CONTROL
@@ -16,6 +18,8 @@ from analysis.report_claims import CONTROL
 BEFORE, BEHIND, LAST = 500, 1500, 500
 """Steps before and behind the switch, and at the end, that gradient norms are told of."""
 VALIDATION_AT = 4500
+DRAWN_FROM = 1000
+LINE = 1.4
 
 
 def switch_of(run: Evidence, facts: Facts) -> tuple[int, str] | None:
@@ -83,3 +87,28 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
                 f"{run.name}.end.logit": significant(logit_at(facts, facts.last_step + 1)),
             }
     return made
+
+
+def branches(runs: Sequence[Evidence]) -> tuple[list[tuple[Evidence, Facts]], dict[str, dict[str, Any]]]:
+    """What a picture shows of ``CONTROL`` and of the switched runs, these from their switch on, and the look of each by name.
+
+    A colour is an attention of ``LAYER``, the dashes are those of one attention in the order of the switches.
+    """
+    pairs = [
+        (at, preset, run, facts)
+        for run, facts in told(runs)
+        for at, preset in [switch_of(run, facts) or (DRAWN_FROM, CONTROL)]
+        if run.is_switched or run.name == CONTROL
+    ]
+    pairs.sort(key=lambda one: (one[0], one[2].name))
+    presets = list(dict.fromkeys([CONTROL, *(preset for _, preset, *_ in pairs)]))
+    earlier: dict[str, int] = {}
+    shown, look = [], {}
+    for at, preset, run, facts in pairs:
+        earlier[preset] = earlier.get(preset, -1) + 1
+        style = plots.style(presets.index(preset))
+        look[run.name] = style | {"linestyle": plots.DASHES[earlier[preset] % len(plots.DASHES)], "linewidth": LINE}
+        late = [record for record in run.records if record["step"] >= at]
+        logit = {step: value for step, value in facts.logit.items() if step >= at}
+        shown.append((replace(run, records=late), replace(facts, logit=logit)))
+    return shown, look

@@ -40,6 +40,7 @@ from analysis import (
     report_layers,
     report_onset,
     report_plots,
+    report_switches,
 )
 from analysis.report import Evidence, canonical
 from analysis.report_files import (
@@ -351,8 +352,7 @@ def plots(args: argparse.Namespace) -> None:
         if any(report_onset.one_hot([run for run, _ in runs], kind) for kind in report_onset.KINDS):
             report_plots.save(report_onset.figure(runs), args.out / ONSET)
         if any(run.is_switched for run, _ in of_base):
-            switched = [(run, facts) for run, facts in of_base if run.is_switched or run.name == report_claims.CONTROL]
-            look = report_plots.looks(switched, [report_claims.CONTROL])
+            switched, look = report_switches.branches([run for run, _ in of_base])
             report_plots.draw(switched, report_plots.PANELS[:4], args.out / SWITCHES, look=look)
         by_name = {run.name: (run, facts) for run, facts in runs}
         if chosen := [by_name[name] for name in LAYERS_OF if name in by_name]:

@@ -10,6 +10,7 @@ import pytest
 
 from analysis import report_claims
 from analysis.report import Evidence, Facts
+from analysis.report_blocks import asked_table
 from analysis.report_claims import NOT_RUN, PAPER, SELF_CORRELATION, base, groups, outcome, parse_asked, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,3 +103,9 @@ def test_every_expectation_is_of_a_run_that_is_asked_for() -> None:
     assert {base(name) for name in asked} >= PAPER.keys() | SELF_CORRELATION.keys()
     assert asked["only_layer_1"] == "configs/ablations/only_layer_2_fast_failure.py"
     assert asked["flash"] == ""
+
+
+def test_runs_that_are_not_made_stand_below_the_table_with_what_is_expected_of_them() -> None:
+    lines = asked_table([], {"flash": "", "paper": "--attention.default.numerics paper"}).splitlines()
+    assert len(lines) == 4
+    assert lines[3].endswith("`flash` (explodes, explodes), `paper` (explodes, explodes).")

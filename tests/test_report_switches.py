@@ -77,13 +77,33 @@ def test_values_are_of_switched_runs() -> None:
 
 
 def test_published_branches_have_the_losses_of_one_run_before_their_switch() -> None:
-    """And their largest logits; `flash` itself was probed on fewer sequences."""
+    """And gradient norms; not the estimates of W_Q's norm, which depend on when power iterations began afresh, at each checkpoint."""
     runs = [run for run in script.read_evidence(script.ROOT / script.EVIDENCE) if run.is_switched]
-    assert len(runs) >= 6
+    assert len(runs) >= 9
     first = {row["step"]: row for row in runs[0].records}
     for run in runs:
         step, _ = module.switch_of(run, facts(run)) or (0, "")
         common = [row for row in run.records if row["step"] in first and row["step"] < min(step, 1500)]
         assert len(common) > 100
-        for name in ("train_loss", "grad_norm", "w_q_norm_1"):
+        for name in ("train_loss", "grad_norm"):
             assert all(row.get(name) == first[row["step"]].get(name) for row in common)
+
+
+def test_a_branch_is_drawn_from_its_switch_on_in_the_colour_of_its_attention() -> None:
+    runs = [
+        evidence("flash"),
+        evidence("late", "4000:1:flash_fp32_o"),
+        evidence("other", "3500:1:flash_fp32_pv"),
+        evidence("early", "3000:1:flash_fp32_o"),
+    ]
+    shown, look = module.branches(runs)
+    first_steps = {run.name: (run.records[0]["step"], min(of.logit)) for run, of in shown}
+    assert first_steps == {"flash": (1000, 1000), "early": (3000, 3000), "other": (3500, 3500), "late": (4000, 4000)}
+    assert look["late"]["color"] == look["early"]["color"]
+    assert look["late"]["linestyle"] != look["early"]["linestyle"]
+    assert len({look[name]["color"] for name in ("flash", "early", "other")}) == 3
+
+
+def test_a_run_of_another_variant_is_in_no_picture_of_switches() -> None:
+    shown, _ = module.branches([evidence("flash"), evidence("fp32_o"), evidence("late", "4000:1:flash_fp32_o")])
+    assert [run.name for run, _ in shown] == ["flash", "late"]
