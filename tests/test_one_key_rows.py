@@ -132,3 +132,14 @@ def test_the_published_kernels_do_what_the_reference_does_and_torchs_keep_v() ->
                 assert found["wrong"] == pytest.approx(expected["wrong"], abs=0.005)
                 assert found["error"] == pytest.approx(expected["error"], rel=0.02)
     assert kernels["flash"]["131072"]["error"] > 1e-3
+
+
+def test_the_published_kernels_with_torchs_exponential_keep_v_where_the_folded_ones_do_not() -> None:
+    folder = Path(__file__).resolve().parent.parent / "results/one_key_rows"
+    kernels = json.loads((folder / "h200_unfused.json").read_text())["found"]
+    unfused = {"flash_unfused", "flash_run_a exponent=unfused", "flash_delta_from_p exponent=unfused"}
+    assert unfused < kernels.keys()
+    for name in unfused | {"sdpa_flash"}:
+        assert {(found["error"], found["wrong"]) for found in kernels[name].values()} == {(0.0, 0.0)}
+    before = json.loads((folder / "h200.json").read_text())["found"]
+    assert kernels["flash"] == before["flash"]
