@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import config as configuration
 from errors import UserError
 from training.newton_schulz import CudaRecorder, Iteration, Orthogonalise, Replayed, batched, each
 from training.optim import OptimConfig, build_optimizer
@@ -119,20 +120,22 @@ def test_a_matrix_of_zeros_is_left_at_zero() -> None:
     assert [factor.abs().max().item() for factor in batched([torch.zeros(4, 6)], ITERATION)] == [0.0]
 
 
-def test_a_batched_step_takes_a_ninth_of_the_operations_of_torchs() -> None:
-    """As many matrices as GPT-2 has; torch.optim.Muon takes 23 operations a matrix."""
-    counts = []
-    for optimizer_of in (muon(batched), Muon):
-        parameters = [nn.Parameter(weight) for weight in matrices([(24, 8), (8, 8), (32, 8), (8, 32)] * 12, 0)]
-        optimizer = optimizer_of(parameters, weight_decay=0.1)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
+def operations(optimizer_of: Any) -> int:
+    """Of a step, with as many matrices as GPT-2 has."""
+    parameters = [nn.Parameter(weight) for weight in matrices([(24, 8), (8, 8), (32, 8), (8, 32)] * 12, 0)]
+    optimizer = optimizer_of(parameters, weight_decay=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Counted() as counted:
         optimizer.step()
-        with Counted() as counted:
-            optimizer.step()
-        counts.append(counted.count)
-    assert counts[1] == 23 * 48
-    assert counts[0] < counts[1] / 9
+    return counted.count
+
+
+def test_a_batched_step_takes_a_ninth_of_the_operations_of_torchs() -> None:
+    """torch.optim.Muon takes 23 operations a matrix."""
+    assert operations(Muon) == 23 * 48
+    assert operations(muon(batched)) < 23 * 48 / 9
 
 
 def test_batched_muon_is_within_the_roundings_of_torchs() -> None:
@@ -182,6 +185,12 @@ def test_nothing_to_orthogonalise_captures_nothing() -> None:
 def test_a_graph_needs_cuda() -> None:
     with pytest.raises(UserError, match=r"optim\.newton_schulz = 'graph'"):
         build_optimizer(make_model(), OptimConfig(optimizer="muon", newton_schulz="graph"), "cpu")
+
+
+def test_the_recipe_with_muon_is_of_a_graph_and_refused_without_cuda() -> None:
+    recipe = configuration.load([str(configuration.PRESETS / "gpt2_muon.py")])
+    with pytest.raises(UserError, match=r"^optim\.newton_schulz = 'graph': it needs CUDA; choose each or batched$"):
+        build_optimizer(make_model(), recipe.optim, "cpu")
 
 
 @pytest.mark.parametrize(

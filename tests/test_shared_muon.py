@@ -39,7 +39,12 @@ start = [torch.randn(s, generator=generator) for s in shapes]
 ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
 settings = {"lr": 0.02, "weight_decay": float(sys.argv[1]), "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
 way = sys.argv[2]
-orthogonalise = getattr(module, way)
+if way == "replayed":
+    sys.path.insert(0, sys.argv[3])
+    from tape import TapeRecorder
+    orthogonalise = module.Replayed(TapeRecorder())
+else:
+    orthogonalise = getattr(module, way)
 pair = [(ours, SharedMuon(ours, orthogonalise=orthogonalise, **settings)), (theirs, Muon(theirs, **settings))]
 for step in range(4):
     gradients = [torch.randn(s, generator=generator) for s in shapes]
@@ -48,7 +53,7 @@ for step in range(4):
             parameter.grad = gradient.clone()
         optimizer.step()
 assert not torch.equal(ours[0], start[0])
-near = torch.equal if way == "each" else lambda a, b: (a - b).norm() < 1e-3 * b.norm()
+near = torch.equal if way != "batched" else lambda a, b: (a - b).norm() < 1e-3 * b.norm()
 assert all(near(a, b) for a, b in zip(ours, theirs))
 everywhere = distributed.gather_equal(torch.cat([p.detach().flatten() for p in ours]))
 assert all(torch.equal(one, everywhere[0]) for one in everywhere)
@@ -84,6 +89,14 @@ def test_two_processes_give_the_bits_of_torchs_muon_at_half_the_work(weight_deca
     worked = [int(line.split()[-1]) for line in printed]
     assert sum(worked) == 4 * 5
     assert min(worked) >= 4
+
+
+def test_replayed_shares_give_the_bits_of_torchs_muon() -> None:
+    """With a tape in the graph's place; every process captures its own matrices, once."""
+    printed = launch(STEPS, ["0.1", "replayed", str(ROOT / "tests")], 2)
+    worked = [int(line.split()[-1]) for line in printed]
+    assert sum(worked) == 5
+    assert min(worked) >= 1
 
 
 def test_one_process_is_torchs_own_step() -> None:

@@ -53,7 +53,7 @@ class OptimConfig:
     muon_momentum: float = 0.95
     """Muon: Nesterov momentum."""
     newton_schulz: NewtonSchulz = "each"
-    """Muon: orthogonalise each matrix by itself, replay that as a CUDA graph, or batch matrices of a shape (sums in another order)."""
+    """Muon: each matrix by itself, that replayed as a CUDA graph (same bits), or matrices of a shape batched (sums in another order)."""
     fused: Fused = "auto"
     """AdamW's single-kernel update; auto means on CUDA only."""
 
