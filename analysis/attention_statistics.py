@@ -46,6 +46,7 @@ class AttentionStatistics:
     """Share of rows in which Algorithm 3 (beta = 2, ties within 1e-3) shifts m so far that all exp(S - m) leave FP32's normal range."""
 
 
+@torch.no_grad()
 def attention_statistics(
     q_BTHD: Tensor,
     k_BTHD: Tensor,
@@ -67,54 +68,15 @@ def attention_statistics(
         top_k: which cumulative probabilities to report besides ``top_1``; each costs a partial sort.
         chunk: queries handled at once: memory is B * H * chunk * T floats, times about four.
     """
-    return _scan(q_BTHD, k_BTHD, None, scale, softcap, scores_format, top_k, chunk)[0]
-
-
-def statistics_and_output(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    scores_format: str = "fp32",
-    top_k: Sequence[int] = (),
-    chunk: int = QUERY_CHUNK,
-) -> tuple[AttentionStatistics, Tensor]:
-    """As ``attention_statistics``; and O = P V [B, T, H, D] float32 with no site rounded, from the same probabilities."""
-    statistics, o_BTHD = _scan(q_BTHD, k_BTHD, v_BTHD, scale, softcap, scores_format, top_k, chunk)
-    assert o_BTHD is not None
-    return statistics, o_BTHD
-
-
-@torch.no_grad()
-def _scan(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor | None,
-    scale: float,
-    softcap: float,
-    scores_format: str,
-    top_k: Sequence[int],
-    chunk: int,
-) -> tuple[AttentionStatistics, Tensor | None]:
     T = q_BTHD.shape[1]
     q_BHTD, k_BHTD = q_BTHD.detach().float().transpose(1, 2), k_BTHD.detach().float().transpose(1, 2)
-    v_BHTD = None if v_BTHD is None else v_BTHD.detach().float().transpose(1, 2)
     rows: list[dict[str, Tensor]] = []
-    outputs: list[Tensor] = []
     with exact_float32(q_BTHD.device):
         for start in range(0, T, chunk):
             stop = min(start + chunk, T)
             s_BHRS = _scores(q_BHTD[:, :, start:stop], k_BHTD[:, :, :stop], start, scale, softcap)
-            measured = _row_extremes(s_BHRS, scores_format)
-            p_BHRS, probabilities = _row_probabilities(s_BHRS, top_k)
-            rows.append({**measured, **probabilities})
-            if v_BHTD is not None:
-                outputs.append(p_BHRS @ v_BHTD[:, :, :stop])
-    joined = {name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]}
-    o_BTHD = torch.cat(outputs, dim=2).transpose(1, 2) if outputs else None
-    return _over_rows(joined), o_BTHD
+            rows.append({**_row_extremes(s_BHRS, scores_format), **_row_probabilities(s_BHRS, top_k)})
+    return _over_rows({name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]})
 
 
 def _scores(q_BHRD: Tensor, k_BHSD: Tensor, start: int, scale: float, softcap: float) -> Tensor:
@@ -140,8 +102,8 @@ def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
     return {"max": max_X, "ties": torch.stack(ties, dim=-1).float(), "underflow": underflow_X.float()}
 
 
-def _row_probabilities(s_BHRS: Tensor, top_k: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """P [B, H, R, S], and of each row: entropy, largest and first probability, and the sums of the k largest [X, K]."""
+def _row_probabilities(s_BHRS: Tensor, top_k: Sequence[int]) -> dict[str, Tensor]:
+    """Of each row: entropy, largest and first probability, and the sums of the k largest [X, K]."""
     log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
     p_BHRS = log_p_BHRS.exp()
     # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
@@ -152,7 +114,7 @@ def _row_probabilities(s_BHRS: Tensor, top_k: Sequence[int]) -> tuple[Tensor, di
         largest_BHRK = p_BHRS.topk(min(max(top_k), S), dim=-1).values
         sums = [largest_BHRK[..., :k].sum(dim=-1) for k in top_k]
         measured["top_k"] = torch.stack(sums, dim=-1)
-    return p_BHRS, measured
+    return measured
 
 
 def _over_rows(rows: dict[str, Tensor]) -> AttentionStatistics:

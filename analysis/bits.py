@@ -14,7 +14,6 @@ from typing import Literal
 from errors import UserError
 
 Mode = Literal["nearest", "toward_zero"]
-MODES: tuple[Mode, ...] = ("nearest", "toward_zero")
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ class Format:
     @property
     def smallest_subnormal(self) -> Fraction:
         return power_of_two(self.least_exponent - self.mantissa_bits)
-
-    @property
-    def unit_roundoff(self) -> Fraction:
-        """Largest relative error of rounding a number in the normal range to nearest."""
-        return power_of_two(-self.mantissa_bits - 1)
 
 
 FORMATS: dict[str, Format] = {

@@ -137,22 +137,6 @@ def _outer_sum(rows_BHTD: Tensor, x_BTC: Tensor) -> Tensor:
     return torch.einsum("bhtd,btc->hdc", rows_BHTD.float(), x_BTC.float())
 
 
-def singular_shares(matrix_XMN: Tensor) -> Tensor:
-    """Share of ||matrix||_F^2 in each singular direction, largest first, [..., min(M, N)] float64; zeros for a zero matrix."""
-    squares_XK = torch.linalg.svdvals(matrix_XMN.double()).square()
-    total_X1 = squares_XK.sum(dim=-1, keepdim=True)
-    return squares_XK / torch.where(total_X1 > 0, total_X1, 1.0)
-
-
-def outer_product_similarity(pk_BHTD: Tensor, x_BTC: Tensor, *, batch: int = 0) -> Tensor:
-    """Cosine of (P K)[T]^T X[T] and (P K)[T']^T X[T'] for all pairs of tokens of one sequence, [H, T, T] float32.
-
-    For rank-1 matrices it is the product of the cosines of their factors.
-    """
-    pk_HTD, x_TC = _unit(pk_BHTD[batch]), _unit(x_BTC[batch])
-    return (pk_HTD @ pk_HTD.mT) * (x_TC @ x_TC.T)
-
-
 @dataclass(frozen=True)
 class Coherence:
     """Mean over tokens of the outer products (P K)[T]^T X[T], each scaled to norm 1: to be compared across captures."""
@@ -182,13 +166,6 @@ def cross_coherence(first: Coherence, second: Coherence) -> Tensor:
 
 def _unit(x_XN: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x_XN.float(), dim=-1)
-
-
-def sign_coherence(error_BHT: Tensor) -> Tensor:
-    """|sum of the errors| / sum of their sizes for each head, [H]: 1 if all have one sign, about 1 / sqrt(N) if signs are random."""
-    error_HN = error_BHT.double().transpose(0, 1).flatten(1)
-    size_H = error_HN.abs().sum(dim=-1)
-    return error_HN.sum(dim=-1).abs() / torch.where(size_H > 0, size_H, 1.0)
 
 
 def pull(error_BHT: Tensor, pk_BHTD: Tensor, x_BTC: Tensor) -> Tensor:

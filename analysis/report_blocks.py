@@ -158,7 +158,7 @@ def bias_table(runs: Told) -> str:
                 f"{found.expected_beyond_3:.1f}",
                 f"{found.positive / found.tests:.0%}",
                 f"{found.sum_z:+.1f}",
-                f"{1e6 * found.relative_mean:+.2g} ± {1e6 * found.relative_se:.2g}",
+                _relative(found),
                 number(len(zs)),
                 str(sum(abs(z) > 3 for z in zs)),
                 f"{expected:.1f}",
@@ -282,9 +282,7 @@ def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]], asked: 
     return made | {"again": again_table(again), "asked": asked_table(told(runs), asked)}
 
 
-def values(
-    runs: Sequence[Evidence], again: Sequence[Mapping[str, str]] = (), asked: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def values(runs: Sequence[Evidence], asked: Mapping[str, str] | None = None) -> dict[str, str]:
     """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.val@STEP, RUN.heads@STEP ...;
     and those of ``report_claims.values``. What is counted over runs is of those of the base recipe."""
     of_base = [run for run in runs if run.has_base_recipe]
@@ -297,20 +295,16 @@ def values(
     }
     for run, facts in told(runs):
         probes, led = facts.largest_w_q_in_layer
-        count = sequences_of(run)
         own: dict[str, str] = {
             "exploded": number(facts.exploded_at),
             "departed": number(facts.departed_at),
             "last": number(facts.last_step),
-            "printed": number(facts.printed_from),
-            "unrest": number(facts.unrest, ".1f"),
             "probes": str(probes),
             "led": str(led),
             "tokens/s": number(facts.tokens_per_second),
             "minutes": number(facts.minutes[1], ".1f"),
             "timed": number(facts.minutes[0]),
             "whole": number(_whole_minutes(run, facts)),
-            "sequences": f"{count} sequence{'s' * (count != '1')}",
         }
         own |= {f"w_q@{step}": significant(value) for step, value in facts.w_q.items() if step % 500 == 0}
         own |= {f"logit@{step}": significant(value) for step, value in facts.logit.items() if step % 500 == 0}
@@ -319,15 +313,14 @@ def values(
             own |= {"growth": f"{rate.per_thousand:+.1f}", "factor": f"{rate.factor:.2f}"}
         for step in (s for s in facts.logit if s % 500 == 0):
             own[f"heads@{step}"] = ", ".join(map(str, report_heads.largest_heads(run.heads, step, 4)))
-            own[f"sharp@{step}"] = number(report_heads.sharpness(run.heads, step), ".3f")
             own[f"error@{step}"] = number(report_heads.relative_error(run.heads, step), ".1e")
         found |= {f"{run.name}.{name}": value for name, value in own.items()}
-        found |= _bias_values(run)
+        if bias := report_heads.bias(run.heads):
+            found[f"{run.name}.bias"] = _relative(bias)
         if shares := report_heads.repeated_maxima(run.heads, *GROWTH):
             found |= {f"{run.name}.ties": f"{shares[0]:.1%}", f"{run.name}.most_ties": f"{shares[1]:.1%}"}
     found |= _largest_bias([run for run, _ in ordered])
-    found |= report_claims.values(report_claims.groups(told(runs), asked or {}))
-    return found | {f"{row['run']}.again": f"{int(row['common_steps']):,}" for row in again}
+    return found | report_claims.values(report_claims.groups(told(runs), asked or {}))
 
 
 def _whole_minutes(run: Evidence, facts: Facts) -> float:
@@ -336,17 +329,8 @@ def _whole_minutes(run: Evidence, facts: Facts) -> float:
     return math.prod(int(run.setting(name)) for name in names) / facts.tokens_per_second / 60
 
 
-def _bias_values(run: Evidence) -> dict[str, str]:
-    found = report_heads.bias(run.heads)
-    if found is None:
-        return {}
-    return {
-        f"{run.name}.tests": number(found.tests),
-        f"{run.name}.beyond_3": str(found.beyond_3),
-        f"{run.name}.sum_z": f"{found.sum_z:+.1f}",
-        f"{run.name}.bias": f"{1e6 * found.relative_mean:+.2g} ± {1e6 * found.relative_se:.2g}",
-        f"{run.name}.bias_z": f"{found.relative_mean / found.relative_se:+.1f}",
-    }
+def _relative(found: report_heads.Bias) -> str:
+    return f"{1e6 * found.relative_mean:+.2g} ± {1e6 * found.relative_se:.2g}"
 
 
 def _largest_bias(runs: Sequence[Evidence]) -> dict[str, str]:
@@ -354,10 +338,9 @@ def _largest_bias(runs: Sequence[Evidence]) -> dict[str, str]:
     biases = [(run.name, found) for run in runs if (found := report_heads.bias(run.heads)) is not None]
     if not biases:
         return {}
-    name, _ = max(biases, key=lambda pair: abs(pair[1].relative_mean / pair[1].relative_se))
-    own = _bias_values(next(run for run in runs if run.name == name))
-    numbers = {"largest_bias.mean": own[f"{name}.bias"], "largest_bias.z": own[f"{name}.bias_z"]}
-    return numbers | {"largest_bias.run": name, "largest_bias.of": str(len(biases))}
+    name, found = max(biases, key=lambda pair: abs(pair[1].relative_mean / pair[1].relative_se))
+    z = f"{found.relative_mean / found.relative_se:+.1f}"
+    return {"largest_bias.mean": _relative(found), "largest_bias.z": z, "largest_bias.run": name}
 
 
 def refreshed(text: str, blocks: Mapping[str, str], values: Mapping[str, str], where: str) -> str:

@@ -21,7 +21,7 @@ def made(
     unswitched = [run for run in of_base if not run.is_switched]
     blocks = report_blocks.blocks(runs, again, asked) | report_onset.blocks(unswitched)
     blocks |= {"switches": report_switches.switches_table(of_base), "recipes": report_recipes.recipes_table(runs)}
-    values = report_blocks.values(runs, again, asked) | report_switches.values(runs)
+    values = report_blocks.values(runs, asked) | report_switches.values(runs)
     values |= report_onset.values(unswitched) | report_layers.values(report_blocks.told(unswitched))
     values |= report_onset.own_values(others) | report_layers.own_values(report_blocks.told(others))
     return blocks, values

@@ -245,8 +245,9 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name: onset.below and onset.above, errors of ``ROUNDED`` below half and above twice the threshold;
-    onset.unrounded above it; onset.rise, .calm, .subtracted, .unfused, .paper and .torch, how the gradient norm changed at the crossing,
-    and onset.passage. and the same, steps from ``THRESHOLD`` to twice that; onset.emulated; and ``own_values``. Of runs of one recipe."""
+    onset.unrounded above it; onset.rise (P_bar rounded and fused), .calm (unrounded) and .torch, how the gradient norm changed at the
+    crossing, and onset.passage. and the same, steps from ``THRESHOLD`` to twice that; onset.emulated; and ``own_values``, which has the
+    runs of other kinds. Of runs of one recipe."""
     rounded, drawn, unrounded, subtracted = (one_hot(runs, kind) for kind in KINDS[:4])
     found: dict[str, str] = {
         "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
@@ -264,16 +265,14 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
             found |= {f"onset.{name}": f"{one.median:.1e}", f"onset.{name}.heads": number(one.heads)}
             found |= {f"onset.{name}.mean": _mean(one), f"onset.{name}.z": f"{one.mean / one.standard_error:+.1f}"}
     found |= {"onset.threshold": number(THRESHOLD), "onset.twice": number(2 * THRESHOLD)}
+    kinds: dict[str | None, str] = {ROUNDED: "rise", STOCHASTIC: "rise", UNROUNDED: "calm"}
     rises: dict[str, list[float]] = {}
     passages: dict[str, list[int]] = {}
     for run, _, cross in crossings(runs):
-        kind = kind_of(run)
-        names = {None: "apart", UNROUNDED: "calm", SUBTRACTED: "subtracted", UNFUSED: "unfused", PAPER: "paper"}
-        name = names.get(kind, "rise")
-        if run.groups[0]["backend"].startswith("sdpa_"):
-            name = "torch"
-        rises.setdefault(name, []).append(cross.after / cross.before)
-        passages.setdefault(name, []).append(cross.step - cross.first)
+        is_torchs = run.groups[0]["backend"].startswith("sdpa_")
+        if (kind := "torch" if is_torchs else kinds.get(kind_of(run))) is not None:
+            rises.setdefault(kind, []).append(cross.after / cross.before)
+            passages.setdefault(kind, []).append(cross.step - cross.first)
     for name, factors in rises.items():
         ends = [f"{end(factors):.1f}" for end in (min, max)]
         found |= {f"onset.{name}": " to ".join(dict.fromkeys(ends)), f"onset.{name}.runs": str(len(factors))}
@@ -325,7 +324,6 @@ def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
     own = [bool(hands_on(run)) for run, _ in (*beyond, *others)]
     made |= {"onset.own": str(sum(own)), "onset.crossed.own": str(sum(own[: len(beyond)]))}
     made["onset.others.own"] = str(sum(own[len(beyond) :]))
-    made["onset.agree"] = str(sum(own[: len(beyond)]) + len(others) - sum(own[len(beyond) :]))
     made["onset.others.cut"] = str(sum(how_it_ended(facts) == "cut" and not hands_on(run) for run, facts in others))
     if others:
         made["onset.others.logit"] = significant(max(max(facts.logit.values()) for _, facts in others))

@@ -33,8 +33,8 @@ from config import TrainConfig
 from data.token_files import TokenFile
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from model import GPT
-from scripts.export_huggingface import load_weights
-from training.checkpoint import Checkpoints, Loaded
+from scripts.checkpoint_inputs import load_weights, read_checkpoint
+from training.checkpoint import Loaded
 from training.intervention import Switch, plans_at
 from training.precision import PrecisionConfig
 
@@ -43,19 +43,6 @@ FP16_LOSS_SCALE = 2.0**16
 """GradScaler's first: dO of a mean loss underflows in FP16 without one."""
 HOST_THREADS = 4
 """Threads beside a GPU. What is left for the host are small arrays: as many threads as a server has cores wait for each other."""
-
-
-def read_checkpoint(path: Path) -> Loaded:
-    """The checkpoint at ``path``; of a run's folder, the newest. Raises ``UserError`` for what is neither."""
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
-    if (path / "SHA256SUMS").is_file():
-        return Checkpoints.load(path)
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = sorted(one for one in folder.glob("step_*") if (one / "SHA256SUMS").is_file())
-    if not found:
-        raise UserError(f"{path}: no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
-    return Checkpoints.load(found[-1])
 
 
 def build(loaded: Loaded, device: torch.device) -> tuple[GPT, TrainConfig, list[str]]:

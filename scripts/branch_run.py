@@ -36,7 +36,8 @@ from analysis.gradients import larger_logits
 from config import RunConfig, TrainConfig
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from files import sync_folder
-from scripts.autopsy import build, read_checkpoint
+from scripts.autopsy import build
+from scripts.checkpoint_inputs import read_checkpoint
 from training import record
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
 from training.intervention import INTERVENTIONS_FILE, drop_interventions_from

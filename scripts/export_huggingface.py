@@ -1,6 +1,7 @@
 """Turn a checkpoint into a GPT-2 folder that Hugging Face's transformers opens.
 
 python scripts/export_huggingface.py runs/NAME/checkpoints/step_00001000 exported/NAME
+python scripts/export_huggingface.py runs/NAME exported/NAME                             # its newest checkpoint
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from attention import AttentionConfig, AttentionSpec
 from errors import OneLineParser, UserError, exit_on_user_error
 from model import GPT, ModelConfig
-from training.checkpoint import Checkpoints, Loaded
+from scripts.checkpoint_inputs import load_weights, read_checkpoint
 from training.huggingface import export_gpt2
 
 
 def load_model(folder: Path) -> GPT:
-    """The model of a checkpoint, on the CPU. Attention does not matter here, since only weights are exported.
+    """The model of a checkpoint, or of a run's newest, on the CPU. Attention does not matter here, since only weights are exported.
 
     Raises ``UserError`` for what is no checkpoint, is damaged, or has a config that this version does not know.
     """
-    checkpoint = Checkpoints.load(folder)
+    checkpoint = read_checkpoint(folder)
     section = checkpoint.config_json.get("model")
     if not isinstance(section, dict):
-        raise UserError(f"checkpoint {folder}: its config has no section model")
+        raise UserError(f"checkpoint {checkpoint.path}: its config has no section model")
     if unknown := sorted(section.keys() - {field.name for field in dataclasses.fields(ModelConfig)}):
-        raise UserError(f"checkpoint {folder}: its config has model.{unknown[0]}, which this version does not know")
+        raise UserError(
+            f"checkpoint {checkpoint.path}: its config has model.{unknown[0]}, which this version does not know"
+        )
     config = ModelConfig(**section)
     plans = AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
     model = GPT(config, plans)
@@ -37,27 +40,11 @@ def load_model(folder: Path) -> GPT:
     return model
 
 
-def load_weights(model: GPT, checkpoint: Loaded) -> None:
-    """Fill the model. Raises ``UserError``, which names one tensor, where the checkpoint is of another shape."""
-    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: list(tensor.shape) for name, tensor in checkpoint.model_state.items()}
-    misfits = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
-    if misfits:
-        name = misfits[0]
-        has = f"has shape {found[name]}" if name in found else "is missing"
-        wanted = f"expected {expected[name]}" if name in expected else "the config has no such layer"
-        others = f" ({len(misfits)} tensors do not fit)" if len(misfits) > 1 else ""
-        raise UserError(
-            f"checkpoint {checkpoint.path}: its weights do not fit its config: {name} {has}, {wanted}{others}"
-        )
-    model.load_state_dict(checkpoint.model_state)
-
-
 @exit_on_user_error
 def main() -> None:
     """Command line: CHECKPOINT OUTPUT."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder such as runs/NAME/checkpoints/step_00001000")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint, or folder of a run (its newest one)")
     parser.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
     chosen = parser.parse_args()
     export_gpt2(load_model(chosen.checkpoint), chosen.output)

@@ -24,6 +24,7 @@ from config import TrainConfig
 from errors import UserError, invalid
 from model import GPT
 from scripts import autopsy
+from scripts.checkpoint_inputs import read_checkpoint
 from training.metrics import read_metrics
 from training.telemetry import read_telemetry
 
@@ -82,8 +83,8 @@ def load_run(folder: Path, *, margin: float = 0.5, patience: int = 200) -> RunCu
 
 
 def open_checkpoint(folder: Path, device: torch.device) -> Opened:
-    """The model of a checkpoint, or of the newest one of a run's folder. Raises ``UserError`` as ``scripts.autopsy`` does."""
-    loaded = autopsy.read_checkpoint(folder)
+    """The model of a checkpoint, or of the newest one of a run's folder. Raises ``UserError`` as ``read_checkpoint`` does."""
+    loaded = read_checkpoint(folder)
     model, config, replaced = autopsy.build(loaded, device)
     if replaced:
         print(f"{folder}: computed by flash_reference in place of {', '.join(replaced)}, which cannot run here")

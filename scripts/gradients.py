@@ -61,11 +61,11 @@ from scripts.autopsy import (
     build,
     check_sampling,
     open_device,
-    read_checkpoint,
     read_tokens,
     spread,
     switches_of,
 )
+from scripts.checkpoint_inputs import read_checkpoint
 from training.checkpoint import Loaded
 from training.distributed import set_deterministic, set_tf32
 from training.intervention import plans_at

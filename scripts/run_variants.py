@@ -8,6 +8,10 @@ A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``; it trains as ``train.py 
 (GPUs, or ``--slots`` on a CPU); a free one takes the next in order. What a run prints goes to LOGS/NAME.log. A run is stopped
 ``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), and all of them when ``--minutes`` are
 over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself; Ctrl-C stops all.
+
+A run that ends with a user's error (exit code 2: no such data set, no GPU) before it has measured anything may have a cause that all
+have. So nothing more is started until some run has measured something, and nothing at all if none of those under way does. What trains
+goes on, and behind a run that has trained an error in one variant's own flags costs the others nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ from training.metrics import METRICS_FILE, read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_FOR_AN_END = 60.0
 """Seconds that a run has between the interrupt and the kill: to flush its recording and close its files."""
+USER_ERROR = 2
+"""Exit code of ``errors.exit_on_user_error``."""
 
 
 @dataclass
@@ -55,11 +61,16 @@ class Variant:
     loss: float | None = None
     exploded: int | None = None
     interrupted: float | None = None
+    begun: bool = False
+    """Has written metrics since it was started here."""
+    refused: bool = False
+    """Ended with a user's error and had not begun."""
     outcome: str = ""
     failed: bool = False
 
     def look(self) -> None:
         """Read how far the run has come."""
+        self.begun |= self.process is not None and self.metrics_written() != self.written
         try:
             steps, losses = curves.column(read_metrics(self.folder), "train_loss")
         except UserError:
@@ -113,6 +124,7 @@ class Variant:
             self.outcome = f"{explosion}ended at step {self.step}"
         else:
             self.outcome, self.failed = f"failed with exit code {code}; see {self.log.name}", True
+            self.refused = code == USER_ERROR and not self.begun
 
     def alarm_step(self) -> int | None:
         """The step at which this start of the run was stopped by its alarm (``--alarm.response stop``), if it was."""
@@ -180,7 +192,7 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
 def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) -> None:
     """See them all through. ``gpus``: for each slot the GPU that its run sees; empty on a CPU."""
     began, said = time.monotonic(), 0.0
-    waiting, active = list(queue), list[Variant]()
+    waiting, active, held = list(queue), list[Variant](), False
     for variant in queue if args.resume else []:
         variant.look()
         if variant.exploded is not None or variant.step >= variant.steps - 1:
@@ -189,7 +201,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
     while waiting or active:
         over = args.minutes > 0 and time.monotonic() - began > 60 * args.minutes
         free = [slot for slot in args.slots if slot not in [variant.slot for variant in active]]
-        while waiting and free and not over:
+        while waiting and free and not over and not held:
             active.append(waiting.pop(0))
             slot = free.pop(0)
             active[-1].start(slot, gpus.get(slot), args.logs)
@@ -203,7 +215,11 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
                 print(f"{variant.name}: {variant.outcome}", flush=True)
             elif spent or over:
                 variant.stop()
-        if over:
+        refused = [variant.name for variant in queue if variant.refused]
+        held = bool(refused) and not any(variant.begun for variant in queue)
+        if held and waiting and not active:
+            print(f"no more are started: {refused[0]} ended with a user's error, and no run has measured anything")
+        if over or (held and not active):
             for variant in waiting:
                 variant.outcome = "not started"
             waiting = []

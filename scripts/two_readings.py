@@ -35,7 +35,8 @@ from attention.plan import LayerPlan
 from config import TrainConfig
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from model import GPT
-from scripts.autopsy import add_sampling, build, check_sampling, open_device, read_checkpoint, read_tokens, spread
+from scripts.autopsy import add_sampling, build, check_sampling, open_device, read_tokens, spread
+from scripts.checkpoint_inputs import read_checkpoint
 
 COLUMNS = ("checkpoint", "step", "layer", "head", "rounding", "part", "mean", "standard_error", "sequences")
 BOTH = ("first", "second")

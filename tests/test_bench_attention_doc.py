@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from prose import prose
 from test_docs import ROOT, table
 
 DOCUMENT = ROOT / "docs" / "kernels.md"
@@ -47,10 +48,6 @@ def ratio(row: dict[str, Any], base: dict[str, Any], way: str) -> str:
     return f"{row[f'{way}_ms'] / base[f'{way}_ms']:.3f} ({min(each):.3f} - {max(each):.3f})"
 
 
-def text() -> str:
-    return " ".join(DOCUMENT.read_text().split())
-
-
 def test_each_preset_takes_so_many_times_as_long_as_flash_in_the_same_process() -> None:
     found = presets()
     expected = {}
@@ -68,8 +65,8 @@ def test_what_subtracting_first_costs_is_its_ratio_to_flash() -> None:
     found = presets()
     pairs = list(zip(found["flash_subtracted (triton)"], found[FLASH], strict=True))
     costs = [100 * (row["forward_ms"] / base["forward_ms"] - 1) for row, base in pairs]
-    assert f"costs {costs[0]:.1f}, {costs[1]:.1f} and {costs[2]:.1f} % of the forward pass" in text()
-    assert f"takes {min(costs):.1f} to {max(costs):.1f} % longer forward" in text()
+    assert f"costs {costs[0]:.1f}, {costs[1]:.1f} and {costs[2]:.1f} % of the forward pass" in prose(DOCUMENT)
+    assert f"takes {min(costs):.1f} to {max(costs):.1f} % longer forward" in prose(DOCUMENT)
     # Only at 8, 4096 do rounds reach below 1.
     assert [min(rounds(row, base, "forward")) < 1 for row, base in pairs] == [False, True, False]
     backward = [rounds(row, base, "backward") for row, base in pairs]
@@ -81,14 +78,14 @@ def test_what_two_statistics_cost_is_the_ratio_to_delta_from_p() -> None:
     pairs = list(zip(found["flash_delta_from_p_subtracted (triton)"], found[DELTA_FROM_P], strict=True))
     first, second, third = (ratio(row, base, "backward") for row, base in pairs)
     costs = [100 * (row["backward_ms"] / base["backward_ms"] - 1) for row, base in pairs]
-    assert f"takes {first}, {second} and {third} times that of `flash_delta_from_p`" in text()
-    assert f"backward {min(costs):.1f} to {max(costs):.1f} % longer" in text()
+    assert f"takes {first}, {second} and {third} times that of `flash_delta_from_p`" in prose(DOCUMENT)
+    assert f"backward {min(costs):.1f} to {max(costs):.1f} % longer" in prose(DOCUMENT)
 
 
 def test_so_many_tests_of_saved_statistics_had_passed() -> None:
     log = (ROOT / "results/kernels/pytest_saved.txt").read_text().strip()
     assert re.fullmatch(r"\.+", log)
-    assert f"after {len(log)} tests, all passed" in text()
+    assert f"after {len(log)} tests, all passed" in prose(DOCUMENT)
 
 
 def test_the_command_is_the_one_of_the_measurement() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from prose import prose
 
 from scripts import bench_telemetry
 
@@ -77,14 +78,28 @@ def test_the_document_has_the_published_numbers() -> None:
     root = Path(__file__).resolve().parent.parent
     measured = json.loads((root / "results/telemetry/h200.json").read_text())
     document = (root / "docs/diagnosis.md").read_text()
+    ms = {name: 1e3 * part["wall_s"] for name, part in measured.items() if isinstance(part, dict) and "wall_s" in part}
+    share = f"{measured['overhead_at_every']:.2%}".replace("%", " %")
     rows = {
-        "a training step": f"{1e3 * measured['step']['wall_s']:.1f} | |",
-        "a probe as a run makes it": f"{1e3 * measured['probe']['wall_s']:.1f} | {measured['overhead_at_every']:.2%}".replace(
-            "%", " %"
-        ),
-        "the same, operation by operation (`--telemetry.no-cuda-graph`)": f"{1e3 * measured['eager_probe']['wall_s']:.1f} |",
+        "a training step": f"{ms['step']:.1f} | |",
+        "a probe as a run makes it": f"{ms['probe']:.1f} | {share}",
+        "the same, operation by operation (`--telemetry.no-cuda-graph`)": f"{ms['eager_probe']:.1f} |",
+        "a probe that starts the power iteration afresh (the first, and one behind every checkpoint)": f"{ms['first_probe']:.0f} |",
+        "the probe that captures the graph (the third of a run)": f"{ms['capturing_probe']:.1f} |",
     }
     for name, numbers in rows.items():
         assert f"| {name} | {numbers}" in document
+    added, kept = measured["added_to_training"], f"{measured['graph_bytes'] / 2**30:.1f} GiB"
+    median, least, most = (
+        f"{1e3 * second:.1f}" for second in (added["median_s"], *sorted(added["each_s"])[:: added["pairs"] - 1])
+    )
+    said, readme = prose(root / "docs/diagnosis.md"), prose(root / "results/telemetry/README.md")
+    assert (
+        f"took {median} ms a probe longer than without (median of {added['pairs']} pairs, from {least} to {most})"
+        in said
+    )
+    assert f"{added['pairs']} pairs: a median of {median} ms, from {least} to {most}" in readme
+    assert f"The graph keeps its memory, {kept} for one sequence" in said
+    assert f"memory that the graph keeps: {kept}" in readme
     assert measured["bits"]["equal"]
     assert measured["probe_bits"]["equal"]

@@ -162,7 +162,7 @@ def test_ranges_are_torchs(name: str) -> None:
     theirs, ours = torch.finfo(DTYPES[name]), FORMATS[name]
     assert float(ours.largest) == theirs.max
     assert float(ours.smallest_normal) == theirs.smallest_normal
-    assert float(2 * ours.unit_roundoff) == theirs.eps
+    assert float(bits.power_of_two(-ours.mantissa_bits)) == theirs.eps
 
 
 def test_carry_and_cancellation_are_counted_in_places() -> None:

@@ -15,7 +15,7 @@ from tiny_runs import Place, lines, new_place, optimizer, preset, tree, weights
 from data.recording import Recording
 from errors import UserError
 from scripts import branch_run as script
-from scripts.autopsy import read_checkpoint
+from scripts.checkpoint_inputs import read_checkpoint
 from scripts.compare_runs import load_run
 from training.alarm import AlarmConfig
 from training.checkpoint import Checkpoints

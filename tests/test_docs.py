@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prose import prose
 
 import config
 from attention.numerics import BASES, Numerics
@@ -102,10 +103,19 @@ def test_the_layout_names_files_that_exist() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_the_layout_names_every_module_of_the_larger_folders() -> None:
+    layout = ARCHITECTURE.read_text().partition("## Layout")[2].partition("\n## ")[0]
+    folders = ("training", "data", "analysis", "scripts")
+    modules = [path for folder in folders for path in sorted((ROOT / folder).glob("[!_]*.*")) if path.is_file()]
+    names = {path: (f"`{path.relative_to(ROOT)}`", f"`{path.name}`") for path in modules}
+    assert len(names) > 80
+    assert [path.name for path, either in names.items() if not any(name in layout for name in either)] == []
+
+
 def test_the_order_of_imports_is_that_of_its_test() -> None:
     from test_imports import ORDER
 
-    assert ", ".join(f"`{part}`" for part in ORDER) in ARCHITECTURE.read_text()
+    assert ", ".join(f"`{part}`" for part in ORDER) in prose(ARCHITECTURE)
 
 
 def test_python_examples_of_attention_run() -> None:

@@ -13,7 +13,7 @@ from analysis.accumulation import Accumulation, accumulate, count_ones
 from analysis.capture import LayerCapture
 from analysis.delta_error import delta_errors
 from analysis.figures import canvas, delta, heads, keys, loss, similarity
-from analysis.low_rank import outer_product_similarity, weighted_keys
+from analysis.low_rank import weighted_keys
 from attention import AttentionSpec
 
 PAPER = AttentionSpec(numerics="paper")
@@ -150,8 +150,9 @@ def test_no_row_is_found_tied_where_none_is() -> None:
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
     layer = random_layer()
     row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
-    pairs = outer_product_similarity(weighted_keys(layer), layer.x_BTC)[0]
-    assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx(pairs[3, 7].item(), abs=1e-5)
+    products = torch.einsum("td,tc->tdc", weighted_keys(layer)[0, 0], layer.x_BTC[0].float()).flatten(1)
+    units = torch.nn.functional.normalize(products, dim=-1)
+    assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx((units @ units.T)[3, 7].item(), abs=1e-5)
 
 
 def test_the_features_shown_are_the_largest() -> None:

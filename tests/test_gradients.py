@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prose import prose
 from tiny_runs import Place, new_place
 from torch import Tensor
 
@@ -420,7 +421,7 @@ def published(name: str = "enlarged.csv") -> dict[tuple[str, str], list[tuple[fl
 
 @pytest.mark.parametrize("name", ["enlarged.csv", "saved_statistics.csv"])
 def test_the_published_table_is_that_of_its_file(name: str) -> None:
-    found, readme = published(name), (FOLDER / "README.md").read_text()
+    found, readme = published(name), prose(FOLDER / "README.md")
     names = [name for name in dict.fromkeys(name for _, name in found) if name != "reference"]
     assert f"| logits times | largest logit | {' | '.join(f'`{name}`' for name in names)} |" in readme
     for factor in dict.fromkeys(factor for factor, _ in found):
@@ -469,7 +470,7 @@ CURE = "flash_delta_from_p_subtracted"
 
 
 def test_with_m_and_log_l_apart_delta_from_p_has_the_same_error_at_all_sizes() -> None:
-    found, said = published("saved_statistics.csv"), (FOLDER / "README.md").read_text()
+    found, said = published("saved_statistics.csv"), prose(FOLDER / "README.md")
     medians = [m for (_, name), pairs in found.items() if name in (APART, CURE) for m, _ in pairs]
     assert len(medians) == 30
     assert f"at all sizes, {min(medians):.2g} to {max(medians):.2g}.**" in said
@@ -477,7 +478,7 @@ def test_with_m_and_log_l_apart_delta_from_p_has_the_same_error_at_all_sizes() -
 
 
 def test_at_the_largest_logits_it_is_the_best_of_both_files() -> None:
-    found, said = published() | published("saved_statistics.csv"), (FOLDER / "README.md").read_text()
+    found, said = published() | published("saved_statistics.csv"), prose(FOLDER / "README.md")
     largest = {name: [m for m, _ in pairs] for (factor, name), pairs in found.items() if factor == "30000"}
     best = min((m for name, m in largest.items() if name not in ("reference", APART) and CURE not in name), key=max)
     assert f"the best of all others in both tables by {min(best):.2g} to {max(best):.2g}." in said
@@ -487,7 +488,7 @@ def test_at_the_largest_logits_it_is_the_best_of_both_files() -> None:
 def test_no_batch_is_far_off_with_it() -> None:
     with (FOLDER / "saved_statistics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["attention"] == CURE and row["batch"] != script.AVERAGE]
-    assert f"No batch of the {len(rows)} is off by more than 0.011" in (FOLDER / "README.md").read_text()
+    assert f"No batch of the {len(rows)} is off by more than 0.011" in prose(FOLDER / "README.md")
     assert max(float(row["difference"]) for row in rows) < 0.011
 
 
@@ -505,7 +506,7 @@ def printed() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_the_published_table_of_gpt_2_is_what_was_printed() -> None:
-    found, readme = printed(), (FOLDER / "README.md").read_text()
+    found, readme = printed(), prose(FOLDER / "README.md")
     names = [name for step, name in found if step == "3000" and name != "standard numerics=fp32"]
     assert len(names) == 10
     for name in names:
@@ -580,7 +581,7 @@ def test_the_cosine_of_two_errors_is_that_of_vectors() -> None:
 
 
 def test_the_published_tables_of_the_next_layers_are_those_of_their_file() -> None:
-    readme, names = (FOLDER / "README.md").read_text(), attentions_of_next_layers()
+    readme, names = prose(FOLDER / "README.md"), attentions_of_next_layers()
 
     def line(name: str, cells: Sequence[str]) -> str:
         return f"| {name} | {' | '.join(cells)} |"
@@ -618,7 +619,7 @@ def test_at_8200_layer_2_makes_the_gradient_by_the_rounding_of_o() -> None:
     assert all(a > b for a, b in zip(own[0], wide[0], strict=True))
     assert own[1] > 4 * max(wide[1], cured[1])
     assert replaced_in(place, UNROUNDED, "gradient_norm")[1] > 0.9 * own[1]
-    readme = (FOLDER / "README.md").read_text()
+    readme = prose(FOLDER / "README.md")
     errors = [errors_of(place, name) for name in SAME_FORWARD]
     first, *rest = [(three_digits(statistics.median(each)), three_digits(average)) for each, average in errors]
     others = "; ".join(" and ".join(pair) for pair in rest)
@@ -626,7 +627,7 @@ def test_at_8200_layer_2_makes_the_gradient_by_the_rounding_of_o() -> None:
 
 
 def test_up_to_8100_the_gradient_norm_is_hardly_that_of_layer_2() -> None:
-    readme = (FOLDER / "README.md").read_text()
+    readme = prose(FOLDER / "README.md")
     own, cured = (replaced_in(("8100", "2"), name, "gradient_norm")[0] for name in (RUN, CURE))
     times = [a / b for a, b in zip(own, cured, strict=True)]
     assert min(times) > 1
@@ -651,7 +652,7 @@ def test_at_8200_the_error_of_a_rounded_o_points_one_way_in_all_batches_and_no_o
                 assert abs(cosine_of_two(each, average)) < 0.25
                 assert signs_as_large(each, average) > 25
     before = [str(signs_as_large(*errors_of((step, "2"), RUN))) for step in ("8050", "8090", "8100")]
-    assert f"for which {before[0]}, {before[1]} and {before[2]} of the 256" in (FOLDER / "README.md").read_text()
+    assert f"for which {before[0]}, {before[1]} and {before[2]} of the 256" in prose(FOLDER / "README.md")
 
 
 def test_layer_1_of_flash_had_such_errors_before_its_break() -> None:
@@ -671,14 +672,14 @@ def test_layer_1_of_flash_had_such_errors_before_its_break() -> None:
             else:
                 found[step, name] *= difference * sizes["average"]
     early = {name: f"{found['3000', name]:.2f}" for name in (RUN, "flash_subtracted", UNROUNDED, "sdpa_flash")}
-    readme = (FOLDER / "README.md").read_text()
+    readme = prose(FOLDER / "README.md")
     assert f"is {early.pop(RUN)} of the median batch's at 3,000, before the break" in readme
     assert f"({', '.join(f'`{name}` {ratio}' for name, ratio in early.items())})" in readme
     assert f"and {found['3500', RUN]:.2f} at 3,500" in readme
 
 
 def test_the_error_of_layer_1_is_as_its_sentence_says() -> None:
-    place, readme = ("8100", "1"), (FOLDER / "README.md").read_text()
+    place, readme = ("8100", "1"), prose(FOLDER / "README.md")
     (size, error, norm), cosine = (
         (
             statistics.median(replaced_in(place, "reference", "dw_q_frobenius")[0]),
@@ -697,14 +698,12 @@ def test_the_error_of_layer_1_is_as_its_sentence_says() -> None:
 def test_w_q_of_layer_2_grows_meanwhile_as_said() -> None:
     with (FOLDER.parent / "fast_failure/flash_subtracted/probes.csv").open(newline="") as file:
         norms = {row["step"]: float(row["w_q_norm_2"]) for row in csv.DictReader(file)}
-    assert (
-        f"goes from {norms['8100']:.0f} to {norms['8200']:.0f} in these 100 steps" in (FOLDER / "README.md").read_text()
-    )
+    assert f"goes from {norms['8100']:.0f} to {norms['8200']:.0f} in these 100 steps" in prose(FOLDER / "README.md")
 
 
 def test_what_was_expected_of_8100_did_not_come_true() -> None:
     """Of docs/reproduction.md: more than dW_Q's size with the run's attention, less than a tenth of it with m and log l apart."""
-    said = (FOLDER.parent.parent / "docs/reproduction.md").read_text()
+    said = prose(FOLDER.parent.parent / "docs/reproduction.md")
     layer_2 = [place for place in NEXT if place[1] == "2"]
     off = {(step, name): replaced_in((step, "2"), name, "difference") for step, _ in layer_2 for name in (RUN, CURE)}
     both = {key: (statistics.median(each), average) for key, (each, average) in off.items()}
@@ -733,7 +732,7 @@ def after(factor: str, attention: str, column: str) -> list[float]:
 
 
 def test_the_published_runs_are_those_of_their_file() -> None:
-    readme = (FOLDER / "README.md").read_text()
+    readme = prose(FOLDER / "README.md")
     names = ("flash", "flash_subtracted", "flash_fp32_pv", "flash_delta_from_p", "flash_delta_from_p_subtracted")
     titles = {"val_loss": ("validation loss at 802", ".3f"), "grad_norm": ("gradient norm, 602 - 801", ".3g")}
     titles["max_logit"] = ("largest logit at 802", ",.0f")
@@ -752,7 +751,7 @@ def test_in_training_the_multiply_add_alone_makes_the_difference() -> None:
     assert all(0.75 < one / other < 1.25 for one, other in zip(subtracted, unrounded, strict=True))
     losses = [after("30000", name, "val_loss") for name in ("flash", "flash_subtracted")]
     more = ", ".join(f"{one - other:.3f}" for one, other in zip(*losses, strict=True))
-    assert f"by {more.replace(', 0.330', ' and 0.330')}" in (FOLDER / "README.md").read_text()
+    assert f"by {more.replace(', 0.330', ' and 0.330')}" in prose(FOLDER / "README.md")
 
 
 def test_in_training_delta_from_p_with_m_and_log_l_apart_ends_lowest() -> None:
@@ -761,6 +760,6 @@ def test_in_training_delta_from_p_with_m_and_log_l_apart_ends_lowest() -> None:
     cured, *others = (after("30000", name, "val_loss") for name in (CURE, *names))
     assert all(loss < min(rest) for loss, *rest in zip(cured, *others, strict=True))
     less = [round(a, 3) - round(b, 3) for a, b in zip(others[1], cured, strict=True)]
-    assert f"by {min(less):.3f} to {max(less):.3f} under" in (FOLDER / "README.md").read_text()
+    assert f"by {min(less):.3f} to {max(less):.3f} under" in prose(FOLDER / "README.md")
     norms, *rest = (after("30000", name, "grad_norm") for name in (CURE, *names))
     assert all(norm < min(others) for norm, *others in zip(norms, *rest, strict=True))

@@ -19,7 +19,7 @@ from errors import UserError
 from model import GPT, ModelConfig, initialise
 from scripts.export_huggingface import load_model
 from training.checkpoint import CheckpointConfig, Checkpoints
-from training.huggingface import export_gpt2, load_gpt2, load_weights, read_model_config
+from training.huggingface import export_gpt2, load_weights, read_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDARD = AttentionConfig(default=AttentionSpec(preset="standard", numerics="fp32"))
@@ -48,6 +48,14 @@ def transformers_model(**changes: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     return model.eval()
+
+
+def opened(folder: Path) -> GPT:
+    """A GPT with the shape and weights of a local GPT-2 folder."""
+    config = read_model_config(folder)
+    model = GPT(config, STANDARD.resolve(config.n_layer, config.n_head))
+    load_weights(model, folder)
+    return model
 
 
 def open_with_transformers(folder: Path) -> Any:
@@ -97,7 +105,7 @@ def write_folder(folder: Path, *, settings: dict[str, Any] | None = None, drop: 
 def test_loaded_gpt2_has_the_logits_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     other = transformers_model(**changes)
     other.save_pretrained(tmp_path)
-    assert_equal_logits(load_gpt2(tmp_path, STANDARD), other)
+    assert_equal_logits(opened(tmp_path), other)
 
 
 def test_names_without_prefix_and_old_mask_buffers_load(tmp_path: Path) -> None:
@@ -108,7 +116,7 @@ def test_names_without_prefix_and_old_mask_buffers_load(tmp_path: Path) -> None:
     assert "h.0.attn.c_attn.weight" in tensors
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    assert_equal_logits(load_gpt2(tmp_path, STANDARD), other)
+    assert_equal_logits(opened(tmp_path), other)
 
 
 def test_loaded_config_has_no_padding_and_gpt2s_options(tmp_path: Path) -> None:
@@ -120,7 +128,7 @@ def test_weights_load_into_a_model_with_stabilisers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     model = make(bias=True, vocab_multiple=1, z_loss=1e-4, qk_clip_tau=100.0)
     load_weights(model, folder)
-    assert torch.equal(model(tokens())[0], load_gpt2(folder, STANDARD)(tokens())[0])
+    assert torch.equal(model(tokens())[0], opened(folder)(tokens())[0])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +146,7 @@ def test_weights_load_into_a_model_with_stabilisers(tmp_path: Path) -> None:
 def test_foreign_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     folder = write_folder(tmp_path, settings=settings)
     with pytest.raises(UserError) as error:
-        load_gpt2(folder, STANDARD)
+        opened(folder)
     assert message in str(error.value)
 
 
@@ -153,7 +161,7 @@ def test_foreign_settings_are_refused(tmp_path: Path, settings: dict[str, Any], 
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = write_folder(tmp_path, **changes)
     with pytest.raises(UserError) as error:
-        load_gpt2(folder, STANDARD)
+        opened(folder)
     assert message in str(error.value)
 
 
@@ -178,19 +186,19 @@ def test_a_pickle_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle"):
-        load_gpt2(tmp_path, STANDARD)
+        opened(tmp_path)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = write_folder(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot be read"):
-        load_gpt2(tmp_path, STANDARD)
+        opened(tmp_path)
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
-        load_gpt2(tmp_path / "absent", STANDARD)
+        opened(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,7 @@ def test_transformers_gives_an_export_the_same_logits(tmp_path: Path, changes: d
 def test_an_export_loads_back_to_the_bit(tmp_path: Path) -> None:
     model = make(bias=True, vocab_multiple=1)
     export_gpt2(model, tmp_path)
-    assert torch.equal(load_gpt2(tmp_path, STANDARD)(tokens())[0], model(tokens())[0])
+    assert torch.equal(opened(tmp_path)(tokens())[0], model(tokens())[0])
 
 
 @pytest.mark.parametrize(
@@ -226,16 +234,16 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["precious"]
 
 
-def write_checkpoint(runs: Path, model: GPT, **changes: Any) -> Path:
+def write_checkpoint(runs: Path, model: GPT, *, step: int = 3, **changes: Any) -> Path:
     section = asdict(model.config) | changes
     parameters = list(model.parameters())
     return Checkpoints(runs, CheckpointConfig()).save(
-        3,
+        step,
         model_state=model.state_dict(),
         optimizer_state=torch.optim.AdamW(parameters).state_dict(),
         scaler_state={},
         rng=[torch.zeros(4, dtype=torch.uint8)],
-        position=3,
+        position=step,
         config_json={"model": section},
         extra={},
     )
@@ -253,6 +261,15 @@ def test_script_exports_a_checkpoint(tmp_path: Path) -> None:
     assert_equal_logits(model, open_with_transformers(tmp_path / "out"))
 
 
+def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    model = make()
+    for step in (3, 10):
+        torch.nn.init.constant_(next(model.parameters()), float(step))
+        write_checkpoint(tmp_path / "run" / "checkpoints", model, step=step)
+    found = load_model(tmp_path / "run").state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+
+
 def test_script_refuses_a_damaged_checkpoint(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, make())
     path = checkpoint / "model.safetensors"
@@ -267,7 +284,8 @@ def test_script_refuses_a_damaged_checkpoint(tmp_path: Path) -> None:
 def test_script_names_what_is_no_checkpoint(tmp_path: Path) -> None:
     done = export_script(tmp_path, tmp_path / "out")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: checkpoint {tmp_path} is damaged (SHA256SUMS: No such file")
+    assert done.stderr.startswith(f"error: {tmp_path}: no weights; expected a checkpoint such as runs/NAME/checkpoints")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

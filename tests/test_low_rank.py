@@ -16,11 +16,8 @@ from analysis.low_rank import (
     cross_coherence,
     direct_dw_q_error,
     high_dw_q,
-    outer_product_similarity,
     predicted_dw_q_error,
     pull,
-    sign_coherence,
-    singular_shares,
     unrotated,
     weighted_keys,
 )
@@ -83,24 +80,16 @@ def test_weighted_keys_of_one_key_are_that_key() -> None:
     torch.testing.assert_close(weighted_keys(layer)[:, :, 0], layer.k_BTHD[:, 0].float())
 
 
-def test_singular_shares() -> None:
-    matrix = torch.diag(torch.tensor([3.0, 0.0, 4.0]))[:, :2]  # singular values 3 and 0
-    assert singular_shares(matrix).tolist() == [1.0, 0.0]
-    assert singular_shares(torch.diag(torch.tensor([3.0, 4.0]))).tolist() == pytest.approx([16 / 25, 9 / 25])
-    assert singular_shares(torch.zeros(2, 2)).tolist() == [0.0, 0.0]
-
-
 def outer(pk: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The outer products of a sequence, scaled to norm 1, [H, T, D * C]."""
     products = torch.einsum("htd,tc->htdc", pk[0], x[0]).flatten(2)
     return torch.nn.functional.normalize(products, dim=-1)
 
 
-def test_similarity_and_coherence_are_those_of_the_outer_products() -> None:
+def test_coherence_is_that_of_the_outer_products() -> None:
     generator = torch.Generator().manual_seed(0)
     pk, x = torch.randn(1, 2, 6, 4, generator=generator), torch.randn(1, 6, 5, generator=generator)
     expected = outer(pk, x) @ outer(pk, x).mT
-    torch.testing.assert_close(outer_product_similarity(pk, x), expected)
     off_diagonal = (expected.sum(dim=(-2, -1)) - 6) / 30
     torch.testing.assert_close(coherence(pk, x).within_H, off_diagonal)
     other_pk, other_x = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 3, 5, generator=generator)
@@ -115,11 +104,6 @@ def test_coherence_of_like_and_of_random_products() -> None:
     assert alike.within_H.item() == pytest.approx(1)
     random = coherence(torch.randn(1, 1, 512, 16, generator=generator), torch.randn(1, 512, 48, generator=generator))
     assert abs(random.within_H.item()) < 0.01
-
-
-def test_sign_coherence() -> None:
-    error = torch.tensor([[[1.0, 2.0, 3.0], [1.0, -1.0, 2.0], [0.0, 0.0, 0.0]]])
-    assert sign_coherence(error).tolist() == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_terms_pull_together_only_with_one_sign_and_one_direction() -> None:

@@ -4,6 +4,7 @@ import builtins
 import json
 import math
 import struct
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +191,28 @@ def test_a_broken_wandb_does_not_end_the_run(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path)) == 2
 
 
+def wandb_name(folder: Path, monkeypatch: pytest.MonkeyPatch, **wandb: Any) -> str:
+    """What W&B is asked to call the run of a folder."""
+    asked: list[str] = []
+
+    def init(**options: Any) -> Any:
+        asked.append(options["name"])
+        return SimpleNamespace(define_metric=lambda *args, **kwargs: None, finish=lambda exit_code: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=ConnectionError))
+    make(folder, mode="offline", wandb=wandb).close()
+    return asked[0]
+
+
+def test_wandb_tells_seeds_of_one_attention_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [wandb_name(tmp_path / run, monkeypatch) for run in ("flash", "flash_seed_1")]
+    assert names == ["flash: flash (hardware)", "flash_seed_1: flash (hardware)"]
+
+
+def test_a_wandb_name_that_is_given_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wandb_name(tmp_path / "flash", monkeypatch, name="mine") == "mine"
+
+
 def wandb_records(folder: Path) -> list[Any]:
     """All records of the newest offline run under ``folder``; W&B's own process may still be writing them when ``finish`` is back."""
     deadline = time.monotonic() + 60
@@ -265,11 +288,11 @@ def test_wandb_draws_every_metric_over_step(offline_run: Path) -> None:
     assert axes == {"step": "", "*": "step", "val_loss": "step"}
 
 
-def test_wandb_group_is_the_recording_and_name_the_attention(offline_run: Path) -> None:
+def test_wandb_group_is_the_recording_and_name_the_run_with_its_attention(offline_run: Path) -> None:
     run = next(r.run for r in wandb_records(offline_run) if r.WhichOneof("record_type") == "run")
     assert (run.run_group, run.display_name, run.project, list(run.tags)) == (
         "night",
-        "flash (hardware)",
+        "run: flash (hardware)",
         "low-precision-attention",
         ["seed 1"],
     )

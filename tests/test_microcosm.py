@@ -7,6 +7,7 @@ import shlex
 from functools import cache
 
 import pytest
+from prose import prose
 from test_docs import ROOT, blocks, table
 
 import config as configuration
@@ -167,7 +168,7 @@ def test_what_is_said_of_the_switches_is_in_the_files() -> None:
             norm = {int(p["step"]): max(p["w_q_norm_0"], p["w_q_norm_1"]) for p in probes(run, 1000)}
             before.append((step, norm[step]))
             grew.append((step, norm[1000] / norm[step]))
-    text = ABLATIONS.read_text()
+    text = prose(ABLATIONS)
     for step in (350, 450, 550):
         held, factors = ([value for at, value in found if at == step] for found in (before, grew))
         assert (
@@ -182,7 +183,7 @@ def above_control(variant: str) -> list[float]:
 
 
 def test_distances_from_the_control_are_those_of_the_files() -> None:
-    text = " ".join(ABLATIONS.read_text().split())
+    text = prose(ABLATIONS)
     layer_0, norm = above_control("all_but_layer_1"), above_control("qk_norm")
     assert f"a loss {min(layer_0):.2f} to {max(layer_0):.2f} above the control's" in text
     assert f"on all, by {min(norm):.2f} to {max(norm):.2f}" in text
@@ -194,7 +195,7 @@ def test_distances_from_the_control_are_those_of_the_files() -> None:
 
 
 def test_distances_in_steps_are_those_of_the_files() -> None:
-    text = " ".join(ABLATIONS.read_text().split())
+    text = prose(ABLATIONS)
     flash, pv = ([large_from(run, 1000) or 0 for run in runs(variant)] for variant in ("flash", "fp32_pv"))
     later = [b - a for a, b in zip(flash, pv, strict=True)]
     assert f"W_Q leaves {min(later)} to {max(later)} steps later than in" in text
@@ -211,7 +212,7 @@ def test_distances_in_steps_are_those_of_the_files() -> None:
 
 
 def test_what_is_said_of_single_layers_is_in_the_files() -> None:
-    text = " ".join(ABLATIONS.read_text().split())
+    text = prose(ABLATIONS)
     norm = norms("fp32_pv", 2000, (1,)).rsplit(" ", maxsplit=1)[1]
     assert f"here W_Q of layer 1 is at most {norm} by step 2,000" in text
     passed = [any(probe["w_q_norm_1"] > LARGE for probe in probes(run, 1000)) for run in runs("flash_run_a")]
@@ -229,4 +230,4 @@ def test_the_controls_stay_below_the_norm_that_is_said() -> None:
         max(p["w_q_norm_0"], p["w_q_norm_1"]) for name in controls for run in runs(name) for p in probes(run, 1000)
     )
     assert largest < 6 < LARGE
-    assert "In the quiet controls W_Q stays below 6" in ABLATIONS.read_text()
+    assert "In the quiet controls W_Q stays below 6" in prose(ABLATIONS)

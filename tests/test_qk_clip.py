@@ -138,8 +138,10 @@ def test_any_gamma_scales_logits_up_to_the_rounding_of_the_weights() -> None:
     for head in range(4):
         rows = slice(head * D, (head + 1) * D)
         size[head] = q[:, rows] @ k[:, rows].T / math.sqrt(D)
-    set_maxima(model, [0.0] * 4, [3.0, 7.0, 1.7, 11.0])
-    gamma = clip_qk(model).gammas[1].double()[:, None, None]
+    maxima = [3.0, 7.0, 1.7, 11.0]
+    set_maxima(model, [0.0] * 4, maxima)
+    clip_qk(model)
+    gamma = clip_factors(torch.tensor(maxima), 1.0).double()[:, None, None]
     # Relative errors: sqrt 1/2 ulp and each product 1/2 ulp, twice (q and k) = 2 eps/2 * 2; gamma's own is common to both sides.
     bound = 2 * torch.finfo(torch.float32).eps * gamma * size
     assert ((logits_of(attn, torch.float64) - gamma * before).abs() <= bound).all()
@@ -149,7 +151,8 @@ def test_after_the_clip_the_same_batch_has_its_largest_logit_at_tau() -> None:
     # The first layer's input does not depend on any attention.
     model = make(qk_clip_tau=1.0)
     model(tokens())
-    first = clip_qk(model).max_logits[0]
+    first = model.attentions()[0].max_logit_H.clone()
+    clip_qk(model)
     model(tokens())
     second = model.attentions()[0].max_logit_H
     assert (first > 1.0).any()
@@ -187,8 +190,11 @@ def test_all_processes_clip_by_the_common_maximum(monkeypatch: pytest.MonkeyPatc
     elsewhere = torch.tensor([[16.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     monkeypatch.setattr(qk_clip, "all_reduce_max", lambda own: torch.maximum(own, elsewhere))
     model = make()
+    before = logits_of(model.attentions()[0])
     set_maxima(model, [4.0, 4.0, 0.0, 0.0], [0.0] * 4)
-    assert clip_qk(model).gammas[0].tolist() == [1 / 16, 1 / 4, 1.0, 1.0]
+    clip_qk(model)
+    factors = torch.tensor([1 / 16, 1 / 4, 1.0, 1.0])  # squares of powers of two: no rounding anywhere
+    assert torch.equal(logits_of(model.attentions()[0]), factors[:, None, None] * before)
 
 
 @pytest.mark.parametrize("start_over", [clip_qk, forget_logits])

@@ -106,14 +106,13 @@ def test_a_run_that_rises_late_is_told() -> None:
     assert "| 0.500 | 0.500 | 0.500 | 3.00 |" in onset.crossing_table([run])
 
 
-def test_runs_that_agree_with_the_first_step_are_counted() -> None:
-    """Own O in delta and a crossing, or neither."""
+def test_runs_that_cross_are_counted_by_what_their_delta_is_made_of() -> None:
     low = evidence(crosses_at=STEPS)
     kept_apart = {"delta_output": "fp32"}
     runs = [evidence(), low, evidence(sites=kept_apart), evidence(sites=kept_apart, crosses_at=STEPS)]
     found = onset.values(runs)
-    names = ("crossed", "crossed.own", "others", "others.own", "own", "agree")
-    assert [found[f"onset.{name}"] for name in names] == ["2", "1", "2", "1", "2", "2"]
+    names = ("crossed", "crossed.own", "others", "others.own", "own")
+    assert [found[f"onset.{name}"] for name in names] == ["2", "1", "2", "1", "2"]
 
 
 def test_heads_of_two_attentions_a_switch_and_a_short_run_are_not_counted() -> None:
@@ -148,7 +147,7 @@ def test_what_a_run_did_at_its_crossing_is_told_by_name_and_by_kind() -> None:
     assert [found[f"apart.{name}"] for name in ("beyond", "crossed", "passage")] == ["1,500", "2,000", "500"]
 
 
-def test_a_run_that_does_not_fuse_has_a_column_and_a_name_of_its_own() -> None:
+def test_a_run_that_does_not_fuse_has_a_column_and_numbers_of_its_own() -> None:
     fused, unfused = (
         evidence(jump=7.0),
         dataclasses.replace(evidence(sites={"exponent": "unfused"}, jump=1.5), name="y"),
@@ -156,7 +155,8 @@ def test_a_run_that_does_not_fuse_has_a_column_and_a_name_of_its_own() -> None:
     assert onset.UNFUSED not in onset.one_hot_table([fused])
     assert f"| {onset.UNFUSED}: heads |" in onset.one_hot_table([fused, unfused])
     assert "| y | rounded | not fused |" in onset.crossing_table([unfused])
-    assert onset.values([fused, unfused])["onset.unfused"] == "3.0"
+    found = onset.values([fused, unfused])
+    assert (found["onset.rise"], found["onset.rise.runs"], found["y.rise"]) == ("14.0", "1", "3.0")
 
 
 def test_a_run_of_small_logits_crosses_nothing() -> None:

@@ -82,6 +82,70 @@ def test_a_run_that_fails_by_itself_is_told(place: Place, capsys: pytest.Capture
     assert "no such data set" in (place.folder / "logs/lost.log").read_text()
 
 
+def test_a_cause_that_all_have_is_met_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        start(place, "--data.dataset", f"{place.folder}/nowhere", "--variants", "first", "second", "third")
+    assert stop.value.code == 1
+    said = capsys.readouterr().out
+    assert "no more are started: first ended with a user's error, and no run has measured anything\n" in said
+    assert "second  not started\nthird   not started\n" in said
+    assert not (place.folder / "logs/second.log").exists()
+
+
+REFUSED = "raise SystemExit(2)"
+BROKEN = "raise SystemExit(1)"
+LATE_BROKEN = "import time; time.sleep(3); raise SystemExit(1)"
+TRAINS = """
+import pathlib, sys, time
+time.sleep(0.5)
+pathlib.Path(sys.argv[1]).mkdir()
+pathlib.Path(sys.argv[1], "metrics.jsonl").write_text('{"step": 0, "train_loss": 1.0}\\n')
+"""
+
+
+def started(place: Place, folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, **programs: str) -> list[str]:
+    """The variants that are started, by name, where each is a program that is given the run's folder."""
+    names: list[str] = []
+
+    def begin(self: Variant, slot: int, gpu: str | None, logs: Path) -> None:
+        names.append(self.name)
+        self.slot, self.log, self.written = slot, open(os.devnull, "wb"), self.metrics_written()  # noqa: SIM115
+        self.process = subprocess.Popen([sys.executable, "-c", programs[self.name], str(self.folder)])
+
+    monkeypatch.setattr(Variant, "start", begin)
+    with pytest.raises(SystemExit) as stop:
+        start(place, "--run.folder", str(folder), "--slots", *map(str, range(slots)), "--variants", *programs)
+    assert stop.value.code == 1
+    return names
+
+
+@pytest.mark.parametrize(
+    ("slots", "programs", "expected"),
+    [
+        (1, (TRAINS, REFUSED, TRAINS), 3),  # its own flags: another has trained
+        (1, (REFUSED, TRAINS), 1),
+        (1, (BROKEN, TRAINS), 2),  # no user's error
+        (2, (REFUSED, TRAINS, TRAINS), 3),  # held until the one under way trains
+        (2, (REFUSED, LATE_BROKEN, TRAINS), 2),
+    ],
+)
+def test_a_refusal_stops_what_is_to_come_only_where_nothing_has_trained(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, programs: tuple[str, ...], expected: int
+) -> None:
+    by_name = {f"run_{number}": program for number, program in enumerate(programs)}
+    assert started(place, tmp_path, monkeypatch, slots, **by_name) == list(by_name)[:expected]
+
+
+def test_what_an_earlier_start_measured_is_no_beginning(tmp_path: Path) -> None:
+    variant = Variant("a", [], tmp_path, 20)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "train_loss": 1.0}\n')
+    variant.log, variant.written = open(os.devnull, "wb"), variant.metrics_written()  # noqa: SIM115
+    variant.process = subprocess.Popen([sys.executable, "-c", REFUSED])
+    variant.process.wait()
+    variant.end()
+    assert variant.refused
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prose import prose
 from tiny_runs import ROOT, Place, new_place, preset
 from torch import Tensor
 
@@ -279,7 +280,7 @@ def test_what_is_said_of_the_drift_is_in_its_files() -> None:
     first, drift, plain = (
         [row for row in rows if row[1] == part] for part in ("first drift", "second drift", "second")
     )
-    readme = (ROOT / "results/two_readings/README.md").read_text()
+    readme = prose(ROOT / "results/two_readings/README.md")
     assert (
         f"in both layers of `flash` and `fp32_pv`**, {min(z for *_, z in drift):.1f} standard errors from zero at least"
         in readme
@@ -304,7 +305,7 @@ def test_what_is_said_of_gpt2s_drift_is_in_its_files(place: str) -> None:
     files = [_all_heads(f"gpt2_drift_{name}") for name in ("flash", "run_a_fp32_pv")]
     flash, unrounded = ([row for row in rows if row[0] == "as trained"] for rows in files)
     drifts = [[row[-2] for row in rows if row[1] == "second drift"] for rows in (flash, unrounded)]
-    said = (ROOT / place).read_text()
+    said = prose(ROOT / place)
     assert all(f"+{before:.3g}" in said and f"+{after:.3g}" in said for before, after in drifts)
     z = [row[-1] for row in flash + unrounded if row[1] == "second drift"]
     assert f"{min(z):.0f} to {max(z):.0f} standard errors from zero" in said
@@ -314,7 +315,7 @@ def test_what_is_said_of_gpt2s_drift_is_in_its_files(place: str) -> None:
 
 
 def test_gpt2s_drift_is_no_constant_share_of_the_mean() -> None:
-    readme = (ROOT / "results/two_readings/README.md").read_text()
+    readme = prose(ROOT / "results/two_readings/README.md")
     rows = {name: _all_heads(f"gpt2_drift_{name}") for name in ("flash", "run_a_fp32_pv")}
     ratios, left = [], []
     for name, found in rows.items():
@@ -332,14 +333,14 @@ def test_what_is_said_of_gpt2_is_in_its_file() -> None:
     rows = _all_heads("gpt2_run_a")
     first, second = ([row[3:] for row in rows if row[1] == part] for part in ("first", "second"))
     document, readme = (
-        (ROOT / "docs/reproduction.md").read_text(),
-        (ROOT / "results/two_readings/README.md").read_text(),
+        prose(ROOT / "docs/reproduction.md"),
+        prose(ROOT / "results/two_readings/README.md"),
     )
     assert len(second) == 36
     assert [(step, layer) for step, layer, _, z in second if z < 3] == [(3000, 0)]
     assert min(mean for *_, mean, _ in second) > 0
     means = sorted(mean for *_, mean, _ in second)
-    assert f"{means[0]:+.3g} to {means[-1]:+.3g} millionths of\ndelta" in document
+    assert f"{means[0]:+.3g} to {means[-1]:+.3g} millionths of delta" in document
     assert max(abs(z) for *_, z in first) < 3
     assert f"which are up to {max(3 * mean / z for *_, mean, z in first):.3g} millionths" in document
     at = {(step, layer): mean for step, layer, mean, _ in second}
@@ -356,7 +357,7 @@ def test_what_is_said_of_gpt2_is_in_its_file() -> None:
 def test_the_document_says_what_the_files_say() -> None:
     rows = [row for row in _all_heads("bf16") if row[0] == "as trained"]
     first, second = ([(mean, z) for _, part, *_, mean, z in rows if part == name] for name in ("first", "second"))
-    document = (ROOT / "docs/reproduction.md").read_text()
+    document = prose(ROOT / "docs/reproduction.md")
     means, z = zip(*sorted(second), strict=True)
     assert f"{means[0]:+.3g} to {means[-1]:+.3g} millionths of delta, {min(z):.0f} to {max(z):.0f}" in document
     assert max(abs(z) for _, z in first) < 3
@@ -369,8 +370,8 @@ def test_what_is_left_with_o_unrounded(name: str) -> None:
     shares = [mean / second["as trained", key] for (rounding, key), mean in second.items() if rounding == "O unrounded"]
     assert len(shares) == 18
     said = f"{min(shares):.2f} to {max(shares):.2f} of"
-    assert f"in `{name}` {said.removesuffix(' of')}" in (ROOT / "results/two_readings/README.md").read_text()
-    assert name != "bf16" or said in (ROOT / "docs/reproduction.md").read_text()
+    assert f"in `{name}` {said.removesuffix(' of')}" in prose(ROOT / "results/two_readings/README.md")
+    assert name != "bf16" or said in prose(ROOT / "docs/reproduction.md")
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "--table", "y"], ["--table", "nowhere.csv"]])

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import files
-from attention import AttentionConfig
 from errors import UserError, invalid
 from model import GPT, Activation, ModelConfig
 
@@ -75,14 +74,6 @@ def read_model_config(folder: Path) -> ModelConfig:
         activation=_ACTIVATIONS[activation],
         tie_embeddings=bool(settings.get("tie_word_embeddings", True)),
     )
-
-
-def load_gpt2(folder: Path, attention: AttentionConfig) -> GPT:
-    """A GPT with the shape and weights of a local GPT-2 folder, float32 on the CPU. Raises ``UserError`` (one line)."""
-    config = read_model_config(folder)
-    model = GPT(config, attention.resolve(config.n_layer, config.n_head))
-    load_weights(model, folder)
-    return model
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ class WandbConfig:
     group: str = ""
     """empty: the recording's name, so that all runs on one recording are one group"""
     name: str = ""
-    """empty: the name of the attention, which is what differs inside a group"""
+    """empty: the run's name and its attention, `fp32_o: flash_fp32_o`; attention alone is the same for seeds of one variant"""
     tags: tuple[str, ...] = ()
     """free labels"""
 
@@ -102,7 +102,7 @@ class Metrics:
         wandb: where else to send the numbers.
         config_json: the resolved configuration, shown by W&B; this class writes no ``config.json``.
         recording: name of the recording the batches come from or go to, "" for neither.
-        attention_name: what names the run inside its group.
+        attention_name: what W&B shows behind the run's name, which is that of its folder.
         resume_step: the step the run goes on from; lines of that step and later are dropped. None: a new run.
         enabled: False on every process but the first; then nothing is read, written or imported.
 
@@ -131,7 +131,8 @@ class Metrics:
         wandb_module = import_wandb(wandb) if wandb.mode != "disabled" else None
         folder.mkdir(parents=True, exist_ok=True)
         if wandb_module is not None:
-            wandb = replace(wandb, group=wandb.group or recording, name=wandb.name or attention_name)
+            name = f"{folder.name}: {attention_name}"
+            wandb = replace(wandb, group=wandb.group or recording, name=wandb.name or name)
             run_id = _wandb_id(folder, resume=resume_step is not None)
             self._wandb_run = _start_wandb(wandb_module, folder, wandb, run_id, config_json)
         self._file = JsonLines(path, resume_step)

@@ -10,20 +10,12 @@ Legend: L layers, H heads, D head width, C width.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model import GPT
 from training.distributed import all_reduce_max
-
-
-class QKClip(NamedTuple):
-    """What a clip saw and did, both [L, H] float32; ``max_logits`` is -inf where there was no training forward pass."""
-
-    max_logits: Tensor
-    gammas: Tensor
 
 
 def clip_factors(max_logit_LH: Tensor, tau: float) -> Tensor:
@@ -39,7 +31,7 @@ def forget_logits(model: GPT) -> None:
 
 
 @torch.no_grad()
-def clip_qk(model: GPT) -> QKClip:
+def clip_qk(model: GPT) -> None:
     """Scale W_q and W_k back to ``model.config.qk_clip_tau``; call on the bare model after the optimiser's step.
 
     Every process must call it: each saw other sequences, and all clip by the maximum over processes. The maxima are then
@@ -56,4 +48,3 @@ def clip_qk(model: GPT) -> QKClip:
         if attention.c_attn.bias is not None:
             attention.c_attn.bias[: 2 * C].mul_(rows)
     forget_logits(model)
-    return QKClip(max_logit_LH, gamma_LH)

@@ -1,0 +1,38 @@
+"""Checkpoints as command lines take them: a checkpoint's folder, or a run's, which stands for its newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from errors import UserError
+from model import GPT
+from training.checkpoint import Checkpoints, Loaded
+
+
+def read_checkpoint(path: Path) -> Loaded:
+    """The checkpoint at ``path``; of a run's folder, the newest. Raises ``UserError`` for what is neither, and for a damaged one."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
+    if (path / "SHA256SUMS").is_file():
+        return Checkpoints.load(path)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = sorted(one for one in folder.glob("step_*") if (one / "SHA256SUMS").is_file())
+    if not found:
+        raise UserError(f"{path}: no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
+    return Checkpoints.load(found[-1])
+
+
+def load_weights(model: GPT, checkpoint: Loaded) -> None:
+    """Fill the model. Raises ``UserError``, which names one tensor, where the checkpoint is of another shape."""
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: list(tensor.shape) for name, tensor in checkpoint.model_state.items()}
+    misfits = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    if misfits:
+        name = misfits[0]
+        has = f"has shape {found[name]}" if name in found else "is missing"
+        wanted = f"expected {expected[name]}" if name in expected else "the config has no such layer"
+        others = f" ({len(misfits)} tensors do not fit)" if len(misfits) > 1 else ""
+        raise UserError(
+            f"checkpoint {checkpoint.path}: its weights do not fit its config: {name} {has}, {wanted}{others}"
+        )
+    model.load_state_dict(checkpoint.model_state)
