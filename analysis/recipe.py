@@ -12,7 +12,7 @@ BASE: Mapping[str, Any] = {
     **{"optim.optimizer": "adamw", "optim.lr": 2e-3, "optim.warmup_steps": 1000, "data.global_batch": 32},
     **{"optim.min_lr": 1e-5, "optim.decay_steps": 600_000, "optim.schedule": "cosine", "optim.weight_decay": 0.0},
     **{"optim.beta1": 0.9, "optim.beta2": 0.95, "optim.eps": 1e-8, "optim.grad_clip": 1.0, "optim.muon_momentum": 0.95},
-    **{"data.sequence_length": 1024, "precision.dtype": "bfloat16"},
+    **{"data.sequence_length": 1024, "precision.dtype": "bfloat16", "precision.tf32": False, "run.init_from": ""},
     **{"model.n_layer": 12, "model.n_head": 12, "model.n_embd": 768, "model.block_size": 1024},
     **{"model.vocab_size": 50257, "model.vocab_multiple": 128, "model.bias": False, "model.activation": "gelu"},
     **{"model.tie_embeddings": True, "model.qk_norm": False, "model.attention_softcap": 0.0},

@@ -44,7 +44,7 @@ def logit_at(facts: Facts, step: int) -> float | None:
 def switches_table(runs: Sequence[Evidence]) -> str:
     """A line a switched run, by the size of the logits at the switch, and ``CONTROL`` from the last of the switches on."""
     heads = ["run", f"attention of layer {LAYER} from then on", "switched at", "largest logit there"]
-    heads += [f"gradient norm, {BEFORE} steps before", f"{number(BEHIND)} behind", "its largest"]
+    heads += [f"gradient norm, {BEFORE} steps before", f"{number(BEHIND)} behind", "largest of those kept"]
     heads += [f"last {LAST} steps", "largest logit at the end", "W_Q norm at the end"]
     heads += [f"validation loss at {VALIDATION_AT:,}", "how it ended"]
     found = [(at, run, facts) for run, facts in told(runs) if (at := switch_of(run, facts)) is not None]
@@ -97,8 +97,8 @@ def branches(runs: Sequence[Evidence]) -> tuple[list[tuple[Evidence, Facts]], di
     pairs = [
         (at, preset, run, facts)
         for run, facts in told(runs)
-        for at, preset in [switch_of(run, facts) or (DRAWN_FROM, CONTROL)]
-        if run.is_switched or run.name == CONTROL
+        for at, preset in [(DRAWN_FROM, CONTROL) if run.name == CONTROL else switch_of(run, facts) or (0, "")]
+        if preset
     ]
     pairs.sort(key=lambda one: (one[0], one[2].name))
     presets = list(dict.fromkeys([CONTROL, *(preset for _, preset, *_ in pairs)]))

@@ -9,9 +9,9 @@ A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``; it trains as ``train.py 
 ``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), and all of them when ``--minutes`` are
 over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself; Ctrl-C stops all.
 
-A run that ends with a user's error (exit code 2: no such data set, no GPU) before it has measured anything may have a cause that all
-have. So nothing more is started until some run has measured something, and nothing at all if none of those under way does. What trains
-goes on, and behind a run that has trained an error in one variant's own flags costs the others nothing.
+A run that ends with a user's error (exit code 2: no such data set, no GPU) before it has measured a step may have a cause that all have.
+So nothing more is started while others are under way and have not measured one; then one more is tried, and behind a second such end
+nothing. What trains goes on, and behind a run that has trained an error in one variant's own flags costs the others nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class Variant:
     loss: float | None = None
     exploded: int | None = None
     interrupted: float | None = None
+    first: int = -1
+    """Its last step when it was started here."""
     begun: bool = False
-    """Has written metrics since it was started here."""
+    """Has measured a step behind that."""
     refused: bool = False
     """Ended with a user's error and had not begun."""
     outcome: str = ""
@@ -70,7 +72,6 @@ class Variant:
 
     def look(self) -> None:
         """Read how far the run has come."""
-        self.begun |= self.process is not None and self.metrics_written() != self.written
         try:
             steps, losses = curves.column(read_metrics(self.folder), "train_loss")
         except UserError:
@@ -78,6 +79,7 @@ class Variant:
         if steps:
             self.step, self.loss = steps[-1], losses[-1]
             self.exploded = curves.explosion_step(losses, steps=steps)
+            self.begun |= self.process is not None and self.step > self.first
 
     def metrics_written(self) -> float:
         """When the metrics were last written; 0 where there are none."""
@@ -88,7 +90,7 @@ class Variant:
         """Start or resume the run. ``gpu`` is what its CUDA_VISIBLE_DEVICES is to be; None leaves it as it is."""
         resume = ["--run.resume"] if self.folder.exists() else []
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        self.written = self.metrics_written()
+        self.written, self.first = self.metrics_written(), self.step
         self.slot, self.log = slot, open(logs / f"{self.name}.log", "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), *self.arguments, *resume],
@@ -216,10 +218,12 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
             elif spent or over:
                 variant.stop()
         refused = [variant.name for variant in queue if variant.refused]
-        held = bool(refused) and not any(variant.begun for variant in queue)
-        if held and waiting and not active:
-            print(f"no more are started: {refused[0]} ended with a user's error, and no run has measured anything")
-        if over or (held and not active):
+        hopeless = len(refused) > 1 and not any(variant.begun for variant in queue)
+        held = hopeless or (bool(refused and active) and not any(variant.begun for variant in queue))
+        if hopeless and waiting and not active:
+            names = " and ".join(refused[:2])
+            print(f"no more are started: {names} ended with a user's error, and no run has measured a step")
+        if over or (hopeless and not active):
             for variant in waiting:
                 variant.outcome = "not started"
             waiting = []

@@ -58,7 +58,7 @@ def test_the_base_recipe_is_that_of_the_preset() -> None:
     made = settings_of({})
     named = {f"{section}.{name}" for section in ("model", "optim") for name in made[section]}
     named -= set(recipe.COMPUTED_OTHERWISE)
-    named |= {"data.global_batch", "data.sequence_length", "precision.dtype"}
+    named |= {"data.global_batch", "data.sequence_length", "precision.dtype", "precision.tf32", "run.init_from"}
     assert {name: made[name.split(".")[0]][name.split(".")[1]] for name in named} == recipe.BASE
     assert made["run"]["steps"] == recipe.STEPS
 

@@ -105,5 +105,6 @@ def test_a_branch_is_drawn_from_its_switch_on_in_the_colour_of_its_attention() -
 
 
 def test_a_run_of_another_variant_is_in_no_picture_of_switches() -> None:
-    shown, _ = module.branches([evidence("flash"), evidence("fp32_o"), evidence("late", "4000:1:flash_fp32_o")])
+    others = [evidence("fp32_o"), evidence("another_layer", "3000:2:flash_fp32_o")]
+    shown, _ = module.branches([evidence("flash"), *others, evidence("late", "4000:1:flash_fp32_o")])
     assert [run.name for run, _ in shown] == ["flash", "late"]

@@ -84,17 +84,24 @@ def test_a_run_that_fails_by_itself_is_told(place: Place, capsys: pytest.Capture
 
 def test_a_cause_that_all_have_is_met_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        start(place, "--data.dataset", f"{place.folder}/nowhere", "--variants", "first", "second", "third")
+        start(place, "--data.dataset", f"{place.folder}/nowhere", "--variants", "first", "second", "third", "fourth")
     assert stop.value.code == 1
     said = capsys.readouterr().out
-    assert "no more are started: first ended with a user's error, and no run has measured anything\n" in said
-    assert "second  not started\nthird   not started\n" in said
-    assert not (place.folder / "logs/second.log").exists()
+    assert "no more are started: first and second ended with a user's error, and no run has measured a step\n" in said
+    assert "third   not started\nfourth  not started\n" in said
+    assert not (place.folder / "logs/third.log").exists()
 
 
 REFUSED = "raise SystemExit(2)"
 BROKEN = "raise SystemExit(1)"
+EMPTY_METRICS = """
+import pathlib, sys
+pathlib.Path(sys.argv[1]).mkdir()
+pathlib.Path(sys.argv[1], "metrics.jsonl").touch()
+raise SystemExit(2)
+"""
 LATE_BROKEN = "import time; time.sleep(3); raise SystemExit(1)"
+LATE_REFUSED = "import time; time.sleep(3); raise SystemExit(2)"
 TRAINS = """
 import pathlib, sys, time
 time.sleep(0.5)
@@ -109,7 +116,7 @@ def started(place: Place, folder: Path, monkeypatch: pytest.MonkeyPatch, slots: 
 
     def begin(self: Variant, slot: int, gpu: str | None, logs: Path) -> None:
         names.append(self.name)
-        self.slot, self.log, self.written = slot, open(os.devnull, "wb"), self.metrics_written()  # noqa: SIM115
+        self.slot, self.log, self.first = slot, open(os.devnull, "wb"), self.step  # noqa: SIM115
         self.process = subprocess.Popen([sys.executable, "-c", programs[self.name], str(self.folder)])
 
     monkeypatch.setattr(Variant, "start", begin)
@@ -123,10 +130,13 @@ def started(place: Place, folder: Path, monkeypatch: pytest.MonkeyPatch, slots: 
     ("slots", "programs", "expected"),
     [
         (1, (TRAINS, REFUSED, TRAINS), 3),  # its own flags: another has trained
-        (1, (REFUSED, TRAINS), 1),
-        (1, (BROKEN, TRAINS), 2),  # no user's error
+        (1, (REFUSED, TRAINS, REFUSED, TRAINS), 4),  # one may have its own reason
+        (1, (REFUSED, REFUSED, TRAINS), 2),
+        (1, (EMPTY_METRICS, EMPTY_METRICS, TRAINS), 2),  # opened, not measured
+        (1, (BROKEN, BROKEN, TRAINS), 3),  # no user's error
         (2, (REFUSED, TRAINS, TRAINS), 3),  # held until the one under way trains
-        (2, (REFUSED, LATE_BROKEN, TRAINS), 2),
+        (2, (REFUSED, LATE_REFUSED, TRAINS), 2),
+        (2, (REFUSED, LATE_BROKEN, TRAINS), 3),
     ],
 )
 def test_a_refusal_stops_what_is_to_come_only_where_nothing_has_trained(
@@ -139,7 +149,8 @@ def test_a_refusal_stops_what_is_to_come_only_where_nothing_has_trained(
 def test_what_an_earlier_start_measured_is_no_beginning(tmp_path: Path) -> None:
     variant = Variant("a", [], tmp_path, 20)
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "train_loss": 1.0}\n')
-    variant.log, variant.written = open(os.devnull, "wb"), variant.metrics_written()  # noqa: SIM115
+    variant.look()
+    variant.log, variant.first = open(os.devnull, "wb"), variant.step  # noqa: SIM115
     variant.process = subprocess.Popen([sys.executable, "-c", REFUSED])
     variant.process.wait()
     variant.end()
