@@ -130,12 +130,21 @@ def _type_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
+def _typed(exported: Any, where: str = "") -> Any:
+    """What a Python file exports, every value of its field's type: no type checker has seen it. Lists become tuples, whole numbers floats.
+
+    Raises ``UserError`` that names the first field of another type.
+    """
+    return from_json(type(exported), dataclasses.asdict(exported), where)
+
+
 def load_preset(path: str) -> TrainConfig:
     """The ``config`` that a preset file exports. Raises ``UserError`` for a file that is absent or exports none."""
     config = getattr(_run_file(path), "config", None)
     if not isinstance(config, TrainConfig):
         raise invalid("config file", path, "a Python file that sets `config` to a TrainConfig")
-    return config
+    typed: TrainConfig = _typed(config)
+    return typed
 
 
 def load_attention(path: str) -> AttentionConfig:
@@ -143,7 +152,8 @@ def load_attention(path: str) -> AttentionConfig:
     attention = getattr(_run_file(path), "attention", None)
     if not isinstance(attention, AttentionConfig):
         raise invalid("ablation file", path, "a Python file that sets `attention` to an AttentionConfig")
-    return attention
+    typed: AttentionConfig = _typed(attention, "attention")
+    return typed
 
 
 def _run_file(path: str) -> types.ModuleType:
@@ -200,7 +210,7 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
 
 
 def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
-    """The error for the first option that names no field, with the names that are there; None when all do."""
+    """The error for the first option that names no field or gives a switch a value, with what there is; None without such a one."""
     for option, next_argument in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if not option.startswith("--"):
             continue
@@ -215,6 +225,11 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
             if field_name not in known:
                 return invalid(name, value or next_argument, known or f"nothing below {'.'.join(parts[:depth])}")
             section = known[field_name]
+        given = value or ("" if next_argument.startswith("-") else next_argument)
+        if isinstance(section, bool) and given:
+            *head, last = parts
+            on, off = (".".join([*head, word + last.removeprefix("no_")]).replace("_", "-") for word in ("", "no_"))
+            return invalid(name, given, f"--{on} or --{off}, which take no value")
     return None
 
 

@@ -6,7 +6,7 @@ Layers and heads count from 0; the paper counts from 1, so its "layer 2" is laye
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -283,7 +283,9 @@ def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
     places: dict[tuple[str, str], dict[str, list[int]]] = {}
     for plan in plans:
         for group in plan.groups:
-            places.setdefault((group.backend, group.numerics), {})[str(plan.layer)] = list(group.heads)
+            # Specs of different names can come to the same roundings.
+            heads = places.setdefault((group.backend, group.numerics), {}).setdefault(str(plan.layer), [])
+            heads[:] = sorted([*heads, *group.heads])
     return [
         {"backend": backend, "numerics": json.loads(numerics), "heads_of_layer": where}
         for (backend, numerics), where in places.items()
@@ -291,6 +293,8 @@ def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
 
 
 def _members(name: str, chosen: tuple[int, ...], count: int) -> tuple[int, ...]:
+    if not isinstance(chosen, Sequence) or any(type(value) is not int for value in chosen):
+        raise invalid(name, chosen, "a tuple of whole numbers, for example (1,)")
     for value in chosen:
         if not 0 <= value < count:
             raise invalid(name, value, f"0 to {count - 1}, counted from 0")

@@ -70,6 +70,8 @@ def read_run(folder: Path, args: argparse.Namespace) -> Run:
     if "lr_sum" not in telemetry[0]:
         raise UserError(f"{folder}: its telemetry has no lr_sum, which the rule growth needs")
     steps, losses = curves.column(metrics, "train_loss")
+    if not steps:
+        raise UserError(f"{folder}: its metrics have no train_loss yet")
     exploded_at = curves.explosion_step(losses, args.margin, args.patience, steps=steps)
     return Run(
         name=canonical(folder.resolve().name),

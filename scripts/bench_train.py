@@ -134,7 +134,7 @@ def build(recipe: TrainConfig, text: str, folder: Path) -> Contender:
         session = Session(config, configuration.to_json(config), place)
     said = [""]
     session.say = lambda text: said.append(text)  # type: ignore[method-assign]
-    session.save = lambda step: None  # type: ignore[method-assign]  # the loop saves its end, and every round has one
+    session.save = lambda step, **_: None  # type: ignore[method-assign]  # the loop saves its end, and every round has one
 
     def run(count: int) -> None:
         start = session.start_step

@@ -91,7 +91,9 @@ def copy_logs(loaded: Loaded, folder: Path, to: Path) -> None:
         if name == INTERVENTIONS_FILE:
             drop_interventions_from(to / name, loaded.step, loaded.extra.get("switches", ()))
         else:
-            drop_lines_from(to / name, loaded.step)
+            # The checkpoint of an alarm was written behind the probe of its step.
+            probed = name == TELEMETRY_FILE and loaded.extra.get("probed", False)
+            drop_lines_from(to / name, loaded.step + probed)
 
 
 def write(
@@ -162,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         told = f", logits of layer {args.layer} times {args.factor:,g}"
     write(args.out, loaded, folder, weights, logits)
     place = "" if args.out.parent == Path(RunConfig().folder) else f" --run.folder {shlex.quote(str(args.out.parent))}"
-    without = " but without --data.record" if loaded.config_json["data"]["record"] else ""
+    data = loaded.config_json["data"]
+    without = " but without --data.record" if data["record"] else ""
+    without += " and --data.record-tokens" if data["record_tokens"] else ""
     print(f"wrote {args.out}: step {loaded.step} of {old}{told}")
     print(
         f"it goes on with: python train.py RECIPE --run.name {args.out.name}{place} --run.resume --run.steps N, "

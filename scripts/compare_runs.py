@@ -64,7 +64,7 @@ def load_run(folder: Path) -> Run:
     """Read ``metrics.jsonl`` and, where there is one, ``config.json``.
 
     Raises:
-        UserError: no such folder, no metrics, no training loss in them, or a config that is not JSON.
+        UserError: no such folder, no metrics, no training loss in them, or a config that is not JSON or not a run's.
     """
     records = read_metrics(folder)
     if not curves.column(records, "train_loss")[0]:
@@ -75,6 +75,8 @@ def load_run(folder: Path) -> Run:
             config = json.loads(path.read_bytes())
         except ValueError as error:
             raise UserError(f"{path}: not JSON ({error})") from None
+        if not isinstance(config, dict) or not isinstance(config.get("config", {}), dict):
+            raise UserError(f"{path}: not the record of a run")
     facts = _flatten(config.get("config", {}))
     for key in ("device", "git_commit", "versions"):
         facts.update(_flatten({key: config[key]} if key in config else {}))

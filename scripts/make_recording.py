@@ -53,7 +53,7 @@ def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int
     if out.exists():
         raise UserError(f"{out} exists: choose another name or remove it")
     try:
-        batches = open_batches(dataclasses.replace(data, record=str(out), replay=""), source_run=SOURCE)
+        batches = open_batches(dataclasses.replace(data, record=str(out)), source_run=SOURCE)
         compared = record(batches, steps, logged)
         batches.close()
     except BaseException:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write, e.g. replay_batches/NAME")
     parser.add_argument("--against", type=Path, help="run folder whose data_digest column must agree")
     args, fields = parser.parse_known_args(argv)
-    chosen = config.load([args.recipe, *fields])
+    chosen = config.load([args.recipe, *fields, "--data.record", str(args.out)])
     steps = args.steps or chosen.run.steps
     if steps < 1:
         raise invalid("--steps", args.steps, "1 or more")

@@ -17,6 +17,7 @@ from errors import UserError
 from training.alarm import Alarm, AlarmConfig, Watch, alarms, logit_alarm, loss_alarm
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
+from training.session import Session
 from training.telemetry import TelemetryConfig, read_telemetry
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -310,6 +311,35 @@ def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, qui
     assert loaded.step == 9
     place.train("stopped", {**touchy(), "run.resume": True})
     assert weights(run, 20) == weights(quiet, 20)
+
+
+def measured(run: Path) -> list[list[dict[str, Any]]]:
+    """Telemetry, interventions and metrics, less what tells time."""
+    probes = [
+        {name: value for name, value in probe.items() if name != "probe_seconds"} for probe in read_telemetry(run)
+    ]
+    return [probes, list(read_lines(run / "interventions.jsonl")), lines(run)]
+
+
+def test_a_resume_from_the_checkpoint_of_an_alarm_has_the_same_record(place: Place) -> None:
+    fields = {**touchy(response="checkpoint", warm_up=3), "checkpoint.every": 0}
+    straight = place.folder / "straight_runs/alarmed"
+    place.train("alarmed", {**fields, "run.folder": str(straight.parent)})
+    original = Session.train_step
+
+    def dying(self: Session, step: int) -> Any:
+        if step == 8:
+            raise OSError("the machine is gone")
+        return original(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "train_step", dying)
+        with pytest.raises(OSError, match="the machine is gone"):
+            place.train("alarmed", fields)
+    run = place.runs / "alarmed"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000006"]
+    place.train("alarmed", {**fields, "run.resume": True})
+    assert measured(run) == measured(straight)
 
 
 @pytest.fixture(scope="module")

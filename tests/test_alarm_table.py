@@ -208,6 +208,14 @@ def test_the_document_has_the_tables_that_were_published() -> None:
         assert sorted(path.stem for path in (root / f"results/alarm/{name}").glob("*.csv")) == sorted(rows)
 
 
+def test_a_run_without_a_loss_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "new")
+    (run / "metrics.jsonl").write_text('{"step": 0, "val_loss": 1.0}\n')
+    with pytest.raises(SystemExit):
+        alarm_table.main([str(run)])
+    assert "new: its metrics have no train_loss yet" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

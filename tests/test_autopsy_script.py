@@ -238,6 +238,13 @@ def test_data_of_a_larger_vocabulary(
     assert "vocabulary, 64" in refused(capsys, monkeypatch, checkpoint, "--data", bytes_)
 
 
+def test_a_run_without_a_data_set_needs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(healthy(0), tmp_path / "checkpoints", Path())
+    assert "--data = '': expected the folder of a data set" in refused(capsys, monkeypatch, checkpoint)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

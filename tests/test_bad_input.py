@@ -228,13 +228,13 @@ def test_batch_that_the_processes_cannot_share(place: Place, monkeypatch: pytest
 def test_a_run_of_the_same_name_that_started_meanwhile_is_left_alone(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Session._fill_weights
+    original = Session._settle
 
     def slowly(self: Session) -> None:
         original(self)
         (self.folder / "of_the_other").mkdir(parents=True)
 
-    monkeypatch.setattr(Session, "_fill_weights", slowly)
+    monkeypatch.setattr(Session, "_settle", slowly)
     with pytest.raises(UserError, match=r"runs/twice exists"):
         place.train("twice", {"data.record": place.recording("twice")})
     assert (place.runs / "twice/of_the_other").is_dir()

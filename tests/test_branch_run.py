@@ -106,6 +106,14 @@ def test_a_branch_of_a_replay_has_the_same_bits(place: Place) -> None:
     assert record_of(run)["batches"] == record_of(old)["batches"]
 
 
+def test_a_branch_from_the_checkpoint_of_an_alarm_has_the_same_bits(place: Place) -> None:
+    fields = {**FIELDS, "alarm": dataclasses.replace(ALARM, response="checkpoint")}
+    old = place.train("alarmed", fields)
+    alarmed = next(event["step"] for event in interventions(old) if event["kind"] == "alarm")
+    run = branch(place, "alarmed_on", of=checkpoint(place, "alarmed", alarmed))
+    assert_same_run(place.train(run.name, {**fields, **RESUME}), old)
+
+
 def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
     before = tree(Path(place.recording("old")))
     branch(place, "thief")
@@ -326,4 +334,4 @@ def test_it_says_what_was_made_and_how_it_goes_on(place: Place, capsys: pytest.C
     made, on = capsys.readouterr().out.splitlines()
     assert made == f"wrote {run}: step 20 of old, logits of layer 1 times 30,000"
     assert f"train.py RECIPE --run.name told --run.folder {place.runs} --run.resume --run.steps N, N above 20" in on
-    assert on.endswith("as for old but without --data.record")
+    assert on.endswith("as for old but without --data.record and --data.record-tokens")

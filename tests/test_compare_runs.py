@@ -221,6 +221,13 @@ def test_a_config_that_is_not_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "config.json: not JSON" in mistake(capsys, a)
 
 
+@pytest.mark.parametrize("content", ["[]", '{"config": null}'])
+def test_a_config_that_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    a = write_run(tmp_path / "a", [2.0])
+    (a / "config.json").write_text(content)
+    assert "config.json: not the record of a run" in mistake(capsys, a)
+
+
 @pytest.mark.parametrize(
     "option", [("--patience", 0), ("--margin", -1), ("--out", "c.gif"), ("--table", "t.xls"), ("--colour", "red")]
 )

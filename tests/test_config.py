@@ -126,6 +126,14 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         ("--precision.dtype fp8", r"'fp8'.*--precision\.dtype.*'bfloat16', 'float16', 'float32'"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),
         ("--run.peak-tflops nan", r"^run\.peak_tflops = nan: expected 0 or a positive number"),
+        (
+            "--model.bias True",
+            r"^model\.bias = 'True': expected --model\.bias or --model\.no-bias, which take no value$",
+        ),
+        (
+            "--precision.no_compile=1",
+            r"^precision\.no_compile = '1': expected --precision\.compile or --precision\.no-com",
+        ),
     ],
 )
 def test_bad_override_names_field_value_and_choices(arguments: str, message: str) -> None:
@@ -149,6 +157,55 @@ def test_bad_preset_file_is_one_line(tmp_path: Path, content: str, message: str)
     with pytest.raises(UserError, match=message) as error:
         load([str(path)])
     assert "\n" not in str(error.value)
+
+
+FIELD = """
+import dataclasses
+from configs.debug import config
+config = dataclasses.replace(config, {section}=dataclasses.replace(config.{section}, {field}))
+"""
+RULE = "from attention import AttentionConfig, AttentionRule\nattention = AttentionConfig(rules={rules})\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "message"),
+    [
+        ("run", "steps=1e3", r"^run\.steps = 1000\.0: expected a value of type int$"),
+        ("data", "global_batch=8.0", r"^data\.global_batch = 8\.0: expected a value of type int$"),
+        ("data", "dataset=b'x'", r"^data\.dataset = b'x': expected a value of type str$"),
+        ("model", "bias='no'", r"^model\.bias = 'no': expected a value of type bool$"),
+        ("wandb", "tags='a'", r"^wandb\.tags = 'a': expected a value of type tuple\[str, \.\.\.\]$"),
+    ],
+)
+def test_a_recipe_with_a_value_of_another_type_is_refused(
+    tmp_path: Path, section: str, field: str, message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FIELD.format(section=section, field=field))
+    with pytest.raises(UserError, match=message):
+        load([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("(AttentionRule(layers=1),)", r"^attention\.rules\.0\.layers = 1: expected a value of type tuple"),
+        ("(AttentionRule(heads=(1.0,)),)", r"^attention\.rules\.0\.heads\.0 = 1\.0: expected a value of type int$"),
+        ("(AttentionRule(attention='flash'),)", r"^attention\.rules\.0\.attention = 'flash': expected one of preset"),
+        ("AttentionRule()", r"^attention\.rules = .*: expected a value of type tuple"),
+    ],
+)
+def test_an_ablation_with_a_value_of_another_type_is_refused(tmp_path: Path, rules: str, message: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(RULE.format(rules=rules))
+    with pytest.raises(UserError, match=message):
+        load([DEBUG, str(path)])
+
+
+def test_lists_in_a_python_file_are_tuples(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(RULE.format(rules="[AttentionRule(layers=[1], heads=[0, 2])]"))
+    assert load([DEBUG, str(path), "--run.steps", "5"]).attention.rules == (AttentionRule(layers=(1,), heads=(0, 2)),)
 
 
 def test_missing_preset_file_lists_those_there_are() -> None:

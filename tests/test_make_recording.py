@@ -63,6 +63,21 @@ def test_the_command_line_takes_fields_of_the_recipe(dataset: Path, tmp_path: Pa
     assert (made.steps, made.header.seed, made.header.sequence_length) == (3, 9, 4)
 
 
+def test_the_recording_of_the_command_line_can_carry_tokens(dataset: Path, tmp_path: Path) -> None:
+    fields = ["--data.dataset", str(dataset), "--data.sequence-length", "4", "--data.record-tokens"]
+    make_recording.main(["configs/debug.py", "--steps", "3", "--out", str(tmp_path / "made"), *fields])
+    made = Recording.open(tmp_path / "made")
+    assert made.tokens is not None
+    assert made.tokens.shape == (3, made.header.global_batch, 5)
+
+
+def test_a_recording_to_replay_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = ["--data.dataset", str(dataset), "--data.replay", str(tmp_path / "other")]
+    with pytest.raises(SystemExit):
+        make_recording.main(["configs/debug.py", "--out", str(tmp_path / "made"), *fields])
+    assert "expected nothing while data.replay" in capsys.readouterr().err
+
+
 def test_a_run_without_digests_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "train_loss": 1.0}) + "\n")
     with pytest.raises(UserError, match="no data_digest"):

@@ -139,12 +139,21 @@ def test_the_record_spells_out_every_site_and_every_head() -> None:
     assert (standard["backend"], standard["heads_of_layer"]) == ("standard", {"1": [2]})
 
 
+def test_the_record_names_heads_of_one_rounding_under_two_names() -> None:
+    rule = AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_stochastic_o"))
+    config = AttentionConfig(default=AttentionSpec(preset="flash_run_a"), rules=(rule,))
+    (only,) = describe(config.resolve(2, 3))
+    assert only["heads_of_layer"] == {"0": [0, 1, 2], "1": [0, 1, 2]}
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
         (AttentionRule(layers=(12,)), "attention.rules.0.layers = 12: expected 0 to 11"),
         (AttentionRule(heads=(-1,)), "attention.rules.0.heads = -1: expected 0 to 11"),
         (AttentionRule(layers=(1, 1)), "attention.rules.0.layers = (1, 1): expected each named once"),
+        (AttentionRule(layers=1), "attention.rules.0.layers = 1: expected a tuple of whole numbers"),  # type: ignore[arg-type]
+        (AttentionRule(heads=("1",)), "attention.rules.0.heads = ('1',): expected a tuple of"),  # type: ignore[arg-type]
     ],
 )
 def test_unknown_layers_and_heads_are_refused(rule: AttentionRule, message: str) -> None:

@@ -15,9 +15,11 @@ import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.recording import Recording
 from errors import UserError
+from model import GPT, initialise
 from training import distributed, record
 from training.alarm import AlarmConfig
 from training.distributed import Distributed
+from training.huggingface import export_gpt2
 from training.session import Session, _differences
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -141,6 +143,19 @@ def test_data_may_move(place: Place, straight: Path, tmp_path: Path) -> None:
     assert weights(moved, 30) == weights(straight, 30)
 
 
+def test_a_resume_needs_no_weights_to_start_from(place: Place, tmp_path: Path) -> None:
+    fields = {"model.bias": True, "run.init_from": str(tmp_path / "gpt2")}
+    config = place.config("first", fields)
+    model = GPT(config.model, config.attention.resolve(config.model.n_layer, config.model.n_head))
+    initialise(model, seed=1)
+    export_gpt2(model, tmp_path / "gpt2")
+    place.train("first", fields)
+    place.train("second", {**fields, "run.steps": 10})
+    shutil.rmtree(tmp_path / "gpt2")
+    place.train("second", {**fields, **RESUME})
+    assert_same_run(place.runs / "second", place.runs / "first")
+
+
 def refused(place: Place, name: str, fields: dict[str, Any], message: str) -> None:
     """Resuming with ``fields`` fails with ``message``, and leaves the run so that it can go on as it was."""
     place.train(name, {"run.steps": 10})
@@ -174,6 +189,22 @@ def test_other_data_is_refused(place: Place, tmp_path: Path) -> None:
         {"data.dataset": other},
         rf"^data\.dataset = '{other}': expected the data that .*step_00000010",
     )
+
+
+def test_more_sequences_to_probe_than_there_are_are_refused(place: Place) -> None:
+    refused(place, "probed", {"telemetry.sequences": 9}, r"^telemetry\.sequences = 9: expected at most 8, ")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl", "interventions.jsonl"])
+def test_a_damaged_line_is_found_before_anything_is_changed(place: Place, name: str) -> None:
+    fields = {"alarm": AlarmConfig(switches=("0:1:flash_fp32_o",)), "data.record": place.recording(f"line_{name}")}
+    run = place.train(f"line_{name}", {**fields, "run.steps": 10})
+    path = run / name
+    path.write_text("what is this\n" + path.read_text())
+    before = tree(run), tree(Path(fields["data.record"]))
+    with pytest.raises(UserError, match=rf"{name}: line 1 is not a record with a step"):
+        place.train(f"line_{name}", {**fields, **RESUME})
+    assert (tree(run), tree(Path(fields["data.record"]))) == before
 
 
 def test_another_number_of_processes_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import importlib.metadata
 import json
@@ -101,6 +102,13 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
     if last >= due:
         gone = f"a checkpoint in {checkpoints}; they are gone, while {metrics} goes to step {last}"
         raise invalid("run.resume", True, f"{gone}: choose another name, or remove {folder} and start the run anew")
+
+
+def check_logs(folder: Path) -> None:
+    """Raise ``UserError`` for a damaged line in what a run has measured: a resume rewrites these files one after the other."""
+    for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
+        if (folder / name).exists():
+            collections.deque(read_lines(folder / name), maxlen=0)
 
 
 def clear(folder: Path) -> None:

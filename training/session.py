@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from attention import registry
@@ -34,7 +33,7 @@ from training.nonfinite import Action, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.qk_clip import clip_qk, forget_logits
 from training.step import LateResult, StepResult, rounding_seed, throwaway_backward, train_step
-from training.telemetry import Telemetry, summary_columns
+from training.telemetry import Telemetry, probe_batch, summary_columns
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -106,7 +105,10 @@ class Session:
             undo.callback(shutil.rmtree, config.data.record)
         self._check_data(loaded)
         self.raw_model = GPT(config.model, self.interventions.plans, speed.operators(config.speed))
-        self._fill_weights()
+        if loaded is None and config.run.init_from:
+            huggingface.load_weights(self.raw_model, Path(config.run.init_from))
+        elif loaded is None:
+            initialise(self.raw_model, config.run.seed)
         self.raw_model.to(self.device)
         self.optimizer = build_optimizer(self.raw_model, config.optim, self.device)
         self.scaler = config.precision.scaler(self.device)
@@ -130,6 +132,7 @@ class Session:
             if self.folder.exists():
                 raise record.taken(self.folder)
             return None
+        record.check_logs(self.folder)
         loaded = self.checkpoints.load_newest()
         if loaded is None:
             record.check_restart(self.folder, self.checkpoints.folder)
@@ -148,6 +151,8 @@ class Session:
         config, batches = self.config, self.batches
         if batches.vocabulary_size > config.model.vocab_size:
             raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
+        if self.place.is_main and config.telemetry.every:
+            probe_batch(batches, config.telemetry.sequences)
         if loaded is not None and batches.digest() != loaded.extra["data_digest"]:
             source = "replay" if config.data.replay else "dataset"
             expected = f"the data that {loaded.path} was trained on: this gives other batches"
@@ -159,12 +164,6 @@ class Session:
                 f"at most {batches.steps_available - ahead}: {config.data.replay} ends there; or record a longer one"
             )
             raise invalid("run.steps", config.run.steps, expected)
-
-    def _fill_weights(self) -> None:
-        if self.config.run.init_from:
-            huggingface.load_weights(self.raw_model, Path(self.config.run.init_from))
-        else:
-            initialise(self.raw_model, self.config.run.seed)
 
     def _settle(self) -> None:
         shape = (self.config.data.micro_batch, self.config.data.sequence_length)
@@ -214,6 +213,7 @@ class Session:
             rounding_seed=rounding_seed(config.run.seed, 0, 0),
             rate=functools.partial(learning_rate, config=config.optim),
             resume_step=None if loaded is None else loaded.step,
+            probed=loaded is not None and loaded.extra.get("probed", False),
         )
         for earlier in self.telemetry.earlier():
             self.watch.update(earlier)
@@ -289,7 +289,7 @@ class Session:
             for layer in sorted(accused):
                 self.interventions.add(self.config.alarm.switch(step + 1, layer))
         elif response != "log":
-            self.save(step)
+            self.save(step, probed=True)
         return {"alarm": response}
 
     def seconds(self) -> float:
@@ -302,8 +302,8 @@ class Session:
         elapsed, self._lapped = now - max(began, self._lapped), now
         return elapsed
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of ``step`` (rank 0), the recording flushed before it."""
+    def save(self, step: int, *, probed: bool = False) -> None:
+        """Write the checkpoint of ``step`` (rank 0), the recording flushed before it; ``probed``: behind the probe of that step."""
         if self.telemetry is not None:
             self.telemetry.forget()
         states = distributed.gather_bytes(rng_state(self.device))
@@ -324,6 +324,7 @@ class Session:
                         "seconds": self.seconds(),
                         "data_digest": self.batches.digest(),
                         "switches": self.interventions.state(step),
+                        "probed": probed,
                     },
                 )
         except UserError as error:
@@ -360,7 +361,7 @@ class Session:
     def _restore(self, loaded: Loaded) -> None:
         if self.telemetry is not None:
             self.telemetry.forget()
-        self.raw_model.load_state_dict(_on(self.device, loaded.model_state))
+        self.raw_model.load_state_dict(loaded.model_state)
         self.optimizer.load_state_dict(loaded.optimizer_state)
         self.scaler.load_state_dict(loaded.scaler_state)
         set_rng_state(loaded.rng[self.place.rank], self.device)
@@ -383,10 +384,6 @@ class Session:
             self.metrics.close(exit_code=0 if finished else 1)
             if self.telemetry is not None:
                 self.telemetry.close()
-
-
-def _on(device: torch.device, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in state.items()}
 
 
 def _differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

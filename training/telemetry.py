@@ -101,6 +101,9 @@ class TelemetryConfig:
 class Telemetry:
     """The probes of one run: its fixed batch, the vectors of the last power iteration, and the file.
 
+    ``resume_step``: of the checkpoint that the run goes on from; what the file has of that step and later is dropped. Where the checkpoint
+    was written behind the probe of its step (``probed``), that one stays and is not made again: its vectors are gone.
+
     Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
     """
 
@@ -116,15 +119,20 @@ class Telemetry:
         rounding_seed: int,
         rate: Callable[[int], float],
         resume_step: int | None = None,
+        probed: bool = False,
     ):
         self._probe = build_probe(
             config, model, probe_batch(batches, config.sequences), device, precision, rounding_seed
         )
         self._rate, self._summed = rate, (0, 0.0)
-        self._file = JsonLines(folder / TELEMETRY_FILE, resume_step)
+        self._file = JsonLines(folder / TELEMETRY_FILE, None if resume_step is None else resume_step + probed)
+        last = list(read_lines(self._file.path))[-1:] if probed else []
+        self._kept = [record for record in last if record["step"] == resume_step]
 
     def probe(self, step: int) -> dict[str, Any]:
-        """Measure, write the line and return it."""
+        """Measure, write the line and return it; or return the one that is kept of this step."""
+        if self._kept and self._kept[0]["step"] == step:
+            return self._kept.pop()
         began = time.perf_counter()
         measured, units, _ = self._probe()
         record: dict[str, Any] = to_lists(measured)
@@ -153,9 +161,10 @@ class Telemetry:
         """
         self._probe.forget()
 
-    def earlier(self) -> Iterator[dict[str, Any]]:
-        """What the run that is gone on with has measured before."""
-        return read_lines(self._file.path)
+    def earlier(self) -> list[dict[str, Any]]:
+        """What the run that is gone on with has measured before, less the probe that is kept."""
+        records = list(read_lines(self._file.path))
+        return records[: len(records) - len(self._kept)]
 
     def close(self) -> None:
         self._file.close()
