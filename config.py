@@ -95,6 +95,10 @@ class TrainConfig:
             raise invalid(
                 "alarm.response", self.alarm.response, "log while telemetry.every = 0: nothing would raise an alarm"
             )
+        own = Path(self.run.folder, self.run.name)
+        if self.data.record and Path(self.data.record).resolve().is_relative_to(own.resolve()):
+            # Made first, it would stand where the run is to be new.
+            raise invalid("data.record", self.data.record, f"a folder outside of the run's own, {own}")
         # Layers and heads named by rules must exist; the error names the rule.
         self.attention.resolve(self.model.n_layer, self.model.n_head)
 

@@ -93,7 +93,7 @@ PRESETS: dict[str, Preset] = {
         _stable(row_max="stabilised", row_max_beta=7.0, row_max_tolerance=0.0),
     ),
     "flash_stable_safe": _flash(
-        "Algorithm 3 with a bounded shift: l >= exp(-7) for any finite scores",
+        "Algorithm 3 with a bounded shift: l >= exp(-7) for scores below 1.5e9",
         _stable(row_max="stabilised_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
     ),
     "flash_fp32_pv": _flash("P V in FP32, O still rounded", _fixed(probabilities="fp32", **_FP32_ACCUMULATION)),

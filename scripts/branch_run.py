@@ -122,7 +122,7 @@ def write(
             rng=loaded.rng,
             position=loaded.position,
             config_json=settings,
-            extra=loaded.extra,
+            extra=loaded.extra | ({"probed": False} if logits else {}),  # other weights: another probe
         )
         sync_folder(aside)
         os.rename(aside, out)

@@ -119,6 +119,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
         r"optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010",
     ),
     "record_exists": ("--data.record {place}/recordings/plain", r"recordings/plain exists: record under another name"),
+    "record_in_its_own_run": (
+        "--data.record {place}/runs/new/recording",
+        r"data\.record = '.*/runs/new/recording': expected a folder outside of the run's own, .*/runs/new$",
+    ),
     "record_in_a_file": ("--data.record {place}/a_file/r", r"a_file/r: cannot record there: Not a directory"),
     "replay_missing": (
         "--data.replay {place}/nowhere",

@@ -114,6 +114,22 @@ def test_a_branch_from_the_checkpoint_of_an_alarm_has_the_same_bits(place: Place
     assert_same_run(place.train(run.name, {**fields, **RESUME}), old)
 
 
+@pytest.mark.parametrize("how", ["switched", "enlarged"])
+def test_a_branch_that_is_changed_at_an_alarm_is_probed_anew(place: Place, how: str) -> None:
+    # A short course with an alarm's checkpoint at its end.
+    fields = {**FIELDS, "run.steps": 5, "alarm": dataclasses.replace(ALARM, response="checkpoint", switches=())}
+    old = place.train(f"ends_{how}", fields)
+    alarmed = next(event["step"] for event in interventions(old) if event["kind"] == "alarm")
+    larger = ("--layer", "0", "--factor", "100") if how == "enlarged" else ()
+    run = branch(place, f"{how}_there", *larger, of=checkpoint(place, old.name, alarmed))
+    switches = (f"{alarmed}:0:flash_delta_from_p",) if how == "switched" else ()
+    alarm = dataclasses.replace(ALARM, switches=switches)
+    place.train(run.name, {**fields, **RESUME, "alarm": alarm})
+    before, after = ({probe["step"]: probe for probe in probes(folder)}[alarmed] for folder in (old, run))
+    name = "max_logit" if how == "enlarged" else "delta_error_rms"
+    assert before[name][0] != after[name][0]
+
+
 def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
     before = tree(Path(place.recording("old")))
     branch(place, "thief")

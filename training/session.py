@@ -213,7 +213,10 @@ class Session:
             rounding_seed=rounding_seed(config.run.seed, 0, 0),
             rate=functools.partial(learning_rate, config=config.optim),
             resume_step=None if loaded is None else loaded.step,
-            probed=loaded is not None and loaded.extra.get("probed", False),
+            # A switch that is made only now makes it another probe.
+            probed=loaded is not None
+            and loaded.extra.get("probed", False)
+            and not self.interventions.changes(loaded.step),
         )
         for earlier in self.telemetry.earlier():
             self.watch.update(earlier)
