@@ -6,8 +6,9 @@
 A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``; it trains as ``train.py RECIPE [ABLATION.py] COMMON-FLAGS FLAGS --run.name NAME``.
 ``@FILE`` stands for the lines of a file, less those that begin with # (configs/reproduction.txt). As many run at once as there are slots
 (GPUs, or ``--slots`` on a CPU); a free one takes the next in order. What a run prints goes to LOGS/NAME.log. A run is stopped
-``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), and all of them when ``--minutes`` are
-over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself; Ctrl-C stops all.
+``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), each at step ``--until`` though more are
+planned, and all of them when ``--minutes`` are over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0
+unless a run failed by itself; Ctrl-C stops all.
 
 A run that ends with a user's error (exit code 2: no such data set, no GPU) before it has measured a step may have a cause that all have.
 So nothing more is started while others are under way and have not measured one; then one more is tried, and behind a second such end
@@ -197,7 +198,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
     waiting, active, held = list(queue), list[Variant](), False
     for variant in queue if args.resume else []:
         variant.look()
-        if variant.exploded is not None or variant.step >= variant.steps - 1:
+        if variant.exploded is not None or variant.step >= variant.steps - 1 or 0 < args.until <= variant.step:
             variant.outcome = "was over already"
             waiting.remove(variant)
     while waiting or active:
@@ -211,6 +212,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
             variant.look()
             assert variant.process is not None
             spent = variant.exploded is not None and variant.step >= variant.exploded + args.after
+            spent |= 0 < args.until <= variant.step
             if variant.process.poll() is not None:
                 variant.end()
                 active.remove(variant)
@@ -251,6 +253,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--slots", type=int, nargs="+", help="which of the visible GPUs to use, from 0 (all), or CPU slots (0)"
     )
     parser.add_argument("--after", type=int, default=1000, help="steps that a run goes on behind its explosion (1000)")
+    parser.add_argument("--until", type=int, default=0, metavar="STEP", help="stop a run once it is there; 0 never")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop everything after so long; 0 never")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at the runs (5)")
     parser.add_argument("--resume", action="store_true", help="go on with runs that exist and are not over")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -52,6 +53,22 @@ def test_a_run_that_explodes_is_stopped_and_the_others_end(
     start(place, "--variants", "quiet", "--resume")
     assert "quiet  was over already" in capsys.readouterr().out
     assert lines(place.runs / "quiet") == again
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_on_the_way_and_keeps_its_planned_steps(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = "long: --run.steps 1000000 --checkpoint.every 0 --run.log-every 1"
+    start(place, "--variants", planned, "--until", "10")
+    assert "long  stopped at step" in capsys.readouterr().out
+    record = json.loads((place.runs / "long" / "config.json").read_text())
+    assert record["config"]["run"]["steps"] == 1_000_000
+    reached = lines(place.runs / "long")
+    assert len(reached) > 10
+    start(place, "--variants", planned, "--until", "10", "--resume")
+    assert "long  was over already" in capsys.readouterr().out
+    assert lines(place.runs / "long") == reached
 
 
 @pytest.mark.slow
