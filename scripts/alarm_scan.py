@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from errors import UserError
 from training.alarm import AlarmConfig, alarms
 
 SCAN_LOGITS = (100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0)
 SCAN_SHARES = (0.0, 0.25, 0.5, 0.75)
+PICKS: tuple[Callable[..., Any], ...] = (max, max, min)
+"""Which value of the runs that are stable, unknown, exploding is the one furthest out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,54 @@ class Run:
         return self.exploded_at is None and not self.is_cut and not self.is_open
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """What ``--scan`` prints, in parts that add up: nothing else is needed of runs whose logs are gone."""
+
+    lead: int
+    runs: dict[str, int]
+    """Last step by name."""
+    sizes: tuple[int, ...]
+    """How many runs are stable, unknown, exploding."""
+    ends: dict[str, list[tuple[float, str] | None]]
+    """By statistic: of the same three groups the value furthest out, to four digits, and its run."""
+    settings: dict[tuple[str, str], tuple[int, int | None, int, int]]
+    """By share and logit: warned in time, the shortest warning, false alarms, alarms in cut runs."""
+
+    def plus(self, other: Scan) -> Scan:
+        """The scan of the runs of both, which have none in common and the same settings."""
+        ends = {
+            name: [
+                pick([end for end in pair if end is not None], default=None)
+                for pick, *pair in zip(PICKS, self.ends[name], other.ends[name], strict=True)
+            ]
+            for name in self.ends
+            if name in other.ends
+        }
+        settings = {}
+        for key, (in_time, shortest, false, open_ones) in self.settings.items():
+            also = other.settings[key]
+            warnings = [warning for warning in (shortest, also[1]) if warning is not None]
+            settings[key] = (in_time + also[0], min(warnings, default=None), false + also[2], open_ones + also[3])
+        sizes = tuple(a + b for a, b in zip(self.sizes, other.sizes, strict=True))
+        return Scan(lead=self.lead, runs=self.runs | other.runs, sizes=sizes, ends=ends, settings=settings)
+
+    def text(self) -> str:
+        """Two tables, and of which runs."""
+        stable, unknown, exploding = self.sizes
+        head = ["statistic, two probes in a row", "stable runs stay below", "cut runs stay below"]
+        above = [[*head, f"exploding runs pass, {self.lead} steps before"], ["---", *["---:"] * 3]]
+        for name, ends in self.ends.items():
+            above.append([name, *("-" if end is None else f"{end[0]:.4g} ({end[1]})" for end in ends)])
+        head = ["growth_share", "growth_logit", f"warned {self.lead} steps ahead", "shortest warning given"]
+        below = [[*head, "false alarms", "alarms in cut runs"], ["---:"] * 6]
+        for (share, logit), (in_time, shortest, false, open_ones) in self.settings.items():
+            warned = [f"{in_time} of {exploding}", "-" if shortest is None else str(shortest)]
+            below.append([share, logit, *warned, f"{false} of {stable}", f"{open_ones} of {unknown}"])
+        of = ", ".join(f"{name} to {step}" for name, step in sorted(self.runs.items()))
+        return f"{table(above)}\n\n{table(below)}\n\nOf these runs, to their last steps: {of}\n"
+
+
 def reached(run: Run, statistic: str, share: float, before: int | None) -> float:
     """The largest value that a statistic of some layer kept for two probes behind the warm-up, up to step ``before``; NaN for no probe."""
     probes = [r for r in run.telemetry if r["step"] >= run.warm_up and (before is None or r["step"] <= before)]
@@ -62,46 +115,87 @@ def _by_layer(record: dict[str, Any], statistic: str, share: float) -> np.ndarra
     return np.where(np.isfinite(value_L), value_L, np.inf)
 
 
-def scan(runs: Sequence[Run], config: AlarmConfig, lead: int) -> str:
-    """Two tables: how far statistics part the runs, and the rule ``growth`` at other thresholds."""
-    lines = [
-        ["statistic, two probes in a row", "stable runs stay below", "cut runs stay below"],
-        ["---", "---:", "---:"],
-    ]
-    lines[0].append(f"exploding runs pass, {lead} steps before")
-    lines[1].append("---:")
+def scan(runs: Sequence[Run], config: AlarmConfig, lead: int) -> Scan:
+    """How far statistics part the runs, and the rule ``growth`` at other thresholds."""
     named = ["largest logit", f"logit of {config.growth_share:.0%} of a layer's heads", "W_Q norm / median layer's"]
     if all("top_1" in run.telemetry[0] for run in runs):
         named.append("median head's mean largest P")
+    groups = (_stable(runs), _unknown(runs), _exploding(runs))
+    ends = {}
     for name in named:
-        cells = [name]
-        for group, pick in ((_stable(runs), max), (_unknown(runs), max), (_exploding(runs), min)):
-            ends = [
+        found: list[tuple[float, str] | None] = []
+        for group, pick in zip(groups, PICKS, strict=True):
+            values = (
                 (reached(r, name, config.growth_share, r.exploded_at and r.exploded_at - lead), r.name) for r in group
-            ]
-            value = pick((end for end in ends if end[0] == end[0]), default=None)
-            cells.append("-" if value is None else f"{value[0]:.4g} ({value[1]})")
-        lines.append(cells)
-    return table(lines) + "\n\n" + table(_settings(runs, config, lead))
+            )
+            # As printed: what is picked of two scans together is what one of all their runs would pick.
+            shown = [(float(f"{value:.4g}"), run) for value, run in values if value == value]
+            found.append(pick(shown, default=None))
+        ends[name] = found
+    return Scan(
+        lead=lead,
+        runs={run.name: run.last_step for run in runs},
+        sizes=tuple(map(len, groups)),
+        ends=ends,
+        settings=_settings(runs, config, lead),
+    )
 
 
-def _settings(runs: Sequence[Run], config: AlarmConfig, lead: int) -> list[list[str]]:
-    heads = ["growth_share", "growth_logit", f"warned {lead} steps ahead", "shortest warning given"]
-    lines = [[*heads, "false alarms", "alarms in cut runs"], ["---:"] * 6]
+def _settings(
+    runs: Sequence[Run], config: AlarmConfig, lead: int
+) -> dict[tuple[str, str], tuple[int, int | None, int, int]]:
+    found = {}
     for share in sorted({*SCAN_SHARES, config.growth_share}):
         for logit in sorted({*SCAN_LOGITS, config.growth_logit}):
             tried = dataclasses.replace(config, growth_logit=logit, growth_share=share, delta_z=0.0)
             first = {run.name: next(iter(alarms(run.telemetry, tried, run.warm_up)), None) for run in runs}
-            exploding = _exploding(runs)
-            warnings = [(r.exploded_at or 0) - a.step for r in exploding if (a := first[r.name]) is not None]
+            warnings = [(r.exploded_at or 0) - a.step for r in _exploding(runs) if (a := first[r.name]) is not None]
             in_time = sum(warning >= lead for warning in warnings)
-            shortest = str(min(warnings)) if warnings else "-"
             false, open_ones = (
-                f"{sum(first[r.name] is not None for r in group)} of {len(group)}"
-                for group in (_stable(runs), _unknown(runs))
+                sum(first[r.name] is not None for r in group) for group in (_stable(runs), _unknown(runs))
             )
-            lines.append([f"{share:g}", f"{logit:g}", f"{in_time} of {len(exploding)}", shortest, false, open_ones])
-    return lines
+            found[f"{share:g}", f"{logit:g}"] = (in_time, min(warnings, default=None), false, open_ones)
+    return found
+
+
+def kept(path: Path, of: Scan, runs: Mapping[str, int]) -> Scan:
+    """The scan that was printed to ``path``, to be added to ``of``; ``runs``: of which runs it must be, with their last steps.
+
+    Raises ``UserError`` for a file that ``Scan.text`` did not make, or that is of other runs, settings or lead.
+    """
+    text = read_text(path)
+    try:
+        found = _read(text, of.lead)
+    except (ValueError, LookupError):
+        raise UserError(f"{path}: not what --scan prints") from None
+    as_made(path, text, found.text())
+    if found.runs != runs:
+        other = sorted({name for name, _ in found.runs.items() ^ runs.items()})
+        raise UserError(f"{path}: it is not of the runs of the table to be kept: see {', '.join(other)}")
+    if found.settings.keys() != of.settings.keys() or list(found.ends)[:3] != list(of.ends)[:3]:
+        raise UserError(f"{path}: it was made at other thresholds (--share, --logit)")
+    return found
+
+
+def _read(text: str, lead: int) -> Scan:
+    """Raises ``ValueError`` or ``LookupError`` where ``text`` is of another form."""
+    above, below, of = text.split("\n\n")
+    ends = {}
+    for name, *cells in _cells(above):
+        pairs = (None if cell == "-" else cell.removesuffix(")").split(" (") for cell in cells)
+        ends[name] = [None if pair is None else (float(pair[0]), pair[1]) for pair in pairs]
+    settings = {}
+    sizes: tuple[int, ...] = ()
+    for share, logit, warned, shortest, false, open_ones in _cells(below):
+        counts, of_all = zip(*(map(int, cell.split(" of ")) for cell in (warned, false, open_ones)), strict=True)
+        settings[share, logit] = (counts[0], None if shortest == "-" else int(shortest), counts[1], counts[2])
+        sizes = (of_all[1], of_all[2], of_all[0])
+    runs = {name: int(step) for name, step in (one.split(" to ") for one in of.strip().partition(": ")[2].split(", "))}
+    return Scan(lead=lead, runs=runs, sizes=sizes, ends=ends, settings=settings)
+
+
+def _cells(text: str) -> list[list[str]]:
+    return [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in text.splitlines()[2:]]
 
 
 def _exploding(runs: Sequence[Run]) -> list[Run]:
@@ -118,3 +212,20 @@ def _unknown(runs: Sequence[Run]) -> list[Run]:
 
 def table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def read_text(path: Path) -> str:
+    """A file that was written earlier. Raises ``UserError`` when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: unreadable ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None
+
+
+def as_made(path: Path, text: str, made: str) -> None:
+    """Raises ``UserError``, with the first line that differs, where the file at ``path`` is not what is made of its own numbers."""
+    for number, (has, should) in enumerate(zip_longest(text.splitlines(), made.splitlines(), fillvalue=""), 1):
+        if has != should:
+            raise UserError(
+                f"{path}: line {number} is {has!r}, and {should!r} by this command line and the file's other lines"
+            )

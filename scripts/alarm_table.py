@@ -2,6 +2,7 @@
 
     python scripts/alarm_table.py runs/failing runs/fixed ... --out alarms.md --thin results/alarm
     python scripts/alarm_table.py runs other/runs --scan
+    python scripts/alarm_table.py runs/new --keep alarms.md --out alarms.md --thin results/alarm --scan
 
 A folder of runs stands for the runs in it; of two runs of one name the longer counts. A run exploded where its training loss stays 0.5
 above its best so far for 200 steps (``--margin``, ``--patience``). Detectors: the rules of training/alarm.py, made afresh from
@@ -9,6 +10,9 @@ telemetry.jsonl; the largest logit alone; the loss alone, six standard deviation
 counts. In a run that went to its planned end without an explosion, an alarm is a false one; of a run that was cut nobody knows.
 ``--printed``: logs whose NAME.log has what run NAME printed, for what its metrics.jsonl lost.
 ``--scan`` adds where thresholds could lie: what parts the runs, with which margins, and the rule ``growth`` at other settings.
+``--keep`` adds runs to a table whose runs' logs are gone: its rows stay as they are, and a run that is given takes the place of its row,
+unless the row is of a longer one. The table must be one that the same options make. With ``--scan`` the runs are added to NAME_scan.md
+beside it, too; of that no run can be taken out again, so there a run in the place of a row is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +21,8 @@ import argparse
 import csv
 import io
 import json
-import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +33,24 @@ from analysis import curves
 from analysis.report import canonical
 from analysis.report_files import short
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from scripts.alarm_scan import Run, scan, table
+from scripts import alarm_rows, alarm_scan
+from scripts.alarm_rows import Row
+from scripts.alarm_scan import Run, scan
 from scripts.report import printed_rows, with_printed
 from training.alarm import Alarm, AlarmConfig, alarms, logit_alarm, loss_alarm
 from training.metrics import json_safe, read_metrics
 from training.telemetry import read_telemetry
 
 DELTA_Z = 5.0
-DETECTORS = ("growth", "delta", "max_logit", "loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One run, and when each detector alarmed first."""
-
-    run: Run
-    accused: str
-    first: dict[str, int | None]
-
-    def warning(self, detector: str) -> int | None:
-        """Steps from the first alarm to the explosion; negative when it came too late."""
-        alarm = self.first[detector]
-        return None if alarm is None or self.run.exploded_at is None else self.run.exploded_at - alarm
+THRESHOLDS = {
+    "--max-logit": 1000.0,
+    "--delta-z": DELTA_Z,
+    **{
+        f"--{name.removeprefix('growth_')}": getattr(AlarmConfig(), name)
+        for name in ("growth_exponent", "growth_window", "growth_logit", "growth_share", "growth_probes")
+    },
+}
+"""Of the detectors, by option."""
 
 
 def read_run(folder: Path, args: argparse.Namespace) -> Run:
@@ -87,7 +85,7 @@ def read_run(folder: Path, args: argparse.Namespace) -> Run:
 
 
 def read_runs(paths: Sequence[Path], args: argparse.Namespace) -> list[Run]:
-    """The runs named and those in the folders named, one of each name, those that exploded first."""
+    """The runs named and those in the folders named, one of each name."""
     found: dict[str, Run] = {}
     for path in paths:
         is_run = (path / "metrics.jsonl").is_file() or not path.is_dir()
@@ -102,7 +100,7 @@ def read_runs(paths: Sequence[Path], args: argparse.Namespace) -> list[Run]:
                 print(
                     f"{run.name}: more than one run of that name; the longer counts, to step {longer}", file=sys.stderr
                 )
-    return sorted(found.values(), key=lambda run: (run.exploded_at is None, run.name))
+    return list(found.values())
 
 
 def _length(run: Run) -> tuple[int, int]:
@@ -126,7 +124,12 @@ def examine(run: Run, args: argparse.Namespace) -> Row:
     """The row of one run."""
     raised = alarms(run.telemetry, rules(args), run.warm_up)
     return Row(
-        run=run,
+        name=run.name,
+        attention=run.attention,
+        last_step=run.last_step,
+        exploded_at=run.exploded_at,
+        is_open=run.is_open,
+        is_cut=run.is_cut,
         accused=_accused(raised),
         first={
             **{rule: next((a.step for a in raised if a.rule == rule), None) for rule in ("growth", "delta")},
@@ -136,88 +139,51 @@ def examine(run: Run, args: argparse.Namespace) -> Row:
     )
 
 
+def settings(args: argparse.Namespace) -> list[str]:
+    """Sentences on what the table rests on; the thresholds are told where they are not those of always."""
+    sentences = [curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience)]
+    values = {option: getattr(args, option.removeprefix("--").replace("-", "_")) for option in THRESHOLDS}
+    others = [f"{option} {value:g}" for option, value in values.items() if value != THRESHOLDS[option]]
+    return sentences + ([f"Thresholds: {', '.join(others)}; the others as by default."] if others else [])
+
+
+def newer(given: Sequence[Run], there: Sequence[Row], table: Path) -> list[Run]:
+    """The runs given, less those of which ``table`` has a longer one. Raises ``UserError`` where a name has another attention there."""
+    rows = {row.name: row for row in there}
+    new = []
+    for run in given:
+        row = rows.get(run.name)
+        if row is not None and row.attention != run.attention:
+            raise UserError(f"{run.name}: its attention is {run.attention}, in {table} {row.attention}: another run")
+        if row is not None and row.last_step > run.last_step:
+            print(f"{run.name}: its row in {table} stays, to step {row.last_step}", file=sys.stderr)
+        else:
+            new.append(run)
+    return new
+
+
+def scanned(runs: Sequence[Run], there: Sequence[Row], args: argparse.Namespace) -> str:
+    """What ``--scan`` prints of the runs and of those that the kept table has. Raises ``UserError``."""
+    rows = {row.name: row.last_step for row in there}
+    for run in runs:
+        if run.name in rows:
+            raise UserError(
+                f"--scan: {run.name} takes the place of a row of {args.keep}, whose part in its scan cannot be taken out"
+            )
+    new = scan(runs, rules(args), args.lead)
+    if args.keep is None:
+        return new.text()
+    return new.plus(alarm_scan.kept(scan_file(args.keep), new, rows)).text()
+
+
+def scan_file(table: Path) -> Path:
+    """Where the scan of a table lies."""
+    return table.with_name(f"{table.stem}_scan.md")
+
+
 def _accused(raised: Sequence[Alarm]) -> str:
     first = next((alarm for alarm in raised if alarm.rule == "growth"), None)
     return "-" if first is None else f"layer {first.layer}, heads {','.join(map(str, first.heads))}"
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """One line a run: alarm step and, where the run exploded, the warning in brackets."""
-    head = [
-        "run",
-        "attention",
-        "last step",
-        "exploded at step",
-        *(f"{name}: step (warning)" for name in DETECTORS),
-        "growth names",
-    ]
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 3), "---"]]
-    for row in rows:
-        cells = [_cell(row, name) for name in DETECTORS]
-        lines.append([row.run.name, row.run.attention, str(row.run.last_step), _end(row.run), *cells, row.accused])
-    return table(lines)
-
-
-def _end(run: Run) -> str:
-    if run.exploded_at is not None:
-        return str(run.exploded_at)
-    return "too soon to tell" if run.is_open else "no, cut" if run.is_cut else "no"
-
-
-def _cell(row: Row, detector: str) -> str:
-    alarm, warning = row.first[detector], row.warning(detector)
-    if alarm is None:
-        return "-"
-    return (
-        f"{alarm} ({warning})" if warning is not None else f"**{alarm}** (false)" if row.run.is_stable else str(alarm)
-    )
-
-
-def totals(rows: Sequence[Row]) -> list[str]:
-    """A sentence a detector: how many explosions it warned of and how early, and its false alarms."""
-    exploding = [row for row in rows if row.run.exploded_at is not None]
-    stable = [row for row in rows if row.run.is_stable]
-    unknown = [row for row in rows if row not in exploding and row not in stable]
-    sentences = []
-    for name in DETECTORS:
-        warnings = [w for row in exploding if (w := row.warning(name)) is not None and w > 0]
-        spread = (
-            f", {min(warnings)} to {max(warnings)} steps ahead (median {statistics.median(warnings):g})"
-            if warnings
-            else ""
-        )
-        false = sum(row.first[name] is not None for row in stable)
-        sentences.append(
-            f"{name}: warned of {len(warnings)} of {len(exploding)} explosions{spread}; "
-            f"false alarms in {false} of {len(stable)} stable runs"
-            + (
-                f"; alarms in {sum(row.first[name] is not None for row in unknown)} of {len(unknown)} cut."
-                if unknown
-                else "."
-            )
-        )
-    return sentences
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """The same numbers; empty where there is none."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["run", "attention", "last_step", "exploded_at", "too_soon_to_tell", *DETECTORS, "growth_names"])
-    for row in rows:
-        alarm_steps, unknown = [row.first[name] for name in DETECTORS], int(row.run.is_open or row.run.is_cut)
-        writer.writerow(
-            [
-                row.run.name,
-                row.run.attention,
-                row.run.last_step,
-                row.run.exploded_at,
-                unknown,
-                *alarm_steps,
-                row.accused,
-            ]
-        )
-    return out.getvalue()
 
 
 def thinned(run: Run) -> str:
@@ -242,16 +208,18 @@ def thinned(run: Run) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    defaults = AlarmConfig()
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of them")
     parser.add_argument("--out", default="", help="also write the table to this file: .md or .csv")
     parser.add_argument("--thin", default="", help="folder for the evidence, one small CSV a run")
+    parser.add_argument("--keep", type=Path, help="table.md of an earlier call: its rows of other runs stay")
     parser.add_argument(
         "--margin", type=float, default=0.5, help="nats above the best loss that begin an explosion (0.5)"
     )
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make one (200)")
-    parser.add_argument("--max-logit", type=float, default=1000.0, help="threshold of the detector max_logit (1000)")
+    parser.add_argument(
+        "--max-logit", type=float, default=THRESHOLDS["--max-logit"], help="threshold of the detector max_logit (1000)"
+    )
     parser.add_argument(
         "--printed", type=Path, help="folder of NAME.log files, for the losses of steps that metrics.jsonl lacks"
     )
@@ -260,15 +228,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--lead", type=int, default=500, help="with --scan: steps of warning asked for (500)")
     parser.add_argument("--delta-z", type=float, default=DELTA_Z, help=f"alarm.delta_z ({DELTA_Z:g})")
-    for name, field in (
-        ("exponent", "growth_exponent"),
-        ("window", "growth_window"),
-        ("logit", "growth_logit"),
-        ("share", "growth_share"),
-        ("probes", "growth_probes"),
-    ):
-        default = getattr(defaults, field)
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"alarm.{field} ({default:g})")
+    for name in ("exponent", "window", "logit", "share", "probes"):
+        default = THRESHOLDS[f"--{name}"]
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"alarm.growth_{name} ({default:g})")
     args = parser.parse_args(argv)
     if args.patience < 1:
         raise invalid("--patience", args.patience, "1 or more steps")
@@ -278,6 +240,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"--printed {args.printed}: no such folder")
     if args.out and Path(args.out).suffix not in (".md", ".csv"):
         raise invalid("--out", args.out, "a file name that ends in .md or .csv")
+    if args.keep is not None and args.keep.suffix != ".md":
+        raise invalid("--keep", str(args.keep), "a table that --out wrote, in a file whose name ends in .md")
     return args
 
 
@@ -294,17 +258,20 @@ def write(path: Path, content: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     args = parse(argv)
-    runs = read_runs(args.runs, args)
-    rows = [examine(run, args) for run in runs]
-    lines = [*totals(rows), curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience)]
-    text = markdown(rows) + "\n\n" + "".join(f"- {sentence}\n" for sentence in lines)
+    there = [] if args.keep is None else alarm_rows.kept(args.keep, settings(args))
+    runs = newer(read_runs(args.runs, args), there, args.keep)
+    names = {run.name for run in runs}
+    rows = alarm_rows.in_order([*(examine(run, args) for run in runs), *(r for r in there if r.name not in names)])
+    text = alarm_rows.document(rows, settings(args))
+    also = scanned(runs, there, args) if args.scan else ""
     print(text, end="")
-    scanned = scan(runs, rules(args), args.lead) + "\n" if args.scan else ""
-    print(f"\n{scanned}" if scanned else "", end="")
-    if args.out and scanned:
-        write(Path(args.out).with_name(f"{Path(args.out).stem}_scan.md"), scanned)
+    print(f"\n{also}" if also else "", end="")
+    if args.out and also:
+        write(scan_file(Path(args.out)), also)
+    elif args.out and args.keep is not None and scan_file(Path(args.out)).is_file() and runs:
+        print(f"{scan_file(Path(args.out))}: stays, of the runs that it names", file=sys.stderr)
     if args.out:
-        write(Path(args.out), as_csv(rows) if Path(args.out).suffix == ".csv" else text)
+        write(Path(args.out), alarm_rows.as_csv(rows) if Path(args.out).suffix == ".csv" else text)
     if args.thin:
         for run in runs:
             write(Path(args.thin) / f"{run.name}.csv", thinned(run))

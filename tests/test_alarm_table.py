@@ -43,6 +43,7 @@ def write_run(
                 "w_q_norm": [1.0, factor**0.5],
                 "qk_head_norm": norms,
                 "max_logit": [[logit * value for value in row] for row in norms],
+                "top_1": [[1 - 0.5 / value for value in row] for row in norms],
                 "delta_error_mean": [[0.0, 0.0], [0.0, 0.0]],
                 "delta_error_se": [[1.0, 1.0], [1.0, 1.0]],
                 "delta_rms": [[1.0, 1.0], [1.0, 1.0]],
