@@ -64,6 +64,7 @@ WRITTEN = {"alarm": Path("results/alarm"), "appendix_c": Path("results/appendix_
 """What scripts/alarm_table.py and scripts/stabiliser_variants.py wrote: NAME.md is block PREFIX_NAME of the documents."""
 DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnosis.md"))
 ASKED = Path("configs/reproduction.txt")
+OTHER_RECIPES, BESIDE_OTHER_RECIPES = "other_recipes.png", ("flash", "delta_from_p")
 PICTURES = {
     "failing_and_fixed.png": report_blocks.SHORT,
     "two_explanations.png": (
@@ -153,10 +154,11 @@ def _story(records: Sequence[curves.Record]) -> tuple[int | None, ...]:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run. Raises ``UserError``."""
+    """config.json of a run; of the folder of its runs only the name, as a path says something of one machine. Raises ``UserError``."""
     try:
         content: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         content["config"]["run"]["name"], content["attention_name"], content["batches"]["seed"]
+        content["config"]["run"]["folder"] = Path(content["config"]["run"].get("folder", "runs")).name
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     return content
@@ -337,7 +339,7 @@ def tables(args: argparse.Namespace) -> None:
 
 
 def plots(args: argparse.Namespace) -> None:
-    """The command ``plots``: curves.png with all runs, and of those of the base recipe the pictures of ``PICTURES`` and three more."""
+    """The command ``plots``: curves.png with all runs, ``OTHER_RECIPES``, and of those of the base recipe ``PICTURES`` and three more."""
     everything = report_blocks.told(read_evidence(args.out))
     all_runs = [(run, facts) for run, facts in everything if not run.is_switched]
     of_base = [(run, facts) for run, facts in everything if run.has_base_recipe]
@@ -346,6 +348,10 @@ def plots(args: argparse.Namespace) -> None:
         order = list(dict.fromkeys(name for members in PICTURES.values() for name in members))
         look = report_plots.looks(all_runs, order)
         report_plots.draw(all_runs, report_plots.PANELS, args.out / "curves.png", look=look)
+        if others := [(run, facts) for run, facts in all_runs if not run.has_base_recipe]:
+            others = [pair for pair in runs if pair[0].name in BESIDE_OTHER_RECIPES] + others
+            look_of_others = report_plots.looks(others, ())
+            report_plots.draw(others, report_plots.PANELS[:4], args.out / OTHER_RECIPES, look=look_of_others)
         for name, members in PICTURES.items():
             if chosen := [(run, facts) for run, facts in runs if report_claims.base(run.name) in members]:
                 report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, look=look)

@@ -209,6 +209,16 @@ def test_published_runs_saw_the_same_batches() -> None:
         assert {step: found[step] for step in common} == {step: first[step] for step in common}, name
 
 
+def test_a_record_keeps_only_the_name_of_the_folder_of_its_runs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    content = json.loads((run / "config.json").read_text())
+    content["config"]["run"]["folder"] = "/home/somebody/experiments"
+    (run / "config.json").write_text(json.dumps(content))
+    script.main(["collect", str(run), "--out", str(tmp_path / "out")])
+    kept = json.loads((tmp_path / "out" / "one" / "config.json").read_text())
+    assert kept["config"]["run"] == {**content["config"]["run"], "folder": "experiments"}
+
+
 def test_published_text_names_no_folder_of_a_machine() -> None:
     texts = [p.read_text() for p in EVIDENCE.rglob("*") if p.suffix in (".json", ".csv", ".md")]
     assert not any(re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", text) for text in texts)

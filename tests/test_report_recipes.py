@@ -327,7 +327,7 @@ def with_settings(folder: Path, changes: Mapping[str, Any]) -> Path:
     return folder
 
 
-def test_runs_of_other_recipes_are_collected_and_drawn_with_all_runs_only(
+def test_runs_of_other_recipes_are_collected_and_drawn_with_all_runs_and_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The README's picture is of the base recipe, also where a run of another has a name of its variants."""
@@ -345,4 +345,5 @@ def test_runs_of_other_recipes_are_collected_and_drawn_with_all_runs_only(
     )
     script.main(["plots", "--out", str(tmp_path / "out")])
     of_base = {"failing_and_fixed.png": ["flash"], "two_explanations.png": ["flash"]}
-    assert drawn == {"curves.png": ["flash", "flash_seed_7", "gated", "muon"]} | of_base
+    all_runs = {"curves.png": ["flash", "flash_seed_7", "gated", "muon"]}
+    assert drawn == all_runs | {"other_recipes.png": ["flash", "flash_seed_7", "gated", "muon"]} | of_base
