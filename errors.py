@@ -23,6 +23,13 @@ def invalid(field: str, value: object, expected: str | Iterable[object]) -> User
     return UserError(f"{field} = {value!r}: expected {choices}")
 
 
+def first_line(error: BaseException) -> str:
+    """Of the error that came first: ending something that has failed can fail, too."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Bad arguments become a ``UserError`` in place of argparse's usage and message."""
 

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from analysis.curves import Record
 from analysis.report import LAYER
+from errors import UserError
 
 METRICS = ("step", "train_loss", "grad_norm", "tokens_per_second", "val_loss", "seconds", "data_digest", "source")
 HEADS = (
@@ -107,6 +108,35 @@ def metrics_csv(rows: Sequence[Record]) -> str:
 def of_layers(row: Mapping[str, Any]) -> dict[str, float]:
     """W_Q's norm and the largest logit of every layer that has one, by column."""
     return {name: value for name, value in row.items() if W_Q.fullmatch(name) or MAX_LOGIT.fullmatch(name)}
+
+
+def check_metrics(records: Sequence[Record], where: str) -> None:
+    """Raise ``UserError`` for a word where ``metrics_csv`` and ``of_layers`` take a number."""
+    for row in records:
+        for name, value in row.items():
+            taken = (name in METRICS and name not in WORDS) or W_Q.fullmatch(name)
+            if taken and not isinstance(value, (int, float, type(None))):
+                raise UserError(f"{where}: {name} of step {row['step']} is no number")
+
+
+def check_probes(probes: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise ``UserError`` for a probe without what ``head_rows`` and ``probe_rows`` take from it: it is damaged, or of another program."""
+    for probe in probes:
+        step, units, rows = probe["step"], probe.get("delta_units"), probe.get("max_logit")
+        if not isinstance(units, int):
+            raise UserError(f"{where}: delta_units of step {step} is no whole number")
+        shape = [len(row) if isinstance(row, list) else 0 for row in rows] if isinstance(rows, list) else []
+        for name in HEADS[2:]:
+            if not (len(shape) > LAYER and all(shape) and _has_numbers(probe.get(name), shape)):
+                told = "has not a number for each head of each layer" if len(shape) > LAYER else f"lacks layer {LAYER}"
+                raise UserError(f"{where}: {name} of step {step} {told}")
+
+
+def _has_numbers(rows: Any, shape: Sequence[int]) -> bool:
+    """Whether ``rows`` are lists of so many numbers."""
+    if not isinstance(rows, list) or [len(row) if isinstance(row, list) else 0 for row in rows] != shape:
+        return False
+    return all(isinstance(value, (int, float)) for row in rows for value in row)
 
 
 def head_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -336,7 +336,7 @@ def open_batches(
 ) -> Batches:
     """Open the batches of process ``rank`` of ``world_size``; a recording is written by rank 0 unless ``recorder_on`` says otherwise.
 
-    ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps.
+    ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
     Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
     cannot be split over the processes.
     """

@@ -122,9 +122,18 @@ class Recorder:
     def __init__(self, folder: Path, header: RecordingHeader, steps: int, checksum: bytes):
         self.folder, self.header, self.steps, self.checksum = folder, header, steps, checksum
         self._tokens: RowFile | None = None
-        if header.carries_tokens:
-            self._tokens = RowFile(folder / "tokens.npy", header.dtype, _token_shape(header), steps)
-        self._offsets = RowFile(folder / "offsets.npy", "<u8", (header.global_batch + 1,), steps)
+        self._offsets: RowFile | None = None
+
+    def _open(self) -> RowFile:
+        """The file of offsets, opened with that of the tokens at the first use; rows behind ``steps`` are cut then."""
+        if self._offsets is None:
+            # Before any row goes: a kill between the cut and this would leave fewer rows than the header promises.
+            _write_header(self.folder, self.header, self.steps, complete=False)
+            if self.header.carries_tokens:
+                shape = _token_shape(self.header)
+                self._tokens = RowFile(self.folder / "tokens.npy", self.header.dtype, shape, self.steps)
+            self._offsets = RowFile(self.folder / "offsets.npy", "<u8", (self.header.global_batch + 1,), self.steps)
+        return self._offsets
 
     @classmethod
     def create(cls, folder: Path, header: RecordingHeader, validation_WT: np.ndarray | None = None) -> Recorder:
@@ -155,6 +164,7 @@ class Recorder:
     def resume(cls, folder: Path, header: RecordingHeader, steps: int) -> Recorder:
         """Go on after ``steps`` rows of a recording with the same header; later rows, of steps that are to be done again, are cut.
 
+        Nothing is changed before the first ``append`` or ``close``: what is checked after this may still refuse the resume.
         Raises ``UserError`` when there are fewer rows, when they are damaged, or when another run wrote them.
         """
         stored, _, _ = read_header(folder)
@@ -168,8 +178,6 @@ class Recorder:
             raise UserError(
                 f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: resume from an earlier checkpoint"
             )
-        # Before any row goes: a kill between the cut and this would leave fewer rows than the header promises.
-        _write_header(folder, stored, steps, complete=False)
         return cls(folder, stored, steps, found.checksum)
 
     def append(self, offsets_G: np.ndarray, tokens_GT: np.ndarray | None = None) -> None:
@@ -182,24 +190,26 @@ class Recorder:
         if (tokens_GT is not None) != self.header.carries_tokens:
             raise ValueError("tokens must be given exactly when the header says that they are carried")
         try:
+            offsets = self._open()
             if self._tokens is not None and tokens_GT is not None:
                 tokens_GT = np.ascontiguousarray(tokens_GT, dtype=self.header.dtype).reshape(_token_shape(self.header))
                 # Tokens first: a step counts when its offsets do, and by then its tokens are there.
                 self._tokens.put_last(self.steps, tokens_GT.tobytes())
             checksum = next_checksum(self.checksum, offsets_G, tokens_GT)
-            self._offsets.put_last(self.steps, np.ascontiguousarray(offsets_G, dtype="<u8").tobytes() + checksum)
+            offsets.put_last(self.steps, np.ascontiguousarray(offsets_G, dtype="<u8").tobytes() + checksum)
         except OSError as error:
             self._refuse(error)
         self.checksum = checksum
         self.steps += 1
 
     def flush(self) -> None:
-        """Bring every row so far to the disk and promise it in the header."""
-        self._sync(complete=False)
+        """Bring every row so far to the disk and promise it in the header; nothing where none has been added."""
+        if self._offsets is not None:
+            self._sync(complete=False)
 
     def close(self) -> None:
         """Flush and mark the recording as finished. Closing twice is harmless."""
-        if not self._offsets.closed:
+        if self._offsets is None or not self._offsets.closed:
             self._finish(complete=True)
 
     def _finish(self, *, complete: bool) -> None:
@@ -210,9 +220,10 @@ class Recorder:
 
     def _sync(self, *, complete: bool) -> None:
         try:
+            offsets = self._open()
             if self._tokens is not None:
                 self._tokens.sync()
-            self._offsets.sync()
+            offsets.sync()
             _write_header(self.folder, self.header, self.steps, complete=complete)
         except OSError as error:
             self._refuse(error)

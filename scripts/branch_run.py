@@ -40,9 +40,9 @@ from scripts.autopsy import build
 from scripts.checkpoint_inputs import read_checkpoint
 from training import record
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
-from training.intervention import INTERVENTIONS_FILE, drop_interventions_from
-from training.metrics import METRICS_FILE, drop_lines_from, read_metrics
-from training.telemetry import TELEMETRY_FILE
+from training.intervention import INTERVENTIONS_FILE, drop_interventions
+from training.metrics import METRICS_FILE, Reached, drop_lines, read_metrics
+from training.telemetry import TELEMETRY_FILE, behind_probe
 
 
 def enlarged(loaded: Loaded, layer: int, factor: float) -> dict[str, torch.Tensor]:
@@ -84,16 +84,17 @@ def settings_of(loaded: Loaded, out: Path) -> dict[str, Any]:
 
 def copy_logs(loaded: Loaded, folder: Path, to: Path) -> None:
     """What the run in ``folder`` had logged when it wrote the checkpoint, as resuming it would keep that."""
+    reached = Reached(loaded.step, loaded.position)
     for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
         if not (folder / name).is_file():
             continue
         shutil.copyfile(folder / name, to / name)
         if name == INTERVENTIONS_FILE:
-            drop_interventions_from(to / name, loaded.step, loaded.extra.get("switches", ()))
+            drop_interventions(to / name, reached, loaded.extra.get("switches", ()))
         else:
             # The checkpoint of an alarm was written behind the probe of its step.
             probed = name == TELEMETRY_FILE and loaded.extra.get("probed", False)
-            drop_lines_from(to / name, loaded.step + probed)
+            drop_lines(to / name, behind_probe(reached, probed))
 
 
 def write(

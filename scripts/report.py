@@ -37,15 +37,14 @@ from analysis import (
     report_blocks,
     report_claims,
     report_documents,
-    report_layers,
-    report_onset,
-    report_plots,
-    report_switches,
+    report_pictures,
 )
 from analysis.report import Evidence, canonical
 from analysis.report_files import (
     HEADS,
     as_csv,
+    check_metrics,
+    check_probes,
     head_rows,
     metrics_csv,
     of_layers,
@@ -55,8 +54,8 @@ from analysis.report_files import (
     z_scores,
 )
 from errors import OneLineParser, UserError, exit_on_user_error
-from training.metrics import read_metrics
-from training.telemetry import read_telemetry
+from training.metrics import METRICS_FILE, read_metrics
+from training.telemetry import TELEMETRY_FILE, read_telemetry
 
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = Path("results/fast_failure")
@@ -64,26 +63,6 @@ WRITTEN = {"alarm": Path("results/alarm"), "appendix_c": Path("results/appendix_
 """What scripts/alarm_table.py and scripts/stabiliser_variants.py wrote: NAME.md is block PREFIX_NAME of the documents."""
 DOCUMENTS = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/diagnosis.md"))
 ASKED = Path("configs/reproduction.txt")
-OTHER_RECIPES, BESIDE_OTHER_RECIPES = "other_recipes.png", ("flash", "delta_from_p")
-PICTURES = {
-    "failing_and_fixed.png": report_blocks.SHORT,
-    "two_explanations.png": (
-        "flash",
-        "run_a",
-        "run_b",
-        "run_c",
-        "fp32_pv",
-        "run_d",
-        "run_a_fp32_pv",
-        "flash_subtracted",
-    ),
-}
-"""Variants in the README's picture, and in that of docs/reproduction.md."""
-ONSET = "large_logits.png"
-LAYERS = "layers.png"
-SWITCHES = "late_switches.png"
-LAYERS_OF = ("flash", "flash_subtracted", "sdpa_flash", "run_a_fp32_pv", "fp32_pv", "fp32_o")
-"""The largest logit of every layer of these runs."""
 
 MOST_BYTES = 200_000
 EVERY = (10, 20, 50, 100)
@@ -182,6 +161,7 @@ def collect_run(folder: Path, printed: Path | None, out: Path, there: Mapping[st
     name = folder.resolve().name
     target = out / canonical(name)
     records = report.by_step(read_metrics(folder))
+    check_metrics(records, f"{folder}/{METRICS_FILE}")
     if not curves.column(records, "train_loss")[0]:
         raise UserError(f"{folder}: its metrics have no train_loss yet")
     if printed is not None and (printed / f"{name}.log").is_file():
@@ -198,6 +178,7 @@ def collect_run(folder: Path, printed: Path | None, out: Path, there: Mapping[st
         return None
     text, thinned = thin(run)
     probes = report.by_step(read_telemetry(folder))
+    check_probes(probes, f"{folder}/{TELEMETRY_FILE}")
     heads, others = as_csv(HEADS, head_rows(probes)), probes_csv(probe_rows(records, probes))
     return Collected(
         run=Evidence(name=target.name, config=config, records=thinned),
@@ -339,30 +320,9 @@ def tables(args: argparse.Namespace) -> None:
 
 
 def plots(args: argparse.Namespace) -> None:
-    """The command ``plots``: curves.png with all runs, ``OTHER_RECIPES``, and of those of the base recipe ``PICTURES`` and three more."""
-    everything = report_blocks.told(read_evidence(args.out))
-    all_runs = [(run, facts) for run, facts in everything if not run.is_switched]
-    of_base = [(run, facts) for run, facts in everything if run.has_base_recipe]
-    runs = [(run, facts) for run, facts in of_base if not run.is_switched]
+    """The command ``plots``."""
     try:
-        order = list(dict.fromkeys(name for members in PICTURES.values() for name in members))
-        look = report_plots.looks(all_runs, order)
-        report_plots.draw(all_runs, report_plots.PANELS, args.out / "curves.png", look=look)
-        if others := [(run, facts) for run, facts in all_runs if not run.has_base_recipe]:
-            others = [pair for pair in runs if pair[0].name in BESIDE_OTHER_RECIPES] + others
-            look_of_others = report_plots.looks(others, ())
-            report_plots.draw(others, report_plots.PANELS[:4], args.out / OTHER_RECIPES, look=look_of_others)
-        for name, members in PICTURES.items():
-            if chosen := [(run, facts) for run, facts in runs if report_claims.base(run.name) in members]:
-                report_plots.draw(chosen, report_plots.PANELS[:2], args.out / name, look=look)
-        if any(report_onset.one_hot([run for run, _ in runs], kind) for kind in report_onset.KINDS):
-            report_plots.save(report_onset.figure(runs), args.out / ONSET)
-        if any(run.is_switched for run, _ in of_base):
-            switched, look = report_switches.branches([run for run, _ in of_base])
-            report_plots.draw(switched, report_plots.PANELS[:4], args.out / SWITCHES, look=look)
-        by_name = {run.name: (run, facts) for run, facts in runs}
-        if chosen := [by_name[name] for name in LAYERS_OF if name in by_name]:
-            report_plots.save(report_layers.figure(chosen), args.out / LAYERS)
+        report_pictures.draw_all(report_blocks.told(read_evidence(args.out)), args.out)
     except ImportError as error:
         raise UserError(f"plots: matplotlib cannot be used here ({error})") from None
 

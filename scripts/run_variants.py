@@ -62,6 +62,8 @@ class Variant:
     loss: float | None = None
     exploded: int | None = None
     interrupted: float | None = None
+    finished: bool = False
+    """Has seen its end: the line of the step behind the last one, which follows the last evaluation and checkpoint."""
     first: int = -1
     """Its last step when it was started here."""
     begun: bool = False
@@ -74,9 +76,11 @@ class Variant:
     def look(self) -> None:
         """Read how far the run has come."""
         try:
-            steps, losses = curves.column(read_metrics(self.folder), "train_loss")
+            records = read_metrics(self.folder)
         except UserError:
             return  # nothing written yet
+        steps, losses = curves.column(records, "train_loss")
+        self.finished = records[-1]["step"] >= self.steps
         if steps:
             self.step, self.loss = steps[-1], losses[-1]
             self.exploded = curves.explosion_step(losses, steps=steps)
@@ -186,6 +190,10 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
         folder = Path(config.run.folder) / name
         if name in [variant.name for variant in made]:
             raise invalid("--variants", name, "each name once")
+        if args.logs.resolve() == folder.resolve():
+            raise invalid(
+                "--variants", name, f"another name, or another --logs: what the runs print goes to {args.logs}"
+            )
         if folder.exists() and not args.resume:
             raise invalid("--variants", name, f"a name without a run, or --resume: {folder} exists")
         made.append(Variant(name, arguments, folder, config.run.steps))
@@ -198,7 +206,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
     waiting, active, held = list(queue), list[Variant](), False
     for variant in queue if args.resume else []:
         variant.look()
-        if variant.exploded is not None or variant.step >= variant.steps - 1 or 0 < args.until <= variant.step:
+        if variant.exploded is not None or variant.finished or 0 < args.until <= variant.step:
             variant.outcome = "was over already"
             waiting.remove(variant)
     while waiting or active:

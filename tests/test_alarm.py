@@ -287,7 +287,9 @@ def test_log_records_the_alarm_and_changes_no_bit(
     assert f"step 9: ALARM (growth): layer {first['layer']}" in capsys.readouterr().out
     assert next(line["step"] for line in lines(run) if line.get("alarm") == "log") == 9
     # Made afterwards from the file, the alarms are the same.
-    expected = [alarm.record() | {"step": alarm.step} for alarm in alarms(read_telemetry(run), TOUCHY, 5)]
+    expected = [
+        alarm.record() | {"step": alarm.step, "batch": alarm.step} for alarm in alarms(read_telemetry(run), TOUCHY, 5)
+    ]
     assert events(run, "alarm") == expected
 
 
@@ -388,6 +390,8 @@ def test_a_killed_and_resumed_run_has_the_same_alarms_and_switches(place: Place,
     [
         ("response", "shout"),
         ("switch_to", ""),
+        ("switch_to", "flsh"),
+        ("switch_to", "flash:flsh"),
         ("switches", ("5:1",)),
         ("growth_exponent", -1.0),
         ("growth_window", 1.0),

@@ -282,6 +282,6 @@ def test_what_the_thinned_runs_have_of_the_scan_is_said() -> None:
     told = {row.name: row.first["growth"] for row in rows if row.first["growth"] is not None}
     late = sorted(step - told[name] for name, step in first.items() if step is not None and step != told[name])
     never = [name for name in told if first[name] is None]
-    assert (len(late), len(told), never) == (7, 17, ["stable_safe"])
-    alarmed = f"seven of its seventeen alarms come {late[0]} to {late[-1]:,} steps late and that of `{never[0]}` never."
+    assert (len(late), len(told), never) == (10, 20, ["stable_safe"])
+    alarmed = f"ten of its twenty alarms come {late[0]} to {late[-1]:,} steps late and that of `{never[0]}` never."
     assert alarmed in said

@@ -134,6 +134,7 @@ def test_the_record_says_what_was_switched(switched_run: Path) -> None:
     (entry,) = interventions(switched_run)
     assert entry == {
         "step": 7,
+        "batch": 7,
         "kind": "switch",
         "layer": 1,
         "from": "flash",
@@ -191,8 +192,8 @@ def test_a_rollback_goes_back_behind_a_switch(tmp_path_factory: pytest.TempPathF
     base = preset("flash").resolve(2, 2)
     some = Interventions(base, [Switch(12, 1, "flash_fp32_o")], lambda plans: None, tmp_path_factory.mktemp("run"))
     labels = []
-    for step in (11, 12, 13, 10, 11, 12, 13):
-        some.advance(step)
+    for batch, step in enumerate((11, 12, 13, 10, 11, 12, 13), start=11):
+        some.advance(step, batch)
         labels.append(some.plans[1].groups[0].spec.preset)
     assert labels == ["flash", "flash_fp32_o", "flash_fp32_o", "flash", "flash", "flash_fp32_o", "flash_fp32_o"]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from errors import UserError
-from training.metrics import Metrics, WandbConfig, read_metrics
+from training.metrics import Metrics, Reached, WandbConfig, read_metrics
 
 
 def make(folder: Path, *, mode: str = "disabled", resume_step: int | None = None, **others: Any) -> Metrics:
@@ -25,8 +25,7 @@ def make(folder: Path, *, mode: str = "disabled", resume_step: int | None = None
         config_json={"optim": {"lr": 0.002}},
         recording="night",
         attention_name="flash (hardware)",
-        resume_step=resume_step,
-        **others,
+        **{"resumed": None if resume_step is None else Reached(resume_step, resume_step), **others},
     )
 
 
@@ -92,6 +91,18 @@ def test_resume_drops_its_step_and_later(tmp_path: Path) -> None:
     log_steps(tmp_path, range(10))
     log_steps(tmp_path, range(6, 8), resume_step=6)
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(8))
+
+
+def test_resume_keeps_a_course_that_a_rollback_left(tmp_path: Path) -> None:
+    """A checkpoint of step 3 behind batch 5: steps 3 and 4 of batches 3 and 4 are of the course before it, batch 6 is behind it."""
+    places = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (2, 5), (3, 6), (4, 7)]
+    metrics = make(tmp_path)
+    for step, batch in places:
+        metrics.log(step, batch=batch)
+    metrics.log(5, val_loss=1.0)  # a run's end has no batch
+    metrics.close()
+    make(tmp_path, resumed=Reached(3, 6)).close()
+    assert [(line["step"], line["batch"]) for line in read_metrics(tmp_path)] == places[:6]
 
 
 def test_resume_keeps_non_finite_values(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -208,6 +210,36 @@ def test_the_setting_reaches_the_optimiser() -> None:
         optimizer = build_optimizer(model, OptimConfig(optimizer="muon", newton_schulz=name), "cpu")  # type: ignore[arg-type]
         counts[name] = optimizer.muon._orthogonalise  # type: ignore[attr-defined]
     assert counts == {"each": each, "batched": batched}
+
+
+class FakeGraph(contextlib.AbstractContextManager[None]):
+    """In the place of torch.cuda.graph: its end fails as well, behind an operation that no graph can hold."""
+
+    def __init__(self, graph: object, capture_error_mode: str):
+        assert capture_error_mode == "thread_local"
+
+    def __exit__(self, *error: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture\nCUDA kernel errors might be")
+
+
+def test_a_capture_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", FakeGraph)
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing\nfor debugging consider")
+
+    with pytest.raises(UserError) as refused:
+        CudaRecorder().record(work)
+    assert str(refused.value) == (
+        "optim.newton_schulz = 'graph': the iterations could not be captured as a CUDA graph "
+        "(operation not permitted when stream is capturing); choose each or batched"
+    )
 
 
 # ---- on a GPU

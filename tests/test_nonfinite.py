@@ -20,7 +20,9 @@ from torch import Tensor
 from data.batches import random_offsets
 from data.recording import Recording
 from model import GPT
+from training.alarm import AlarmConfig
 from training.checkpoint import Checkpoints
+from training.metrics import read_lines
 from training.nonfinite import NonFiniteConfig, NonFiniteGuard
 from training.precision import PrecisionConfig
 from training.session import Session
@@ -253,6 +255,45 @@ def test_rollback_passes_over_a_checkpoint_with_broken_weights(place: Place, mon
     assert loaded is not None
     assert loaded.position == 41
     assert all(tensor.isfinite().all() for tensor in loaded.model_state.values())
+
+
+def test_a_resumed_run_still_tells_of_a_rollback_over_its_checkpoint(place: Place) -> None:
+    """At step 20 it goes back to step 10 and saves a step 20 of its own; the first one's lines are of no later course than that."""
+    switch = AlarmConfig(switches=("20:1:flash_fp32_o",))
+    fields = {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5, "alarm": switch}
+    save, train_step = Session.save, Session.train_step
+
+    def broken_at_20(self: Session, step: int) -> None:
+        if (step, self.batches.position) == (20, 20):
+            self.raw_model.transformer.ln_f.weight.data[0] = math.inf
+        save(self, step)
+
+    def dying(self: Session, step: int) -> Any:
+        if step == 25:
+            raise OSError("the machine is gone")
+        return train_step(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "save", broken_at_20)
+        straight = place.train("rollback_over", fields)
+        patch.setattr(Session, "train_step", dying)
+        with pytest.raises(OSError, match="the machine is gone"):
+            place.train("rollback_over_killed", fields)
+    resumed = place.train("rollback_over_killed", {**fields, **RESUME})
+    assert events(resumed) == [(20, 20, "rollback")]
+    assert lines(resumed) == lines(straight)
+    assert weights(resumed, 30) == weights(straight, 30)
+    logs = [
+        [[record | {"probe_seconds": 0} for record in read_lines(run / name)] for run in (resumed, straight)]
+        for name in ("telemetry.jsonl", "interventions.jsonl")
+    ]
+    assert [(line["step"], line["batch"], line["cause"]) for line in logs[1][0]] == [
+        (20, 20, "schedule"),
+        (10, 21, "rollback"),
+        (20, 31, "schedule"),
+    ]
+    for one, other in logs:
+        assert repr(one) == repr(other)  # NaN is not equal to itself
 
 
 def test_rollback_keeps_its_counts(place: Place) -> None:

@@ -310,11 +310,30 @@ def test_resuming_gives_the_bytes_of_an_uninterrupted_recording(tmp_path, carrie
         shutil.rmtree(tmp_path / "r", ignore_errors=True)
         write(tmp_path / "r", 5, carried=carried, finish=finish)
         recorder = Recorder.resume(tmp_path / "r", header, position)
-        assert Recording.open(tmp_path / "r").steps == position
         for step in range(position, 5):
             recorder.append(offsets[step], tokens[step] if carried else None)
         recorder.close()
         assert contents(tmp_path / "r") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_resuming_changes_nothing_before_the_next_step(tmp_path, finish):
+    """The run may still be refused behind it."""
+    header = write(tmp_path / "r", 5, finish=finish)
+    before = contents(tmp_path / "r")
+    recorder = Recorder.resume(tmp_path / "r", header, 3)
+    recorder.flush()
+    assert contents(tmp_path / "r") == before
+    recorder.append(make_rows(5)[0][4])
+    found = Recording.open(tmp_path / "r")
+    assert (found.steps, found.complete) == (4, False)
+
+
+def test_resuming_without_another_step_cuts_and_finishes(tmp_path):
+    write(tmp_path / "straight", 3)
+    header = write(tmp_path / "r", 5, finish=False)
+    Recorder.resume(tmp_path / "r", header, 3).close()
+    assert contents(tmp_path / "r") == contents(tmp_path / "straight")
 
 
 def test_resuming_cuts_a_damaged_tail_that_it_does_not_need(tmp_path):
@@ -322,7 +341,8 @@ def test_resuming_cuts_a_damaged_tail_that_it_does_not_need(tmp_path):
     with open(tmp_path / "r" / "offsets.npy", "r+b") as file:
         file.seek(HEAD_BYTES + 4 * 32)
         file.write(b"\xff" * 10)
-    assert Recorder.resume(tmp_path / "r", header, 3).steps == 3
+    Recorder.resume(tmp_path / "r", header, 3).close()
+    assert Recording.open(tmp_path / "r").steps == 3
 
 
 def test_resuming_beyond_the_last_step_is_refused(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import curves, recipe, report, report_blocks, report_files, report_heads, report_plots
+from analysis import curves, recipe, report, report_blocks, report_files, report_heads, report_pictures, report_plots
 from analysis.report import Evidence
 from errors import UserError
 from scripts import report as script
@@ -263,6 +263,50 @@ def test_steps_near_the_departure_are_all_kept(out: Path) -> None:
 def test_a_run_that_went_back_counts_once() -> None:
     records = [{"step": 0, "a": 1}, {"step": 1, "a": 2}, {"step": 2, "a": 3}, {"step": 1, "a": 5}, {"step": 1, "b": 6}]
     assert report.by_step(records) == [{"step": 0, "a": 1}, {"step": 1, "a": 5, "b": 6}]
+
+
+def spoiled_probe(**changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in (probe(100) | changes).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"step": 100}, "delta_units of step 100 is no whole number"),
+        (spoiled_probe(delta_units="32"), "delta_units of step 100 is no whole number"),
+        (spoiled_probe(delta_rms=None), "delta_rms of step 100 has not a number for each head of each layer"),
+        (spoiled_probe(delta_rms=[1.0, 1.0]), "delta_rms of step 100 has not a number"),
+        (spoiled_probe(top_1=[[1.0, 1.0], [1.0]]), "top_1 of step 100 has not a number"),
+        (spoiled_probe(ties_2e9=[[1.0, "much"], [1.0, 1.0]]), "ties_2e9 of step 100 has not a number"),
+        (spoiled_probe(max_logit=None), "w_q_head_norm of step 100 lacks layer 1"),
+        (spoiled_probe(max_logit=[[1.0, 1.0]]), "w_q_head_norm of step 100 lacks layer 1"),
+    ],
+)
+def test_a_foreign_probe_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: dict[str, Any], message: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "telemetry.jsonl").write_text(json.dumps(probe(0)) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(SystemExit) as stop:
+        script.main(["collect", str(run), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {run}/telemetry.jsonl: {message}")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["train_loss", "w_q_norm_1", "tokens_per_second"])
+def test_a_word_in_the_metrics_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": STEPS, name: "much"}) + "\n")
+    with pytest.raises(SystemExit) as stop:
+        script.main(["collect", str(run), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {run}/metrics.jsonl: {name} of step {STEPS} is no number\n"
 
 
 def test_thinned_metrics_that_tell_another_story_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +634,7 @@ def test_a_column_without_content_is_left_out(out: Path) -> None:
 
 
 def test_plots_write_the_pictures_that_have_runs(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "PICTURES", {"one.png": ("failing", "absent"), "none.png": ("absent",)})
+    monkeypatch.setattr(report_pictures, "PICTURES", {"one.png": ("failing", "absent"), "none.png": ("absent",)})
     monkeypatch.setattr(recipe, "BASE", {})  # that of the made-up runs, whatever it is
     script.main(["plots", "--out", str(out)])
     assert {path.name for path in out.glob("*.png")} == {"curves.png", "one.png"}

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Place, column, lines, make_data, new_place, optimizer, preset, train_and_kill, tree, weights
+import torch
+from tiny_runs import (
+    Place,
+    column,
+    lines,
+    make_data,
+    new_place,
+    optimizer,
+    preset,
+    start_train,
+    train_and_kill,
+    tree,
+    weights,
+)
 
 import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -20,7 +37,7 @@ from training import distributed, record
 from training.alarm import AlarmConfig
 from training.distributed import Distributed
 from training.huggingface import export_gpt2
-from training.session import Session, _differences
+from training.session import Session
 
 BF16 = {"precision.dtype": "bfloat16"}
 RESUME = {"run.resume": True}
@@ -36,6 +53,10 @@ def assert_same_run(a: Path, b: Path, step: int = 20) -> None:
     assert lines(a) == lines(b)
     assert weights(a, step) == weights(b, step)
     assert optimizer(a, step) == optimizer(b, step)
+
+
+def random_states(run: Path, step: int) -> bytes:
+    return (run / f"checkpoints/step_{step:08d}/rng.safetensors").read_bytes()
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -70,6 +91,17 @@ def test_killed_and_resumed_equals_straight(place: Place, name: str) -> None:
 @pytest.fixture(scope="module")
 def straight(place: Place) -> Path:
     return place.train("straight", {"run.steps": 30})
+
+
+def test_equal_runs_save_equal_random_states(place: Place, straight: Path) -> None:
+    torch.rand(7)  # whatever else this process has drawn
+    again = place.train("straight_again", {"run.steps": 30})
+    interrupted = place.train("straight_resumed", {"run.steps": 20})
+    torch.rand(3)
+    place.train("straight_resumed", {**RESUME, "run.steps": 30})
+    assert random_states(again, 30) == random_states(straight, 30) == random_states(interrupted, 30)
+    other = place.train("another_seed", {"run.steps": 1, "run.seed": 7})
+    assert random_states(other, 1) != random_states(straight, 30)
 
 
 def test_finished_run_can_be_made_longer(place: Place, straight: Path) -> None:
@@ -189,6 +221,15 @@ def test_other_data_is_refused(place: Place, tmp_path: Path) -> None:
         {"data.dataset": other},
         rf"^data\.dataset = '{other}': expected the data that .*step_00000010",
     )
+
+
+def test_a_refused_resume_leaves_a_finished_recording(place: Place, tmp_path: Path) -> None:
+    fields = {"data.record": place.recording("refused")}
+    run = place.train("refused_recording", {**fields, "run.steps": 15})
+    before = tree(run), tree(Path(place.recording("refused")))
+    with pytest.raises(UserError, match=r"^telemetry\.sequences = 9: expected at most 8, "):
+        place.train("refused_recording", {**fields, **RESUME, "run.steps": 15, "telemetry.sequences": 9})
+    assert (tree(run), tree(Path(place.recording("refused")))) == before
 
 
 def test_more_sequences_to_probe_than_there_are_are_refused(place: Place) -> None:
@@ -311,10 +352,122 @@ def test_the_recording_of_another_run_is_left_alone(place: Place) -> None:
     assert tree(Path(place.recording("owned"))) == before
 
 
+# ---- two processes at one run
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "ab")
+fcntl.flock(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def locked_elsewhere(run: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process has the run's lock, until it is killed at the end."""
+    command = [sys.executable, "-c", HOLDER, str(run / record.LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_run_that_another_process_trains_is_left_alone(place: Place, straight: Path) -> None:
+    run = place.train("busy", {"run.steps": 10, "data.record": place.recording("busy")})
+    fields = {**RESUME, "run.steps": 30, "data.record": place.recording("busy")}
+    with locked_elsewhere(run):
+        before = tree(run), tree(Path(place.recording("busy")))
+        with pytest.raises(
+            UserError, match=rf"^run\.name = 'busy': another process is training {run} .*wait for its end"
+        ):
+            place.train("busy", fields)
+        assert (tree(run), tree(Path(place.recording("busy")))) == before
+    # Killed, that process has left the file and no lock.
+    place.train("busy", fields)
+    assert_same_run(run, straight, 30)
+
+
+def test_a_run_is_locked_from_its_first_step_to_its_end(place: Place) -> None:
+    original, refusals = Session.train_step, []
+
+    def meanwhile(self: Session, step: int) -> Any:
+        if step in (0, 15):
+            with pytest.raises(UserError, match="another process is training"):
+                record.lock(self.folder)
+            refusals.append(step)
+        return original(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "train_step", meanwhile)
+        place.train("held", {"run.steps": 10})
+        run = place.train("held", RESUME)
+    assert refusals == [0, 15]
+    record.lock(run).close()
+
+
+def test_a_refused_resume_leaves_no_lock(place: Place) -> None:
+    run = place.train("unlocked", {"run.steps": 10})
+    with pytest.raises(UserError, match=r"run\.seed") as refusal:
+        place.train("unlocked", {**RESUME, "run.seed": 7})
+    record.lock(run).close()
+    assert refusal.value.args
+
+
+def test_a_run_from_before_there_were_locks_and_batches_in_its_logs_goes_on(place: Place) -> None:
+    fields = {"alarm": AlarmConfig(switches=("0:1:flash_fp32_o", "10:0:flash_fp32_o")), "telemetry.every": 4}
+    straight = place.train("newer", fields)
+    # Ended between two checkpoints: there are lines to drop and lines to keep.
+    run = place.train("older", {**fields, "run.steps": 14})
+    shutil.rmtree(run / "checkpoints/step_00000014")
+    (run / record.LOCK_FILE).unlink()
+    logs = ("telemetry.jsonl", "interventions.jsonl")
+    for path in (run / name for name in logs):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert all(one.pop("batch") == one["step"] for one in records)
+        path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    place.train("older", {**fields, **RESUME})
+    assert_same_run(run, straight)
+    for name in logs:
+        steps = [[json.loads(line)["step"] for line in (of / name).read_text().splitlines()] for of in (run, straight)]
+        assert steps[0] == steps[1]
+
+
+def test_a_file_system_without_locks_is_told(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(record.fcntl, "flock", without)
+    run = place.train("free_for_all", {"run.steps": 1})
+    warned = (
+        f"warning: {run / record.LOCK_FILE} cannot be locked (No locks available): nothing keeps a second process from"
+    )
+    assert warned in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_processes_leave_a_run_that_another_one_trains(place: Place) -> None:
+    fields = {"run.steps": 10, "data.micro_batch": 2}
+    run = place.train("busy_for_two", fields)
+    preset_file = str(place.preset_file(place.config("busy_for_two", {**fields, **RESUME})))
+    with locked_elsewhere(run):
+        before = tree(run)
+        done = start_train([preset_file], processes=2)
+        assert tree(run) == before
+    assert done.returncode != 0
+    assert f"error: run.name = 'busy_for_two': another process is training {run}" in done.stderr
+    assert "training/session.py" not in done.stderr  # torchrun has a traceback of its own
+
+
 def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:
     defaults = {"speed": {"old": 1, "new": 25}}
-    assert list(_differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 25}}, defaults)) == []
-    assert list(_differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 50}}, defaults)) == [
+    assert list(record.differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 25}}, defaults)) == []
+    assert list(record.differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 50}}, defaults)) == [
         ("speed.new", 25, 50)
     ]
-    assert list(_differences({}, {"speed": {"old": 1, "new": 25}}, defaults)) == []
+    assert list(record.differences({}, {"speed": {"old": 1, "new": 25}}, defaults)) == []

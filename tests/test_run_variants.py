@@ -15,13 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_runs import ROOT, Place, changed, column, environment, lines, new_place, start_train
+from tiny_runs import ROOT, Place, changed, column, environment, lines, new_place, start_train, weights
 
 import config
+import train
 from errors import UserError
 from scripts import run_variants
 from scripts.run_variants import Variant, visible
 from training.alarm import AlarmConfig
+from training.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,62 @@ def test_a_run_is_stopped_on_the_way_and_keeps_its_planned_steps(
     start(place, "--variants", planned, "--until", "10", "--resume")
     assert "long  was over already" in capsys.readouterr().out
     assert lines(place.runs / "long") == reached
+
+
+def test_a_run_killed_before_its_last_checkpoint_is_seen_to_its_end(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps are measured; the last evaluation and checkpoint are not made."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    straight = place.train("whole")
+    config = place.config("cut", {"run.steps": 20})
+    evaluate = Session.evaluate
+
+    def dying(self: Session) -> float:
+        if self.batches.position == 20:
+            raise OSError("the machine is gone")
+        return evaluate(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "evaluate", dying)
+        with pytest.raises(OSError, match="the machine is gone"):
+            train.train(config)
+    cut = place.runs / "cut"
+    assert lines(cut)[-1]["step"] == 19
+    start(place, "--variants", "cut", "--resume")
+    assert "cut  ended at step 19" in capsys.readouterr().out
+    assert lines(cut) == lines(straight)
+    assert weights(cut, 20) == weights(straight, 20)
+
+
+def test_a_finished_run_is_over_although_its_last_step_was_not_logged(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"run.log_every": 8, "run.steps": 20}
+    run = place.train("sparse", fields)
+    assert column(run, "batch") == [0, 8, 10, 16]
+    before = (run / "metrics.jsonl").stat().st_mtime_ns
+    start(place, "--run.log-every", "8", "--variants", "sparse", "--resume")
+    assert "sparse  was over already" in capsys.readouterr().out
+    start(place, "--run.log-every", "8", "--variants", "sparse: --run.steps 25", "--resume")
+    assert "sparse  ended at step" in capsys.readouterr().out
+    assert (run / "metrics.jsonl").stat().st_mtime_ns > before
+
+
+@pytest.mark.parametrize("arguments", [[], ["--resume"]])
+def test_a_variant_may_not_be_called_as_the_folder_of_logs(
+    place: Place, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    recipe = str(place.preset_file(place.config("recipe")))
+    logs = place.runs / "prints"
+    with pytest.raises(SystemExit) as stop:
+        run_variants.main([recipe, "--variants", "a", "prints", "--logs", str(logs), *arguments])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"error: --variants = 'prints': expected another name, or another --logs: what the runs print goes to {logs}\n"
+    )
+    assert not logs.exists()
 
 
 @pytest.mark.slow

@@ -302,9 +302,9 @@ def test_a_probe_after_nan_starts_afresh(place: Place) -> None:
         whole = session.raw_model.w_q(0).clone()
         with torch.no_grad():
             session.raw_model.w_q(0).fill_(math.nan)
-            assert math.isnan(session.telemetry.probe(0)["w_q_norm"][0])
+            assert math.isnan(session.telemetry.probe(0, 0)["w_q_norm"][0])
             session.raw_model.w_q(0).copy_(whole)
-        assert session.telemetry.probe(1)["w_q_norm"][0] == pytest.approx(spectral_norm(whole).item(), rel=0.01)
+        assert session.telemetry.probe(1, 1)["w_q_norm"][0] == pytest.approx(spectral_norm(whole).item(), rel=0.01)
     finally:
         session.close(finished=False)
 

@@ -294,7 +294,8 @@ def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeyp
     run = place.train("contained", {"run.steps": 2})
     assert tree(tmp_path) == {}
     assert tree(place.data) == before
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "telemetry.jsonl", "checkpoints"}
+    logs = {"metrics.jsonl", "telemetry.jsonl"}
+    assert {path.name for path in run.iterdir()} == {"config.json", *logs, "checkpoints", "lock"}
 
 
 class Terminal(io.StringIO):

@@ -93,7 +93,8 @@ def test_losses_of_one_and_two_processes_agree_to_rounding(one: Path, two: Path,
 
 def test_only_rank_0_writes_and_speaks(two: Path) -> None:
     assert {path.name for path in two.parent.iterdir()} == {"run", "recording", "stdout"}
-    assert {path.name for path in two.iterdir()} == {"config.json", "metrics.jsonl", "telemetry.jsonl", "checkpoints"}
+    logs = {"metrics.jsonl", "telemetry.jsonl"}
+    assert {path.name for path in two.iterdir()} == {"config.json", *logs, "checkpoints", "lock"}
     assert column(two, "step") == list(range(31))
     stdout = (two.parent / "stdout").read_text()
     assert stdout.count("step 29 ") == 1

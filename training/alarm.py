@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from attention.plan import BACKENDS, PRESETS
 from errors import invalid
 from training.intervention import Switch, parse_switch
 from training.telemetry import z_scores
@@ -76,10 +77,18 @@ class AlarmConfig:
             raise invalid("alarm.warm_up", self.warm_up, "a number of steps, or -1 for the learning rate's warm-up")
 
     def switch(self, step: int, layer: int) -> Switch:
-        """What response ``switch`` does to a layer. Raises ``UserError`` where ``switch_to`` is no PRESET[:BACKEND]."""
+        """What response ``switch`` does to a layer. Raises ``UserError`` where ``switch_to`` is no PRESET[:BACKEND] of these names."""
         preset, _, backend = self.switch_to.partition(":")
         if not preset or ":" in backend:
             raise invalid("alarm.switch_to", self.switch_to, "PRESET or PRESET:BACKEND")
+        if preset not in PRESETS:
+            raise invalid(
+                "alarm.switch_to", self.switch_to, f"PRESET or PRESET:BACKEND, PRESET of {', '.join(PRESETS)}"
+            )
+        if backend and backend not in BACKENDS:
+            raise invalid(
+                "alarm.switch_to", self.switch_to, f"PRESET or PRESET:BACKEND, BACKEND of {', '.join(BACKENDS)}"
+            )
         return Switch(step, layer, preset, backend, cause="alarm")
 
 

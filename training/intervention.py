@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from attention.plan import LayerPlan, switched
 from errors import invalid
-from training.metrics import JsonLines, drop_lines_from
+from training.metrics import JsonLines, Reached, drop_lines
 
 INTERVENTIONS_FILE = "interventions.jsonl"
 
@@ -60,13 +60,16 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
     return tuple(plans)
 
 
-def drop_interventions_from(path: Path, step: int, known: Sequence[dict[str, Any]]) -> None:
-    """Rewrite the record without what a run will do again that goes on from the checkpoint of ``step``; ``known``: its ``state()``."""
+def drop_interventions(path: Path, resumed: Reached, known: Sequence[dict[str, Any]]) -> None:
+    """Rewrite the record without what a run will do again that goes on from a checkpoint; ``known``: its ``state()``."""
     # A switch of the very step that the checkpoint knows was made before it; an alarm is raised behind it and will be again.
     made = {None, *(Switch(**entry).option() for entry in known)}
-    drop_lines_from(
-        path, step, keep=lambda line: line["kind"] == "switch" and line["step"] == step and line.get("option") in made
-    )
+
+    def made_before_it(line: dict[str, Any]) -> bool:
+        there = (line["step"], line.get("batch", resumed.batch)) == resumed
+        return there and line["kind"] == "switch" and line.get("option") in made
+
+    drop_lines(path, resumed, made_before_it)
 
 
 class Interventions:
@@ -77,9 +80,9 @@ class Interventions:
         scheduled: the config's switches.
         check: raises ``UserError`` for plans that this machine cannot run (``attention.registry.check``); every state to come is checked.
         folder: the run's; None on all processes but the first, which write nothing.
-        resume_step, known: step and ``state()`` of the checkpoint that the run goes on from.
+        resumed, known: place and ``state()`` of the checkpoint that the run goes on from.
 
-    Raises ``UserError`` for a switch that cannot be, and for one scheduled before ``resume_step`` that the checkpoint does not know.
+    Raises ``UserError`` for a switch that cannot be, and for one scheduled before that place which the checkpoint does not know.
     """
 
     def __init__(
@@ -89,33 +92,33 @@ class Interventions:
         check: Callable[[tuple[LayerPlan, ...]], None],
         folder: Path | None,
         *,
-        resume_step: int | None = None,
+        resumed: Reached | None = None,
         known: Sequence[dict[str, Any]] = (),
     ):
         self._base, self._check, self._folder = base, check, folder
         self._known = known
         self._switches = [Switch(**entry) for entry in known]
         # What the checkpoint knows was made, and recorded, before it was written.
-        self.plans = base if resume_step is None else plans_at(base, self._switches, resume_step)
+        self.plans = base if resumed is None else plans_at(base, self._switches, resumed.step)
         made = {switch.option() for switch in self._switches}
         for switch in scheduled:
             if switch.option() in made:
                 continue
-            if resume_step is not None and switch.step < resume_step:
+            if resumed is not None and switch.step < resumed.step:
                 expected = (
-                    f"a step from {resume_step} on, where the run goes on, or a switch that its checkpoint has made"
+                    f"a step from {resumed.step} on, where the run goes on, or a switch that its checkpoint has made"
                 )
                 raise invalid("alarm.switches", switch.option(), expected)
             self._switches.append(switch)
         for switch in self._switches:
             check(plans_at(base, self._switches, switch.step))
-        self._resume_step = resume_step
+        self._resumed = resumed
 
     def open(self) -> None:
         """Drop what the record says of steps that the resumed run will do again. Call it once the run is sure to start."""
-        if self._folder is None or self._resume_step is None or not (self._folder / INTERVENTIONS_FILE).exists():
+        if self._folder is None or self._resumed is None or not (self._folder / INTERVENTIONS_FILE).exists():
             return
-        drop_interventions_from(self._folder / INTERVENTIONS_FILE, self._resume_step, self._known)
+        drop_interventions(self._folder / INTERVENTIONS_FILE, self._resumed, self._known)
 
     def add(self, switch: Switch) -> bool:
         """Schedule one more; False where the layer has that attention then anyway. Raises ``UserError`` where it cannot be."""
@@ -131,8 +134,8 @@ class Interventions:
         """Whether ``advance`` to ``step`` would change a plan."""
         return plans_at(self._base, self._switches, step) != self.plans
 
-    def advance(self, step: int) -> list[str]:
-        """Bring ``plans`` to ``step``; what changed, a sentence a layer, which is recorded."""
+    def advance(self, step: int, batch: int) -> list[str]:
+        """Bring ``plans`` to ``step``, which is to draw ``batch``; what changed, a sentence a layer, which is recorded."""
         wanted = plans_at(self._base, self._switches, step)
         said = []
         for old, new in zip(self.plans, wanted, strict=True):
@@ -140,18 +143,18 @@ class Interventions:
                 made = [s for s in self._switches if s.layer == new.layer and s.step == step]
                 cause = made[-1].cause if made else "rollback"
                 record = {"kind": "switch", "layer": new.layer, "from": _label(old), "to": _label(new), "cause": cause}
-                self.record(step, **record, option=made[-1].option() if made else None)
+                self.record(step, batch, **record, option=made[-1].option() if made else None)
                 said.append(f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)} ({cause})")
         self.plans = wanted
         return said
 
-    def record(self, step: int, **facts: Any) -> None:
-        """Append a line to the record. Raises ``UserError`` when the disk is full."""
+    def record(self, step: int, batch: int, **facts: Any) -> None:
+        """Append a line to the record; ``batch``: the next to be drawn. Raises ``UserError`` when the disk is full."""
         if self._folder is None:
             return
         file = JsonLines(self._folder / INTERVENTIONS_FILE)
         try:
-            file.append({"step": step, **facts})
+            file.append({"step": step, "batch": batch, **facts})
         finally:
             file.close()
 

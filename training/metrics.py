@@ -2,8 +2,8 @@
 
 The columns a training run writes (each line carries ``step`` and whichever of the others it has):
 
-    step               optimiser steps done before this line was measured (0 = the initial weights)
-    batch              index of the global batch that the step drew
+    step               optimiser steps done before this line was measured (0 = the initial weights); a rollback goes back
+    batch              index of the global batch that the step drew; it never goes back
     tokens             training tokens seen so far
     train_loss         mean cross-entropy of the step's global batch, nats a token
     val_loss           mean cross-entropy of the fixed validation batches, nats a token
@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import files
 from errors import UserError, invalid
@@ -65,17 +65,33 @@ class WandbConfig:
             raise invalid("wandb.project", self.project, "a name")
 
 
+class Reached(NamedTuple):
+    """How far a run had come: steps done, and batches drawn, which a rollback takes not back."""
+
+    step: int
+    batch: int
+
+    def after(self, record: dict[str, Any]) -> bool:
+        """Whether the run had written ``record`` before it came here.
+
+        The batch says so also of the steps of a course that a rollback has left, which are counted anew. A record without one (the end
+        of a run, or from before probes and interventions had it) goes by its step.
+        """
+        step, batch = record["step"], record.get("batch")
+        return bool(batch < self.batch if isinstance(batch, int) else step < self.step)
+
+
 class JsonLines:
     """A file of records that have a ``step``, one line of strict JSON each.
 
-    Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one. ``resume_step``: lines of that
-    step and later are dropped; None keeps what is there. Raises ``UserError`` for a damaged file.
+    Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one. ``resumed``: where the run goes on;
+    lines from behind that are dropped; None keeps what is there. Raises ``UserError`` for a damaged file.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None):
+    def __init__(self, path: Path, resumed: Reached | None = None):
         self.path = path
-        if resume_step is not None and path.exists():
-            drop_lines_from(path, resume_step)
+        if resumed is not None and path.exists():
+            drop_lines(path, resumed)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
 
     def append(self, record: dict[str, Any]) -> None:
@@ -103,7 +119,7 @@ class Metrics:
         config_json: the resolved configuration, shown by W&B; this class writes no ``config.json``.
         recording: name of the recording the batches come from or go to, "" for neither.
         attention_name: what W&B shows behind the run's name, which is that of its folder.
-        resume_step: the step the run goes on from; lines of that step and later are dropped. None: a new run.
+        resumed: where the run goes on; lines from behind that are dropped. None: a new run.
         enabled: False on every process but the first; then nothing is read, written or imported.
 
     Raises:
@@ -118,7 +134,7 @@ class Metrics:
         config_json: dict[str, Any],
         recording: str,
         attention_name: str,
-        resume_step: int | None = None,
+        resumed: Reached | None = None,
         enabled: bool = True,
     ):
         self._file: JsonLines | None = None
@@ -126,16 +142,16 @@ class Metrics:
         if not enabled:
             return
         path = folder / METRICS_FILE
-        if resume_step is None and path.exists():
+        if resumed is None and path.exists():
             raise UserError(f"{path} exists: resume that run, or choose another name or folder")
         wandb_module = import_wandb(wandb) if wandb.mode != "disabled" else None
         folder.mkdir(parents=True, exist_ok=True)
         if wandb_module is not None:
             name = f"{folder.name}: {attention_name}"
             wandb = replace(wandb, group=wandb.group or recording, name=wandb.name or name)
-            run_id = _wandb_id(folder, resume=resume_step is not None)
+            run_id = _wandb_id(folder, resume=resumed is not None)
             self._wandb_run = _start_wandb(wandb_module, folder, wandb, run_id, config_json)
-        self._file = JsonLines(path, resume_step)
+        self._file = JsonLines(path, resumed)
 
     def log(self, step: int, **scalars: Any) -> None:
         """Append one line. Values: bool, int, float, str, None (not known, as the MFU of a CPU), or what has ``item()``
@@ -213,9 +229,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield _restored(record)
 
 
-def drop_lines_from(path: Path, step: int, keep: Callable[[dict[str, Any]], bool] = lambda record: False) -> None:
-    """Rewrite a file of ``JsonLines`` without the records of ``step`` and later, less those to ``keep``."""
-    kept = [record for record in read_lines(path) if record["step"] < step or keep(record)]
+def drop_lines(path: Path, resumed: Reached, keep: Callable[[dict[str, Any]], bool] = lambda record: False) -> None:
+    """Rewrite a file of ``JsonLines`` without the records from behind ``resumed``, less those to ``keep``."""
+    kept = [record for record in read_lines(path) if resumed.after(record) or keep(record)]
     files.write_text(path, "".join(map(_line, kept)))
 
 

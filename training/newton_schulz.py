@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from errors import UserError
+from errors import UserError, first_line
 
 NewtonSchulz = Literal["each", "graph", "batched"]
 
@@ -68,7 +68,7 @@ class CudaRecorder:
     """Captures on the current device, after one run that lets cuBLAS set itself up."""
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Capture ``work``, which runs once now; the replay runs on the current stream."""
+        """Capture ``work``, which runs once now; the replay runs on the current stream. Raises ``UserError`` where CUDA refuses."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -76,8 +76,12 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's, the compiler's) may talk to the device meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = work()
+        except RuntimeError as error:
+            refused = f"the iterations could not be captured as a CUDA graph ({first_line(error)})"
+            raise UserError(f"optim.newton_schulz = 'graph': {refused}; choose each or batched") from error
         return result, graph.replay
 
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import errno
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import platform
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from errors import UserError, invalid
 from files import write_json
+from training import distributed
 from training.intervention import INTERVENTIONS_FILE
 from training.metrics import METRICS_FILE, read_lines
 from training.telemetry import TELEMETRY_FILE
 
+LOCK_FILE = "lock"
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
 _ROOT = Path(__file__).resolve().parent.parent
 _CODE = ("attention", "training", "data", "analysis", "configs", "fused", "scripts")
@@ -139,6 +147,54 @@ def make_folder(folder: Path) -> None:
         raise taken(folder) from None
     except OSError as error:
         raise UserError(f"run.folder: cannot make {folder} ({error.strerror})") from error
+
+
+def lock(folder: Path) -> IO[bytes]:
+    """Keep other processes off the run in ``folder`` while the file that comes back is open; the kernel closes that of a killed one.
+
+    Raises ``UserError`` when another process has the lock, or the file cannot be made. A file system without locks is a warning.
+    """
+    path = folder / LOCK_FILE
+    try:
+        file = open(path, "ab")  # noqa: SIM115  (writable: NFS locks no other)
+    except OSError as error:
+        raise UserError(f"run.folder: cannot write {path} ({error.strerror})") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            file.close()
+            busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
+            raise UserError(f"run.name = {folder.name!r}: {busy}") from None
+        what = f"nothing keeps a second process from training {folder} at the same time"
+        print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
+    return file
+
+
+def lock_everywhere(folder: Path, is_main: bool) -> AbstractContextManager[object]:
+    """``lock`` where the folder holds a run, taken by rank 0; where it is refused, all ranks raise. Every rank must call it."""
+    locked: AbstractContextManager[object] = contextlib.nullcontext()
+    failure = None
+    try:
+        if is_main and any((folder / name).exists() for name in ("config.json", "checkpoints")):
+            locked = lock(folder)
+    except UserError as error:
+        failure = error
+    # All ranks leave together: one that waits for a dead rank 0 would hang.
+    if distributed.any_rank(failure is not None):
+        raise failure or UserError(f"run.name = {folder.name!r}: rank 0 could not lock {folder}")
+    return locked
+
+
+def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Leaves at which two JSON configs differ: (dotted name, saved, now). What ``saved`` lacks came later and was its default."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        known = defaults if isinstance(defaults, dict) else {}
+        for name in {**saved, **now}:
+            before = saved[name] if name in saved else known.get(name)
+            yield from differences(before, now.get(name), known.get(name), f"{where}.{name}".strip("."))
+    elif saved != now:
+        yield where, saved, now
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:

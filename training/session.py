@@ -8,7 +8,6 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from training.distributed import Distributed
 from training.evaluate import evaluate
 from training.intervention import Interventions, parse_switch
 from training.late import DeviceGuard
-from training.metrics import Metrics, import_wandb
+from training.metrics import Metrics, Reached, import_wandb
 from training.nonfinite import Action, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.qk_clip import clip_qk, forget_logits
@@ -73,18 +72,20 @@ class Session:
         if config.wandb.mode != "disabled":
             import_wandb(config.wandb)  # its absence must show before anything is written
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
-        loaded = self._checkpoint_to_resume()
-        self.interventions = Interventions(
-            self.plans,
-            [parse_switch(text) for text in config.alarm.switches],
-            self._check_plans,
-            self.folder if place.is_main else None,
-            resume_step=None if loaded is None else loaded.step,
-            known=() if loaded is None else loaded.extra.get("switches", ()),
-        )
-        if config.alarm.response == "switch":
-            self._check_plans(tuple(config.alarm.switch(0, 0).applied(plan) for plan in self.interventions.plans))
         with contextlib.ExitStack() as undo:
+            self._held = undo.enter_context(contextlib.ExitStack())  # the lock on the run's folder, until the end
+            loaded = self._checkpoint_to_resume()
+            self.resumed = None if loaded is None else Reached(loaded.step, loaded.position)
+            self.interventions = Interventions(
+                self.plans,
+                [parse_switch(text) for text in config.alarm.switches],
+                self._check_plans,
+                self.folder if place.is_main else None,
+                resumed=self.resumed,
+                known=() if loaded is None else loaded.extra.get("switches", ()),
+            )
+            if config.alarm.response == "switch":
+                self._check_plans(tuple(config.alarm.switch(0, 0).applied(plan) for plan in self.interventions.plans))
             self._build(loaded, undo)
             undo.pop_all()
         self.started = time.monotonic()
@@ -104,6 +105,8 @@ class Session:
         if config.data.record and not config.run.resume and place.is_main:
             undo.callback(shutil.rmtree, config.data.record)
         self._check_data(loaded)
+        # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
+        torch.manual_seed(config.run.seed)
         self.raw_model = GPT(config.model, self.interventions.plans, speed.operators(config.speed))
         if loaded is None and config.run.init_from:
             huggingface.load_weights(self.raw_model, Path(config.run.init_from))
@@ -132,13 +135,14 @@ class Session:
             if self.folder.exists():
                 raise record.taken(self.folder)
             return None
+        self._held.enter_context(record.lock_everywhere(self.folder, self.place.is_main))
         record.check_logs(self.folder)
         loaded = self.checkpoints.load_newest()
         if loaded is None:
             record.check_restart(self.folder, self.checkpoints.folder)
             return None
         defaults = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
-        for name, saved, now in _differences(loaded.config_json, self.config_json, defaults):
+        for name, saved, now in record.differences(loaded.config_json, self.config_json, defaults):
             if not name.startswith(_FREE_ON_RESUME):
                 raise invalid(name, now, f"{saved!r}, as in the checkpoint {loaded.path}")
         if run.steps < loaded.step:
@@ -181,6 +185,7 @@ class Session:
         if self.place.is_main:
             if not self.config.run.resume:
                 record.make_folder(self.folder)
+                self._held.enter_context(record.lock(self.folder))
                 undo.callback(shutil.rmtree, self.folder)
             content["sessions"] = record.sessions(self.folder, 0 if loaded is None else loaded.step, made_with)
             if self.config.run.resume and loaded is None:
@@ -194,7 +199,7 @@ class Session:
             config_json=content,
             recording=self.batches.recording_name,
             attention_name=name,
-            resume_step=None if loaded is None else loaded.step,
+            resumed=self.resumed,
             enabled=self.place.is_main,
         )
 
@@ -212,7 +217,7 @@ class Session:
             precision=config.precision,
             rounding_seed=rounding_seed(config.run.seed, 0, 0),
             rate=functools.partial(learning_rate, config=config.optim),
-            resume_step=None if loaded is None else loaded.step,
+            resumed=self.resumed,
             # A switch that is made only now makes it another probe.
             probed=loaded is not None
             and loaded.extra.get("probed", False)
@@ -223,7 +228,7 @@ class Session:
 
     def intervene(self, step: int) -> None:
         """Make the attention what it is to be in training step ``step``."""
-        changes = self.interventions.advance(step)
+        changes = self.interventions.advance(step, self.batches.position)
         if changes and self.config.precision.compile:
             # Another plan is another graph, with and without gradients; past its limit dynamo would go on uncompiled.
             torch._dynamo.config.recompile_limit += 2
@@ -271,12 +276,12 @@ class Session:
         columns: dict[str, float | str] = {}
         alarms: list[Alarm] = []
         if self.telemetry is not None:
-            measured = self.telemetry.probe(step)
+            measured = self.telemetry.probe(step, self.batches.position)
             columns |= summary_columns(measured)
             alarms = self.watch.update(measured)
         for alarm in alarms:
             self.say(alarm.sentence())
-            self.interventions.record(step, **alarm.record())
+            self.interventions.record(step, self.batches.position, **alarm.record())
         return columns | self._respond(step, {alarm.layer for alarm in alarms})
 
     def _respond(self, step: int, accused: set[int]) -> dict[str, str]:
@@ -387,14 +392,4 @@ class Session:
             self.metrics.close(exit_code=0 if finished else 1)
             if self.telemetry is not None:
                 self.telemetry.close()
-
-
-def _differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Leaves at which two JSON configs differ: (dotted name, saved, now). What ``saved`` lacks came later and was its default."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        known = defaults if isinstance(defaults, dict) else {}
-        for name in {**saved, **now}:
-            before = saved[name] if name in saved else known.get(name)
-            yield from _differences(before, now.get(name), known.get(name), f"{where}.{name}".strip("."))
-    elif saved != now:
-        yield where, saved, now
+            self._held.close()

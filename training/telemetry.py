@@ -35,7 +35,7 @@ from attention.tiles import FORMAT_OF, Sites
 from errors import invalid
 from model import GPT
 from training.evaluate import ValidationBatches
-from training.metrics import JsonLines, read_lines, read_run_file
+from training.metrics import JsonLines, Reached, read_lines, read_run_file
 from training.precision import PrecisionConfig
 from training.telemetry_graph import CudaRecorder, Measurement, Probe, model_identity
 
@@ -73,9 +73,9 @@ COLUMNS = {
     "o_delta_error_mean": "[L][H] as delta_error_mean, for the O handed on to the next layer, whatever O the run's delta uses",
     "o_delta_error_se": "[L][H] its standard error",
 }
-"""Columns of ``telemetry.jsonl``. Besides them: ``step``; ``lr_sum``, the scheduled learning rates of all steps so far; ``probe_seconds``,
-wall time; ``delta_units``, n of the standard errors; and, with ``telemetry.details``, ``top_k_2`` ..., the mean sum of a row's k largest
-probabilities."""
+"""Columns of ``telemetry.jsonl``. Besides them: ``step``; ``batch``, the next to be drawn; ``lr_sum``, the scheduled learning rates of
+all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standard errors; and, with ``telemetry.details``, ``top_k_2``
+..., the mean sum of a row's k largest probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class TelemetryConfig:
 class Telemetry:
     """The probes of one run: its fixed batch, the vectors of the last power iteration, and the file.
 
-    ``resume_step``: of the checkpoint that the run goes on from; what the file has of that step and later is dropped. Where the checkpoint
+    ``resumed``: place of the checkpoint that the run goes on from; what the file has from behind that is dropped. Where the checkpoint
     was written behind the probe of its step (``probed``), that one stays and is not made again: its vectors are gone.
 
     Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
@@ -118,19 +118,19 @@ class Telemetry:
         precision: PrecisionConfig,
         rounding_seed: int,
         rate: Callable[[int], float],
-        resume_step: int | None = None,
+        resumed: Reached | None = None,
         probed: bool = False,
     ):
         self._probe = build_probe(
             config, model, probe_batch(batches, config.sequences), device, precision, rounding_seed
         )
         self._rate, self._summed = rate, (0, 0.0)
-        self._file = JsonLines(folder / TELEMETRY_FILE, None if resume_step is None else resume_step + probed)
+        self._file = JsonLines(folder / TELEMETRY_FILE, None if resumed is None else behind_probe(resumed, probed))
         last = list(read_lines(self._file.path))[-1:] if probed else []
-        self._kept = [record for record in last if record["step"] == resume_step]
+        self._kept = [record for record in last if resumed is not None and record["step"] == resumed.step]
 
-    def probe(self, step: int) -> dict[str, Any]:
-        """Measure, write the line and return it; or return the one that is kept of this step."""
+    def probe(self, step: int, batch: int) -> dict[str, Any]:
+        """Measure, write the line and return it, or return the one that is kept of this step; ``batch``: the next to be drawn."""
         if self._kept and self._kept[0]["step"] == step:
             return self._kept.pop()
         began = time.perf_counter()
@@ -141,7 +141,13 @@ class Telemetry:
         ):
             self.forget()  # vectors that are not finite, or zero, lead nowhere
         seconds = time.perf_counter() - began
-        known = {"step": step, "lr_sum": self._rate_sum(step), "probe_seconds": seconds, "delta_units": units}
+        known = {
+            "step": step,
+            "batch": batch,
+            "lr_sum": self._rate_sum(step),
+            "probe_seconds": seconds,
+            "delta_units": units,
+        }
         record = known | record
         self._file.append(record)
         return record
@@ -168,6 +174,11 @@ class Telemetry:
 
     def close(self) -> None:
         self._file.close()
+
+
+def behind_probe(resumed: Reached, probed: bool) -> Reached:
+    """Where telemetry goes on: with ``probed`` behind the probe of the checkpoint's own step."""
+    return Reached(resumed.step + probed, resumed.batch + probed)
 
 
 def probe_batch(batches: ValidationBatches, sequences: int) -> tuple[Tensor, Tensor]:

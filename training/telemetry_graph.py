@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from analysis.spectral import SpectralState
-from errors import UserError
+from errors import UserError, first_line
 from model import GPT
 
 
@@ -139,15 +139,8 @@ class CudaRecorder:
                     measurement = work()
             except RuntimeError as error:
                 raise UserError(
-                    f"telemetry.cuda_graph = True: the probe could not be captured as a CUDA graph ({_first_line(error)}); "
+                    f"telemetry.cuda_graph = True: the probe could not be captured as a CUDA graph ({first_line(error)}); "
                     "go on without: --telemetry.no-cuda-graph"
                 ) from error
         self._last = graph
         return measurement, graph.replay
-
-
-def _first_line(error: BaseException) -> str:
-    """Of the error that came first: ending a capture that has failed fails, too."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]
