@@ -283,7 +283,7 @@ def blocks(runs: Sequence[Evidence], again: Sequence[Mapping[str, str]], asked: 
 
 
 def values(runs: Sequence[Evidence], asked: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.val@STEP, RUN.heads@STEP ...;
+    """Single numbers by name: RUN.exploded, RUN.departed, RUN.last, RUN.w_q@STEP, RUN.logit@STEP, RUN.largest_logit, RUN.val@STEP ...;
     and those of ``report_claims.values``. What is counted over runs is of those of the base recipe."""
     of_base = [run for run in runs if run.has_base_recipe]
     ordered = told([run for run in of_base if not run.is_switched])
@@ -308,6 +308,8 @@ def values(runs: Sequence[Evidence], asked: Mapping[str, str] | None = None) -> 
         }
         own |= {f"w_q@{step}": significant(value) for step, value in facts.w_q.items() if step % 500 == 0}
         own |= {f"logit@{step}": significant(value) for step, value in facts.logit.items() if step % 500 == 0}
+        if facts.logit:
+            own["largest_logit"] = significant(max(facts.logit.values()))
         own |= {f"val@{step}": number(value, ".3f") for step, value in facts.validation.items()}
         if rate := report_heads.growth(facts.w_q, *GROWTH):
             own |= {"growth": f"{rate.per_thousand:+.1f}", "factor": f"{rate.factor:.2f}"}
