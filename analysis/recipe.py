@@ -40,6 +40,9 @@ _WORDS = {
     "model.qk_clip_tau": "QK-clip {}",
 }
 """Of a value that is not the base's; a switch that the base has off needs no value."""
+_SIZE = ("model.n_layer", "model.n_head", "model.n_embd")
+_MODELS = {(24, 16, 1024): "GPT-2 medium", (36, 20, 1280): "GPT-2 large"}
+"""Of model.MODEL_PRESETS, by ``_SIZE``: told by name, as three settings would be read one by one."""
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 Changes = tuple[tuple[str, Any], ...]
@@ -56,8 +59,11 @@ def changes(setting: Callable[[str], Any]) -> Changes:
 
 
 def words(found: Changes) -> str:
-    """Changes in words, ``lr 1e-3, QK-norm``; empty for the base recipe."""
-    return ", ".join(_WORDS.get(name, f"{name} {{}}").format(shown(value)) for name, value in found)
+    """Changes in words, ``lr 1e-3, QK-norm``, a model of a known size by its name; empty for the base recipe."""
+    size = tuple(dict(found).get(name, BASE[name]) for name in _SIZE)
+    model = [_MODELS[size]] if size in _MODELS else []
+    rest = [(name, value) for name, value in found if not (model and name in _SIZE)]
+    return ", ".join([*model, *(_WORDS.get(name, f"{name} {{}}").format(shown(value)) for name, value in rest)])
 
 
 def shown(value: Any) -> str:

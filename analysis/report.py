@@ -38,12 +38,11 @@ OLD_SUFFIX = "_lr2e-3"
 """What the first runs of configs/fast_failure.py have behind their names: the recipe's own learning rate."""
 
 SAME = (
-    *("config.model.n_layer", "config.model.n_head", "config.model.n_embd", "config.model.block_size"),
-    *("config.model.vocab_size", "batches.data_sha256", "batches.data_tokens", "batches.validation_sha256"),
-    *("batches.sequence_length", "batches.global_batch", "batches.seed", "batches.vocabulary"),
-    "batches.validation_sequences",
+    *("config.model.block_size", "config.model.vocab_size", "batches.data_sha256", "batches.data_tokens"),
+    *("batches.validation_sha256", "batches.validation_sequences", "batches.sequence_length", "batches.global_batch"),
+    *("batches.seed", "batches.vocabulary"),
 )
-"""What all runs of one folder of evidence have in common: the shape of the model, and the data."""
+"""What all runs of one folder of evidence have in common: the data, and a model that takes them. Its size belongs to the recipe."""
 RECORDING = ("batches.recording", "batches.recording_start")
 """In common to those that recorded or replayed."""
 

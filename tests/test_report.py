@@ -388,7 +388,7 @@ def altered(folder: Path, section: str, **values: Any) -> Path:
 
 
 FOREIGN = {
-    "n_head = 4: expected 2, as in the run failing": ("model", {"n_head": 4}),
+    "block_size = 4: expected 8, as in the run failing": ("model", {"block_size": 4}),
     "vocab_size = 512: expected 256": ("model", {"vocab_size": 512}),
     "data_sha256 = 'ff': expected 'd6'": ("batches", {"data_sha256": "ff"}),
     "global_batch = 16: expected 32": ("batches", {"global_batch": 16}),
@@ -421,12 +421,18 @@ def test_a_run_that_did_not_record_its_batches_goes_with_those_that_did(out: Pat
     assert sorted(told(out)) == ["failing", "plain", "quiet"]
 
 
+def test_a_larger_model_on_the_same_data_is_a_recipe_of_its_own(out: Path) -> None:
+    script.main(["collect", str(altered(write_run(out.parent / "wide"), "model", n_embd=16)), "--out", str(out)])
+    kept = {run.name: run for run in script.read_evidence(out)}
+    assert kept["wide"].recipe != kept["quiet"].recipe == kept["failing"].recipe
+
+
 def test_all_runs_are_checked_before_one_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = write_run(tmp_path / "runs" / "a")
-    altered(write_run(tmp_path / "runs" / "b", preset="standard"), "model", n_embd=16)
+    altered(write_run(tmp_path / "runs" / "b", preset="standard"), "model", block_size=16)
     with pytest.raises(SystemExit):
         script.main(["collect", str(first.parent), "--out", str(tmp_path / "out")])
-    assert "n_embd = 16: expected 8, as in the run a" in capsys.readouterr().err
+    assert "block_size = 16: expected 8, as in the run a" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

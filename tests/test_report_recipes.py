@@ -16,6 +16,7 @@ from test_report_claims import CUT, EXPLODED, facts
 from analysis import recipe, report_blocks, report_claims, report_documents, report_plots, report_recipes
 from analysis.report import Evidence, Facts
 from config import load_preset, to_json
+from model import MODEL_PRESETS
 from scripts import report as script
 
 LR = {"optim.lr": 1e-3}
@@ -93,6 +94,15 @@ def test_a_setting_of_the_recipe_makes_another(path: str, value: Any, words: str
     assert not run.has_base_recipe
     assert recipe.words(run.recipe) == words
     assert run.variant != evidence().variant
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("gpt2_medium", "GPT-2 medium"), ("gpt2_large", "GPT-2 large"), ("gpt2", "")]
+)
+def test_a_model_of_a_known_size_is_told_by_its_name(name: str, words: str) -> None:
+    size = {f"model.{field}": getattr(MODEL_PRESETS[name], field) for field in ("n_layer", "n_head", "n_embd")}
+    assert recipe.words(pair(size)[0].recipe) == words
+    assert recipe.words(pair({**size, "optim.lr": 1e-3})[0].recipe) == ", ".join(filter(None, (words, "lr 1e-3")))
 
 
 @pytest.mark.parametrize(
