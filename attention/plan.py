@@ -13,7 +13,16 @@ from typing import Any
 from attention.numerics import BASES, HARDWARE, Numerics, parse_site
 from errors import invalid
 
-BACKENDS = ("standard", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flash", "flash_reference")
+BACKENDS = (
+    "standard",
+    "standard_triton",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "sdpa_math",
+    "flash",
+    "flash_reference",
+)
 FLASH_BACKENDS = ("flash", "flash_reference")
 _SDPA = tuple(name for name in BACKENDS if name.startswith("sdpa_"))
 

@@ -90,18 +90,33 @@ def _flash(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, numerics: str, **sett
     return flash(q_BTHD, k_BTHD, v_BTHD, numerics, **settings)
 
 
+def _standard_triton(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, numerics: str, **settings: Any) -> Tensor:
+    from attention.standard_triton import standard_triton
+
+    return standard_triton(q_BTHD, k_BTHD, v_BTHD, numerics, **settings)
+
+
 def _flash_obstacle(call: Call) -> str | None:
     instead = "flash_reference runs anywhere (--attention.flash-backend flash_reference)"
+    if reason := _triton_obstacle(call, instead) or _contradiction(call):
+        return reason
+    tiles = tile_obstacle(call.numerics.concrete(FORMAT_OF[call.dtype]))
+    return tiles and f"{tiles}; {instead}"
+
+
+def _standard_triton_obstacle(call: Call) -> str | None:
+    return _standard_obstacle(call) or _triton_obstacle(call, "standard runs anywhere")
+
+
+def _triton_obstacle(call: Call, instead: str) -> str | None:
+    """Why no Triton kernel can serve a call, or None; ``instead``: what can."""
     if importlib.util.find_spec("triton") is None:
         return f"it needs triton, which is not installed; {instead}"
     if call.device.type != "cuda" and not _interprets():
         return f"it needs a CUDA device (or TRITON_INTERPRET=1); {instead}"
     if call.head_dim not in HEAD_DIMS:
         return f"it takes head dims {', '.join(map(str, HEAD_DIMS))}, not {call.head_dim}; {instead}"
-    if reason := _contradiction(call):
-        return reason
-    tiles = tile_obstacle(call.numerics.concrete(FORMAT_OF[call.dtype]))
-    return tiles and f"{tiles}; {instead}"
+    return None
 
 
 def _interprets() -> bool:
@@ -112,6 +127,7 @@ def _interprets() -> bool:
 
 _REGISTRY: dict[str, Backend] = {
     "standard": Backend(standard, _standard_obstacle),
+    "standard_triton": Backend(_standard_triton, _standard_triton_obstacle),
     "flash": Backend(_flash, _flash_obstacle),
     "flash_reference": Backend(flash_reference, _contradiction),
     **{name: Backend(sdpa.make(name), _sdpa_obstacle(name)) for name in sdpa.KERNELS},

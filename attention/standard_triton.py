@@ -1,0 +1,212 @@
+"""Standard attention in Triton without its matrices: P normalised before the product, rounded where ``standard.py`` rounds it.
+
+The forward kernel walks the keys twice: once for m and l of a row, once for O = probabilities(P) V with P = exp(S - m) / l. The backward
+pass is that of ``triton_backward``, with m and log l kept apart and delta = rowsum(P * dP). Sums associate otherwise than in
+``standard.py``; every rounding site is the same.
+
+Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns of a block; ``p_`` pointers, ``b_`` blocks on chip,
+``o_`` offsets, ``m_`` masks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.exponent import log2_scale
+from attention.flash_blocks import Blocks, two_pass_blocks
+from attention.flash_triton import _backward
+from attention.numerics import ROUNDINGS, Numerics, numerics_from_key
+from attention.rounding import storage_dtype
+from attention.tiles import FORMAT_OF, OUTPUT_STREAM
+from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
+from attention.triton_numerics import (
+    STOCHASTIC,
+    dot,
+    exponent_code,
+    exponential,
+    format_code,
+    operand,
+    probabilities,
+    random_words,
+    rescaling,
+    round_output,
+    stored_code,
+)
+
+_OUTPUT_STREAM = tl.constexpr(OUTPUT_STREAM)
+
+
+@triton.jit
+def standard_kernel(
+    p_q, p_k, p_v, p_o, p_saved, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_ks,
+    stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, INPUTS: tl.constexpr,
+    SCORES: tl.constexpr, PROBABILITIES: tl.constexpr, OUTPUT: tl.constexpr, OUTPUT_ROUNDING: tl.constexpr,
+    SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """O, m and log2 l of one block of rows."""
+    DTYPE: tl.constexpr = p_q.dtype.element_ty
+    blocks = tl.cdiv(T, BT)
+    i_bh, i_t = place(blocks, HEADS)
+    if CAUSAL:
+        i_t = blocks - 1 - i_t
+    row = i_t * BT
+    o_t = row + tl.arange(0, BT)
+    # [BT, D]
+    b_q = load_rows(p_q, i_bh, H, row, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, True, False)
+    b_q = operand(b_q, INPUTS, DTYPE)
+    b_m = tl.full([BT], -float("inf"), tl.float32)
+    b_l = tl.zeros([BT], tl.float32)
+    last = tl.minimum(row + BT, S) if CAUSAL else S
+    middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
+    for MASKED in tl.static_range(2):
+        for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
+            b_s, _ = block_scores(
+                b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
+                SCORES, SOFTCAP, FOLD, CAUSAL, MASKED == 1, DTYPE, TMA, BT, BS, D,
+            )  # fmt: skip
+            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+            b_sum = tl.sum(exponential(b_s, b_m_new[:, None], unit, FOLD), 1)
+            b_l = rescaling(b_m, b_m_new, unit, FOLD) * b_l + b_sum
+            b_m = b_m_new
+    b_log_l = tl.log2(b_l)
+    p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
+    tl.store(p_row, b_m, mask=o_t < T)
+    tl.store(p_row + T, b_log_l, mask=o_t < T)
+    b_acc = tl.zeros([BT, D], tl.float32)
+    for MASKED in tl.static_range(2):
+        for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
+            b_s, _ = block_scores(
+                b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
+                SCORES, SOFTCAP, FOLD, CAUSAL, MASKED == 1, DTYPE, TMA, BT, BS, D,
+            )  # fmt: skip
+            # [BS, D]
+            b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED == 1, TMA)
+            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], unit, FOLD, True)
+            b_acc = dot(operand(b_p, PROBABILITIES, DTYPE), operand(b_v, INPUTS, DTYPE), b_acc)
+    b_words = 0
+    if OUTPUT_ROUNDING == STOCHASTIC:
+        # Rows of the whole output in order; the random bits belong to them.
+        o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
+        b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, D)
+    b_o = round_output(b_acc, OUTPUT, OUTPUT_ROUNDING, b_words, BT, D)
+    store_rows(p_o, b_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
+
+
+def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor]:
+    """O [B, T, H, D], and m and log2 l [B, H, 2, T] float32, unwritten. ``n`` is concrete."""
+    B, T, H, _ = q.shape
+    o = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
+    return o, torch.empty((B, H, 2, T), device=q.device, dtype=torch.float32)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    n: Numerics,
+    blocks: Blocks,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
+    (B, T, H, D), S = q.shape, k.shape[1]
+    o, saved = empty_outputs(q, n)
+    fold = exponent_code(n, scale, softcap)
+    tma = blocks.descriptors and takes_descriptor(k, v)
+    standard_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
+        q,
+        rows_source(k, blocks.columns, tma),
+        rows_source(v, blocks.columns, tma),
+        o,
+        saved,
+        seed,
+        H,
+        T,
+        S,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        scale=scale,
+        unit=log2_scale(scale) if fold else 1.0,
+        softcap=softcap,
+        INPUTS=stored_code(n.inputs, q.dtype),
+        SCORES=format_code(n.scores),
+        PROBABILITIES=format_code(n.probabilities),
+        OUTPUT=format_code(n.output),
+        OUTPUT_ROUNDING=ROUNDINGS.index(n.output_rounding),
+        SOFTCAP=softcap > 0,
+        FOLD=fold,
+        CAUSAL=causal,
+        TMA=tma,
+        HEADS=blocks.heads,
+        BT=blocks.rows,
+        BS=blocks.columns,
+        D=D,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+        maxnreg=blocks.registers,
+    )
+    return o, saved
+
+
+def _kernels_key(numerics: str) -> str:
+    """The numerics as the kernels are to read them: m and log l are kept, and sites that standard attention has not round nothing."""
+    sites = {"saved_statistics": "max_and_sum", "logsumexp": "fp32", "gradient_accumulator": "fp32"}
+    return numerics_from_key(numerics).with_sites(sites).key()
+
+
+@torch.library.custom_op("attention::standard_triton_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """(O [B, T, H, D], m in the unit the kernel compares and log2 l [B, H, 2, T])."""
+    n = numerics_from_key(_kernels_key(numerics)).concrete(FORMAT_OF[q.dtype])
+    blocks = two_pass_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
+    with torch.cuda.device_of(q):
+        return launch(q, k, v, seed, n, blocks, scale, causal, softcap)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float):
+    return empty_outputs(q, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, _, *ctx.settings = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, output[1])
+
+
+def _autograd_backward(ctx, do, _):
+    q, k, v, saved = ctx.saved_tensors
+    numerics, *shape = ctx.settings
+    nothing = q.new_empty(0)
+    gradients = _backward(do, q, k, v, nothing, nothing, saved, _kernels_key(numerics), *shape).split(
+        [q.shape[2]] * 3, dim=2
+    )
+    lengths = (x.shape[1] for x in (q, k, v))
+    return *(g if g.shape[1] == n else g[:, :n] for g, n in zip(gradients, lengths, strict=True)), *(None,) * 5
+
+
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def standard_triton(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    numerics: str,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> Tensor:
+    """Attention [B, T, H, D] with the roundings of key ``numerics``; see ``attention.run`` for the arguments."""
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap)[0]
