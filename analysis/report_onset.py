@@ -42,11 +42,12 @@ BEFORE, AFTER = 500, 200
 
 ROUNDED, STOCHASTIC = "P_bar rounded, all to nearest", "P_bar rounded, it or O stochastically"
 UNROUNDED, SUBTRACTED, PAPER = "P_bar unrounded", "P_bar rounded, subtracted first", "`paper`"
+UNTILED = "`untiled`"
 UNFUSED = "P_bar rounded, product rounded first"
 FUSED = "fused"
 _EXPONENTIALS = {"folded": FUSED, "subtracted": "subtracted first", "unfused": "not fused"}
-KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNFUSED)
-"""The last has a place in tables and pictures once there is a run of it."""
+KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNTILED, UNFUSED)
+"""The last two have a place in tables and pictures once there is a run of them."""
 
 
 def kind_of(run: Evidence) -> str | None:
@@ -65,7 +66,7 @@ def kind_of(run: Evidence) -> str | None:
     if numerics.get("probabilities") == "fp32":
         return UNROUNDED
     if numerics.get("scores") != "fp32":
-        return PAPER
+        return PAPER if numerics.get("tile_k") else UNTILED
     if (exponential := _exponential(run)) != FUSED:
         return UNFUSED if exponential == _EXPONENTIALS["unfused"] else SUBTRACTED
     drawn = "stochastic" in (numerics.get("output_rounding"), numerics.get("probabilities_rounding"))
@@ -184,7 +185,7 @@ def one_hot_table(runs: Sequence[Evidence]) -> str:
     """Relative error of delta in rows at one key, by the head's largest logit."""
     heads = ["largest logit of the head"]
     found = {kind: one_hot(runs, kind) for kind in KINDS}
-    kinds = [kind for kind in KINDS if kind != UNFUSED or found[kind]]
+    kinds = [kind for kind in KINDS if kind not in KINDS[-2:] or found[kind]]
     for kind in kinds:
         heads += [f"{kind}: heads", "error, median (10 - 90 %)"]
     rows = []

@@ -7,8 +7,8 @@
 ``collect`` writes one folder a run: config.json, metrics.csv (thinned, at most 200 kB), heads.csv (layer 1, head by head) and probes.csv.
 ``--printed`` takes NAME.log files with what the runs printed, for steps that their metrics.jsonl no longer has. ``--again`` takes
 second makings of runs collected in the same call and notes in again.csv whether they gave the same losses. A folder of runs stands for the
-runs in it. A run replaces the one of its name that is there, unless that one is longer; one on other data, or of a model of another
-shape, than the runs there is refused. All are checked before any is written. ``tables`` refreshes the marked parts of README.md,
+runs in it. A run replaces the one of its name that is there, unless that one is longer; one on other data than the runs there is
+refused. All are checked before any is written. ``tables`` refreshes the marked parts of README.md,
 docs/reproduction.md and docs/diagnosis.md. To add a run: collect it, then tables, then plots.
 """
 

@@ -54,6 +54,7 @@ def evidence(
         ({"probabilities": "fp32"}, "flash", onset.UNROUNDED),
         ({"probabilities": "fp32", "output_rounding": "stochastic"}, "flash", onset.UNROUNDED),
         ({"scores": PAPER.scores}, "flash", onset.PAPER),
+        ({"scores": PAPER.scores, "tile_k": 0}, "flash", onset.UNTILED),
         ({"exponent": "subtracted"}, "flash", onset.SUBTRACTED),
         ({"exponent": "subtracted", "output_rounding": "stochastic"}, "flash", onset.SUBTRACTED),
         ({"exponent": "subtracted", "probabilities": "fp32"}, "flash", onset.UNROUNDED),
