@@ -39,12 +39,14 @@ OLD_SUFFIX = "_lr2e-3"
 
 SAME = (
     *("config.model.block_size", "config.model.vocab_size", "batches.data_sha256", "batches.data_tokens"),
-    *("batches.validation_sha256", "batches.validation_sequences", "batches.sequence_length", "batches.global_batch"),
+    *("batches.validation_sha256", "batches.validation_sequences", "batches.sequence_length"),
     *("batches.seed", "batches.vocabulary"),
 )
 """What all runs of one folder of evidence have in common: the data, and a model that takes them. Its size belongs to the recipe."""
+BATCH = "batches.global_batch"
+"""Belongs to the recipe, too; runs of one size saw the same batches."""
 RECORDING = ("batches.recording", "batches.recording_start")
-"""In common to those that recorded or replayed."""
+"""In common to those of one size that recorded or replayed."""
 
 HeadRow = Mapping[str, float]
 
@@ -197,12 +199,21 @@ class Evidence:
         return int(self.setting("run.seed")), int(self.config["batches"]["seed"])
 
 
-def check_same(run: Evidence, folder: object, other: Evidence) -> None:
-    """Raise ``UserError`` where a run to collect differs from one of the evidence in ``SAME``, ``RECORDING`` or its batches."""
-    for path in (*SAME, *RECORDING):
-        value, expected = _at(run.config, path), _at(other.config, path)
-        if value != expected and (path in SAME or (value and expected)):
-            raise invalid(f"{folder}: {path}", value, f"{expected!r}, as in the run {other.name}")
+def check_same(run: Evidence, folder: object, others: Sequence[Evidence]) -> None:
+    """Raise ``UserError`` where a run to collect differs from those of the evidence in ``SAME``, or from those with as many sequences a
+    step in ``RECORDING`` or its batches."""
+    alike = [other for other in others if _at(other.config, BATCH) == _at(run.config, BATCH)]
+    for known, paths in ((others[:1], SAME), (alike[:1], RECORDING)):
+        for one, path in itertools.product(known, paths):
+            value, expected = _at(run.config, path), _at(one.config, path)
+            if value != expected and (path in SAME or (value and expected)):
+                raise invalid(f"{folder}: {path}", value, f"{expected!r}, as in the run {one.name}")
+    for other in alike[:1]:
+        _check_digests(run, folder, other)
+
+
+def _check_digests(run: Evidence, folder: object, other: Evidence) -> None:
+    """Raise ``UserError`` where the last step that both have a digest of has not one digest."""
     digests, expected_digests = (
         {r["step"]: r["data_digest"] for r in one.records if "data_digest" in r} for one in (run, other)
     )

@@ -172,7 +172,7 @@ def collect_run(folder: Path, printed: Path | None, out: Path, there: Mapping[st
         config["sessions"] = [session | {"git_commit": None} for session in config["sessions"]]
     run = Evidence(name=target.name, config=config, records=records)
     if there:
-        report.check_same(run, folder, next(iter(there.values())))
+        report.check_same(run, folder, list(there.values()))
     if (longer := kept_run(run, target, there.get(target.name))) is not None:
         print(f"{target}: kept; it goes to step {longer:,}, {folder} to {measured_to(records):,}")
         return None

@@ -3,12 +3,12 @@
     python scripts/run_variants.py configs/fast_failure.py --data.replay replay_batches/fast_failure \\
         --variants failing "control: --attention.default.preset flash_fp32_o" "paper: --attention.default.numerics paper"
 
-A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``; it trains as ``train.py RECIPE [ABLATION.py] COMMON-FLAGS FLAGS --run.name NAME``.
-``@FILE`` stands for the lines of a file, less those that begin with # (configs/reproduction.txt). As many run at once as there are slots
-(GPUs, or ``--slots`` on a CPU); a free one takes the next in order. What a run prints goes to LOGS/NAME.log. A run is stopped
-``--after`` steps behind its explosion (loss above its best + 0.5 for 200 steps, or not finite), each at step ``--until`` though more are
-planned, and all of them when ``--minutes`` are over; the same command with ``--resume`` goes on from their checkpoints. The exit code is 0
-unless a run failed by itself; Ctrl-C stops all.
+A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``, with ``NAME@STEP`` for an ``--until`` of its own; it trains as
+``train.py RECIPE [ABLATION.py] COMMON-FLAGS FLAGS --run.name NAME``. ``@FILE`` stands for the lines of a file, less those that begin
+with # (configs/reproduction.txt). As many run at once as there are slots (GPUs, or ``--slots`` on a CPU); a free one takes the next in
+order. What a run prints goes to LOGS/NAME.log. A run is stopped ``--after`` steps behind its explosion (loss above its best + 0.5 for 200
+steps, or not finite), each at step ``--until`` though more are planned, and all of them when ``--minutes`` are over; the same command with
+``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself; Ctrl-C stops all.
 
 A run that ends with a user's error (exit code 2: no such data set, no GPU) before it has measured a step may have a cause that all have.
 So nothing more is started while others are under way and have not measured one; then one more is tried, and behind a second such end
@@ -54,6 +54,8 @@ class Variant:
     arguments: list[str]
     folder: Path
     steps: int
+    until: int = 0
+    """The step at which it is stopped; 0: never."""
     process: subprocess.Popen[bytes] | None = None
     log: IO[bytes] | None = None
     written: float = 0.0
@@ -182,7 +184,10 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """The runs as typed, each checked as ``train.py`` would. Raises ``UserError`` for one that cannot be."""
     made: list[Variant] = []
     for text in args.variants:
-        name, _, flags = (part.strip() for part in text.partition(":"))
+        called, _, flags = (part.strip() for part in text.partition(":"))
+        name, own, until = called.partition("@")
+        if own and not (until.isdecimal() and int(until) > 0):
+            raise invalid("--variants", called, "NAME or NAME@STEP, STEP a whole number from 1 on")
         words = shlex.split(flags)
         ablation = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
         arguments = [args.recipe, *ablation, *common, *words[len(ablation) :], "--run.name", name]
@@ -196,7 +201,7 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
             )
         if folder.exists() and not args.resume:
             raise invalid("--variants", name, f"a name without a run, or --resume: {folder} exists")
-        made.append(Variant(name, arguments, folder, config.run.steps))
+        made.append(Variant(name, arguments, folder, config.run.steps, int(until) if own else args.until))
     return made
 
 
@@ -206,7 +211,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
     waiting, active, held = list(queue), list[Variant](), False
     for variant in queue if args.resume else []:
         variant.look()
-        if variant.exploded is not None or variant.finished or 0 < args.until <= variant.step:
+        if variant.exploded is not None or variant.finished or 0 < variant.until <= variant.step:
             variant.outcome = "was over already"
             waiting.remove(variant)
     while waiting or active:
@@ -220,7 +225,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
             variant.look()
             assert variant.process is not None
             spent = variant.exploded is not None and variant.step >= variant.exploded + args.after
-            spent |= 0 < args.until <= variant.step
+            spent |= 0 < variant.until <= variant.step
             if variant.process.poll() is not None:
                 variant.end()
                 active.remove(variant)
@@ -256,7 +261,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
     )
     parser.add_argument("recipe", help="recipe, as train.py takes it")
-    parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[: FLAGS]", help="or @FILE")
+    parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[@STEP][: FLAGS]", help="or @FILE")
     parser.add_argument(
         "--slots", type=int, nargs="+", help="which of the visible GPUs to use, from 0 (all), or CPU slots (0)"
     )

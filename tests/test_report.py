@@ -391,7 +391,7 @@ FOREIGN = {
     "block_size = 4: expected 8, as in the run failing": ("model", {"block_size": 4}),
     "vocab_size = 512: expected 256": ("model", {"vocab_size": 512}),
     "data_sha256 = 'ff': expected 'd6'": ("batches", {"data_sha256": "ff"}),
-    "global_batch = 16: expected 32": ("batches", {"global_batch": 16}),
+    "sequence_length = 16: expected 8": ("batches", {"sequence_length": 16}),
     "recording = 'debug': expected 'r'": ("batches", {"recording": "debug"}),
 }
 
@@ -425,6 +425,25 @@ def test_a_larger_model_on_the_same_data_is_a_recipe_of_its_own(out: Path) -> No
     script.main(["collect", str(altered(write_run(out.parent / "wide"), "model", n_embd=16)), "--out", str(out)])
     kept = {run.name: run for run in script.read_evidence(out)}
     assert kept["wide"].recipe != kept["quiet"].recipe == kept["failing"].recipe
+
+
+def test_a_run_of_other_batches_is_held_to_those_with_as_many_sequences(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice the sequences have another recording and other digests; a second run of that size must have theirs."""
+
+    def of_64(name: str, digest: str) -> Path:
+        run = altered(write_run(out.parent / name), "batches", global_batch=64, recording="r64", recording_start="s64")
+        text = (run / "metrics.jsonl").read_text()
+        (run / "metrics.jsonl").write_text(text.replace('"data_digest": "0', f'"data_digest": "{digest}'))
+        return run
+
+    script.main(["collect", str(of_64("large", "a")), "--out", str(out)])
+    assert sorted(told(out)) == ["failing", "large", "quiet"]
+    with pytest.raises(SystemExit):
+        script.main(["collect", str(of_64("other", "b")), "--out", str(out)])
+    assert "expected 'a" in capsys.readouterr().err
+    assert "other" not in told(out)
 
 
 def test_all_runs_are_checked_before_one_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,8 +62,11 @@ def test_a_run_is_stopped_on_the_way_and_keeps_its_planned_steps(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = "long: --run.steps 1000000 --checkpoint.every 0 --run.log-every 1"
-    start(place, "--variants", planned, "--until", "10")
-    assert "long  stopped at step" in capsys.readouterr().out
+    start(place, "--variants", planned.replace("long:", "longer@40:"), planned, "--until", "10", "--slots", "0", "1")
+    said = capsys.readouterr().out
+    assert "long    stopped at step" in said
+    assert "longer  stopped at step" in said
+    assert len(lines(place.runs / "longer")) > 40
     record = json.loads((place.runs / "long" / "config.json").read_text())
     assert record["config"]["run"]["steps"] == 1_000_000
     reached = lines(place.runs / "long")
@@ -236,6 +239,8 @@ def test_what_an_earlier_start_measured_is_no_beginning(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--variants", "a", "a"], "each name once"),
+        (["--variants", "a@soon"], "'a@soon': expected NAME or NAME@STEP"),
+        (["--variants", "a@0"], "STEP a whole number from 1 on"),
         (["--variants", "a: --optim.lr fast"], "optim.lr"),
         (["--variants", "a: --attention.default.preset flsh"], "attention preset = 'flsh'"),
         ([], "--variants"),
