@@ -16,7 +16,7 @@ from attention.flash_blocks import backward_blocks, forward_blocks
 from attention.flash_reference import _setup_context
 from attention.numerics import numerics_from_key
 from attention.tiles import FORMAT_OF
-from attention.triton_backward import empty_gradients, launch_backward
+from attention.triton_backward import apart, empty_gradients, launch_backward
 from attention.triton_forward import empty_outputs, launch_forward
 
 
@@ -66,10 +66,7 @@ def _(do, q, k, v, o, counts, saved, numerics, scale, causal, softcap):  # type:
 
 def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
     q, k, v, o, counts, saved = ctx.saved_tensors
-    gradients = _backward(do, q, k, v, o, counts, saved, *ctx.settings).split([q.shape[2]] * 3, dim=2)
-    # Split by a list, and cut where lengths differ only: torch.compile then sees that split and joined they are the whole again.
-    lengths = (x.shape[1] for x in (q, k, v))
-    return *(g if g.shape[1] == n else g[:, :n] for g, n in zip(gradients, lengths, strict=True)), *(None,) * 5
+    return *apart(_backward(do, q, k, v, o, counts, saved, *ctx.settings), q, k, v), *(None,) * 5
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

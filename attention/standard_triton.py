@@ -21,6 +21,7 @@ from attention.flash_triton import _backward
 from attention.numerics import ROUNDINGS, Numerics, numerics_from_key
 from attention.rounding import storage_dtype
 from attention.tiles import FORMAT_OF, OUTPUT_STREAM
+from attention.triton_backward import apart
 from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
 from attention.triton_numerics import (
     STOCHASTIC,
@@ -187,11 +188,8 @@ def _autograd_backward(ctx, do, _):
     q, k, v, saved = ctx.saved_tensors
     numerics, *shape = ctx.settings
     nothing = q.new_empty(0)
-    gradients = _backward(do, q, k, v, nothing, nothing, saved, _kernels_key(numerics), *shape).split(
-        [q.shape[2]] * 3, dim=2
-    )
-    lengths = (x.shape[1] for x in (q, k, v))
-    return *(g if g.shape[1] == n else g[:, :n] for g, n in zip(gradients, lengths, strict=True)), *(None,) * 5
+    gradients = _backward(do, q, k, v, nothing, nothing, saved, _kernels_key(numerics), *shape)
+    return *apart(gradients, q, k, v), *(None,) * 5
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -202,6 +202,13 @@ def empty_gradients(q: Tensor, k: Tensor) -> Tensor:
     return torch.empty((B, max(T, k.shape[1]), 3 * H, D), device=q.device, dtype=q.dtype)
 
 
+def apart(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """dQ, dK and dV from the one tensor of ``empty_gradients``."""
+    # Split by a list, and cut where lengths differ only: torch.compile then sees that split and joined they are the whole again.
+    parts = gradients.split([q.shape[2]] * 3, dim=2)
+    return [g if g.shape[1] == x.shape[1] else g[:, : x.shape[1]] for g, x in zip(parts, (q, k, v), strict=True)]
+
+
 def launch_backward(
     do: Tensor,
     q: Tensor,

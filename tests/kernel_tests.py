@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,6 +28,17 @@ def pass_in_the_interpreter(file: str, *options: str) -> None:
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel leaves unwritten is NaN."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

@@ -22,7 +22,7 @@ from attention_cases import (
     share_apart,
     weights_seen,
 )
-from kernel_tests import pass_in_the_interpreter
+from kernel_tests import pass_in_the_interpreter, poison_new_tensors
 from test_bias import TOPS, rows
 from torch import Tensor
 
@@ -50,14 +50,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel leaves unwritten is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_new_tensors(monkeypatch)
 
 
 def problem(

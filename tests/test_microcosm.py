@@ -191,7 +191,12 @@ def test_distances_from_the_control_are_those_of_the_files() -> None:
     assert f"at most {max(first):.2f} above the control's loss" in text
     assert f"at 450 and 550 at most {max(second):.2f} and {max(third):.2f} above it" in text
     assert all(early < late for early, late in zip(second, third, strict=True))
-    assert f"its loss is {above_control('qk_clip')[0]:.2f} above the control's" in text
+    clipped, capped = above_control("qk_clip"), above_control("softcap")
+    assert f"its loss is {min(clipped):.2f} to {max(clipped):.2f} above the control's" in text
+    assert f"The loss is {min(capped):.2f} to {max(capped):.2f} above the control's" in text
+    apart = [a - b for a, b in zip(above_control("qk_norm"), above_control("qk_norm_delta_from_p"), strict=True)]
+    assert sum(difference > 0.005 for difference in apart) == 3
+    assert f"above on three seeds of five (by up to {max(apart):.2f})" in text
 
 
 def test_distances_in_steps_are_those_of_the_files() -> None:
@@ -207,8 +212,27 @@ def test_distances_in_steps_are_those_of_the_files() -> None:
     assert f"it does so {min(earlier)} to {max(earlier)} steps earlier" in text
     muon = runs("muon")
     adamw = [run.replace("ablations/muon", "seeds/flash") for run in muon]
-    steps = [" and ".join(str(explosion(run, 1000)) for run in names) for names in (muon, adamw)]
+    steps = [each([explosion(run, 1000) for run in names]) for names in (muon, adamw)]
     assert f"({steps[0]} against {steps[1]})" in text
+
+
+def largest_logit(variant: str) -> float:
+    return max(probe[f"max_logit_{layer}"] for run in runs(variant) for probe in probes(run, 1000) for layer in LAYERS)
+
+
+def test_what_is_said_of_the_models_own_stabilisers_is_in_the_files() -> None:
+    text = prose(ABLATIONS)
+    assert (
+        f"largest logit is {largest_logit('qk_norm'):.0f} against {largest_logit('qk_norm_delta_from_p'):.1f}" in text
+    )
+    assert max(largest_logit(f"gated_{control}") for control in ("delta_from_p", "fp32_o")) < 54
+    assert f"and comes to {norms('softcap', 1000, LAYERS)}, in both layers above 10" in text
+    assert all(float(norms("softcap", 1000, (layer,)).split(" ")[0]) > LARGE for layer in LAYERS)
+    assert float(norms("softcap_delta_from_p", 1000, LAYERS).rsplit(" ", maxsplit=1)[1]) < 5.2
+    pairs = zip(runs("softcap"), runs("flash"), strict=True)
+    assert all((large_from(capped, 1000) or 0) > (large_from(plain, 1000) or 0) for capped, plain in pairs)
+    safe, plain = ([explosion(run, 1000) for run in runs(variant)] for variant in ("stable_safe", "flash"))
+    assert sum(a is not None and (b is None or a < b) for a, b in zip(safe, plain, strict=True)) == 3
 
 
 def test_what_is_said_of_single_layers_is_in_the_files() -> None:

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from attention_cases import CASES, Problem, magnitudes, make, oracle, relative_errors, run
-from kernel_tests import pass_in_the_interpreter
+from kernel_tests import pass_in_the_interpreter, poison_new_tensors
 
 import attention
 from attention import AttentionConfig, AttentionSpec
@@ -30,14 +30,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel leaves unwritten is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_new_tensors(monkeypatch)
 
 
 def spec(backend: str = "standard_triton", numerics: str = "hardware", sites: tuple[str, ...] = ()) -> AttentionSpec:
