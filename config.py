@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.machinery
 import importlib.util
 import io
 import itertools
@@ -160,13 +161,21 @@ def load_attention(path: str) -> AttentionConfig:
     return typed
 
 
+class _WritesNothing(importlib.machinery.SourceFileLoader):
+    """Leaves no __pycache__ beside a file of the user's."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        pass
+
+
 def _run_file(path: str) -> types.ModuleType:
     file = Path(path)
     if not file.is_file():
         known = sorted(f"configs/{p.relative_to(PRESETS)}" for p in PRESETS.rglob("*.py") if "__" not in str(p))
         raise invalid("config file", path, known)
-    spec = importlib.util.spec_from_file_location(f"preset_{file.stem}", file)
-    if spec is None or spec.loader is None:
+    name = f"preset_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file, loader=_WritesNothing(name, str(file)))
+    if file.suffix != ".py" or spec is None or spec.loader is None:
         raise invalid("config file", path, "a Python file, ending in .py")
     module = importlib.util.module_from_spec(spec)
     try:

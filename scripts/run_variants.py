@@ -100,7 +100,7 @@ class Variant:
         self.written, self.first = self.metrics_written(), self.step
         self.slot, self.log = slot, open(logs / f"{self.name}.log", "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *self.arguments, *resume],
+            [sys.executable, "-u", str(ROOT / "train.py"), *self.arguments, *resume],  # a log is read while it grows
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def through_json(config: TrainConfig) -> TrainConfig:
 def test_every_recipe_and_ablation_is_found() -> None:
     assert {"debug", "quickstart", "fast_failure", "gpt2_paper", "gpt2_muon"} <= {*map(name, RECIPES)}
     assert {"only_layer_2", "all_but_layer_2", "outlier_heads", "untiled", "delta_from_p"} <= {*map(name, ABLATIONS)}
+
+
+def test_a_file_of_ones_own_is_read_and_nothing_is_left_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "mine.py").write_text("from configs.debug import config\n")
+    assert load([str(tmp_path / "mine.py")]) == load([DEBUG])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)

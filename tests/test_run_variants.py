@@ -364,7 +364,7 @@ def test_an_interrupt_of_the_real_command_leaves_no_run_behind(place: Place) -> 
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        env=environment(),
+        env=environment() | {"PYTHONUNBUFFERED": ""},  # what a run says comes in order all the same
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True,
     )
