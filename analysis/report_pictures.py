@@ -43,9 +43,10 @@ def draw_all(everything: Sequence[tuple[Evidence, Facts]], out: Path) -> None:
     look = report_plots.looks(all_runs, order)
     report_plots.draw(all_runs, report_plots.PANELS, out / ALL_RUNS, look=look)
     if others := [(run, facts) for run, facts in all_runs if not run.has_base_recipe]:
+        last = max(facts.last_step for _, facts in others)
         others = [pair for pair in runs if pair[0].name in BESIDE_OTHER_RECIPES] + others
         of_others = report_plots.looks(others, ())
-        report_plots.draw(others, report_plots.PANELS[:4], out / OTHER_RECIPES, look=of_others)
+        report_plots.draw(others, report_plots.PANELS[:4], out / OTHER_RECIPES, look=of_others, last_step=last)
     for name, members in PICTURES.items():
         if chosen := [(run, facts) for run, facts in runs if report_claims.base(run.name) in members]:
             report_plots.draw(chosen, report_plots.PANELS[:2], out / name, look=look)

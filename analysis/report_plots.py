@@ -80,10 +80,15 @@ def looks(runs: Sequence[tuple[Evidence, Facts]], order: Sequence[str]) -> dict[
 
 
 def draw(
-    runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], path: Path, *, look: dict[str, dict[str, Any]]
+    runs: Sequence[tuple[Evidence, Facts]],
+    panels: Sequence[Panel],
+    path: Path,
+    *,
+    look: dict[str, dict[str, Any]],
+    last_step: int | None = None,
 ) -> None:
-    """Write the picture; ``look``: of every run, see ``looks``."""
-    save(figure(runs, panels, look), path)
+    """Write the picture, to ``last_step`` or the last step of the longest run; ``look``: of every run, see ``looks``."""
+    save(figure(runs, panels, look, last_step), path)
 
 
 def save(drawn: Any, path: Path) -> None:
@@ -94,7 +99,12 @@ def save(drawn: Any, path: Path) -> None:
     files.write_bytes(path, plots.small(picture.getvalue()))
 
 
-def figure(runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], look: dict[str, dict[str, Any]]) -> Any:
+def figure(
+    runs: Sequence[tuple[Evidence, Facts]],
+    panels: Sequence[Panel],
+    look: dict[str, dict[str, Any]],
+    last_step: int | None = None,
+) -> Any:
     """A matplotlib ``Figure``: one panel above the other, a legend of variants on top, dotted lines where runs explode."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -114,6 +124,8 @@ def figure(runs: Sequence[tuple[Evidence, Facts]], panels: Sequence[Panel], look
             if facts.exploded_at is not None:
                 axes.axvline(facts.exploded_at, color=look[run.name]["color"], linestyle=":", linewidth=1.0, zorder=1)
         _finish(axes, panel, runs)
+    if last_step is not None:
+        all_axes[-1].set_xlim(-0.02 * last_step, 1.02 * last_step)
     all_axes[-1].set_xlabel("optimiser step", fontsize=TEXT + 1)
     labels = [f"{group.name}: {group.outcome}" for group in variants]
     lines = [Line2D([], [], **look[group.runs[0][0].name]) for group in variants]

@@ -77,6 +77,23 @@ class Scan:
         sizes = tuple(a + b for a, b in zip(self.sizes, other.sizes, strict=True))
         return Scan(lead=self.lead, runs=self.runs | other.runs, sizes=sizes, ends=ends, settings=settings)
 
+    def minus(self, other: Scan) -> Scan:
+        """The scan less that of some of its runs. Raises ``UserError`` where a value of it is of one of them, the next not known."""
+        of_them = {end[1] for ends in self.ends.values() for end in ends if end is not None} & other.runs.keys()
+        settings = {}
+        for key, (in_time, shortest, false, open_ones) in self.settings.items():
+            less = other.settings[key]
+            if less[1] is not None and less[1] == shortest:
+                of_them |= other.runs.keys()
+            settings[key] = (in_time - less[0], shortest, false - less[2], open_ones - less[3])
+        if of_them:
+            raise UserError(
+                f"{', '.join(sorted(of_them))}: a value of the scan is theirs, and the next one is not known"
+            )
+        sizes = tuple(a - b for a, b in zip(self.sizes, other.sizes, strict=True))
+        runs = {name: step for name, step in self.runs.items() if name not in other.runs}
+        return dataclasses.replace(self, runs=runs, sizes=sizes, settings=settings)
+
     def text(self) -> str:
         """Two tables, and of which runs."""
         stable, unknown, exploding = self.sizes

@@ -2,7 +2,7 @@
 
     python scripts/alarm_table.py runs/failing runs/fixed ... --out alarms.md --thin results/alarm
     python scripts/alarm_table.py runs other/runs --scan
-    python scripts/alarm_table.py runs/new --keep alarms.md --out alarms.md --thin results/alarm --scan
+    python scripts/alarm_table.py runs/new --keep alarms.md --out alarms.md --thin results/alarm --scan [--was old/runs/...]
 
 A folder of runs stands for the runs in it; of two runs of one name the longer counts. A run exploded where its training loss stays 0.5
 above its best so far for 200 steps (``--margin``, ``--patience``). Detectors: the rules of training/alarm.py, made afresh from
@@ -12,7 +12,7 @@ counts. In a run that went to its planned end without an explosion, an alarm is 
 ``--scan`` adds where thresholds could lie: what parts the runs, with which margins, and the rule ``growth`` at other settings.
 ``--keep`` adds runs to a table whose runs' logs are gone: its rows stay as they are, and a run that is given takes the place of its row,
 unless the row is of a longer one. The table must be one that the same options make. With ``--scan`` the runs are added to NAME_scan.md
-beside it, too; of that no run can be taken out again, so there a run in the place of a row is refused.
+beside it, too. There a run in the place of a row needs the logs that its row was made of, to take out what they had in it: ``--was``.
 """
 
 from __future__ import annotations
@@ -164,16 +164,30 @@ def newer(given: Sequence[Run], there: Sequence[Row], table: Path) -> list[Run]:
 
 def scanned(runs: Sequence[Run], there: Sequence[Row], args: argparse.Namespace) -> str:
     """What ``--scan`` prints of the runs and of those that the kept table has. Raises ``UserError``."""
-    rows = {row.name: row.last_step for row in there}
-    for run in runs:
-        if run.name in rows:
-            raise UserError(
-                f"--scan: {run.name} takes the place of a row of {args.keep}, whose part in its scan cannot be taken out"
-            )
-    new = scan(runs, rules(args), args.lead)
+    config = rules(args)
+    new = scan(runs, config, args.lead)
     if args.keep is None:
         return new.text()
-    return new.plus(alarm_scan.kept(scan_file(args.keep), new, rows)).text()
+    rows = {row.name: row for row in there}
+    names, before = {run.name for run in runs}, read_runs(args.was, args) if args.was else []
+    for run in before:
+        row = rows.get(run.name)
+        # As printed: a row that ends above the margin does not say whether it was cut.
+        if (
+            row is None
+            or run.name not in names
+            or alarm_rows.markdown([examine(run, args)]) != alarm_rows.markdown([row])
+        ):
+            raise UserError(f"--was: {run.name} is not what a row of {args.keep} that is replaced was made of")
+    if missing := sorted(names & rows.keys() - {run.name for run in before}):
+        raise UserError(
+            f"--scan: {', '.join(missing)}: in the place of a row of {args.keep}, whose part in its scan cannot be taken out"
+            " without the run that it was made of (--was)"
+        )
+    old = alarm_scan.kept(scan_file(args.keep), new, {row.name: row.last_step for row in there})
+    if before:
+        old = old.minus(scan(before, config, args.lead))
+    return new.plus(old).text()
 
 
 def scan_file(table: Path) -> Path:
@@ -214,6 +228,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--thin", default="", help="folder for the evidence, one small CSV a run")
     parser.add_argument("--keep", type=Path, help="table.md of an earlier call: its rows of other runs stay")
     parser.add_argument(
+        "--was",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="with --keep --scan: what the rows were made of that are replaced",
+    )
+    parser.add_argument(
         "--margin", type=float, default=0.5, help="nats above the best loss that begin an explosion (0.5)"
     )
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make one (200)")
@@ -242,6 +263,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise invalid("--out", args.out, "a file name that ends in .md or .csv")
     if args.keep is not None and args.keep.suffix != ".md":
         raise invalid("--keep", str(args.keep), "a table that --out wrote, in a file whose name ends in .md")
+    if args.was and (args.keep is None or not args.scan):
+        raise UserError("--was: it is for --keep with --scan")
     return args
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +226,53 @@ def test_a_table_that_was_written_into_is_refused(
     assert not (tmp_path / "new.md").exists()
 
 
-def test_no_run_is_taken_out_of_a_scan(runs: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_taken_out_of_a_scan_by_the_logs_of_its_row(runs: Path, tmp_path: Path) -> None:
+    names, scan = ("failing", "late", "quiet", "cut", "accused"), ("--scan",)
+    whole = make(runs, names, tmp_path / "whole.md", *scan)
+    short = tmp_path / "short"
+    for name, step in (("late", 1500), ("accused", 3000)):  # neither is the furthest of those that are cut
+        shutil.copytree(runs / name, short / name)
+        cut_at(short / name, step)
+    old = tmp_path / "old.md"
+    alarm_table.main(
+        [*(str(runs / name) for name in ("failing", "quiet", "cut")), str(short), "--out", str(old), *scan]
+    )
+    was = ("--keep", str(old), *scan, "--was", str(short))
+    assert make(runs, ("late", "accused"), tmp_path / "new.md", *was) == whole
+
+
+@pytest.mark.parametrize(
+    ("names", "was", "message"),
+    [
+        (("quiet",), (), "--scan: quiet: in the place of a row of "),
+        (("quiet", "late"), ("late",), "--was: late is not what a row of "),
+        (("late",), ("cut",), "--was: cut is not what a row of "),
+        (("quiet",), ("quiet",), "quiet: a value of the scan is theirs"),
+        (("failing",), ("failing",), "failing: a value of the scan is theirs"),
+    ],
+)
+def test_no_run_is_taken_out_of_a_scan_otherwise(
+    runs: Path,
+    made: Path,
+    names: tuple[str, ...],
+    was: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = made.with_name("table_scan.md").read_text()
     with pytest.raises(SystemExit):
-        make(runs, ("quiet",), made, "--keep", str(made), "--scan")
-    assert "--scan: quiet takes the place of a row of " in capsys.readouterr().err
+        make(
+            runs, names, made, "--keep", str(made), "--scan", *(["--was", *(str(runs / n) for n in was)] if was else [])
+        )
+    complaint = capsys.readouterr().err
+    assert (message in complaint, complaint.count("\n")) == (True, 1)
+    assert made.with_name("table_scan.md").read_text() == before
+
+
+def test_was_is_for_a_scan_that_is_kept(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        alarm_table.main([str(runs / "quiet"), "--scan", "--was", str(runs / "quiet")])
+    assert capsys.readouterr().err == "error: --was: it is for --keep with --scan\n"
 
 
 def of_thinned(row: alarm_rows.Row) -> alarm_scan.Run:
@@ -236,11 +280,12 @@ def of_thinned(row: alarm_rows.Row) -> alarm_scan.Run:
     half, the others none."""
     with (ROOT / f"results/alarm/gpt2/{row.name}.csv").open(newline="") as file:
         probes = read_csv(file)
-    nothing = [[0.0] * 12] * 12
+    layers = range(sum(name.startswith("w_q_norm_") for name in probes[0]))
+    nothing = [[0.0] * 12] * len(layers)
     telemetry: list[dict[str, Any]] = []
     for probe in probes:
         norm, most, half, w_q = (
-            [probe[f"{name}_{layer}"] for layer in range(12)]
+            [probe[f"{name}_{layer}"] for layer in layers]
             for name in ("qk_head_norm", "max_logit", "half_logit", "w_q_norm")
         )
         logits = [[a, *[b] * 5, *[0.0] * 6] for a, b in zip(most, half, strict=True)]

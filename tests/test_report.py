@@ -684,6 +684,14 @@ def test_other_seeds_look_like_their_variant_but_thin(out: Path) -> None:
     assert [text.get_text().partition(":")[0] for text in legend] == ["failing"]
 
 
+def test_a_picture_ends_where_it_is_asked_to(out: Path) -> None:
+    runs = report_blocks.told(script.read_evidence(out))
+    panels, look = report_plots.PANELS[:2], report_plots.looks(runs, [])
+    whole, part = report_plots.figure(runs, panels, look), report_plots.figure(runs, panels, look, last_step=40)
+    assert whole.axes[0].get_xlim()[1] > max(facts.last_step for _, facts in runs) > 41
+    assert all(40 < axes.get_xlim()[1] < 41 for axes in part.axes)
+
+
 def test_stretches_are_means_over_steps_not_rows() -> None:
     steps, means = report_plots.stretches([0, 1, 2, 60], [1.0, 2.0, 3.0, 9.0], is_log=False)
     assert (steps.tolist(), means.tolist()) == ([1.0, 60.0], [2.0, 9.0])

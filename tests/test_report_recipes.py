@@ -351,7 +351,7 @@ def test_runs_of_other_recipes_are_collected_and_drawn_with_all_runs_and_apart(
     script.main(["collect", str(runs), "--out", str(tmp_path / "out")])
     drawn: dict[str, list[str]] = {}
     monkeypatch.setattr(
-        report_plots, "draw", lambda runs, _, path, look: drawn.update({path.name: [run.name for run, _ in runs]})
+        report_plots, "draw", lambda runs, _, path, **__: drawn.update({path.name: [run.name for run, _ in runs]})
     )
     script.main(["plots", "--out", str(tmp_path / "out")])
     of_base = {"failing_and_fixed.png": ["flash"], "two_explanations.png": ["flash"]}
