@@ -44,10 +44,11 @@ ROUNDED, STOCHASTIC = "P_bar rounded, all to nearest", "P_bar rounded, it or O s
 UNROUNDED, SUBTRACTED, PAPER = "P_bar unrounded", "P_bar rounded, subtracted first", "`paper`"
 UNTILED = "`untiled`"
 UNFUSED = "P_bar rounded, product rounded first"
+SUM_ROUNDED = "P_bar and its sum rounded"
 FUSED = "fused"
 _EXPONENTIALS = {"folded": FUSED, "subtracted": "subtracted first", "unfused": "not fused"}
-KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNTILED, UNFUSED)
-"""The last two have a place in tables and pictures once there is a run of them."""
+KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNTILED, UNFUSED, SUM_ROUNDED)
+"""The last three have a place in tables and pictures once there is a run of them."""
 
 
 def kind_of(run: Evidence) -> str | None:
@@ -69,6 +70,8 @@ def kind_of(run: Evidence) -> str | None:
         return PAPER if numerics.get("tile_k") else UNTILED
     if (exponential := _exponential(run)) != FUSED:
         return UNFUSED if exponential == _EXPONENTIALS["unfused"] else SUBTRACTED
+    if numerics.get("divisor", "unrounded") == "rounded":
+        return SUM_ROUNDED
     drawn = "stochastic" in (numerics.get("output_rounding"), numerics.get("probabilities_rounding"))
     return STOCHASTIC if drawn else ROUNDED
 
@@ -185,7 +188,7 @@ def one_hot_table(runs: Sequence[Evidence]) -> str:
     """Relative error of delta in rows at one key, by the head's largest logit."""
     heads = ["largest logit of the head"]
     found = {kind: one_hot(runs, kind) for kind in KINDS}
-    kinds = [kind for kind in KINDS if kind not in KINDS[-2:] or found[kind]]
+    kinds = [kind for kind in KINDS if kind not in KINDS[-3:] or found[kind]]
     for kind in kinds:
         heads += [f"{kind}: heads", "error, median (10 - 90 %)"]
     rows = []
@@ -340,8 +343,9 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
     FigureCanvasAgg(drawn)
     top, bottom = drawn.subplots(2, 1, sharex=True)
     kinds = [(ROUNDED, COLOURS[0]), (STOCHASTIC, COLOURS[4]), (UNROUNDED, COLOURS[1]), (SUBTRACTED, COLOURS[2])]
-    if any(kind_of(run) == UNFUSED for run, _ in runs):
-        kinds.append((UNFUSED, COLOURS[3]))
+    for kind, colour in ((UNFUSED, COLOURS[3]), (SUM_ROUNDED, COLOURS[5])):
+        if any(kind_of(run) == kind for run, _ in runs):
+            kinds.append((kind, colour))
     for kind, colour in kinds:
         rows = one_hot([run for run, _ in runs], kind)
         logits = [row["max_logit"] for row in rows]

@@ -35,7 +35,7 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
     sites, v, exponent = problem.sites, problem.v, exponent_of(problem)
     shape = (*problem.q[:, :, rows].shape[:3], 1)
     m = torch.full(shape, -torch.inf, device=v.device)
-    row_sum = torch.zeros(shape, device=v.device)
+    row_sum = divisor = torch.zeros(shape, device=v.device)
     o_bar = torch.zeros((*shape[:3], v.shape[3]), device=v.device)
     coarse = sites.numerics.tile_product != "fp32" or sites.numerics.accumulator != "fp32"
     o_exact = o_bar.clone() if coarse else o_bar
@@ -46,11 +46,15 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         rescale = exponent.rescale(m, m_new)
         row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True))
         weights = problem.weights(p_bar, rows, columns, seed)
+        if sites.numerics.divisor == "rounded":
+            divisor = sites.statistics(rescale * divisor + weights.sum(dim=-1, keepdim=True))
+        else:
+            divisor = row_sum
         product = multiply(weights, v[:, :, columns], sites.numerics.products)
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
-    return o_bar / row_sum, o_exact / row_sum, statistics_to_save(exponent, m, row_sum, sites)
+    return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, sites)
 
 
 @torch.library.custom_op("attention::flash_reference_forward", mutates_args=())

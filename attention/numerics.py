@@ -25,6 +25,7 @@ DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
 ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
 EXPONENTS = ("folded", "subtracted", "unfused")
 SAVED_STATISTICS = ("logsumexp", "max_and_sum")
+DIVISORS = ("unrounded", "rounded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,15 @@ class Numerics:
     Both act where S, m, l and L are FP32, there is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is
     subtracted in any case. Where ``saved_statistics`` is L the kernels that subtract fold exp(S - L)."""
     probabilities: str = "input"
-    """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. Row sums use the unrounded values."""
+    """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. l sums the unrounded values."""
     probabilities_rounding: str = "nearest"
     """How P_bar is rounded for P_bar V. P for P^T dO is rounded to nearest in either case."""
     products: str = "exact"
     """How P_bar V multiplies where P_bar is FP32: exactly, or as three products of TF32 parts, which drops the product of the low ones."""
+    divisor: str = "unrounded"
+    """What O_bar is divided by at the end: l, or the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l
+    is. Then O is an average of V with weights that sum to 1, whatever rounding does to them. The backward pass has l in either case, as
+    proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721)."""
     tile_product: str = "fp32"
     """P_bar V of one tile."""
     accumulator: str = "fp32"
@@ -162,7 +167,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         name: FORMATS
         for name in _FIELDS
         if not name.startswith(("row_max", "tile_q", "tile_k"))
-        and name not in ("exponent", "saved_statistics", "delta", "delta_output", "products")
+        and name not in ("exponent", "saved_statistics", "delta", "delta_output", "products", "divisor")
     },
     "exponent": EXPONENTS,
     "saved_statistics": SAVED_STATISTICS,
@@ -170,6 +175,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "output_rounding": ROUNDINGS,
     "delta_rounding": ROUNDINGS,
     "products": PRODUCTS,
+    "divisor": DIVISORS,
     "delta": DELTAS,
     "delta_output": ("output", *FORMATS, *RESIDUALS),
     "row_max": ROW_MAXES,

@@ -92,6 +92,9 @@ PRESETS: dict[str, Preset] = {
         "S c rounded before m is subtracted, as torch's copy has it: P_bar of a row's maximum is 1",
         _fixed(exponent="unfused"),
     ),
+    "flash_rounded_sum": _flash(
+        "O divided by the sum of the rounded P_bar: its weights sum to 1", _fixed(divisor="rounded")
+    ),
     "flash_untiled": _flash("one tile, the whole sequence", _fixed(tile_q=0, tile_k=0)),
     "flash_stable": _flash(
         "Algorithm 3, later version: beta 2, ties within 1e-3",

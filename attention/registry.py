@@ -61,6 +61,8 @@ def _standard_obstacle(call: Call) -> str | None:
         return f"it keeps P, not what makes it again: saved_statistics = {n.saved_statistics!r}, expected logsumexp"
     if n.probabilities_rounding != "nearest":
         return "it rounds P to nearest only"
+    if n.divisor != "unrounded":
+        return "it divides by l before P is rounded"
     if (n.tile_product, n.accumulator, n.statistics) != ("fp32", "fp32", "fp32"):
         return "it has no running sums to round"
     return None

@@ -62,12 +62,12 @@ def add_tile(
 
 @triton.jit
 def forward_range(
-    b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, middle, last, S, stride_kb, stride_ks, stride_kh,
+    b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, first, middle, last, S, stride_kb, stride_ks, stride_kh,
     stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed,
     INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr,
-    PROBABILITIES_ROUNDING: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr,
-    EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr,
+    PROBABILITIES_ROUNDING: tl.constexpr, ROUNDED_SUM: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 over the columns [first, last), one block at a time, where a block is a tile of ``Numerics``.
@@ -105,20 +105,22 @@ def forward_range(
         b_p = weights(
             b_p, seed, i_bh, o_t, start, PROBABILITIES, PROBABILITIES_ROUNDING, _PROBABILITIES_STREAM, DTYPE, BT, BS
         )
+        if ROUNDED_SUM:
+            b_d = round_to(b_alpha * b_d + tl.sum(b_p.to(tl.float32), 1), STATISTICS)
         if TILE_PRODUCT == FP32 and ACCUMULATOR == FP32:
             b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None], TF32X3)
         else:
             b_product = dot(b_p, b_v, tl.zeros([BT, D], tl.float32), TF32X3)
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
-    return b_acc, b_exact, b_m, b_l
+    return b_acc, b_exact, b_m, b_l, b_d
 
 
 @triton.jit
 def forward_tile(
-    b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
+    b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
     stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed, INPUTS: tl.constexpr,
     SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr,
-    TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr,
+    ROUNDED_SUM: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr,
     ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
     TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +145,7 @@ def forward_tile(
     b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
     b_alpha = rescaling(b_m, b_m_new, unit, FOLD)
     b_sum = tl.zeros([BT], tl.float32)
+    b_rounded_sum = tl.zeros([BT], tl.float32)
     b_product = tl.zeros([BT, D], tl.float32)
     for start in range(first, last, BS):
         b_s, _ = block_scores(
@@ -156,10 +159,14 @@ def forward_tile(
         b_p = weights(
             b_p, seed, i_bh, o_t, start, PROBABILITIES, PROBABILITIES_ROUNDING, _PROBABILITIES_STREAM, DTYPE, BT, BS
         )
+        if ROUNDED_SUM:
+            b_rounded_sum += tl.sum(b_p.to(tl.float32), 1)
         b_product = dot(b_p, b_v, b_product, TF32X3)
+    if ROUNDED_SUM:
+        b_d = round_to(b_alpha * b_d + b_rounded_sum, STATISTICS)
     b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)
     b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
-    return b_acc, b_exact, b_m_new, b_l
+    return b_acc, b_exact, b_m_new, b_l, b_d
 
 
 @triton.jit
@@ -167,8 +174,9 @@ def forward_kernel(
     p_q, p_k, p_v, p_o, p_delta_o, p_saved, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
     stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance,
     cap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, LOGSUMEXP: tl.constexpr,
-    APART: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr, TF32X3: tl.constexpr,
-    TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, OUTPUT: tl.constexpr, OUTPUT_ROUNDING: tl.constexpr,
+    APART: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr, ROUNDED_SUM: tl.constexpr,
+    TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, OUTPUT: tl.constexpr,
+    OUTPUT_ROUNDING: tl.constexpr,
     DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr, KEEP: tl.constexpr, RESIDUAL: tl.constexpr,
     ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TILED: tl.constexpr,
     ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr,
@@ -204,25 +212,26 @@ def forward_kernel(
     b_exact = tl.zeros([BT, D], tl.float32)
     b_m = tl.full([BT], -float("inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
+    b_d = tl.zeros([BT], tl.float32)
     last = tl.minimum(row + BT, S) if CAUSAL else S
     if TILED:
         for first in range(0, last, tile):
-            b_acc, b_exact, b_m, b_l = forward_tile(
-                b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, first, tl.minimum(first + tile, last), S,
+            b_acc, b_exact, b_m, b_l, b_d = forward_tile(
+                b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, first, tl.minimum(first + tile, last), S,
                 stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit,
                 softcap, beta, tolerance, cap, seed, INPUTS, SCORES, STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING,
-                TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT,
+                ROUNDED_SUM, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT,
                 BS, D,
             )  # fmt: skip
     else:
         middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
         for MASKED in tl.static_range(0, 1 if ONE_LOOP else 2):
-            b_acc, b_exact, b_m, b_l = forward_range(
-                b_acc, b_exact, b_m, b_l, b_q, p_k, p_v, i_bh, H, o_t, middle if MASKED else 0, middle,
+            b_acc, b_exact, b_m, b_l, b_d = forward_range(
+                b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, middle if MASKED else 0, middle,
                 last if MASKED or ONE_LOOP else middle, S, stride_kb, stride_ks, stride_kh, stride_kd, stride_vb,
                 stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed, INPUTS, SCORES,
-                STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP,
-                ROW_MAX, SOFTCAP, FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
+                STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING, ROUNDED_SUM, TF32X3, TILE_PRODUCT, ACCUMULATOR,
+                COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
     if APART:
         p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
@@ -231,12 +240,14 @@ def forward_kernel(
     else:
         b_lse = round_to(log_sum_exp(b_m, b_l, unit, FOLD), LOGSUMEXP)
         tl.store(p_saved + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
-    b_o = divide_rows(b_acc, b_l)
+    if not ROUNDED_SUM:
+        b_d = b_l
+    b_o = divide_rows(b_acc, b_d)
     b_rounded = round_output(b_o, OUTPUT, OUTPUT_ROUNDING, b_words, BT, D)
     store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
     if KEEP:
         if COARSE:
-            b_o = divide_rows(b_exact, b_l)
+            b_o = divide_rows(b_exact, b_d)
         if RESIDUAL:
             b_delta_o = residual(b_o, b_rounded, OUTPUT, RESIDUAL)
         else:
@@ -304,6 +315,7 @@ def launch_forward(
         APART=n.saved_statistics == "max_and_sum",
         PROBABILITIES=format_code(n.probabilities),
         PROBABILITIES_ROUNDING=ROUNDINGS.index(n.probabilities_rounding),
+        ROUNDED_SUM=n.divisor == "rounded",
         TF32X3=n.products == "tf32x3" and n.probabilities == "fp32",
         TILE_PRODUCT=format_code(n.tile_product),
         ACCUMULATOR=format_code(n.accumulator),

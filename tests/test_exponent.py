@@ -121,8 +121,12 @@ class TestReference:
         assert errors.mean() < -10 * standard_error
 
     @pytest.mark.parametrize("logit", ANY)
-    @pytest.mark.parametrize("sites", [("exponent=subtracted",), ("exponent=unfused",), ("probabilities=fp32",)])
-    def test_subtracted_unfused_or_with_p_bar_in_fp32_o_is_v(self, sites: tuple[str, ...], logit: float) -> None:
+    @pytest.mark.parametrize(
+        "sites", [("exponent=subtracted",), ("exponent=unfused",), ("probabilities=fp32",), ("divisor=rounded",)]
+    )
+    def test_subtracted_unfused_or_divided_by_the_p_bar_that_is_read_o_is_v(
+        self, sites: tuple[str, ...], logit: float
+    ) -> None:
         x = one_hot(high=logit)
         assert torch.equal(x.run(*sites)[0], x.p.v)
         assert x.delta_errors(*sites).abs().max() < 1e-6
@@ -303,6 +307,13 @@ def test_kernels_that_fold_are_off_as_the_reference_is(logit: float, device: str
     # A unit is as large as the error is: most rows are to be equal.
     assert (found == expected).all(dim=-1).double().mean() >= 0.95
     assert bool((found != x.p.v.double()).any()) == (logit > THRESHOLD)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("logit", LOGITS)
+def test_kernels_that_divide_by_the_p_bar_that_is_read_give_the_v_of_a_single_key(logit: float, device: str) -> None:
+    x = kernel_rows(logit, device)
+    assert torch.equal(x.run(preset="flash_rounded_sum", backend="flash")[0], x.p.v)
 
 
 @pytest.mark.parametrize("device", DEVICES)

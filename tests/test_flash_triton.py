@@ -192,6 +192,30 @@ def test_output_roundings_draw_the_references_bits(sites: tuple[str, ...], round
     assert_agree(p, "flash", sites=(*sites, *extra), seed=2**40 + 7)
 
 
+@pytest.mark.parametrize(
+    "sites",
+    [
+        (),
+        ("probabilities_rounding=stochastic",),
+        ("delta_output=fp32", "accumulator=m5"),
+        ("delta_output=residual8",),
+        ("statistics=m4", "tile_product=m6"),
+        ("saved_statistics=max_and_sum",),
+        ("row_max=stabilised_safe",),
+        ("tile_k=0", "statistics=m4"),
+        ("tile_k=48", "delta_output=fp32", "accumulator=m5"),
+    ],
+    ids=" ".join,
+)
+def test_o_is_divided_by_the_sum_that_the_reference_makes(sites: tuple[str, ...], device: torch.device) -> None:
+    """P_bar in three bits, so that its sum is far from l; rows of blocks without and with hidden columns."""
+    p = problem("random", device, torch.float32, (2, 70, 2, 16))
+    tiles = ("tile_q=16", "tile_k=16", "probabilities=m3")
+    assert_agree(p, "flash_rounded_sum", sites=(*tiles, *sites), seed=5)
+    found, plain = (run(p, spec(name, sites=(*tiles, *sites)), seed=5)[0] for name in ("flash_rounded_sum", "flash"))
+    assert (found - plain).norm() / plain.norm() > 1e-3
+
+
 @pytest.mark.parametrize("shape", [(2, 40, 2, 16), (1, 70, 2, 32), (1, 33, 1, 64)])
 @pytest.mark.parametrize("tiles", [(16, 16), (64, 32), (32, 48), (64, 64)])
 def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[int, int], device: torch.device) -> None:

@@ -37,6 +37,7 @@ def test_every_flash_preset_works_on_every_base(name: str, base: str) -> None:
         ("flash", ()),
         ("flash_subtracted", ("exponent=subtracted",)),
         ("flash_unfused", ("exponent=unfused",)),
+        ("flash_rounded_sum", ("divisor=rounded",)),
         ("flash_delta_from_p", ("delta=rowsum_p_dp",)),
         (
             "flash_delta_from_p_subtracted",
