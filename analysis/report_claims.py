@@ -19,7 +19,7 @@ SEED = re.compile(r"_seed_\d+$")
 PAPER: Mapping[str, Expected] = {
     **dict.fromkeys(("flash", "sdpa_flash", "paper", "untiled", "only_layer_1", "run_b", "run_c"), "explodes"),
     **dict.fromkeys(("stochastic_p", "muon", "lr_1e-3", "flash_all_switches", "flash_subtracted"), "explodes"),
-    **dict.fromkeys(("flash_unfused", "flash_rounded_sum"), "explodes"),
+    **dict.fromkeys(("flash_unfused", "rounded_sum"), "explodes"),
     **dict.fromkeys(("fp32_o", "delta_from_p", "recompute_o", "fp32_pv", "fp32_pv_o", "standard"), "quiet"),
     **dict.fromkeys(("all_but_layer_1", "outlier_heads", "stable_beta_2", "stable_beta_7", "stable_safe"), "quiet"),
     **dict.fromkeys(("run_a", "run_d", "muon_delta_from_p", "lr_1e-3_delta_from_p", "compensated_delta"), "quiet"),
@@ -36,7 +36,7 @@ SELF_CORRELATION: Mapping[str, Expected] = {
             "stochastic_p",
             "flash_subtracted",
             "flash_unfused",
-            "flash_rounded_sum",
+            "rounded_sum",
             "run_a_subtracted",
             "stable_beta_2",
             "stable_beta_7",
