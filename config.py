@@ -62,6 +62,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise invalid("run.name", self.name, "letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        if not -(2**63) <= self.seed < 2**64:
+            raise invalid("run.seed", self.seed, "a whole number from -2**63 to 2**64 - 1, as torch takes them")
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise invalid(f"run.{name}", getattr(self, name), "a whole number of 1 or more")

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -21,6 +22,15 @@ def invalid(field: str, value: object, expected: str | Iterable[object]) -> User
     """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices."""
     choices = expected if isinstance(expected, str) else "one of " + ", ".join(str(e) for e in expected)
     return UserError(f"{field} = {value!r}: expected {choices}")
+
+
+def check_place(path: Path, option: str) -> None:
+    """Raise ``UserError`` unless a file can be made at ``path``, whose folders may be missing: before the work, so that none is lost."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir():
+        raise UserError(f"{option} {path}: cannot be written (it is a folder)")
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UserError(f"{option} {path}: cannot be written ({above} is no folder, or takes no files)")
 
 
 def first_line(error: BaseException) -> str:

@@ -205,12 +205,24 @@ def load(folder: Path, spec: AttentionSpec, dtype: torch.dtype, device: torch.de
     return CausalModel(model.eval().requires_grad_(False).to(device), plans, dtype, device)
 
 
-def tokenise(folder: Path, text: Path) -> Tensor:
-    """Tokens [N] int64 of a UTF-8 text by the tokenizer of a local folder. Raises ``UserError`` where there is none."""
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a local folder. Raises ``UserError`` where there is none."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    # transformers 5 makes one that knows nothing but its special tokens, of a folder that has none.
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise UserError(f"{folder}: no tokenizer in it, to read a text with; --data DATASET takes tokens instead")
+    return tokenizer
+
+
+def tokenise(folder: Path, text: Path) -> Tensor:
+    """Tokens [N] int64 of a UTF-8 text by the tokenizer of a local folder. Raises ``UserError`` where there is none."""
+    tokenizer = open_tokenizer(folder)
+    try:
         content = text.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{text} cannot be turned into tokens of {folder}: {str(error).splitlines()[0]}") from None

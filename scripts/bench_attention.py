@@ -24,7 +24,7 @@ from torch import Tensor
 import files
 from attention import AttentionConfig, AttentionSpec
 from attention.dispatch import run
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -181,6 +181,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 1:
         raise invalid("--rounds", args.rounds, "at least 1")
+    if args.json:
+        check_place(args.json, "--json")
     shapes = [(*batch_and_length(text), args.heads, args.head_dim) for text in args.shapes]
     specs = {
         f"{name} (triton)": AttentionSpec(preset=name, numerics=args.numerics, sites=tuple(args.sites), backend="flash")
@@ -197,6 +199,7 @@ def main() -> None:
     if args.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         command = [files.without_folders(word) for word in sys.argv]
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(args.json, {"command": command, "machine": machine, "rows": rows})
 
 

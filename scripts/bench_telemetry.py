@@ -34,7 +34,7 @@ import config as configuration
 import files
 from attention import AttentionConfig, AttentionSpec, registry
 from config import TrainConfig
-from errors import OneLineParser, exit_on_user_error, invalid
+from errors import OneLineParser, check_place, exit_on_user_error, invalid
 from model import GPT, MODEL_PRESETS, initialise
 from training import distributed, record
 from training.optim import build_optimizer, set_learning_rate
@@ -282,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise invalid("--repeats", args.repeats, "1 or more")
     if args.pairs < 1:
         raise invalid("--pairs", args.pairs, "1 or more")
+    if args.json not in ("", "-"):
+        check_place(Path(args.json), "--json")
     config = configuration.override(default_config(tiny=args.tiny), rest)
     result = run(config, args.repeats, args.warm_up, args.pairs)
     print(table(result))
@@ -291,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json == "-":
         print(json.dumps(result, indent=2))
     elif args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         files.write_json(Path(args.json), result)
     if not all(equal):
         raise SystemExit(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention import AttentionConfig, AttentionSpec
-from errors import OneLineParser, UserError, exit_on_user_error
+from errors import OneLineParser, UserError, check_place, exit_on_user_error
 from model import GPT, ModelConfig
 from scripts.checkpoint_inputs import load_weights, read_checkpoint
 from training.huggingface import export_gpt2
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="checkpoint, or folder of a run (its newest one)")
     parser.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
     chosen = parser.parse_args()
+    check_place(chosen.output / "config.json", "output")
     export_gpt2(load_model(chosen.checkpoint), chosen.output)
     print(f"wrote {chosen.output}: GPT2LMHeadModel.from_pretrained opens it")
 

@@ -279,13 +279,7 @@ class Inputs:
 
 def tokenised(folder: Path, text: str) -> Tensor:
     """Tokens [1, N] of a text by the tokenizer of a local folder. Raises ``UserError`` where it has none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"{folder}: no tokenizer in it for --text; --data DATASET takes tokens instead") from None
-    tokens = tokenizer(text)["input_ids"]
+    tokens = hf_causal.open_tokenizer(folder)(text)["input_ids"]
     if len(tokens) < SHORTEST:
         raise invalid("--text", text, f"at least {SHORTEST} tokens, not {len(tokens)}")
     return torch.tensor([tokens])

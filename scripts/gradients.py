@@ -53,7 +53,7 @@ from analysis.gradients import (
 from attention import LayerPlan, registry
 from attention.plan import FLASH_BACKENDS
 from config import TrainConfig
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
 from model import GPT
 from scripts.autopsy import (
     FP16_LOSS_SCALE,
@@ -334,6 +334,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(summary(arguments.table))
         return
     named_of(arguments.attention)  # before a checkpoint is read
+    if arguments.out is not None:
+        check_place(arguments.out, "--out")
     set_deterministic(True, fill_memory=False)
     device = open_device(arguments.device)
     lines = [row for path in arguments.checkpoint for row in examine(path, arguments, device)]

@@ -26,7 +26,7 @@ from analysis import one_key_rows
 from analysis.gradients import parse_attention
 from analysis.one_key_rows import Found, make_rows, measure
 from attention.plan import FLASH_BACKENDS, AttentionSpec
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
 from scripts.autopsy import open_device
 from training.record import environment
 
@@ -96,6 +96,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise invalid("--count", chosen.count, "1 or more")
     if chosen.device == "cuda" and not torch.cuda.is_available():
         raise invalid("--device", "cuda", "cpu or auto: torch sees no CUDA device here")
+    if chosen.json is not None:
+        check_place(chosen.json, "--json")
     return chosen
 
 

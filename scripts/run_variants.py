@@ -36,7 +36,7 @@ import torch
 
 import config as configuration
 from analysis import curves
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
 from training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,7 +188,10 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
         name, own, until = called.partition("@")
         if own and not (until.isdecimal() and int(until) > 0):
             raise invalid("--variants", called, "NAME or NAME@STEP, STEP a whole number from 1 on")
-        words = shlex.split(flags)
+        try:
+            words = shlex.split(flags)
+        except ValueError as error:
+            raise invalid("--variants", text, f"flags as a shell reads them: {error}") from None
         ablation = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
         arguments = [args.recipe, *ablation, *common, *words[len(ablation) :], "--run.name", name]
         config = configuration.load(arguments)
@@ -271,7 +274,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at the runs (5)")
     parser.add_argument("--resume", action="store_true", help="go on with runs that exist and are not over")
     parser.add_argument("--logs", type=Path, default=Path("runs/logs"))
-    return parser.parse_known_args(argv)
+    try:
+        return parser.parse_known_args(argv)
+    except UnicodeDecodeError as error:
+        raise UserError(f"--variants @FILE: not a file of text ({error})") from None
 
 
 @exit_on_user_error
@@ -282,6 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     args.slots = args.slots or (list(range(torch.cuda.device_count())) if gpu else [0])
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible(args.slots, listed, torch.cuda.device_count()) if gpu else {}
+    check_place(args.logs / f"{queue[0].name}.log", "--logs")
     args.logs.mkdir(parents=True, exist_ok=True)
     try:
         run(queue, args, gpus)

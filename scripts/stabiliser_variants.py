@@ -21,7 +21,7 @@ import torch
 
 import files
 from analysis import normaliser_study, normaliser_summary, normaliser_tables
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
 
 OUT = Path(__file__).resolve().parent.parent / "results" / "appendix_c"
 
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise invalid("--seeds", args.seeds, "1 or more")
     if not args.tables:
         torch.set_num_threads(1)
+        check_place(args.out / "bias.csv", "--out")
         args.out.mkdir(parents=True, exist_ok=True)
         files.write_text(args.out / "bias.csv", normaliser_tables.to_csv(normaliser_study.study(args.seeds)))
         files.write_text(args.out / "range.csv", normaliser_tables.to_csv(normaliser_study.ranges(), ".7g"))

@@ -33,7 +33,7 @@ import files
 from analysis.two_readings import ROUNDINGS, Change, Mean, Reading, mean_of, readings
 from attention.plan import LayerPlan
 from config import TrainConfig
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
 from model import GPT
 from scripts.autopsy import add_sampling, build, check_sampling, open_device, read_tokens, spread
 from scripts.checkpoint_inputs import read_checkpoint
@@ -169,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.table:
         print(summary(arguments.table))
         return
+    if arguments.out is not None:
+        check_place(arguments.out, "--out")
     device = open_device(arguments.device)
     lines: list[tuple[object, ...]] = []
     for path in arguments.checkpoint:

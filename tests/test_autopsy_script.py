@@ -281,5 +281,5 @@ def test_a_hugging_face_folder_on_a_text(
     assert "(assumed: the folder does not say)" in printed
     text = tmp_path / "text.txt"
     text.write_text("a text")
-    assert "cannot be turned into tokens" in refused(capsys, monkeypatch, "--hf", folder, "--data", text)
+    assert "no tokenizer in it" in refused(capsys, monkeypatch, "--hf", folder, "--data", text)
     assert "--hf needs --data" in refused(capsys, monkeypatch, "--hf", folder)

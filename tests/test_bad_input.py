@@ -211,11 +211,12 @@ def test_wandb_asked_for_and_not_installed(place: Place, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_wandb_that_cannot_start_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Error", "ValueError"])  # the second: of a tag that it does not take
+def test_wandb_that_cannot_start_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     import wandb
 
     def fails(**_: object) -> None:
-        raise wandb.Error("no key")
+        raise getattr(wandb, kind, ValueError)("no key")
 
     monkeypatch.setattr(wandb, "init", fails)
     recording = {"data.record": place.recording("unlogged")}

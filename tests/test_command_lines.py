@@ -8,6 +8,7 @@ import pytest
 from tiny_runs import ROOT
 
 DEBUG = str(ROOT / "configs/debug.py")
+BELOW_A_FILE = f"{DEBUG}/x"
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
 
 
@@ -62,6 +63,33 @@ def test_an_option_that_there_is_not_is_one_line(
         ("branch_run", ["run", "new", "--layer", "1"], "--layer and --factor: name both of them, or neither"),
         ("branch_run", ["nowhere", "new"], "nowhere: no such folder"),
         ("convert_recording", ["from-published", "here"], "the following arguments are required: NAME"),
+        (
+            "export_huggingface",
+            ["run", BELOW_A_FILE],
+            f"output {BELOW_A_FILE}/config.json: cannot be written ({DEBUG} is",
+        ),
+        ("gradients", ["run", "--out", BELOW_A_FILE], f"--out {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder"),
+        ("gradients", ["run", "--out", str(ROOT)], f"--out {ROOT}: cannot be written (it is a folder)"),
+        ("two_readings", ["run", "--out", BELOW_A_FILE], f"--out {BELOW_A_FILE}: cannot be written ({DEBUG} is no"),
+        ("stabiliser_variants", ["--out", DEBUG], f"--out {DEBUG}/bias.csv: cannot be written ({DEBUG} is no folder"),
+        ("one_key_rows", ["--json", BELOW_A_FILE], f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder"),
+        (
+            "bench_attention",
+            ["--json", BELOW_A_FILE],
+            f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder",
+        ),
+        (
+            "bench_telemetry",
+            ["--json", BELOW_A_FILE],
+            f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder",
+        ),
+        ("run_variants", [DEBUG, "--variants", "a: --run.steps 'x"], "reads them: No closing quotation"),
+        (
+            "run_variants",
+            [DEBUG, "--logs", DEBUG, "--variants", "a"],
+            f"--logs {DEBUG}/a.log: cannot be written ({DEBUG} is",
+        ),
+        ("run_variants", [DEBUG, "--variants", f"@{ROOT}/results/microcosm/compare.png"], "@FILE: not a file of text"),
     ],
 )
 def test_what_is_missing_or_malformed_is_named(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import compare_runs
-from training.metrics import Metrics, WandbConfig
+from training.metrics import Metrics
 
 BATCHES = {"data_sha256": "aa", "recording": "night", "recording_start": "00", "sequence_length": 64}
 
@@ -27,7 +27,7 @@ def write_run(
     **columns: float,
 ) -> Path:
     """A run whose step s has digest ``digests[s]`` (repeated to length; "" for none)."""
-    metrics = Metrics(folder, WandbConfig(), config_json={}, recording="", attention_name="")
+    metrics = Metrics(folder)
     for i, loss in enumerate(losses):
         digest = {"data_digest": digests[min(i, len(digests) - 1)] * 16} if digests else {}
         metrics.log(first + i, train_loss=loss, **digest, **columns)
@@ -69,7 +69,7 @@ def test_the_table_tells_what_was_changed(tmp_path: Path, pair: tuple[Path, Path
 
 
 def test_the_table_holds_losses_norm_and_speed(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "a", WandbConfig(), config_json={}, recording="", attention_name="")
+    metrics = Metrics(tmp_path / "a")
     for step, (norm, speed) in enumerate([(2.0, 10.0), (math.nan, 30.0), (7.0, 20.0)]):
         metrics.log(step, val_loss=4.0 - step)
         metrics.log(step, train_loss=3.0 - step, w_q_norm_max=norm, tokens_per_second=speed)

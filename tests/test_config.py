@@ -135,6 +135,7 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         ("--run.steps 5 stray", r"stray"),
         ("--precision.dtype fp8", r"'fp8'.*--precision\.dtype.*'bfloat16', 'float16', 'float32'"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),
+        (f"--run.seed {2**64}", rf"^run\.seed = {2**64}: expected a whole number from -2\*\*63 to 2\*\*64 - 1"),
         ("--run.peak-tflops nan", r"^run\.peak_tflops = nan: expected 0 or a positive number"),
         (
             "--model.bias True",

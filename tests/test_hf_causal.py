@@ -12,6 +12,7 @@ from analysis import hf_causal
 from analysis.low_rank import high_dw_q
 from attention import AttentionSpec
 from errors import UserError
+from scripts.figure_inputs import tokenised
 
 transformers = pytest.importorskip("transformers")
 T = 24
@@ -139,3 +140,13 @@ def test_another_family(tmp_path: Path) -> None:
     config = transformers.GPTNeoXConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=16, vocab_size=64)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
     assert "model_type = 'gpt_neox'" in refusal(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("so much to read")
+    for read in (
+        lambda: hf_causal.tokenise(folder, tmp_path / "text.txt"),
+        lambda: tokenised(folder, "so much to read"),
+    ):
+        with pytest.raises(UserError, match=r": no tokenizer in it, to read a text with; --data DATASET takes tokens"):
+            read()

@@ -15,17 +15,21 @@ import pytest
 import torch
 
 from errors import UserError
-from training.metrics import Metrics, Reached, WandbConfig, read_metrics
+from training.metrics import Metrics, Reached, WandbConfig, read_metrics, start_wandb
 
 
 def make(folder: Path, *, mode: str = "disabled", resume_step: int | None = None, **others: Any) -> Metrics:
-    return Metrics(
+    wandb_run = start_wandb(
         folder,
         WandbConfig(mode=mode, **others.pop("wandb", {})),
         config_json={"optim": {"lr": 0.002}},
         recording="night",
         attention_name="flash (hardware)",
-        **{"resumed": None if resume_step is None else Reached(resume_step, resume_step), **others},
+        resumed=resume_step is not None,
+        enabled=others.get("enabled", True),
+    )
+    return Metrics(
+        folder, wandb_run, **{"resumed": None if resume_step is None else Reached(resume_step, resume_step), **others}
     )
 
 

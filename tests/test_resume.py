@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tape import TapeRecorder
 from tiny_runs import (
     Place,
     column,
@@ -33,10 +36,11 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.recording import Recording
 from errors import UserError
 from model import GPT, initialise
-from training import distributed, record
+from training import distributed, optim, record
 from training.alarm import AlarmConfig
 from training.distributed import Distributed
 from training.huggingface import export_gpt2
+from training.newton_schulz import Replayed
 from training.session import Session
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -471,3 +475,127 @@ def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:
         ("speed.new", 25, 50)
     ]
     assert list(record.differences({}, {"speed": {"old": 1, "new": 25}}, defaults)) == []
+
+
+# ---- a resume that is refused, or fails, before its first step
+
+
+def failing_wandb(folder: Path) -> SimpleNamespace:
+    """W&B as it fails where it cannot reach its service: behind a folder of the run, and links to it, that it has made."""
+
+    def init(**options: Any) -> None:
+        assert Path(options["dir"]) == folder
+        made = folder / "wandb/run-20261122_000000-0123abcd"
+        (made / "logs").mkdir(parents=True)
+        (made / "logs/debug.log").write_text("no route to host\n")
+        link = folder / "wandb/latest-run"
+        link.unlink(missing_ok=True)
+        link.symlink_to(made.name)
+        (folder / "wandb/debug.log").symlink_to(f"{made.name}/logs/debug.log")
+        raise ConnectionError("no route to host")
+
+    return SimpleNamespace(init=init, Error=ConnectionError)
+
+
+def links(folder: Path) -> dict[str, str]:
+    return {path.name: str(path.readlink()) for path in folder.rglob("*") if path.is_symlink()}
+
+
+@pytest.mark.parametrize("logged_before", [False, True])
+def test_a_resume_without_wandb_leaves_the_run_as_it_was(
+    place: Place, monkeypatch: pytest.MonkeyPatch, logged_before: bool
+) -> None:
+    name = f"unreached_{logged_before}"
+    fields = {"alarm": AlarmConfig(switches=("12:1:flash_fp32_o",)), "data.record": place.recording(name)}
+    run = place.train(name, fields)
+    # Of a run that was killed behind step 10: metrics, telemetry and interventions have lines to drop.
+    shutil.rmtree(run / "checkpoints/step_00000020")
+    if logged_before:
+        (run / "wandb_id.txt").write_text("0123abcd\n")
+        (run / "wandb/run-20261121_000000-0123abcd").mkdir(parents=True)
+        (run / "wandb/latest-run").symlink_to("run-20261121_000000-0123abcd")
+    monkeypatch.setitem(sys.modules, "wandb", failing_wandb(run))
+    before = tree(run), links(run), tree(Path(fields["data.record"]))
+    with pytest.raises(UserError, match=r"^wandb\.mode = 'online': .*no route to host"):
+        place.train(name, {**fields, **RESUME, "wandb.mode": "online"})
+    assert (tree(run), links(run), tree(Path(fields["data.record"]))) == before
+    straight = place.train(f"{name}_straight", {**fields, "data.record": ""})
+    assert_same_run(place.train(name, {**fields, **RESUME}), straight)
+
+
+def test_a_restart_without_wandb_leaves_the_run_as_it_was(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = dead_at_5(place, "unreached_at_5", {})
+    (run / "wandb_id.txt").write_text("0123abcd\n")
+    monkeypatch.setitem(sys.modules, "wandb", failing_wandb(run))
+    before = tree(run)
+    record_to = place.recording("unreached_at_5")
+    with pytest.raises(UserError, match=r"^wandb\.mode = 'offline': expected disabled, .*no route to host"):
+        place.train("unreached_at_5", {**RESUME, "wandb.mode": "offline", "data.record": record_to})
+    assert tree(run) == before
+    assert not Path(record_to).exists()
+
+
+def test_a_refused_resume_of_a_run_from_before_there_were_locks_leaves_none(place: Place) -> None:
+    run = place.train("lockless", {"run.steps": 10})
+    (run / record.LOCK_FILE).unlink()
+    before = tree(run)
+    with pytest.raises(UserError, match=r"^run\.seed = 7"):
+        place.train("lockless", {**RESUME, "run.seed": 7})
+    assert tree(run) == before
+    place.train("lockless", RESUME)
+    assert (run / record.LOCK_FILE).read_bytes() == b""
+
+
+def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.train("raced", {"run.steps": 1})
+    original, opened = fcntl.flock, []
+
+    def late(file: Any, operation: int) -> None:
+        if not opened:  # the refused one, whose file this is, removes it between open and lock
+            (run / record.LOCK_FILE).unlink()
+        opened.append(file)
+        original(file, operation)
+
+    monkeypatch.setattr(record.fcntl, "flock", late)
+    held = record.lock(run)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="another process is training"):
+        record.lock(run)
+    held.close()
+    assert len(opened) == 2
+
+
+MUON = {"optim.optimizer": "muon", "optim.weight_decay": 0.1}
+
+
+def test_muon_may_go_on_in_a_way_that_has_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = place.train("muon_each", MUON)
+    run = place.train("muon_replayed", {**MUON, "run.steps": 10})
+    # A tape, in the place of the graph that a GPU would replay.
+    monkeypatch.setattr(optim, "orthogonaliser", lambda name, device: Replayed(TapeRecorder()))
+    place.train("muon_replayed", {**MUON, **RESUME, "optim.newton_schulz": "graph"})
+    assert_same_run(run, straight)
+
+
+@pytest.mark.parametrize(("saved", "now"), [("each", "batched"), ("batched", "each"), ("batched", "graph")])
+def test_muon_may_not_go_on_in_a_way_with_other_bits(place: Place, saved: str, now: str) -> None:
+    name = f"muon_{saved}_{now}"
+    run = place.train(name, {**MUON, "run.steps": 10, "optim.newton_schulz": saved})
+    before = tree(run)
+    choices = "'each' or 'graph'" if saved == "each" else "'batched'"
+    with pytest.raises(
+        UserError, match=rf"^optim\.newton_schulz = '{now}': expected {choices}, as in the checkpoint .*step_00000010$"
+    ):
+        place.train(name, {**MUON, **RESUME, "optim.newton_schulz": now})
+    assert tree(run) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("first", "then"), [("each", "graph"), ("graph", "each")])
+def test_muon_on_a_gpu_goes_on_with_or_without_a_graph(place: Place, first: str, then: str) -> None:
+    fields = {**MUON, "run.device": "cuda"}
+    straight = place.train(f"muon_gpu_{first}", fields)
+    run = place.train(f"muon_gpu_{first}_{then}", {**fields, "run.steps": 10, "optim.newton_schulz": first})
+    place.train(run.name, {**fields, **RESUME, "run.steps": 20, "optim.newton_schulz": then})
+    assert_same_run(run, straight)

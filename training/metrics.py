@@ -25,12 +25,14 @@ reads back as the same double.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -115,42 +117,23 @@ class Metrics:
 
     Args:
         folder: the run's folder; made when missing.
-        wandb: where else to send the numbers.
-        config_json: the resolved configuration, shown by W&B; this class writes no ``config.json``.
-        recording: name of the recording the batches come from or go to, "" for neither.
-        attention_name: what W&B shows behind the run's name, which is that of its folder.
+        wandb_run: what ``start_wandb`` gave, closed with this; None without W&B.
         resumed: where the run goes on; lines from behind that are dropped. None: a new run.
-        enabled: False on every process but the first; then nothing is read, written or imported.
+        enabled: False on every process but the first; then nothing is read or written.
 
     Raises:
-        UserError: a new run's folder already holds metrics; W&B is asked for and missing or cannot start; the disk is full.
+        UserError: a new run's folder already holds metrics; the file is damaged.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        wandb: WandbConfig,
-        *,
-        config_json: dict[str, Any],
-        recording: str,
-        attention_name: str,
-        resumed: Reached | None = None,
-        enabled: bool = True,
-    ):
+    def __init__(self, folder: Path, wandb_run: Any = None, *, resumed: Reached | None = None, enabled: bool = True):
         self._file: JsonLines | None = None
-        self._wandb_run: Any = None
+        self._wandb_run = wandb_run
         if not enabled:
             return
         path = folder / METRICS_FILE
         if resumed is None and path.exists():
             raise UserError(f"{path} exists: resume that run, or choose another name or folder")
-        wandb_module = import_wandb(wandb) if wandb.mode != "disabled" else None
         folder.mkdir(parents=True, exist_ok=True)
-        if wandb_module is not None:
-            name = f"{folder.name}: {attention_name}"
-            wandb = replace(wandb, group=wandb.group or recording, name=wandb.name or name)
-            run_id = _wandb_id(folder, resume=resumed is not None)
-            self._wandb_run = _start_wandb(wandb_module, folder, wandb, run_id, config_json)
         self._file = JsonLines(path, resumed)
 
     def log(self, step: int, **scalars: Any) -> None:
@@ -266,16 +249,6 @@ def json_safe(value: Any) -> Any:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def _wandb_id(folder: Path, *, resume: bool) -> str:
-    """The W&B run's id, kept in the run's folder so that a resumed run goes on under the same id."""
-    path = folder / WANDB_ID_FILE
-    if resume and path.is_file():
-        return path.read_text().strip()
-    run_id = secrets.token_hex(4)
-    files.write_text(path, run_id + "\n")
-    return run_id
-
-
 def import_wandb(config: WandbConfig) -> Any:
     """The wandb module. Raises ``UserError`` where it is not installed (call early, before a run has left anything)."""
     try:
@@ -287,24 +260,90 @@ def import_wandb(config: WandbConfig) -> Any:
     return wandb
 
 
-def _start_wandb(wandb: Any, folder: Path, config: WandbConfig, run_id: str, config_json: dict[str, Any]) -> Any:
+def start_wandb(
+    folder: Path,
+    config: WandbConfig,
+    *,
+    config_json: dict[str, Any],
+    recording: str,
+    attention_name: str,
+    resumed: bool = False,
+    enabled: bool = True,
+) -> Any:
+    """Start the W&B run of the run in ``folder``, which is made when missing; None where none is asked for, or not ``enabled``.
+
+    Args:
+        config_json: the resolved configuration, shown by W&B; this function writes no ``config.json``.
+        recording: name of the recording the batches come from or go to, "" for neither.
+        attention_name: what W&B shows behind the run's name, which is that of its folder.
+        resumed: go on under the id that the run's folder has.
+        enabled: False on every process but the first; then nothing is read, written or imported.
+
+    Raises:
+        UserError: W&B is missing or cannot start. The folder is then as it was.
+    """
+    if config.mode == "disabled" or not enabled:
+        return None
+    wandb = import_wandb(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    id_file = folder / WANDB_ID_FILE
+    known = resumed and id_file.is_file()
+    run_id = id_file.read_text().strip() if known else secrets.token_hex(4)
+    with _unchanged_by_failure(folder / "wandb"):
+        run = _init_wandb(wandb, folder, config, run_id, config_json, recording, attention_name)
+    if not known:
+        files.write_text(id_file, run_id + "\n")
+    # W&B's own x axis counts calls of log(); runs overlay only on the training step.
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    run.define_metric("val_loss", step_metric="step", summary="min,last")
+    return run
+
+
+def _init_wandb(
+    wandb: Any,
+    folder: Path,
+    config: WandbConfig,
+    run_id: str,
+    config_json: dict[str, Any],
+    recording: str,
+    attention_name: str,
+) -> Any:
     try:
-        run = wandb.init(
+        return wandb.init(
             project=config.project,
             dir=folder,
             id=run_id,
-            group=config.group or None,
-            name=config.name or None,
+            group=config.group or recording or None,
+            name=config.name or f"{folder.name}: {attention_name}",
             tags=config.tags,
             config=config_json,
             mode=config.mode,
             # An offline run never resumes in place: a second one of the same id is written, and `wandb sync --append` joins them.
             resume="allow" if config.mode == "online" else None,
         )
-    except wandb.Error as error:
-        raise invalid("wandb.mode", config.mode, f"offline or disabled, as W&B could not start ({error})") from error
-    # W&B's own x axis counts calls of log(); runs overlay only on the training step.
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
-    run.define_metric("val_loss", step_metric="step", summary="min,last")
-    return run
+    except Exception as error:  # not its own only: a tag that W&B does not take is pydantic's error
+        without = "offline or disabled" if config.mode == "online" else "disabled"
+        raise invalid("wandb.mode", config.mode, f"{without}, as W&B could not start ({error})") from error
+
+
+@contextlib.contextmanager
+def _unchanged_by_failure(folder: Path) -> Iterator[None]:
+    """Where what is done inside fails, take back what is new in ``folder``: W&B makes a run there before it looks for its service."""
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    before = {path: path.readlink() if path.is_symlink() else None for path in there}
+    existed = folder.is_dir()
+    try:
+        yield
+    except BaseException:
+        for path in folder.iterdir() if existed else []:
+            if path.is_symlink():
+                path.unlink()
+            elif path not in before:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path, target in before.items():
+            if target is not None:
+                path.symlink_to(target)
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise

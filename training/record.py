@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -28,6 +29,28 @@ from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
+# A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
+# What is computed stays as it was; that a data set in another place is the same one, its digest shows.
+_FREE_ON_RESUME = (
+    "run.resume",
+    "run.steps",
+    "run.device",
+    "run.peak_tflops",
+    "run.folder",
+    "run.log_every",
+    "data.dataset",
+    "data.verify",
+    "evaluation",
+    "telemetry",
+    "alarm",
+    "checkpoint",
+    "nonfinite",
+    "speed.late_values",
+    "speed.fill_memory",
+    "wandb",
+)
+_SAME_BITS = {"optim.newton_schulz": ("each", "graph")}
+"""Beyond those: settings of which some values are the same arithmetic to the bit, which a test shows; one may follow another."""
 _ROOT = Path(__file__).resolve().parent.parent
 _CODE = ("attention", "training", "data", "analysis", "configs", "fused", "scripts")
 
@@ -155,35 +178,56 @@ def lock(folder: Path) -> IO[bytes]:
     Raises ``UserError`` when another process has the lock, or the file cannot be made. A file system without locks is a warning.
     """
     path = folder / LOCK_FILE
-    try:
-        file = open(path, "ab")  # noqa: SIM115  (writable: NFS locks no other)
-    except OSError as error:
-        raise UserError(f"run.folder: cannot write {path} ({error.strerror})") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            file.close()
-            busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
-            raise UserError(f"run.name = {folder.name!r}: {busy}") from None
-        what = f"nothing keeps a second process from training {folder} at the same time"
-        print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
-    return file
+    while True:
+        try:
+            file = open(path, "ab")  # noqa: SIM115  (writable: NFS locks no other)
+        except OSError as error:
+            raise UserError(f"run.folder: cannot write {path} ({error.strerror})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                file.close()
+                busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
+                raise UserError(f"run.name = {folder.name!r}: {busy}") from None
+            what = f"nothing keeps a second process from training {folder} at the same time"
+            print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
+            return file
+        # A refused resume takes back a file that it has made: between open and lock it may have been this one.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
 
 
-def lock_everywhere(folder: Path, is_main: bool) -> AbstractContextManager[object]:
-    """``lock`` where the folder holds a run, taken by rank 0; where it is refused, all ranks raise. Every rank must call it."""
+def lock_everywhere(folder: Path, is_main: bool, undo: contextlib.ExitStack) -> AbstractContextManager[object]:
+    """``lock`` where the folder holds a run, taken by rank 0; where it is refused, all ranks raise ``UserError``. Every rank must call it.
+
+    A run from before there were locks has no file for it: ``undo`` takes back the one that is made then. Unwind it before you let go.
+    """
     locked: AbstractContextManager[object] = contextlib.nullcontext()
     failure = None
     try:
         if is_main and any((folder / name).exists() for name in ("config.json", "checkpoints")):
+            there = (folder / LOCK_FILE).exists()
             locked = lock(folder)
+            if not there:
+                undo.callback((folder / LOCK_FILE).unlink, missing_ok=True)
     except UserError as error:
         failure = error
     # All ranks leave together: one that waits for a dead rank 0 would hang.
     if distributed.any_rank(failure is not None):
         raise failure or UserError(f"run.name = {folder.name!r}: rank 0 could not lock {folder}")
     return locked
+
+
+def check_settings(saved: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], checkpoint: Path) -> None:
+    """Raise ``UserError`` for the first setting that must be as in ``checkpoint`` (``saved``) and is not."""
+    for name, before, value in differences(saved, now, defaults):
+        alike = _SAME_BITS.get(name, ())
+        allowed = alike if before in alike else (before,)
+        if not name.startswith(_FREE_ON_RESUME) and value not in allowed:
+            raise invalid(name, value, f"{' or '.join(map(repr, allowed))}, as in the checkpoint {checkpoint}")
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

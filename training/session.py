@@ -27,7 +27,7 @@ from training.distributed import Distributed
 from training.evaluate import evaluate
 from training.intervention import Interventions, parse_switch
 from training.late import DeviceGuard
-from training.metrics import Metrics, Reached, import_wandb
+from training.metrics import Metrics, Reached, import_wandb, start_wandb
 from training.nonfinite import Action, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.qk_clip import clip_qk, forget_logits
@@ -36,27 +36,6 @@ from training.telemetry import Telemetry, probe_batch, summary_columns
 
 if TYPE_CHECKING:
     from config import TrainConfig
-
-# A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
-# What is computed stays as it was; that a data set in another place is the same one, its digest shows.
-_FREE_ON_RESUME = (
-    "run.resume",
-    "run.steps",
-    "run.device",
-    "run.peak_tflops",
-    "run.folder",
-    "run.log_every",
-    "data.dataset",
-    "data.verify",
-    "evaluation",
-    "telemetry",
-    "alarm",
-    "checkpoint",
-    "nonfinite",
-    "speed.late_values",
-    "speed.fill_memory",
-    "wandb",
-)
 
 
 class Session:
@@ -74,7 +53,7 @@ class Session:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         with contextlib.ExitStack() as undo:
             self._held = undo.enter_context(contextlib.ExitStack())  # the lock on the run's folder, until the end
-            loaded = self._checkpoint_to_resume()
+            loaded = self._checkpoint_to_resume(undo)
             self.resumed = None if loaded is None else Reached(loaded.step, loaded.position)
             self.interventions = Interventions(
                 self.plans,
@@ -98,11 +77,12 @@ class Session:
         )
 
     def _build(self, loaded: Loaded | None, undo: contextlib.ExitStack) -> None:
-        """Everything that may write. What a new run has written is taken back by ``undo``, should it fail to start after all."""
+        """Everything that may write. What is new is taken back by ``undo``, should the run fail to start after all."""
         config, place = self.config, self.place
         resume_at = loaded.position if loaded is not None else 0 if config.run.resume else None
+        new_recording = place.is_main and config.data.record and not Path(config.data.record).exists()
         self.batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
-        if config.data.record and not config.run.resume and place.is_main:
+        if new_recording:
             undo.callback(shutil.rmtree, config.data.record)
         self._check_data(loaded)
         # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
@@ -129,22 +109,20 @@ class Session:
         self._open_record(loaded, undo)
         self._open_telemetry(loaded)
 
-    def _checkpoint_to_resume(self) -> Loaded | None:
+    def _checkpoint_to_resume(self, undo: contextlib.ExitStack) -> Loaded | None:
         run = self.config.run
         if not run.resume:
             if self.folder.exists():
                 raise record.taken(self.folder)
             return None
-        self._held.enter_context(record.lock_everywhere(self.folder, self.place.is_main))
+        self._held.enter_context(record.lock_everywhere(self.folder, self.place.is_main, undo))
         record.check_logs(self.folder)
         loaded = self.checkpoints.load_newest()
         if loaded is None:
             record.check_restart(self.folder, self.checkpoints.folder)
             return None
         defaults = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
-        for name, saved, now in record.differences(loaded.config_json, self.config_json, defaults):
-            if not name.startswith(_FREE_ON_RESUME):
-                raise invalid(name, now, f"{saved!r}, as in the checkpoint {loaded.path}")
+        record.check_settings(loaded.config_json, self.config_json, defaults, loaded.path)
         if run.steps < loaded.step:
             raise invalid("run.steps", run.steps, f"at least {loaded.step}, where the checkpoint {loaded.path} stands")
         if len(loaded.rng) != self.place.world_size:
@@ -188,20 +166,23 @@ class Session:
                 self._held.enter_context(record.lock(self.folder))
                 undo.callback(shutil.rmtree, self.folder)
             content["sessions"] = record.sessions(self.folder, 0 if loaded is None else loaded.step, made_with)
-            if self.config.run.resume and loaded is None:
-                self.say(f"{self.folder}: no checkpoint yet; starting from step 0")
-                record.clear(self.folder)
-            record.write_record(self.folder, content)
-        self.interventions.open()
-        self.metrics = Metrics(
+        # What may fail to start comes before anything that is there is changed.
+        wandb_run = start_wandb(
             self.folder,
             self.config.wandb,
             config_json=content,
             recording=self.batches.recording_name,
             attention_name=name,
-            resumed=self.resumed,
+            resumed=loaded is not None,
             enabled=self.place.is_main,
         )
+        if self.place.is_main:
+            if self.config.run.resume and loaded is None:
+                self.say(f"{self.folder}: no checkpoint yet; starting from step 0")
+                record.clear(self.folder)
+            record.write_record(self.folder, content)
+        self.interventions.open()
+        self.metrics = Metrics(self.folder, wandb_run, resumed=self.resumed, enabled=self.place.is_main)
 
     def _open_telemetry(self, loaded: Loaded | None) -> None:
         config = self.config
