@@ -39,6 +39,8 @@ from training.intervention import Switch, plans_at
 from training.precision import PrecisionConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
+ASSUMED = {"attention": "flash", "numerics": "hardware", "dtype": "bfloat16"}
+"""What a Hugging Face folder does not say, unless the command line does. A checkpoint says it."""
 FP16_LOSS_SCALE = 2.0**16
 """GradScaler's first: dO of a mean loss underflows in FP16 without one."""
 HOST_THREADS = 4
@@ -203,12 +205,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_sampling(parser, batches=4)
     parser.add_argument("--accused", type=int, default=4, help="heads to try changes on (default %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for autopsy.html and autopsy.txt")
-    parser.add_argument("--attention", default="flash", help="with --hf: the preset assumed (default %(default)s)")
-    parser.add_argument("--numerics", default="hardware", help="with --hf: its base (default %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="with --hf: autocast (default %(default)s)")
+    parser.add_argument("--attention", help=f"with --hf: the preset assumed (default {ASSUMED['attention']})")
+    parser.add_argument("--numerics", help=f"with --hf: its base (default {ASSUMED['numerics']})")
+    parser.add_argument("--dtype", choices=DTYPES, help=f"with --hf: autocast (default {ASSUMED['dtype']})")
     chosen = parser.parse_args(arguments)
     if (chosen.checkpoint is None) == (chosen.hf is None):
         raise UserError("name one thing to examine: a checkpoint, or --hf with a folder")
+    for name, assumed in ASSUMED.items():
+        value = getattr(chosen, name)
+        if chosen.hf is None and value is not None:
+            raise UserError(f"--{name} {value}: it is for --hf; a checkpoint is examined as it was trained")
+        setattr(chosen, name, assumed if value is None else value)
     check_sampling(chosen)
     if chosen.accused < 0:
         raise invalid("--accused", chosen.accused, "at least 0")
