@@ -143,3 +143,24 @@ def test_the_published_kernels_with_torchs_exponential_keep_v_where_the_folded_o
         assert {(found["error"], found["wrong"]) for found in kernels[name].values()} == {(0.0, 0.0)}
     before = json.loads((folder / "h200.json").read_text())["found"]
     assert kernels["flash"] == before["flash"]
+
+
+def test_the_published_rows_divided_by_the_p_bar_that_is_read_keep_v_where_the_others_do_not() -> None:
+    folder = Path(__file__).resolve().parent.parent / "results/one_key_rows"
+    found = json.loads((folder / "cpu_rounded_sum.json").read_text())["found"]
+    divided = {"flash_rounded_sum"} | {
+        f"{name} divisor=rounded" for name in ("flash_run_a", "flash_stochastic_p", "flash_stable_safe")
+    }
+    assert found.keys() == divided | {"flash"}
+    for name in divided:
+        assert {(row["error"], row["wrong"]) for row in found[name].values()} == {(0.0, 0.0)}
+    assert found["flash"] == json.loads((folder / "cpu.json").read_text())["found"]["flash"]
+
+
+@pytest.mark.parametrize("attention", ["flash_rounded_sum", "flash_run_a divisor=rounded"])
+def test_rows_divided_by_the_p_bar_that_is_read_keep_v(attention: str) -> None:
+    preset, *sites = attention.split()
+    rows = make_rows(131072.0, dtype=torch.bfloat16, device=CPU, count=8)
+    assert measure(rows, AttentionSpec(preset="flash"), "flash_reference").wrong > 0.1
+    kept = measure(rows, AttentionSpec(preset=preset, sites=tuple(sites)), "flash_reference")
+    assert (kept.error, kept.wrong) == (0.0, 0.0)
