@@ -39,9 +39,10 @@ def spec(backend: str = "standard_triton", numerics: str = "hardware", sites: tu
 
 def assert_agree(p: Problem, numerics: str = "hardware", sites: tuple[str, ...] = (), **settings) -> None:  # type: ignore[no-untyped-def]
     """Kernels and matrices differ by less than a quarter of the latter's own rounding error, by FP32 noise, that of an exponent of the
-    size of the largest score, or by what the noise of long sums makes of a rounding. Tensor cores cut their sums toward zero, here taken
-    as one last place for 16 terms: noise that all terms of one sign have in common. A share noise / u of values then rounds to the
-    neighbour, u away, where u is sqrt(12) times the rounding error: sqrt(u * noise) in the root of the mean square."""
+    size of the largest score, or, up to half of the rounding error, by what the noise of long sums makes of a rounding. Tensor cores cut
+    their sums toward zero, here taken as one last place for 16 terms: noise that all terms of one sign have in common. A share noise / u
+    of values then rounds to the neighbour, u away, where u is sqrt(12) times the rounding error: sqrt(u * noise) in the root of the mean
+    square. That is so of O; gradients average many roundings, and half of their error is what a site that is left out passes."""
     largest_score = (p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max()).item() * p.q.shape[-1] ** -0.5
     found = run(p, spec("standard_triton", numerics, sites), **settings)
     expected = run(p, spec("standard", numerics, sites), **settings)
@@ -51,7 +52,8 @@ def assert_agree(p: Problem, numerics: str = "hardware", sites: tuple[str, ...] 
     noise = 2.0**-24 * p.q.shape[1] / 16
     for name, x, y, error, limit in zip(NAMES, found, expected, apart, own, strict=True):
         assert x.dtype == y.dtype
-        allowed = max(limit / 4, 2.0**-24 * max(largest_score, 16), noise, (12**0.5 * limit * noise) ** 0.5)
+        flips = min((12**0.5 * limit * noise) ** 0.5, limit / 2)
+        allowed = max(limit / 4, 2.0**-24 * max(largest_score, 16), flips)
         assert error <= allowed, f"{numerics} {name}: {error:.2e} apart, own error {limit:.2e}"
 
 
