@@ -45,7 +45,9 @@ def draw_all(everything: Sequence[tuple[Evidence, Facts]], out: Path) -> None:
     if others := [(run, facts) for run, facts in all_runs if not run.has_base_recipe]:
         last = max(facts.last_step for _, facts in others)
         others = [pair for pair in runs if pair[0].name in BESIDE_OTHER_RECIPES] + others
-        of_others = report_plots.looks(others, ())
+        # Those of a recipe beside each other, `flash` first: of the attentions it has the solid line.
+        others.sort(key=lambda pair: (not pair[0].has_base_recipe, str(pair[0].recipe), pair[0].attention))
+        of_others = report_plots.looks_by_recipe(others)
         report_plots.draw(others, report_plots.PANELS[:4], out / OTHER_RECIPES, look=of_others, last_step=last)
     for name, members in PICTURES.items():
         if chosen := [(run, facts) for run, facts in runs if report_claims.base(run.name) in members]:

@@ -79,6 +79,22 @@ def looks(runs: Sequence[tuple[Evidence, Facts]], order: Sequence[str]) -> dict[
     }
 
 
+def looks_by_recipe(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, dict[str, Any]]:
+    """As ``looks``, but one colour a recipe and one kind of dashes an attention; both in the order of the runs."""
+    recipes, attentions = (
+        list(dict.fromkeys(of)) for of in zip(*((r.recipe, r.attention) for r, _ in runs), strict=True)
+    )
+    return {
+        run.name: plots.style(0)
+        | {
+            "color": plots.COLOURS[recipes.index(run.recipe) % len(plots.COLOURS)],
+            "linestyle": plots.DASHES[attentions.index(run.attention) % len(plots.DASHES)],
+            "linewidth": LINE,
+        }
+        for run, _ in runs
+    }
+
+
 def draw(
     runs: Sequence[tuple[Evidence, Facts]],
     panels: Sequence[Panel],

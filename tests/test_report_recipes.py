@@ -337,6 +337,20 @@ def with_settings(folder: Path, changes: Mapping[str, Any]) -> Path:
     return folder
 
 
+def test_a_recipe_has_a_colour_and_an_attention_its_dashes(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / "runs" / name) for name in ("flash", "fixed", "muon", "muon_fixed")}
+    for name, run in runs.items():
+        with_settings(run, {"optim.optimizer": "muon"} if name.startswith("muon") else {})
+        content = json.loads((run / "config.json").read_text())
+        content["attention_name"] = "flash_delta_from_p" if name.endswith("fixed") else "flash"
+        (run / "config.json").write_text(json.dumps(content))
+    script.main(["collect", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    look = report_plots.looks_by_recipe(report_blocks.told(script.read_evidence(tmp_path / "out")))
+    colours, dashes = ({name: one[key] for name, one in look.items()} for key in ("color", "linestyle"))
+    assert colours["flash"] == colours["fixed"] != colours["muon"] == colours["muon_fixed"]
+    assert dashes["flash"] == dashes["muon"] != dashes["fixed"] == dashes["muon_fixed"]
+
+
 def test_runs_of_other_recipes_are_collected_and_drawn_with_all_runs_and_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,4 +370,4 @@ def test_runs_of_other_recipes_are_collected_and_drawn_with_all_runs_and_apart(
     script.main(["plots", "--out", str(tmp_path / "out")])
     of_base = {"failing_and_fixed.png": ["flash"], "two_explanations.png": ["flash"]}
     all_runs = {"curves.png": ["flash", "flash_seed_7", "gated", "muon"]}
-    assert drawn == all_runs | {"other_recipes.png": ["flash", "flash_seed_7", "gated", "muon"]} | of_base
+    assert drawn == all_runs | {"other_recipes.png": ["flash", "gated", "flash_seed_7", "muon"]} | of_base
