@@ -239,7 +239,7 @@ def asked_table(runs: Told, asked: Mapping[str, str]) -> str:
     made = table(heads, report_claims.asked_rows([group for group in found if group.runs]), left=4)
     missing = [f"`{row[0]}` ({row[2]}, {row[3]})" for row in report_claims.asked_rows(found) if row[4] == "0"]
     return (
-        f"{made}\nNot run yet (the paper expects, self-correlation expects): {', '.join(missing)}.\n"
+        f"{made}\nNo files here (the paper expects, self-correlation expects): {', '.join(missing)}.\n"
         if missing
         else made
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from attention import registry
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
+from errors import UserError
 
 
 def run(
@@ -35,8 +36,13 @@ def run(
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
         scale: of Q K^T; default 1 / sqrt(D).
 
-    Returns the dtype of q, or float32 where a group hands its O on unrounded.
+    Returns the dtype of q, or float32 where a group hands its O on unrounded. Raises ``UserError`` unless q, k and v have the plan's heads,
+    as tensors that are laid out [B, H, T, D] mostly have not.
     """
+    for name, x in (("q", q_BTHD), ("k", k_BTHD), ("v", v_BTHD)):
+        if x.ndim != 4 or x.shape[2] != plan.n_head:
+            expected = f"[batch, time, head, width] with the {plan.n_head} heads of the plan"
+            raise UserError(f"attention of layer {plan.layer}: {name} has shape {tuple(x.shape)}: expected {expected}")
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -291,35 +291,50 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype", "softcap", "reason"),
+    ("spec", "dtype", "softcap", "reason", "can"),
     [
-        (AttentionSpec(preset="sdpa_cudnn"), torch.bfloat16, 0.0, "it needs a CUDA device"),
-        (AttentionSpec(preset="sdpa_flash"), torch.bfloat16, 30.0, "no soft-cap"),
-        (AttentionSpec(preset="flash", backend="standard"), torch.bfloat16, 0.0, "delta = rowsum(P * dP) only"),
+        (
+            AttentionSpec(preset="sdpa_cudnn"),
+            torch.bfloat16,
+            0.0,
+            "it needs a CUDA device",
+            "standard, flash_reference",
+        ),
+        (AttentionSpec(preset="sdpa_flash"), torch.bfloat16, 30.0, "no soft-cap", "standard, flash_reference"),
+        (
+            AttentionSpec(preset="flash", backend="standard"),
+            torch.bfloat16,
+            0.0,
+            "delta = rowsum(P * dP) only",
+            "flash_reference",
+        ),
         (
             AttentionSpec(preset="standard", sites=("probabilities_rounding=stochastic",)),
             torch.bfloat16,
             0.0,
             "it rounds P to nearest only",
+            "flash_reference",
         ),
         (
             AttentionSpec(preset="flash_stochastic_p"),
             torch.float32,
             0.0,
             "expected nearest where probabilities is fp32",
+            "",
         ),
     ],
 )
 def test_what_this_machine_cannot_run_is_refused_with_the_reason(
-    spec: AttentionSpec, dtype: torch.dtype, softcap: float, reason: str
+    spec: AttentionSpec, dtype: torch.dtype, softcap: float, reason: str, can: str
 ) -> None:
     plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 2)
     with pytest.raises(UserError) as error:
         attention.check(plans, device=torch.device("cpu"), dtype=dtype, head_dim=16, softcap=softcap)
     assert reason in str(error.value)
     able = str(error.value).partition("backends that can: ")[2].split(", ")
-    assert {"standard", "flash_reference"} <= set(able)
+    assert set(can.split(", ")) <= set(able)
     assert "sdpa_cudnn" not in able
+    assert ("cannot run on cpu" in str(error.value)) == ("standard" in able)
 
 
 def test_microcosm_numerics_put_o_on_a_one_bit_grid_and_the_fixes_leave_it_there() -> None:
@@ -352,3 +367,26 @@ def test_a_residual_takes_os_rounding_out_of_delta(preset: str, shrinks: int) ->
 def test_a_residual_needs_an_accumulation_in_fp32() -> None:
     with pytest.raises(UserError, match="delta_output = 'residual8'"):
         AttentionSpec(preset="flash", sites=("delta_output=residual8", "accumulator=bf16"))
+
+
+def test_tensors_laid_out_as_for_torch_are_refused() -> None:
+    """[B, H, T, D] would attend over heads, and come back in the same shape."""
+    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
+    q = torch.randn(2, 3, 8, 16)
+    with pytest.raises(
+        UserError, match=r"layer 0: q has shape \(2, 3, 8, 16\): expected .* with the 3 heads of the plan"
+    ):
+        attention.run(q, q, q, plan, rounding_seed=torch.tensor(0))
+    q = q.transpose(1, 2)
+    with pytest.raises(UserError, match=r"k has shape \(2, 8, 1, 16\)"):
+        attention.run(q, q[:, :, :1], q[:, :, :1], plan, rounding_seed=torch.tensor(0))
+    assert attention.run(q, q, q, plan, rounding_seed=torch.tensor(0)).shape == q.shape
+
+
+@pytest.mark.parametrize("site", ["divisor=rounded", "exponent=folded", "saved_statistics=max_and_sum"])
+def test_a_backend_that_has_not_a_site_is_not_named_as_one_that_can(site: str) -> None:
+    plans = AttentionConfig(default=AttentionSpec(preset="standard", sites=(site,))).resolve(1, 2)
+    with pytest.raises(UserError) as error:
+        attention.check(plans, device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=16)
+    assert "backend standard cannot do this: " in str(error.value)
+    assert str(error.value).endswith("; backends that can: flash_reference")
