@@ -3,7 +3,7 @@
 Taken from the paper's abstract: the metric is the *distribution*, over a batch, of the alignment between a layer's inputs and the
 principal singular vectors of its weight, and a collapse of the signs of that distribution ("sign diversity") comes early before
 a loss explosion. Taken from later descriptions of it: the alignment is the cosine. Not established here, because the full text was
-not at hand: whether the paper aligns the input with the input-side vector (as here) or the layer's response with the
+not read: whether the paper aligns the input with the input-side vector (as here) or the layer's response with the
 output-side one. For the top pair the signs are almost the same thing, because (W x) . u = sigma (x . v) exactly, so the sign
 diversity is equal and the cosines differ by a positive factor per token; ``response_alignment`` gives the other form.
 

@@ -25,6 +25,8 @@ import numpy as np
 import files
 from errors import UserError, invalid
 
+DATASETS = Path("data/tokens")
+"""Where scripts/prepare_data.py writes unless told otherwise."""
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 DTYPES = ("uint8", "uint16")
@@ -100,7 +102,9 @@ class TokenFile:
 
 def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such data set; {_remedy(folder)}")
+        named = DATASETS / folder.name
+        remedy = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else _remedy(folder)
+        raise UserError(f"{folder}: no such data set; {remedy}")
     path = folder / f"{split}.json"
     if not path.is_file():
         raise UserError(f"{path}: no such header; {_remedy(folder)}")
@@ -118,7 +122,7 @@ def _remedy(folder: Path, force: bool = False) -> str:
     command = f"python scripts/prepare_data.py {name}" if known else "python scripts/prepare_data.py text FILE"
     if not known:
         command += f" --name {name}"
-    if folder.parent != Path("data/tokens"):
+    if folder.parent != DATASETS:
         command += f" --out {folder.parent}"
     return f"make it with: {command}{' --force' if force else ''}"
 

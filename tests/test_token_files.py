@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -269,3 +270,12 @@ def test_data_set_being_prepared_elsewhere_is_left_alone(tmp_path):
             pass
     finally:
         os.close(descriptor)
+
+
+def test_a_name_in_place_of_a_folder_is_told_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^stdlib: no such data set; make it with: .* stdlib --out \.$"):
+        TokenFile.open(Path("stdlib"), "train")
+    (tmp_path / "data/tokens/stdlib").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^stdlib: no such data set; did you mean data/tokens/stdlib\?$"):
+        TokenFile.open(Path("stdlib"), "train")
