@@ -173,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"it goes on with: python train.py RECIPE --run.name {args.out.name}{place} --run.resume --run.steps N, "
         f"N above {loaded.step}, RECIPE and other options as for {old}{without}"
     )
+    print(f"another attention of a layer from here on: --alarm.switches {loaded.step}:LAYER:PRESET")
 
 
 if __name__ == "__main__":

@@ -347,7 +347,8 @@ def test_what_cannot_be_written_leaves_nothing(
 
 def test_it_says_what_was_made_and_how_it_goes_on(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     run = branch(place, "told", "--layer", "1", "--factor", "30000")
-    made, on = capsys.readouterr().out.splitlines()
+    made, on, otherwise = capsys.readouterr().out.splitlines()
     assert made == f"wrote {run}: step 20 of old, logits of layer 1 times 30,000"
     assert f"train.py RECIPE --run.name told --run.folder {place.runs} --run.resume --run.steps N, N above 20" in on
     assert on.endswith("as for old but without --data.record and --data.record-tokens")
+    assert otherwise.endswith("--alarm.switches 20:LAYER:PRESET")

@@ -207,7 +207,10 @@ def refused(place: Place, name: str, fields: dict[str, Any], message: str) -> No
         ({"optim.lr": 0.5}, r"^optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010$"),
         ({"model.n_embd": 32}, r"^model\.n_embd = 32: expected 16, as in the checkpoint"),
         ({"run.seed": 7}, r"^run\.seed = 7: expected 42, as in"),
-        ({"attention": preset("standard")}, r"^attention\.default\.preset = 'standard': expected 'flash', as in"),
+        (
+            {"attention": preset("standard")},
+            r"^attention\.default\.preset = 'standard': expected 'flash', as in .*; --alarm\.switches STEP:LAYER:PRESET changes it",
+        ),
         ({"run.steps": 9}, r"^run\.steps = 9: expected at least 10, where the checkpoint .* stands$"),
     ],
 )

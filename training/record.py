@@ -227,7 +227,12 @@ def check_settings(saved: dict[str, Any], now: dict[str, Any], defaults: dict[st
         alike = _SAME_BITS.get(name, ())
         allowed = alike if before in alike else (before,)
         if not name.startswith(_FREE_ON_RESUME) and value not in allowed:
-            raise invalid(name, value, f"{' or '.join(map(repr, allowed))}, as in the checkpoint {checkpoint}")
+            on_the_way = (
+                "; --alarm.switches STEP:LAYER:PRESET changes it on the way" if name.startswith("attention") else ""
+            )
+            raise invalid(
+                name, value, f"{' or '.join(map(repr, allowed))}, as in the checkpoint {checkpoint}{on_the_way}"
+            )
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
