@@ -66,9 +66,9 @@ class Numerics:
     """How P_bar V multiplies where P_bar is FP32: exactly, or as three products of TF32 parts, which drops the product of the low ones."""
     divisor: str = "unrounded"
     """What O_bar is divided by at the end: l, or the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l
-    is. Then O is an average of V with weights that sum to 1, whatever rounds
-    P_bar, where ``statistics``, ``tile_product`` and ``accumulator`` are FP32. The backward pass has l in either case, as
-    proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721)."""
+    is. Then O is an average of V with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and
+    ``accumulator`` are FP32. The backward pass has l in either case, as proposed for FlashAttention (Dao-AILab/flash-attention, pull
+    request 2721)."""
     tile_product: str = "fp32"
     """P_bar V of one tile."""
     accumulator: str = "fp32"

@@ -159,11 +159,11 @@ def check(
             call = Call(device, dtype, head_dim, numerics_from_key(group.numerics), softcap)
             reason = get(group.backend).obstacle(call)
             if reason:
-                what, able = f"cannot run on {device.type} with {str(dtype).removeprefix('torch.')}", []
                 if _serves(group.backend, call):  # it is what is asked of it, and torch's kernels have no sites at all
                     what = "cannot do this"
                     able = [name for name in _REGISTRY if name not in sdpa.KERNELS and not get(name).obstacle(call)]
                 else:
+                    what = f"cannot run on {device.type} with {str(dtype).removeprefix('torch.')}"
                     able = [name for name in _REGISTRY if _serves(name, call)]
                 others = f"; backends that can: {', '.join(able)}" if able else ""
                 raise UserError(
