@@ -316,21 +316,22 @@ def _on_the_eve(runs: Sequence[Evidence]) -> dict[str, list[float]]:
 
 
 def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
-    """onset.crossed: runs that pass 2 ``THRESHOLD``, of those with one attention in their layer that came past ``FROM``; onset.crossed.own:
-    those of them whose delta is made of the O handed on. onset.others: runs that do not, onset.others.own, and the largest logit of any of
-    them; onset.others.cut: how many of them were cut whose delta is of something else."""
+    """Of the runs with one attention in their layer that came past ``FROM``, onset.crossed: how many pass 2 ``THRESHOLD``.
+
+    onset.own: those whose delta is made of the O handed on, onset.others: those whose delta is of something else; onset.crossed.own and
+    onset.crossed.others: how many of them pass it. onset.others.cut: how many of the others were cut; onset.others.logit: the largest
+    logit of any of these.
+    """
     chosen = [(run, facts) for run, facts in told(runs) if run.group is not None and facts.last_step >= FROM]
-    beyond, others = (
-        [(run, facts) for run, facts in chosen if (max(facts.logit.values()) >= 2 * THRESHOLD) == large]
-        for large in (True, False)
-    )
-    made = {"onset.crossed": str(len(beyond)), "onset.others": str(len(others))}
-    own = [bool(hands_on(run)) for run, _ in (*beyond, *others)]
-    made |= {"onset.own": str(sum(own)), "onset.crossed.own": str(sum(own[: len(beyond)]))}
-    made["onset.others.own"] = str(sum(own[len(beyond) :]))
-    made["onset.others.cut"] = str(sum(how_it_ended(facts) == "cut" and not hands_on(run) for run, facts in others))
-    if others:
-        made["onset.others.logit"] = significant(max(max(facts.logit.values()) for _, facts in others))
+    made: dict[str, str] = {}
+    for name, is_own in (("own", True), ("others", False)):
+        found = [facts for run, facts in chosen if bool(hands_on(run)) == is_own]
+        beyond = sum(max(facts.logit.values()) >= 2 * THRESHOLD for facts in found)
+        made |= {f"onset.{name}": str(len(found)), f"onset.crossed.{name}": str(beyond)}
+        if found and not is_own:
+            made["onset.others.cut"] = str(sum(how_it_ended(facts) == "cut" for facts in found))
+            made["onset.others.logit"] = significant(max(max(facts.logit.values()) for facts in found))
+    made["onset.crossed"] = str(sum(int(made[f"onset.crossed.{name}"]) for name in ("own", "others")))
     return made
 
 

@@ -27,7 +27,16 @@ PICTURES = {
 ONSET = "large_logits.png"
 LAYERS = "layers.png"
 SWITCHES = "late_switches.png"
-LAYERS_OF = ("flash", "flash_subtracted", "sdpa_flash", "run_a_fp32_pv", "fp32_pv", "fp32_o")
+LAYERS_OF = (
+    "flash",
+    "flash_subtracted",
+    "flash_unfused",
+    "sdpa_flash",
+    "sdpa_flash_seed_2",
+    "run_a_fp32_pv",
+    "fp32_pv",
+    "fp32_o",
+)
 """The largest logit of every layer of these runs."""
 
 

@@ -7,6 +7,7 @@ noisy curve is drawn as means over stretches of ``STRETCH`` steps, not over so m
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ STRETCH = 50
 WIDTH, PANEL_HEIGHT, DPI = 6.4, 1.7, 150
 LINE, OTHER_SEED = 1.6, 0.8
 TEXT = 8.0
+LEGEND_EDGES = 0.6
+"""Inches of a line of the legend that are no words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +130,11 @@ def figure(
     from matplotlib.lines import Line2D
 
     variants = groups(runs, {})
-    drawn = Figure(
-        figsize=(WIDTH, PANEL_HEIGHT * len(panels) + 0.35 + 0.17 * len(variants)), dpi=DPI, layout="constrained"
-    )
+    # A character of the default font is about 0.53 of its size wide.
+    characters = int((WIDTH - LEGEND_EDGES) * 72 / (0.53 * TEXT))
+    labels = [textwrap.fill(f"{group.name}: {group.outcome}", characters) for group in variants]
+    height = PANEL_HEIGHT * len(panels) + 0.35 + 0.17 * sum(1 + label.count("\n") for label in labels)
+    drawn = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(drawn)
     all_axes = drawn.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
@@ -143,7 +148,6 @@ def figure(
     if last_step is not None:
         all_axes[-1].set_xlim(-0.02 * last_step, 1.02 * last_step)
     all_axes[-1].set_xlabel("optimiser step", fontsize=TEXT + 1)
-    labels = [f"{group.name}: {group.outcome}" for group in variants]
     lines = [Line2D([], [], **look[group.runs[0][0].name]) for group in variants]
     drawn.legend(lines, labels, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
     return drawn

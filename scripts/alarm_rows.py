@@ -14,7 +14,7 @@ from errors import UserError
 from scripts.alarm_scan import as_made, read_text, table
 
 DETECTORS = ("growth", "delta", "max_logit", "loss")
-OPEN, CUT, QUIET = "too soon to tell", "no, cut", "no"
+OPEN, CUT, UNSTABLE, QUIET = "too soon to tell", "no, cut", "no, unstable", "no"
 ALARM_STEP = re.compile(r"\**(\d+)")
 
 
@@ -28,13 +28,14 @@ class Row:
     exploded_at: int | None
     is_open: bool
     is_cut: bool
-    """Both as in ``alarm_scan.Run``."""
     accused: str
     first: dict[str, int | None]
+    is_unstable: bool = False
+    """This, ``is_open`` and ``is_cut`` as in ``alarm_scan.Run``."""
 
     @property
     def is_stable(self) -> bool:
-        return self.exploded_at is None and not self.is_cut and not self.is_open
+        return self.exploded_at is None and not (self.is_cut or self.is_open or self.is_unstable)
 
     def warning(self, detector: str) -> int | None:
         """Steps from the first alarm to the explosion; negative when it came too late."""
@@ -72,7 +73,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def _end(row: Row) -> str:
     if row.exploded_at is not None:
         return str(row.exploded_at)
-    return OPEN if row.is_open else CUT if row.is_cut else QUIET
+    return OPEN if row.is_open else CUT if row.is_cut else UNSTABLE if row.is_unstable else QUIET
 
 
 def _cell(row: Row, detector: str) -> str:
@@ -114,7 +115,10 @@ def as_csv(rows: Sequence[Row]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["run", "attention", "last_step", "exploded_at", "too_soon_to_tell", *DETECTORS, "growth_names"])
     for row in rows:
-        alarm_steps, unknown = [row.first[name] for name in DETECTORS], int(row.is_open or row.is_cut)
+        alarm_steps, unknown = (
+            [row.first[name] for name in DETECTORS],
+            int(row.exploded_at is None and not row.is_stable),
+        )
         writer.writerow([row.name, row.attention, row.last_step, row.exploded_at, unknown, *alarm_steps, row.accused])
     return out.getvalue()
 
@@ -138,7 +142,7 @@ def _read(path: Path, line: str) -> Row:
     cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
     try:
         name, attention, last, end, *alarms, accused = cells
-        exploded_at = None if end in (OPEN, CUT, QUIET) else int(end)
+        exploded_at = None if end in (OPEN, CUT, UNSTABLE, QUIET) else int(end)
         found = [ALARM_STEP.match(cell) for cell in alarms]
         return Row(
             name=name,
@@ -147,6 +151,7 @@ def _read(path: Path, line: str) -> Row:
             exploded_at=exploded_at,
             is_open=end == OPEN,
             is_cut=end == CUT,
+            is_unstable=end == UNSTABLE,
             accused=accused,
             first={key: one and int(one[1]) for key, one in zip(DETECTORS, found, strict=True)},
         )

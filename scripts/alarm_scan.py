@@ -35,6 +35,8 @@ class Run:
     """It ends above the margin, too soon to tell."""
     is_cut: bool
     """It did not come to its planned end, and had not exploded."""
+    is_unstable: bool = False
+    """It came to its planned end with a gradient norm above 20 again and again (``report.unstable_since``), and had not exploded."""
 
     @property
     def last_step(self) -> int:
@@ -42,7 +44,7 @@ class Run:
 
     @property
     def is_stable(self) -> bool:
-        return self.exploded_at is None and not self.is_cut and not self.is_open
+        return self.exploded_at is None and not (self.is_cut or self.is_open or self.is_unstable)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@
 A folder of runs stands for the runs in it; of two runs of one name the longer counts. A run exploded where its training loss stays 0.5
 above its best so far for 200 steps (``--margin``, ``--patience``). Detectors: the rules of training/alarm.py, made afresh from
 telemetry.jsonl; the largest logit alone; the loss alone, six standard deviations above the mean of the 200 losses before. The first alarm
-counts. In a run that went to its planned end without an explosion, an alarm is a false one; of a run that was cut nobody knows.
+counts. In a run that went to its planned end without an explosion, an alarm is a false one; of a run that was cut, or came there with
+a gradient norm above 20 again and again, nobody knows: both count as cut.
 ``--printed``: logs whose NAME.log has what run NAME printed, for what its metrics.jsonl lost.
 ``--scan`` adds where thresholds could lie: what parts the runs, with which margins, and the rule ``growth`` at other settings.
 ``--keep`` adds runs to a table whose runs' logs are gone: its rows stay as they are, and a run that is given takes the place of its row,
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
 from analysis import curves
-from analysis.report import canonical
+from analysis.report import canonical, unstable_since
 from analysis.report_files import short
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from scripts import alarm_rows, alarm_scan
@@ -71,6 +72,7 @@ def read_run(folder: Path, args: argparse.Namespace) -> Run:
     if not steps:
         raise UserError(f"{folder}: its metrics have no train_loss yet")
     exploded_at = curves.explosion_step(losses, args.margin, args.patience, steps=steps)
+    is_finished = steps[-1] + 1 >= planned
     return Run(
         name=canonical(folder.resolve().name),
         attention=str(content.get("attention_name", "?")),
@@ -80,7 +82,8 @@ def read_run(folder: Path, args: argparse.Namespace) -> Run:
         warm_up=warm_up,
         exploded_at=exploded_at,
         is_open=curves.open_excursion(losses, args.margin, args.patience, steps=steps) is not None,
-        is_cut=exploded_at is None and steps[-1] + 1 < planned,
+        is_cut=exploded_at is None and not is_finished,
+        is_unstable=exploded_at is None and is_finished and unstable_since(metrics) is not None,
     )
 
 
@@ -130,6 +133,7 @@ def examine(run: Run, args: argparse.Namespace) -> Row:
         exploded_at=run.exploded_at,
         is_open=run.is_open,
         is_cut=run.is_cut,
+        is_unstable=run.is_unstable,
         accused=_accused(raised),
         first={
             **{rule: next((a.step for a in raised if a.rule == rule), None) for rule in ("growth", "delta")},

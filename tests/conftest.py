@@ -7,6 +7,9 @@ import os
 import pytest
 import torch
 
+if torch.cuda.is_available():
+    # cuBLAS reads it when CUDA starts, which tests of kernels do in this process before those that train.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 # As in these processes (see _one_thread), in those that they start.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Fixtures of a module come before those of a test.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_docs import ROOT
 
-from scripts import alarm_table
+from scripts import alarm_rows, alarm_table
 
 WARM_UP, EVERY, STEPS = 100, 50, 4000
 
@@ -25,13 +25,16 @@ def write_run(
     explodes_at: int | None = None,
     logit: float = 600.0,
     planned: int = STEPS,
+    unstable_from: int = STEPS,
 ) -> Path:
-    """A run of 2 layers with 2 heads: layer 1, head 0 grows like clock^6 from a step on; the loss jumps by 2 nats at another."""
+    """A run of 2 layers with 2 heads: layer 1, head 0 grows like clock^6 from a step on; the loss jumps by 2 nats at another, the gradient
+    norm at a third."""
     folder.mkdir(parents=True)
     with open(folder / "metrics.jsonl", "w") as out:
         for step in range(STEPS):
             loss = 3.0 + 0.01 * math.sin(step) + (2.0 if explodes_at is not None and step >= explodes_at else 0.0)
-            out.write(json.dumps({"step": step, "train_loss": loss}) + "\n")
+            norm = 0.5 if step < unstable_from else 30.0
+            out.write(json.dumps({"step": step, "train_loss": loss, "grad_norm": norm}) + "\n")
     with open(folder / "telemetry.jsonl", "w") as out:
         for step in range(0, STEPS, EVERY):
             clock = max(step - WARM_UP / 2, 1.0)
@@ -116,6 +119,23 @@ def test_an_alarm_in_a_run_that_was_cut_is_not_called_false(tmp_path: Path, caps
     assert "| no, cut |" in printed
     assert "(false)" not in printed
     assert "false alarms in 0 of 0 stable runs; alarms in 1 of 1 cut." in printed
+
+
+def test_an_alarm_in_a_run_that_came_to_its_end_unstable_is_not_called_false(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One high gradient norm among ordinary ones does not make it so, and the table can be read again."""
+    write_run(tmp_path / "unstable", grows_from=2000, unstable_from=2900)
+    write_run(tmp_path / "single", grows_from=2000, unstable_from=STEPS - 1)
+    out = tmp_path / "table.md"
+    alarm_table.main([str(tmp_path / "unstable"), str(tmp_path / "single"), "--scan", "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "| unstable | flash | 3999 | no, unstable | 2" in printed
+    assert "| single | flash | 3999 | no | **2" in printed
+    assert "growth: warned of 0 of 0 explosions; false alarms in 1 of 1 stable runs; alarms in 1 of 1 cut." in printed
+    rows = alarm_rows.kept(out, alarm_table.settings(alarm_table.parse(["-"])))
+    assert {row.name: row.is_stable for row in rows} == {"unstable": False, "single": True}
+    assert "| 0.5 | 500 | 0 of 0 | - | 1 of 1 | 1 of 1 |" in printed
 
 
 def _lose_the_end(run: Path, logs: Path, last: int) -> None:

@@ -684,6 +684,28 @@ def test_other_seeds_look_like_their_variant_but_thin(out: Path) -> None:
     assert [text.get_text().partition(":")[0] for text in legend] == ["failing"]
 
 
+def test_a_long_line_of_the_legend_is_broken_and_not_cut_off(out: Path) -> None:
+    """Three seeds, each with another end."""
+    (run, facts), *_ = report_blocks.told(script.read_evidence(out))
+    ends = {"exploded_at": None, "unstable_since": 8116, "last_step": 12999, "is_finished": True}
+    names = ("failing", "failing_seed_1", "failing_seed_2")
+    settings = [{**run.config, "config": {**run.config["config"], "run": {"seed": seed}}} for seed in (42, 1, 2)]
+    seeds = [
+        (
+            dataclasses.replace(run, name=name, config=config),
+            dataclasses.replace(facts, **{**ends, "unstable_since": at}),
+        )
+        for name, config, at in zip(names, settings, (8116, 9288, 9999), strict=True)
+    ]
+    drawn = report_plots.figure(seeds, report_plots.PANELS[:1], report_plots.looks(seeds, []))
+    drawn.canvas.draw()
+    (text,) = drawn.legends[0].get_texts()
+    assert text.get_text().count("unstable since") == 3
+    box = drawn.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= drawn.bbox.x1
+    assert drawn.axes[0].get_window_extent().y1 < box.y0 < box.y1 <= drawn.bbox.y1
+
+
 def test_a_picture_ends_where_it_is_asked_to(out: Path) -> None:
     runs = report_blocks.told(script.read_evidence(out))
     panels, look = report_plots.PANELS[:2], report_plots.looks(runs, [])

@@ -111,12 +111,16 @@ def test_a_run_that_rises_late_is_told() -> None:
 
 
 def test_runs_that_cross_are_counted_by_what_their_delta_is_made_of() -> None:
-    low = evidence(crosses_at=STEPS)
+    """Two of three whose delta is of the O handed on, one of two others; the largest logit told is that of an other."""
     kept_apart = {"delta_output": "fp32"}
-    runs = [evidence(), low, evidence(sites=kept_apart), evidence(sites=kept_apart, crosses_at=STEPS)]
-    found = onset.values(runs)
-    names = ("crossed", "crossed.own", "others", "others.own", "own")
-    assert [found[f"onset.{name}"] for name in names] == ["2", "1", "2", "1", "2"]
+    runs = [evidence(), evidence(), evidence(crosses_at=STEPS)]
+    others = [evidence(sites=kept_apart), evidence(sites=kept_apart, crosses_at=STEPS)]
+    found = onset.values([*runs, *others])
+    names = ("crossed", "own", "crossed.own", "others", "crossed.others")
+    assert [found[f"onset.{name}"] for name in names] == ["3", "3", "2", "2", "1"]
+    low = [max(facts(run).logit.values()) for run in (others[1], runs[2])]
+    assert onset.values([runs[0], others[1]])["onset.others.logit"] == onset.significant(low[0])
+    assert "onset.others.logit" not in onset.values(runs)
 
 
 def test_heads_of_two_attentions_a_switch_and_a_short_run_are_not_counted() -> None:
