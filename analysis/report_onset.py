@@ -48,7 +48,7 @@ SUM_ROUNDED = "P_bar and its sum rounded"
 FUSED = "fused"
 _EXPONENTIALS = {"folded": FUSED, "subtracted": "subtracted first", "unfused": "not fused"}
 KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNTILED, UNFUSED, SUM_ROUNDED)
-"""The last three have a place in tables and pictures once there is a run of them."""
+"""The last three have a place in tables and pictures only where there is a run of them."""
 
 
 def kind_of(run: Evidence) -> str | None:

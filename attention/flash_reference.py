@@ -158,7 +158,7 @@ def _backward(
 
 @_backward.register_fake
 def _(do, q, k, v, o, counts, saved, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(3))
+    return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]

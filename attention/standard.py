@@ -19,9 +19,9 @@ from attention.tiles import FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, rou
 
 
 def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:
-    """S and P = softmax(S), unrounded, [B, H, T, T]."""
-    whole = slice(0, problem.q.shape[2])
-    s = problem.scores(whole, whole)
+    """S and P = softmax(S), unrounded, [B, H, T, S], S the number of keys."""
+    rows, columns = (slice(0, x.shape[2]) for x in (problem.q, problem.k))
+    s = problem.scores(rows, columns)
     return s, torch.softmax(s, dim=-1)
 
 
@@ -64,7 +64,7 @@ def _backward(
 
 @_backward.register_fake
 def _(do, q, k, v, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(3))
+    return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -126,6 +126,7 @@ def test_an_alarm_in_a_run_that_came_to_its_end_unstable_is_not_called_false(
 ) -> None:
     """One high gradient norm among ordinary ones does not make it so, and the table can be read again."""
     write_run(tmp_path / "unstable", grows_from=2000, unstable_from=2900)
+    write_run(tmp_path / "cut", grows_from=2000, unstable_from=2900, planned=2 * STEPS)
     write_run(tmp_path / "single", grows_from=2000, unstable_from=STEPS - 1)
     out = tmp_path / "table.md"
     alarm_table.main([str(tmp_path / "unstable"), str(tmp_path / "single"), "--scan", "--out", str(out)])
@@ -136,6 +137,17 @@ def test_an_alarm_in_a_run_that_came_to_its_end_unstable_is_not_called_false(
     rows = alarm_rows.kept(out, alarm_table.settings(alarm_table.parse(["-"])))
     assert {row.name: row.is_stable for row in rows} == {"unstable": False, "single": True}
     assert "| 0.5 | 500 | 0 of 0 | - | 1 of 1 | 1 of 1 |" in printed
+    found = table(tmp_path, [str(tmp_path / name) for name in ("unstable", "single", "cut")])
+    assert {name: row["too_soon_to_tell"] for name, row in found.items()} == {
+        "unstable": "1",
+        "single": "0",
+        "cut": "1",
+    }
+    alarm_table.main([str(tmp_path / "cut")])
+    assert "| cut | flash | 3999 | no, cut | 2" in capsys.readouterr().out
+    args = alarm_table.parse(["-"])
+    ends = [alarm_table.read_run(tmp_path / name, args) for name in ("unstable", "single", "cut")]
+    assert [run.is_unstable for run in ends] == [True, False, False]
 
 
 def _lose_the_end(run: Path, logs: Path, last: int) -> None:

@@ -703,7 +703,12 @@ def test_a_long_line_of_the_legend_is_broken_and_not_cut_off(out: Path) -> None:
     assert text.get_text().count("unstable since") == 3
     box = drawn.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= drawn.bbox.x1
-    assert drawn.axes[0].get_window_extent().y1 < box.y0 < box.y1 <= drawn.bbox.y1
+    panel = drawn.axes[0].get_window_extent()
+    assert panel.y1 < box.y0 < box.y1 <= drawn.bbox.y1
+    short = report_plots.figure(seeds[:1], report_plots.PANELS[:1], report_plots.looks(seeds[:1], []))
+    short.canvas.draw()
+    # The lines have room of their own.
+    assert panel.height == pytest.approx(short.axes[0].get_window_extent().height, abs=0.05 * report_plots.DPI)
 
 
 def test_a_picture_ends_where_it_is_asked_to(out: Path) -> None:

@@ -118,9 +118,14 @@ def test_runs_that_cross_are_counted_by_what_their_delta_is_made_of() -> None:
     found = onset.values([*runs, *others])
     names = ("crossed", "own", "crossed.own", "others", "crossed.others")
     assert [found[f"onset.{name}"] for name in names] == ["3", "3", "2", "2", "1"]
-    low = [max(facts(run).logit.values()) for run in (others[1], runs[2])]
-    assert onset.values([runs[0], others[1]])["onset.others.logit"] == onset.significant(low[0])
+    low, own = (max(facts(run).logit.values()) for run in (others[1], runs[0]))
+    assert low < own
+    assert onset.values([runs[0], others[1]])["onset.others.logit"] == onset.significant(low)
     assert "onset.others.logit" not in onset.values(runs)
+    assert found["onset.others.cut"] == "0"
+    settings = {**others[1].config["config"], "run": {"steps": 2 * STEPS, "seed": 1}}
+    cut = dataclasses.replace(others[1], config={**others[1].config, "config": settings})
+    assert onset.values([*runs, others[0], cut])["onset.others.cut"] == "1"
 
 
 def test_heads_of_two_attentions_a_switch_and_a_short_run_are_not_counted() -> None:
