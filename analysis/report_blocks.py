@@ -248,7 +248,7 @@ def asked_table(runs: Told, asked: Mapping[str, str]) -> str:
 def short_table(runs: Told) -> str:
     """A few columns for the README, of the runs in its picture."""
     heads = ["run", "attention", "how it ended", "validation loss at 3,500", f"W_Q norm, layer {LAYER}, at 3,500"]
-    heads += ["largest logit at 3,500"]
+    heads += [f"largest logit, layer {LAYER}, at 3,500"]
     rows = [
         [
             run.name,

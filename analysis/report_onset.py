@@ -220,7 +220,7 @@ def crossing_table(runs: Sequence[Evidence]) -> str:
     heads = ["run", "P_bar", "S c - m c", f"largest logit of layer {report.LAYER} beyond {THRESHOLD:,.0f} at"]
     heads += [f"beyond {2 * THRESHOLD:,.0f} at", "logit", "W_Q norm"]
     heads += ["gradient norm before", f"in the next {AFTER} steps", "its largest", f"last {BEFORE} steps"]
-    heads += [f"layers behind {report.LAYER} with logits beyond {report_layers.LARGE:,.0f}", "loss exploded at"]
+    heads += [f"later layers than {report.LAYER} with logits beyond {report_layers.LARGE:,.0f}", "loss exploded at"]
     rows = []
     for run, facts, found in crossings(runs):
         sites = run.groups[0].get("numerics")

@@ -44,7 +44,7 @@ def logit_at(facts: Facts, step: int) -> float | None:
 def switches_table(runs: Sequence[Evidence]) -> str:
     """A line a switched run, by the size of the logits at the switch, and ``CONTROL`` from the last of the switches on."""
     heads = ["run", f"attention of layer {LAYER} from then on", "switched at", "largest logit there"]
-    heads += [f"gradient norm, {BEFORE} steps before", f"{number(BEHIND)} behind", "largest of those kept"]
+    heads += [f"gradient norm, {BEFORE} steps before", f"{number(BEHIND)} after", "largest of those kept"]
     heads += [f"last {LAST} steps", "largest logit at the end", "W_Q norm at the end"]
     heads += [f"validation loss at {VALIDATION_AT:,}", "how it ended"]
     found = [(at, run, facts) for run, facts in told(runs) if (at := switch_of(run, facts)) is not None]

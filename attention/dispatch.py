@@ -30,19 +30,25 @@ def run(
     """Attention of one layer, O [B, T, H, D].
 
     Args:
-        q_BTHD, k_BTHD, v_BTHD: one dtype, any strides (views of a fused projection need no copy).
+        q_BTHD, k_BTHD, v_BTHD: one dtype, any strides (views of a fused projection need no copy). Keys may be more or fewer than queries;
+            with ``causal`` query t sees keys up to t.
         plan: which heads use what; ``registry.check`` has said before that this machine can run it.
-        rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position.
+        rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so that
+            it should be another one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
         scale: of Q K^T; default 1 / sqrt(D).
 
     Returns the dtype of q, or float32 where a group hands its O on unrounded. Raises ``UserError`` unless q, k and v have the plan's heads,
-    as tensors that are laid out [B, H, T, D] mostly have not.
+    as tensors that are laid out [B, H, T, D] mostly have not, or for another ``rounding_seed``.
     """
     for name, x in (("q", q_BTHD), ("k", k_BTHD), ("v", v_BTHD)):
         if x.ndim != 4 or x.shape[2] != plan.n_head:
             expected = f"[batch, time, head, width] with the {plan.n_head} heads of the plan"
             raise UserError(f"attention of layer {plan.layer}: {name} has shape {tuple(x.shape)}: expected {expected}")
+    if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:
+        raise UserError(
+            f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], as torch.tensor(step, device=q.device)"
+        )
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -151,9 +151,10 @@ def _serves(name: str, call: Call) -> bool:
 
 
 def check(
-    plans: Iterable[LayerPlan], *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
+    plans: Iterable[LayerPlan], *, device: torch.device | str, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
 ) -> None:
     """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can."""
+    device = torch.device(device)
     for plan in plans:
         for group in plan.groups:
             call = Call(device, dtype, head_dim, numerics_from_key(group.numerics), softcap)

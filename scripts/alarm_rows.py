@@ -73,7 +73,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def _end(row: Row) -> str:
     if row.exploded_at is not None:
         return str(row.exploded_at)
-    return OPEN if row.is_open else CUT if row.is_cut else UNSTABLE if row.is_unstable else QUIET
+    return UNSTABLE if row.is_unstable else OPEN if row.is_open else CUT if row.is_cut else QUIET
 
 
 def _cell(row: Row, detector: str) -> str:
@@ -101,7 +101,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
             f"{name}: warned of {len(warnings)} of {len(exploding)} explosions{spread}; "
             f"false alarms in {false} of {len(stable)} stable runs"
             + (
-                f"; alarms in {sum(row.first[name] is not None for row in unknown)} of {len(unknown)} cut."
+                f"; alarms in {sum(row.first[name] is not None for row in unknown)} of {len(unknown)} cut or unstable."
                 if unknown
                 else "."
             )

@@ -158,10 +158,14 @@ def table(found: Mapping[str, Result]) -> list[str]:
             logit = value("max_logit") if label == AVERAGE else result.column("max_logit").max()
             line = (
                 f"{value('loss'):>8.4f}  {value('gradient_norm'):>10.4g}  {bounds:>23}  {value('dw_q_spectral'):>10.4g}  "
-                f"{value('dw_q_frobenius'):>10.4g}  {value('difference'):>10.3g}  {value('cosine'):>+9.4f}  {logit:>13,.0f}"
+                f"{value('dw_q_frobenius'):>10.4g}  {value('difference'):>10.3g}  {value('cosine'):>+9.4f}  {_logit(logit):>13}"
             )
             lines.append(f"{name if label == 'batches' else '':<{width}}  {label:<7}  {line}")
     return lines
+
+
+def _logit(largest: float) -> str:
+    return f"{largest:,.0f}" if largest >= 1000 else f"{largest:.3g}"
 
 
 def _range(values: np.ndarray) -> str:
@@ -243,7 +247,7 @@ def summary(paths: Sequence[Path]) -> str:
                 f"{median['difference']:.3g}",
                 f"{float(average['difference']):.3g}",
                 f"{float(average['cosine']):+.4f}",
-                f"{float(average['max_logit']):,.0f}",
+                _logit(float(average["max_logit"])),
             )
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

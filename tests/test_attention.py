@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -390,6 +391,29 @@ def test_a_residual_takes_os_rounding_out_of_delta(preset: str, shrinks: int) ->
 def test_a_residual_needs_an_accumulation_in_fp32() -> None:
     with pytest.raises(UserError, match="delta_output = 'residual8'"):
         AttentionSpec(preset="flash", sites=("delta_output=residual8", "accumulator=bf16"))
+
+
+@pytest.mark.parametrize("seed", [0, torch.tensor([0]), torch.tensor(0, dtype=torch.int32)], ids=str)
+def test_a_seed_that_is_no_int64_scalar_is_refused(seed: object) -> None:
+    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
+    q = torch.zeros(2, 8, 3, 16)
+    with pytest.raises(
+        UserError, match=r"^rounding_seed = .*: expected an int64 tensor of shape \[\], as torch.tensor"
+    ):
+        attention.run(q, q, q, plan, rounding_seed=seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", ["standard", "sdpa_flash", "flash"])
+def test_a_device_may_be_named(preset: str) -> None:
+    plans = AttentionConfig(default=AttentionSpec(preset=preset)).resolve(1, 3)
+    said = {}
+    for device in ("cpu", torch.device("cpu")):
+        try:
+            attention.check(plans, device=device, dtype=torch.bfloat16, head_dim=16)
+        except UserError as error:
+            said[str(type(device))] = str(error)
+    assert len(set(said.values())) <= 1
+    assert len(said) == (2 if preset == "flash" and "TRITON_INTERPRET" not in os.environ else 0)
 
 
 def test_tensors_laid_out_as_for_torch_are_refused() -> None:

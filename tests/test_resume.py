@@ -114,11 +114,13 @@ def test_finished_run_can_be_made_longer(place: Place, straight: Path) -> None:
     assert_same_run(longer, straight, 30)
 
 
-def test_resuming_a_finished_run_changes_nothing(place: Place) -> None:
+def test_resuming_a_finished_run_changes_nothing(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     finished = place.train("finished")
     before = lines(finished), weights(finished, 20)
+    assert "finished, at step" not in capsys.readouterr().out
     place.train("finished", RESUME)
     assert (lines(finished), weights(finished, 20)) == before
+    assert "finished: finished, at step 20 of as many; --run.steps goes on from there" in capsys.readouterr().out
 
 
 def test_damaged_checkpoint_falls_back_to_the_one_before(

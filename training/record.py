@@ -230,9 +230,8 @@ def check_settings(saved: dict[str, Any], now: dict[str, Any], defaults: dict[st
             on_the_way = (
                 "; --alarm.switches STEP:LAYER:PRESET changes it on the way" if name.startswith("attention") else ""
             )
-            raise invalid(
-                name, value, f"{' or '.join(map(repr, allowed))}, as in the checkpoint {checkpoint}{on_the_way}"
-            )
+            expected = " or ".join("none" if one in ("", None) else repr(one) for one in allowed)
+            raise invalid(name, value, f"{expected}, as in the checkpoint {checkpoint}{on_the_way}")
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -180,6 +180,8 @@ class Session:
             if self.config.run.resume and loaded is None:
                 self.say(f"{self.folder}: no checkpoint yet; starting from step 0")
                 record.clear(self.folder)
+            elif loaded is not None and loaded.step == self.config.run.steps:
+                self.say(f"{self.folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
             record.write_record(self.folder, content)
         self.interventions.open()
         self.metrics = Metrics(self.folder, wandb_run, resumed=self.resumed, enabled=self.place.is_main)
