@@ -84,7 +84,7 @@ def test_the_document_has_the_published_numbers() -> None:
         "a training step": f"{ms['step']:.1f} | |",
         "a probe as a run makes it": f"{ms['probe']:.1f} | {share}",
         "the same, operation by operation (`--telemetry.no-cuda-graph`)": f"{ms['eager_probe']:.1f} |",
-        "a probe that starts the power iteration afresh (the first, and one behind every checkpoint)": f"{ms['first_probe']:.0f} |",
+        "a probe that starts the power iteration afresh (the first, and one after every checkpoint)": f"{ms['first_probe']:.0f} |",
         "the probe that captures the graph (the third of a run)": f"{ms['capturing_probe']:.1f} |",
     }
     for name, numbers in rows.items():

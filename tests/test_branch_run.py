@@ -133,7 +133,7 @@ def test_a_branch_that_is_changed_at_an_alarm_is_probed_anew(place: Place, how: 
 def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
     before = tree(Path(place.recording("old")))
     branch(place, "thief")
-    with pytest.raises(UserError, match=r"^data\.record = .*: expected '', as in the checkpoint"):
+    with pytest.raises(UserError, match=r"^data\.record = .*: expected none, as in the checkpoint"):
         place.train("thief", {**FIELDS, **RESUME, "data.record": place.recording("old")})
     assert tree(Path(place.recording("old"))) == before
     assert Recording.open(Path(place.recording("old"))).complete
