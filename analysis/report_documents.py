@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from analysis import report_blocks, report_layers, report_onset, report_recipes, report_switches
+from analysis import report_blocks, report_layers, report_onset, report_recipes, report_sharing, report_switches
 from analysis.report import Evidence
 
 
@@ -20,8 +20,10 @@ def made(
     others = [run for run in runs if not run.has_base_recipe]
     unswitched = [run for run in of_base if not run.is_switched]
     blocks = report_blocks.blocks(runs, again, asked) | report_onset.blocks(unswitched)
+    blocks |= report_sharing.blocks(unswitched)
     blocks |= {"switches": report_switches.switches_table(of_base), "recipes": report_recipes.recipes_table(runs)}
     values = report_blocks.values(runs, asked) | report_switches.values(runs)
     values |= report_onset.values(unswitched) | report_layers.values(report_blocks.told(unswitched))
+    values |= report_sharing.values(unswitched)
     values |= report_onset.own_values(others) | report_layers.own_values(report_blocks.told(others))
     return blocks, values

@@ -49,16 +49,17 @@ def told(found: dict[int, int]) -> str:
 
 
 def values(runs: Sequence[tuple[Evidence, Facts]]) -> dict[str, str]:
-    """Single numbers by name: ``own_values``, and layers.apart, the largest logit behind ``LAYER`` of the runs whose delta is not made of
-    the O handed on. Of runs of one recipe."""
+    """Single numbers by name: ``own_values``, and layers.apart, the largest logit behind ``LAYER``, until the loss explodes, of the runs
+    whose delta is not made of the O handed on. Of runs of one recipe."""
     found = {"layers.large": number(LARGE)} | own_values(runs)
     apart = [
         logit
-        for run, _ in runs
+        for run, facts in runs
         if run.is_uniform and not hands_on(run)
         for layer, logits in largest_logits(run.records).items()
         if layer > LAYER
-        for logit in logits.values()
+        for step, logit in logits.items()
+        if step < (math.inf if facts.exploded_at is None else facts.exploded_at)
     ]
     return found | ({"layers.apart": significant(max(apart))} if apart else {})
 

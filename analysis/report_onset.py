@@ -320,17 +320,19 @@ def _crossed(runs: Sequence[Evidence]) -> dict[str, str]:
 
     onset.own: those whose delta is made of the O handed on, onset.others: those whose delta is of something else; onset.crossed.own and
     onset.crossed.others: how many of them pass it. onset.others.cut: how many of the others were cut; onset.others.logit: the largest
-    logit of any of these.
+    logit of those of them that do not pass it.
     """
     chosen = [(run, facts) for run, facts in told(runs) if run.group is not None and facts.last_step >= FROM]
     made: dict[str, str] = {}
     for name, is_own in (("own", True), ("others", False)):
         found = [facts for run, facts in chosen if bool(hands_on(run)) == is_own]
-        beyond = sum(max(facts.logit.values()) >= 2 * THRESHOLD for facts in found)
-        made |= {f"onset.{name}": str(len(found)), f"onset.crossed.{name}": str(beyond)}
+        largest = [max(facts.logit.values()) for facts in found]
+        below = [logit for logit in largest if logit < 2 * THRESHOLD]
+        made |= {f"onset.{name}": str(len(found)), f"onset.crossed.{name}": str(len(largest) - len(below))}
         if found and not is_own:
             made["onset.others.cut"] = str(sum(how_it_ended(facts) == "cut" for facts in found))
-            made["onset.others.logit"] = significant(max(max(facts.logit.values()) for facts in found))
+        if below and not is_own:
+            made["onset.others.logit"] = significant(max(below))
     made["onset.crossed"] = str(sum(int(made[f"onset.crossed.{name}"]) for name in ("own", "others")))
     return made
 

@@ -1,0 +1,95 @@
+"""What delta has in common with the O handed on, and how far logits of one layer grow, from ``results/``.
+
+dO is computed through the O handed on, with its rounding error. Delta may be made of that O, or of another of the same rounded P_bar, or
+of neither. An error that both have is one that dO knows of; an error of delta's own is not, whatever its size and its mean.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from analysis.report import Evidence, Facts
+from analysis.report_blocks import NONE, hands_on, number, significant, table, told
+from analysis.report_claims import how_it_ended
+from analysis.report_onset import FROM, THRESHOLD, crossing
+
+AT = 5000
+"""Step whose W_Q and logits are compared: most runs came to it, and few of those that do not fail late have exploded."""
+GROWN = 1000.0
+"""Logits beyond which they have grown: more than with delta from P at any step."""
+BOTH, OUTPUT, PROBABILITIES, NEITHER = "rounding of P_bar and of O", "rounding of O", "rounding of P_bar", "nothing"
+KINDS = (BOTH, OUTPUT, PROBABILITIES, NEITHER)
+NAMES = {BOTH: "both", OUTPUT: "output", PROBABILITIES: "probabilities", NEITHER: "neither"}
+
+
+def shared(run: Evidence) -> str | None:
+    """Which of ``KINDS`` a run's layer is of; None where its heads differ, or were switched."""
+    if run.group is None:
+        return None
+    numerics = run.group.get("numerics")
+    # torch's kernels round P_bar to the format of V, and make delta of the O that they return.
+    is_rounded = not isinstance(numerics, Mapping) or numerics.get("probabilities") != "fp32"
+    if hands_on(run):
+        return BOTH if is_rounded else OUTPUT
+    if isinstance(numerics, Mapping) and numerics["delta"] != "rowsum_do_o":
+        return NEITHER
+    return PROBABILITIES if is_rounded else NEITHER
+
+
+def chosen(runs: Sequence[Evidence]) -> dict[str, list[tuple[Evidence, Facts]]]:
+    """By kind, the runs with one attention in their layer that came past ``FROM``."""
+    found: dict[str, list[tuple[Evidence, Facts]]] = {kind: [] for kind in KINDS}
+    for run, facts in told(runs):
+        kind = shared(run)
+        if kind is not None and facts.last_step >= FROM:
+            found[kind].append((run, facts))
+    return found
+
+
+def sharing_table(runs: Sequence[Evidence]) -> str:
+    """A line a kind: W_Q and largest logit at ``AT``, which runs pass twice the threshold, and the largest logit of those that do not."""
+    heads = ["in common with the O handed on", "runs", "of them cut", f"W_Q norm at {AT:,}: median (range), runs"]
+    heads += [f"largest logit at {AT:,}", f"beyond {2 * THRESHOLD:,.0f}", "at step", "the others' largest logit"]
+    rows = []
+    for kind, pairs in chosen(runs).items():
+        w_q, logits = (
+            [series[AT] for series in ofs if AT in series]
+            for ofs in ([facts.w_q for _, facts in pairs], [facts.logit for _, facts in pairs])
+        )
+        crossed = [found.step for run, facts in pairs if (found := crossing(run, facts)) is not None]
+        below = [max(f.logit.values()) for _, f in pairs if max(f.logit.values()) < 2 * THRESHOLD]
+        rows.append(
+            [
+                kind,
+                str(len(pairs)),
+                str(sum(how_it_ended(facts) == "cut" for _, facts in pairs)),
+                f"{_spread(w_q)}, {len(w_q)}" if w_q else NONE,
+                _spread(logits) if logits else NONE,
+                str(len(crossed)),
+                " to ".join(dict.fromkeys(number(end(crossed)) for end in (min, max))) if crossed else NONE,
+                " to ".join(dict.fromkeys(significant(end(below)) for end in (min, max))) if below else NONE,
+            ]
+        )
+    return table(heads, rows, left=1)
+
+
+def _spread(found: Sequence[float]) -> str:
+    ends = " - ".join(dict.fromkeys(significant(end(found)) for end in (min, max)))
+    return f"{significant(statistics.median(found))} ({ends})"
+
+
+def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
+    """The table by its name."""
+    return {"sharing": sharing_table(runs)}
+
+
+def values(runs: Sequence[Evidence]) -> dict[str, str]:
+    """Single numbers by name, with NAME of ``NAMES``: sharing.NAME, the runs; sharing.NAME.grown, those whose largest logit was beyond
+    ``GROWN`` from ``FROM`` on."""
+    found = {"sharing.size": number(GROWN)}
+    for kind, pairs in chosen(runs).items():
+        largest = [max(logit for step, logit in facts.logit.items() if step >= FROM) for _, facts in pairs]
+        found[f"sharing.{NAMES[kind]}"] = str(len(pairs))
+        found[f"sharing.{NAMES[kind]}.grown"] = str(sum(logit > GROWN for logit in largest))
+    return found

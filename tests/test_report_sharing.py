@@ -1,0 +1,78 @@
+"""analysis/report_sharing.py: what delta has in common with the O handed on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from test_report_onset import STEPS, evidence
+
+from analysis import report_sharing as module
+from analysis.report import Evidence
+from scripts import report as script
+
+
+@pytest.mark.parametrize(
+    ("sites", "backend", "kind"),
+    [
+        ({}, "flash", module.BOTH),
+        ({}, "sdpa_flash", module.BOTH),
+        ({"output_rounding": "stochastic"}, "flash", module.BOTH),
+        ({"probabilities_rounding": "stochastic"}, "flash", module.BOTH),
+        ({"probabilities": "fp32"}, "flash", module.OUTPUT),
+        ({"delta_output": "fp32"}, "flash", module.PROBABILITIES),
+        ({"delta_output": "residual8"}, "flash", module.PROBABILITIES),
+        ({"delta_output": "input", "output": "fp32"}, "flash", module.PROBABILITIES),
+        ({"delta_output": "fp32", "probabilities": "fp32"}, "flash", module.NEITHER),
+        ({"delta": "recomputed_o"}, "flash", module.NEITHER),
+        ({"delta": "rowsum_p_dp"}, "flash", module.NEITHER),
+    ],
+)
+def test_runs_are_told_apart_by_what_their_delta_shares(sites: dict[str, Any], backend: str, kind: str) -> None:
+    assert module.shared(evidence(sites=sites, backend=backend)) == kind
+
+
+def test_a_run_of_two_attentions_is_of_no_kind() -> None:
+    run = evidence()
+    group = run.config["attention"][0]
+    groups = [group | {"heads_of_layer": {"1": [head]}} for head in (0, 1)]
+    two = dataclasses.replace(run, config={**run.config, "attention": groups})
+    assert module.shared(two) is None
+    assert not any(module.chosen([two]).values())
+
+
+def named(run: Evidence, name: str, scale: float = 1.0) -> Evidence:
+    """Under another name, all its logits times ``scale``."""
+    heads = [dict(row) | {"max_logit": scale * row["max_logit"]} for row in run.heads]
+    return dataclasses.replace(run, name=name, heads=heads)
+
+
+def test_a_line_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AT", 2000)
+    small = named(evidence(sites={"delta": "rowsum_p_dp"}, crosses_at=STEPS), "small", 1e-3)
+    runs = [evidence(), named(evidence(crosses_at=STEPS), "slow"), evidence(sites={"delta_output": "fp32"}), small]
+    lines = module.sharing_table(runs).splitlines()[2:]
+    both, output, probabilities, neither = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    assert both == [module.BOTH, "2", "0", "7.00 (7.00), 2", "73,817 (11,357 - 136,000)", "1", "2,000", "68,139"]
+    assert output[1:] == ["0", "0", "-", "-", "0", "-", "-"]
+    assert probabilities[5:] == ["1", "2,000", "-"]
+    assert neither[4:] == ["11.4 (11.4)", "0", "-", "68.1"]
+    found = module.values(runs)
+    assert [found[f"sharing.{name}.grown"] for name in ("both", "output", "probabilities", "neither")] == list("2010")
+
+
+def test_the_published_runs() -> None:
+    """What docs/reproduction.md says of them: without a rounding in common none has grown, with one all but two."""
+    evidence_there = script.read_evidence(script.ROOT / script.EVIDENCE)
+    found = module.chosen([run for run in evidence_there if run.has_base_recipe and not run.is_switched])
+    assert {run.name for run, _ in found[module.NEITHER]} >= {"delta_from_p", "recompute_o", "fp32_pv_o", "standard"}
+    assert {run.name for run, _ in found[module.PROBABILITIES]} >= {"fp32_o", "compensated_delta", "run_b", "run_c"}
+    assert {run.name for run, _ in found[module.OUTPUT]} == {"fp32_pv", "run_a_fp32_pv"}
+    small = {
+        run.name
+        for pairs in found.values()
+        for run, facts in pairs
+        if max(logit for step, logit in facts.logit.items() if step >= module.FROM) <= module.GROWN
+    }
+    assert small == {run.name for run, _ in found[module.NEITHER]} | {"compensated_delta", "fp32_o_seed_2"}
