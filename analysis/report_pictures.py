@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis import report_blocks, report_claims, report_layers, report_onset, report_plots, report_switches
+from analysis import (
+    report_blocks,
+    report_claims,
+    report_layers,
+    report_onset,
+    report_plots,
+    report_sharing,
+    report_switches,
+)
 from analysis.report import Evidence, Facts
 
 ALL_RUNS = "curves.png"
@@ -26,6 +34,7 @@ PICTURES = {
 """Variants in the README's picture, and in that of docs/reproduction.md."""
 ONSET = "large_logits.png"
 LAYERS = "layers.png"
+SHARING = "sharing.png"
 SWITCHES = "late_switches.png"
 LAYERS_OF = (
     "flash",
@@ -41,7 +50,7 @@ LAYERS_OF = (
 
 
 def draw_all(everything: Sequence[tuple[Evidence, Facts]], out: Path) -> None:
-    """Write ``ALL_RUNS``, ``OTHER_RECIPES``, and of the runs of the base recipe ``PICTURES`` and three more, to ``out``.
+    """Write ``ALL_RUNS``, ``OTHER_RECIPES``, and of the runs of the base recipe ``PICTURES`` and four more, to ``out``.
 
     Runs that were switched on the way are in ``SWITCHES`` alone. Raises ``ImportError`` where matplotlib cannot be used.
     """
@@ -63,6 +72,8 @@ def draw_all(everything: Sequence[tuple[Evidence, Facts]], out: Path) -> None:
             report_plots.draw(chosen, report_plots.PANELS[:2], out / name, look=look)
     if any(report_onset.one_hot([run for run, _ in runs], kind) for kind in report_onset.KINDS):
         report_plots.save(report_onset.figure(runs), out / ONSET)
+    if any(report_sharing.chosen([run for run, _ in runs]).values()):
+        report_plots.save(report_sharing.figure([run for run, _ in runs]), out / SHARING)
     if any(run.is_switched for run, _ in of_base):
         switched, look = report_switches.branches([run for run, _ in of_base])
         report_plots.draw(switched, report_plots.PANELS[:4], out / SWITCHES, look=look)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from analysis.report import Evidence, Facts
+from analysis.plots import COLOURS
+from analysis.report import LAYER, Evidence, Facts
 from analysis.report_blocks import NONE, hands_on, number, significant, table, told
 from analysis.report_claims import how_it_ended
 from analysis.report_onset import FROM, THRESHOLD, crossing
@@ -93,3 +95,36 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
         found[f"sharing.{NAMES[kind]}"] = str(len(pairs))
         found[f"sharing.{NAMES[kind]}.grown"] = str(sum(logit > GROWN for logit in largest))
     return found
+
+
+def figure(runs: Sequence[Evidence]) -> Any:
+    """A matplotlib ``Figure``: the largest logit of every run, a colour a kind, until it is first beyond twice the threshold."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots()
+    colours = {BOTH: COLOURS[0], OUTPUT: COLOURS[3], PROBABILITIES: COLOURS[1], NEITHER: COLOURS[2]}
+    for kind, pairs in chosen(runs).items():
+        colour = colours[kind]
+        for run, facts in pairs:
+            found = crossing(run, facts)
+            end = facts.last_step if found is None else found.step
+            steps = [step for step in facts.logit if FROM <= step <= end]
+            axes.plot(steps, [facts.logit[step] for step in steps], color=colour, linewidth=0.9, alpha=0.8)
+            if found is not None:
+                axes.plot(found.step, found.logit, "o", color=colour, markersize=4)
+        axes.plot([], [], color=colour, label=f"{kind}: {len(pairs)} runs")
+    for size in (THRESHOLD, 2 * THRESHOLD):
+        axes.axhline(size, color="0.6", linestyle=":", linewidth=1.0)
+        place = ("axes fraction", "data")
+        axes.annotate(number(size), (1.0, size), xycoords=place, fontsize=7, color="0.4", va="center")
+    axes.set_yscale("log")
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_ylabel(f"largest logit of layer {LAYER}", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    title = "delta shares with the O handed on"
+    drawn.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8, title=title, title_fontsize=9)
+    return drawn

@@ -76,3 +76,13 @@ def test_the_published_runs() -> None:
         if max(logit for step, logit in facts.logit.items() if step >= module.FROM) <= module.GROWN
     }
     assert small == {run.name for run, _ in found[module.NEITHER]} | {"compensated_delta", "fp32_o_seed_2"}
+
+
+def test_a_run_is_drawn_until_it_is_beyond_twice_the_threshold() -> None:
+    """Steps of its line, and a dot where it crosses; whatever comes behind is not drawn."""
+    runs = [evidence(crosses_at=2000), named(evidence(crosses_at=STEPS), "slow")]
+    (axes,) = module.figure(runs).axes
+    drawn = [list(line.get_xdata()) for line in axes.get_lines()]
+    ends = {steps[-1] for steps in drawn if len(steps) > 5 and steps[0] == module.FROM}
+    assert ends == {2000, STEPS - 100}
+    assert [2000] in drawn
