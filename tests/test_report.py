@@ -662,7 +662,7 @@ def test_plots_write_the_pictures_that_have_runs(out: Path, monkeypatch: pytest.
     monkeypatch.setattr(report_pictures, "PICTURES", {"one.png": ("failing", "absent"), "none.png": ("absent",)})
     monkeypatch.setattr(recipe, "BASE", {})  # that of the made-up runs, whatever it is
     script.main(["plots", "--out", str(out)])
-    assert {path.name for path in out.glob("*.png")} == {"curves.png", "one.png"}
+    assert {path.name for path in out.glob("*.png")} == {"curves.png", "one.png", "sharing.png"}
     assert (out / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
