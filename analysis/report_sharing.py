@@ -16,11 +16,11 @@ from analysis.report_blocks import NONE, hands_on, number, significant, table, t
 from analysis.report_claims import how_it_ended
 from analysis.report_onset import FROM, THRESHOLD, crossing
 
-AT = 5000
-"""Step whose W_Q and logits are compared: most runs came to it, and few of those that do not fail late have exploded."""
+EARLY, LATE = 2400, 5000
+"""Steps whose W_Q are compared: all runs came to the first before any broke; by the second those that grow fast have broken or ended."""
 GROWN = 1000.0
 """Logits beyond which they have grown: more than with delta from P at any step."""
-BOTH, OUTPUT, PROBABILITIES, NEITHER = "rounding of P_bar and of O", "rounding of O", "rounding of P_bar", "nothing"
+BOTH, OUTPUT, PROBABILITIES, NEITHER = "rounding of P_bar and of O", "only of O", "only of P_bar", "neither"
 KINDS = (BOTH, OUTPUT, PROBABILITIES, NEITHER)
 NAMES = {BOTH: "both", OUTPUT: "output", PROBABILITIES: "probabilities", NEITHER: "neither"}
 
@@ -50,24 +50,23 @@ def chosen(runs: Sequence[Evidence]) -> dict[str, list[tuple[Evidence, Facts]]]:
 
 
 def sharing_table(runs: Sequence[Evidence]) -> str:
-    """A line a kind: W_Q and largest logit at ``AT``, which runs pass twice the threshold, and the largest logit of those that do not."""
-    heads = ["in common with the O handed on", "runs", "of them cut", f"W_Q norm at {AT:,}: median (range), runs"]
-    heads += [f"largest logit at {AT:,}", f"beyond {2 * THRESHOLD:,.0f}", "at step", "the others' largest logit"]
+    """A line a kind: W_Q at two steps and the largest logit, which runs pass twice the threshold, and how far the others come."""
+    heads = ["delta shares with the O handed on", "runs", "of them cut"]
+    heads += [f"W_Q norm at {step:,}: median (range), runs" for step in (EARLY, LATE)]
+    heads += [f"largest logit at {EARLY:,}", f"at {LATE:,}", f"beyond {2 * THRESHOLD:,.0f}", "at step"]
+    heads += ["largest logit of those that stay below"]
     rows = []
     for kind, pairs in chosen(runs).items():
-        w_q, logits = (
-            [series[AT] for series in ofs if AT in series]
-            for ofs in ([facts.w_q for _, facts in pairs], [facts.logit for _, facts in pairs])
-        )
         crossed = [found.step for run, facts in pairs if (found := crossing(run, facts)) is not None]
         below = [max(f.logit.values()) for _, f in pairs if max(f.logit.values()) < 2 * THRESHOLD]
+        w_q, logits = ([f.w_q for _, f in pairs], [f.logit for _, f in pairs])
         rows.append(
             [
                 kind,
                 str(len(pairs)),
                 str(sum(how_it_ended(facts) == "cut" for _, facts in pairs)),
-                f"{_spread(w_q)}, {len(w_q)}" if w_q else NONE,
-                _spread(logits) if logits else NONE,
+                *(_spread(w_q, step, counted=True) for step in (EARLY, LATE)),
+                *(_spread(logits, step) for step in (EARLY, LATE)),
                 str(len(crossed)),
                 " to ".join(dict.fromkeys(number(end(crossed)) for end in (min, max))) if crossed else NONE,
                 " to ".join(dict.fromkeys(significant(end(below)) for end in (min, max))) if below else NONE,
@@ -76,9 +75,13 @@ def sharing_table(runs: Sequence[Evidence]) -> str:
     return table(heads, rows, left=1)
 
 
-def _spread(found: Sequence[float]) -> str:
+def _spread(series: Sequence[Mapping[int, float]], step: int, *, counted: bool = False) -> str:
+    """Median and range of what these have at a step."""
+    found = [one[step] for one in series if step in one]
+    if not found:
+        return NONE
     ends = " - ".join(dict.fromkeys(significant(end(found)) for end in (min, max)))
-    return f"{significant(statistics.median(found))} ({ends})"
+    return f"{significant(statistics.median(found))} ({ends})" + (f", {len(found)}" if counted else "")
 
 
 def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
@@ -87,10 +90,11 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
-    """Single numbers by name, with NAME of ``NAMES``: sharing.NAME, the runs; sharing.NAME.grown, those whose largest logit was beyond
-    ``GROWN`` from ``FROM`` on."""
-    found = {"sharing.size": number(GROWN)}
-    for kind, pairs in chosen(runs).items():
+    """Single numbers by name, with NAME of ``NAMES``: sharing.runs, all of them; sharing.NAME, the runs of a kind; sharing.NAME.grown,
+    those of them whose largest logit was beyond ``GROWN`` from ``FROM`` on; sharing.size, that."""
+    kinds = chosen(runs)
+    found = {"sharing.size": number(GROWN), "sharing.runs": str(sum(map(len, kinds.values())))}
+    for kind, pairs in kinds.items():
         largest = [max(logit for step, logit in facts.logit.items() if step >= FROM) for _, facts in pairs]
         found[f"sharing.{NAMES[kind]}"] = str(len(pairs))
         found[f"sharing.{NAMES[kind]}.grown"] = str(sum(logit > GROWN for logit in largest))

@@ -44,7 +44,7 @@ def test_the_share_of_heads_has_so_little_room() -> None:
     first, second = (min(step for step in count if count[step] == max(count.values())) for count in counts)
     assert most == [5, 6]
     said = prose(DOCUMENT)
-    assert f"are what of these only C has, first at {second:,}, when no head grows" in said
+    assert f"only C ever has large logits in half of a layer's heads, first at {second:,}, when no head" in said
     assert f"`fp32_o` came to five of twelve, first at step {first:,}, and" in said
 
 

@@ -6,10 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from prose import prose
 from test_report_onset import STEPS, evidence
 
 from analysis import report_sharing as module
 from analysis.report import Evidence
+from analysis.report_onset import crossing
 from scripts import report as script
 
 
@@ -48,12 +50,12 @@ def named(run: Evidence, name: str, scale: float = 1.0) -> Evidence:
     return dataclasses.replace(run, name=name, heads=heads)
 
 
-def test_a_line_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AT", 2000)
+def test_a_line_a_kind() -> None:
     small = named(evidence(sites={"delta": "rowsum_p_dp"}, crosses_at=STEPS), "small", 1e-3)
     runs = [evidence(), named(evidence(crosses_at=STEPS), "slow"), evidence(sites={"delta_output": "fp32"}), small]
     lines = module.sharing_table(runs).splitlines()[2:]
     both, output, probabilities, neither = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    # No run came to the later step: its columns are left out.
     assert both == [module.BOTH, "2", "0", "7.00 (7.00), 2", "73,817 (11,357 - 136,000)", "1", "2,000", "68,139"]
     assert output[1:] == ["0", "0", "-", "-", "0", "-", "-"]
     assert probabilities[5:] == ["1", "2,000", "-"]
@@ -76,6 +78,15 @@ def test_the_published_runs() -> None:
         if max(logit for step, logit in facts.logit.items() if step >= module.FROM) <= module.GROWN
     }
     assert small == {run.name for run, _ in found[module.NEITHER]} | {"compensated_delta", "fp32_o_seed_2"}
+    steps = [c.step for pairs in found.values() for run, facts in pairs if (c := crossing(run, facts)) is not None]
+    assert min(steps) > module.EARLY
+    there = [(run, facts) for run, facts in found[module.BOTH] if module.LATE in facts.logit]
+    broken = [run for run, facts in there if (c := crossing(run, facts)) is not None and c.step <= module.LATE]
+    exploded = [run for run, facts in there if facts.exploded_at is not None and facts.exploded_at <= module.LATE]
+    assert (len(there), len(broken), len(exploded)) == (13, 7, 4)
+    assert len(found[module.BOTH]) - len(there) == 5
+    said = "by 5,000 seven of the thirteen of the first line are, four of them exploded, and the other five have ended."
+    assert said in prose(script.ROOT / "docs/reproduction.md")
 
 
 def test_a_run_is_drawn_until_it_is_beyond_twice_the_threshold() -> None:
