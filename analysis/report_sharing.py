@@ -1,7 +1,7 @@
 """What delta has in common with the O handed on, and how far logits of one layer grow, from ``results/``.
 
-dO is computed through the O handed on, with its rounding error. Delta may be made of that O, or of another of the same rounded P_bar, or
-of neither. An error that both have is one that dO knows of; an error of delta's own is not, whatever its size and its mean.
+dO is computed through the O handed on, with its rounding error. Delta may be made of that O, or of another of the same rounded P_bar: an
+error that both have is one that dO knows of. Or it may share neither rounding, and have an error of its own, or hardly any.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ EARLY, LATE = 2400, 5000
 """Steps whose W_Q are compared: all runs came to the first before any broke; by the second those that grow fast have broken or ended."""
 GROWN = 1000.0
 """Logits beyond which they have grown: more than with delta from P at any step."""
-BOTH, OUTPUT, PROBABILITIES, NEITHER = "rounding of P_bar and of O", "only of O", "only of P_bar", "neither"
-KINDS = (BOTH, OUTPUT, PROBABILITIES, NEITHER)
-NAMES = {BOTH: "both", OUTPUT: "output", PROBABILITIES: "probabilities", NEITHER: "neither"}
+BOTH, OUTPUT, PROBABILITIES = "rounding of P_bar and of O", "only of O", "only of P_bar"
+OWN, NEITHER = "neither; an error of its own", "neither; hardly an error"
+KINDS = (BOTH, OUTPUT, PROBABILITIES, OWN, NEITHER)
+NAMES = {BOTH: "both", OUTPUT: "output", PROBABILITIES: "probabilities", OWN: "own", NEITHER: "neither"}
 
 
 def shared(run: Evidence) -> str | None:
@@ -36,7 +37,9 @@ def shared(run: Evidence) -> str | None:
         return BOTH if is_rounded else OUTPUT
     if isinstance(numerics, Mapping) and numerics["delta"] != "rowsum_do_o":
         return NEITHER
-    return PROBABILITIES if is_rounded else NEITHER
+    if is_rounded:
+        return PROBABILITIES
+    return NEITHER if isinstance(numerics, Mapping) and numerics["delta_output"] == "fp32" else OWN
 
 
 def chosen(runs: Sequence[Evidence]) -> dict[str, list[tuple[Evidence, Facts]]]:
@@ -91,13 +94,15 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
     """Single numbers by name, with NAME of ``NAMES``: sharing.runs, all of them; sharing.NAME, the runs of a kind; sharing.NAME.grown,
-    those of them whose largest logit was beyond ``GROWN`` from ``FROM`` on; sharing.size, that."""
+    those of them whose largest logit was beyond ``GROWN`` from ``FROM`` on, and sharing.NAME.finished, those that came quietly to their end;
+    sharing.size, ``GROWN``."""
     kinds = chosen(runs)
     found = {"sharing.size": number(GROWN), "sharing.runs": str(sum(map(len, kinds.values())))}
     for kind, pairs in kinds.items():
         largest = [max(logit for step, logit in facts.logit.items() if step >= FROM) for _, facts in pairs]
         found[f"sharing.{NAMES[kind]}"] = str(len(pairs))
         found[f"sharing.{NAMES[kind]}.grown"] = str(sum(logit > GROWN for logit in largest))
+        found[f"sharing.{NAMES[kind]}.finished"] = str(sum(how_it_ended(facts) == "finished" for _, facts in pairs))
     return found
 
 
@@ -109,7 +114,7 @@ def figure(runs: Sequence[Evidence]) -> Any:
     drawn = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.subplots()
-    colours = {BOTH: COLOURS[0], OUTPUT: COLOURS[3], PROBABILITIES: COLOURS[1], NEITHER: COLOURS[2]}
+    colours = dict(zip(KINDS, (COLOURS[0], COLOURS[3], COLOURS[1], COLOURS[6], COLOURS[2]), strict=True))
     for kind, pairs in chosen(runs).items():
         colour = colours[kind]
         for run, facts in pairs:
@@ -119,7 +124,7 @@ def figure(runs: Sequence[Evidence]) -> Any:
             axes.plot(steps, [facts.logit[step] for step in steps], color=colour, linewidth=0.9, alpha=0.8)
             if found is not None:
                 axes.plot(found.step, found.logit, "o", color=colour, markersize=4)
-        axes.plot([], [], color=colour, label=f"{kind}: {len(pairs)} runs")
+        axes.plot([], [], color=colour, label=f"{kind}: {len(pairs)} run{'s' * (len(pairs) != 1)}")
     for size in (THRESHOLD, 2 * THRESHOLD):
         axes.axhline(size, color="0.6", linestyle=":", linewidth=1.0)
         place = ("axes fraction", "data")
