@@ -158,7 +158,7 @@ def test_figure_4_holds_the_factors_of_its_outer_products(out: Path) -> None:
 
 def test_figure_5_ends_at_the_sum_of_figure_12(out: Path) -> None:
     total = [float(r["value"]) for r in rows(out, 5) if r["panel"] == "sum_over_tokens"][-1]
-    errors = [float(r["delta_error"]) for r in rows(out, 12)]
+    errors = [float(r[f"sequence_{batch}"]) for r in rows(out, 12) for batch in range(4)]
     assert len(errors) == 4 * 16
     assert total == pytest.approx(sum(errors), rel=1e-3, abs=1e-9)
 
