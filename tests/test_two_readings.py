@@ -375,6 +375,14 @@ def test_what_is_left_with_o_unrounded(name: str) -> None:
     assert name != "bf16" or said in prose(ROOT / "docs/reproduction.md")
 
 
+def test_a_file_with_other_columns_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("checkpoint,step,layer,head,part,mean\nx,1,0,-1,first,2\n")
+    with pytest.raises(SystemExit):
+        script.main(["--table", str(other)])
+    assert "not readings as --out writes them" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["x", "--table", "y"], ["--table", "nowhere.csv"]])
 def test_a_table_is_asked_for_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
