@@ -73,6 +73,8 @@ from training.intervention import plans_at
 KEYS = ("checkpoint", "step", "layer", "replaced", "enlarged", "attention")
 NUMBERS = ("loss", "gradient_norm", "dw_q_spectral", "dw_q_frobenius", "difference", "cosine", "max_logit")
 COLUMNS = (*KEYS, "batch", "sequences", "tokens", *NUMBERS)
+TO_THE_BIT = ("loss", "max_logit")
+"""FP32: nine digits, so that the same forward pass shows as such. All else has six."""
 AVERAGE = "average"
 LENGTH = 1024
 
@@ -182,7 +184,7 @@ def rows(found: Mapping[str, Result], facts: Sequence[object], sampling: Sequenc
             (number, sequences, one) for number, one in enumerate(result.batches)
         ]
         for batch, size, one in (*labelled, (AVERAGE, count * sequences, result.average)):
-            values = (f"{value:.9g}" for value in numbers(*one).values())
+            values = (f"{value:.{9 if key in TO_THE_BIT else 6}g}" for key, value in numbers(*one).items())
             lines.append((*facts, name, batch, size, length, *values))
     return lines
 

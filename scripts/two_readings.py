@@ -38,8 +38,14 @@ from model import GPT
 from scripts.autopsy import add_sampling, build, check_sampling, open_device, read_tokens, spread
 from scripts.checkpoint_inputs import read_checkpoint
 
-COLUMNS = ("checkpoint", "step", "layer", "head", "rounding", "part", "mean", "standard_error", "sequences")
 BOTH = ("first", "second")
+PARTS = (*BOTH, *(f"{part} drift" for part in BOTH))
+
+
+def columns_of(parts: Sequence[str]) -> tuple[str, ...]:
+    """Of the CSV: a line a head and rounding, with mean and standard error of every part."""
+    numbers = (column for part in parts for column in (part, f"{part} s.e."))
+    return ("checkpoint", "step", "layer", "head", "rounding", "sequences", *numbers)
 
 
 def measure(
@@ -97,9 +103,10 @@ def rows(found: dict[int, dict[str, list[Reading]]], name: str, step: int, n_hea
     for layer, roundings in found.items():
         for rounding, batches in roundings.items():
             for head in (None, *range(n_head)):
-                for part, mean in parts(batches, head).items():
-                    numbers = (f"{mean.mean:.6g}", f"{mean.standard_error:.6g}", mean.sequences)
-                    lines.append((name, step, layer, -1 if head is None else head, rounding, part, *numbers))
+                means = parts(batches, head)
+                numbers = [f"{x:.6g}" for part in PARTS for x in (means[part].mean, means[part].standard_error)]
+                sequences = means[PARTS[0]].sequences
+                lines.append((name, step, layer, -1 if head is None else head, rounding, sequences, *numbers))
     return lines
 
 
@@ -109,6 +116,13 @@ def _short(value: float) -> str:
 
 def _z(mean: float, standard_error: float) -> float:
     return 0.0 if mean == 0 else mean / standard_error
+
+
+def read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
+    """Columns of a CSV, and its lines for all heads together. Raises ``OSError``."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        return reader.fieldnames or (), [row for row in reader if row.get("head") == "-1"]
 
 
 def summary(paths: Sequence[Path]) -> str:
@@ -126,19 +140,20 @@ def summary(paths: Sequence[Path]) -> str:
     lines = [f"| {' | '.join(heading)} |", f"| --- | --- | ---: | ---: |{' ---: |' * 4}"]
     for path in paths:
         try:
-            with path.open(newline="") as file:
-                found = [row for row in csv.DictReader(file) if row["head"] == "-1"]
-        except (OSError, KeyError) as error:
-            raise UserError(f"--table {path}: not readings as --out writes them ({error})") from None
-        drifts = (" drift",) if any(row["part"].endswith(" drift") for row in found) else ()
+            columns, found = read(path)
+        except OSError as error:
+            raise UserError(f"--table {path}: cannot be read ({error})") from None
+        if not set(columns_of(BOTH)) <= set(columns):
+            raise UserError(f"--table {path}: not readings as --out writes them (other columns)")
+        drifts = (" drift",) if set(columns_of(PARTS)) <= set(columns) else ()
         for rounding, layer in sorted({(row["rounding"], int(row["layer"])) for row in found}):
             for kind in ("", *drifts):
                 cells = [path.stem, rounding + (", drift" if kind else ""), str(layer)]
+                chosen = [row for row in found if (row["rounding"], int(row["layer"])) == (rounding, layer)]
                 for part in BOTH:
-                    wanted = (rounding, layer, part + kind)
-                    chosen = [r for r in found if (r["rounding"], int(r["layer"]), r["part"]) == wanted]
-                    means = [1e6 * float(row["mean"]) for row in chosen]
-                    z = [_z(float(row["mean"]), float(row["standard_error"])) for row in chosen]
+                    pairs = [(float(row[part + kind]), float(row[f"{part}{kind} s.e."])) for row in chosen]
+                    means = [1e6 * mean for mean, _ in pairs]
+                    z = [_z(*pair) for pair in pairs]
                     cells += [str(len(chosen))] * (part == "first")
                     cells += [f"{_short(min(means))} to {_short(max(means))}", f"{min(z):+.1f} to {max(z):+.1f}"]
                 lines.append(f"| {' | '.join(cells)} |")
@@ -191,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines += rows(found, config.run.name, loaded.step, config.model.n_head)
     if arguments.out is not None:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
+        csv.writer(text, lineterminator="\n").writerows([columns_of(PARTS), *lines])
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(arguments.out, text.getvalue())
         print(f"wrote {arguments.out}")

@@ -164,6 +164,12 @@ def test_the_features_shown_are_the_largest() -> None:
     assert len(similarity.shown_features([row], 10_000)) == layer.x_BTC.shape[-1]
 
 
+def test_a_feature_that_a_matrix_has_not_is_empty() -> None:
+    """Features of the head and of the input share the columns of their numbers."""
+    table = similarity.table_of([("m", "P K", 3, {0: 1.0, 1: -2.0}), ("m", "X", 3, {1: 0.5, 40: 7.0})])
+    assert table.csv() == "of,matrix,row,0,1,40\nm,P K,3,1,-2,\nm,X,3,,0.5,7\n"
+
+
 def test_tokens_shown_span_the_sequence() -> None:
     assert similarity.shown_tokens(1024)[[0, -1]].tolist() == [0, 1023]
     assert similarity.shown_tokens(5).tolist() == [0, 1, 2, 3, 4]

@@ -148,17 +148,17 @@ def test_figure_3_holds_the_norms_of_the_checkpoints_heads(place: Place, out: Pa
 
 def test_figure_4_holds_the_factors_of_its_outer_products(out: Path) -> None:
     """All 16 tokens are shown, so that the rows of P K and X at that of the product are in the table too."""
-    found = [r for r in rows(out, 4) if r["of"].endswith("sequence 0")]
-    (token,) = {r["matrix"].removeprefix("outer ") for r in found if r["matrix"].startswith("outer ")}
-    outer = [r for r in found if r["matrix"] == f"outer {token}"]
-    for matrix, empty in (("P K", "column"), ("X", "row")):
-        shown = [r["value"] for r in found if (r["matrix"], r["row"]) == (matrix, token)]
-        assert shown == [r["value"] for r in outer if not r[empty]]
+    found = {(r["matrix"], r["row"]): r for r in rows(out, 4) if r["of"].endswith("sequence 0")}
+    (token,) = {row for matrix, row in found if matrix == "outer P K"}
+    for matrix in ("P K", "X"):
+        shown, factor = found[matrix, token], found[f"outer {matrix}", token]
+        assert shown | {"matrix": ""} == factor | {"matrix": ""}
+        assert [float(value) for value in list(shown.values())[3:] if value]
 
 
 def test_figure_5_ends_at_the_sum_of_figure_12(out: Path) -> None:
     total = [float(r["value"]) for r in rows(out, 5) if r["panel"] == "sum_over_tokens"][-1]
-    errors = [float(r["delta_error"]) for r in rows(out, 12)]
+    errors = [float(r[f"sequence_{batch}"]) for r in rows(out, 12) for batch in range(4)]
     assert len(errors) == 4 * 16
     assert total == pytest.approx(sum(errors), rel=1e-3, abs=1e-9)
 

@@ -221,8 +221,8 @@ def test_the_script_writes_every_head(place: Place, tmp_path: Path, capsys: pyte
     assert "stochastic" in said
     assert "O unrounded" in said
     rows = list(csv.DictReader(out.open()))
-    assert {row["part"] for row in rows} == {"first", "second", "first drift", "second drift"}
-    assert len(rows) == len({tuple(row[name] for name in ("layer", "head", "rounding", "part")) for row in rows})
+    assert tuple(rows[0]) == script.columns_of(("first", "second", "first drift", "second drift"))
+    assert len(rows) == len({tuple(row[name] for name in ("layer", "head", "rounding")) for row in rows})
     assert {row["sequences"] for row in rows} == {"4"}
     assert "| readings | O unrounded, drift | 1 | 1 |" in script.summary([out])
 
@@ -254,16 +254,17 @@ def test_the_published_table_is_that_of_its_files(names: tuple[str, ...]) -> Non
 
 def _all_heads(name: str) -> list[tuple[str, str, str, int, int, float, float]]:
     """(rounding, part, checkpoint, step, layer, mean in millionths, mean in standard errors) of all heads together."""
-    with (ROOT / f"results/two_readings/{name}.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["head"] == "-1"]
+    columns, rows = script.read(ROOT / f"results/two_readings/{name}.csv")
     return [
         (
-            *(row[column] for column in ("rounding", "part", "checkpoint")),
+            *(row["rounding"], part, row["checkpoint"]),
             *(int(row[column]) for column in ("step", "layer")),
-            1e6 * float(row["mean"]),
-            float(row["mean"]) / float(row["standard_error"]),
+            1e6 * float(row[part]),
+            float(row[part]) / float(row[f"{part} s.e."]),
         )
         for row in rows
+        for part in script.PARTS
+        if part in columns
     ]
 
 
@@ -372,6 +373,14 @@ def test_what_is_left_with_o_unrounded(name: str) -> None:
     said = f"{min(shares):.2f} to {max(shares):.2f} of"
     assert f"in `{name}` {said.removesuffix(' of')}" in prose(ROOT / "results/two_readings/README.md")
     assert name != "bf16" or said in prose(ROOT / "docs/reproduction.md")
+
+
+def test_a_file_with_other_columns_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("checkpoint,step,layer,head,part,mean\nx,1,0,-1,first,2\n")
+    with pytest.raises(SystemExit):
+        script.main(["--table", str(other)])
+    assert "not readings as --out writes them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "--table", "y"], ["--table", "nowhere.csv"]])

@@ -168,8 +168,8 @@ def draw_tokens(error: HeadError) -> Drawn:
     canvas.heat(figure, axes, values, signed=True, label=r"$\delta_{lp}-\delta_{hp}$")
     title = f"{error.label}\nsum {values.sum():.3g}; {error.positive:.0%} of the errors positive"
     canvas.dress(axes, x="token", y="sequence", title=title, grid="")
-    rows = [(b, t, float(values[b, t])) for b in range(values.shape[0]) for t in range(values.shape[1])]
-    return Drawn(figure, canvas.table(("sequence", "token", "delta_error"), rows))
+    columns = ("token", *(f"sequence_{batch}" for batch in range(len(values))))
+    return Drawn(figure, canvas.table(columns, ((token, *line) for token, line in enumerate(values.T))))
 
 
 def steps_of(records: Sequence[Any], layer: int, head: int) -> tuple[np.ndarray, np.ndarray]:

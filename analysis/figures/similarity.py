@@ -2,6 +2,9 @@
 
 By equations 2 and 3 of arXiv 2510.04212 the gradient error of W_Q is a sum of these outer products weighted by the error of delta; it grows
 in one direction if they are alike. Legend: B batch, T positions, H heads, D head width, C width.
+
+Their tables have a line a row of a matrix and a column a feature (of the head in P K, of the input in X), empty where a matrix has none.
+An outer product is its factors, a row of `outer P K` and one of `outer X`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from analysis.figures.canvas import Drawn
 from analysis.low_rank import Coherence, coherence, cross_coherence, weighted_keys
 
 TOKENS, FEATURES = 32, 32
-COLUMNS = ("of", "matrix", "row", "column", "value")
+COLUMNS = ("of", "matrix", "row")
+
+Line = tuple[str, str, int, dict[int, float]]
+"""A row of a matrix: of what, the matrix, the row, and its values by feature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +109,7 @@ def _pictures(row: RankOne, features: Sequence[int], outers: Sequence[tuple[int,
     ]
     for token, title in outers:
         values = row.outer(token)[:, chosen]
-        pictures.append(_Picture(f"outer {token}", values, inside, chosen, title, of_input, of_head, token))
+        pictures.append(_Picture("outer", values, inside, chosen, title, of_input, of_head, token))
     return pictures
 
 
@@ -116,19 +122,19 @@ def draw_similarity(rows: Sequence[RankOne]) -> Drawn:
     numbered = _apart(torch.stack([row.x_TC[:, features].abs().mean(dim=0) for row in rows]).mean(dim=0))
     figure = canvas.sheet(4.3)
     grid = figure.subplots(3, len(rows), squeeze=False)
-    numbers: list[tuple[Any, ...]] = []
+    lines: list[Line] = []
     for column, row in enumerate(rows):
         title = r"(P K)[T]$^{\top}$X[T], T = " + str(row.token)
         if column:
             title += f"\ncosine with the left one: {cosine(rows[0].outer(), row.outer()):.3f}"
         pictures = _pictures(row, features.tolist(), [(row.token, title)])
         for axes, picture in zip(grid[:, column], pictures, strict=True):
-            numbers += _draw(figure, axes, row, picture, numbered)
+            lines += _draw(figure, axes, row, picture, numbered)
         grid[0, column].set_title(f"{canvas.wrapped(row.label, 1.5)}\n(P K)[T]", fontsize=canvas.SMALL, loc="left")
         for axes in grid[:, column] if column else ():
             axes.set_ylabel("")
     figure.supxlabel(canvas.wrapped(_similarities(rows)), fontsize=canvas.SMALL)
-    return Drawn(figure, canvas.table(COLUMNS, numbers))
+    return Drawn(figure, table_of(lines))
 
 
 def _similarities(rows: Sequence[RankOne]) -> str:
@@ -152,18 +158,18 @@ def draw_outer_products(row: RankOne, tokens: Sequence[int]) -> Drawn:
     pictures = _pictures(row, features.tolist(), outers)
     figure = canvas.sheet(4.5)
     grid = figure.subplots(3, 2).ravel()
-    numbers: list[tuple[Any, ...]] = []
+    lines: list[Line] = []
     for axes, picture in zip(grid, pictures, strict=False):
-        numbers += _draw(figure, axes, row, picture, numbered)
+        lines += _draw(figure, axes, row, picture, numbered)
     for axes in grid[len(pictures) :]:
         axes.set_visible(False)
     title = f"{row.label}\nmean cosine of the outer products of two tokens: {row.within:.4f}"
     figure.suptitle(canvas.wrapped(title), fontsize=canvas.SMALL)
-    return Drawn(figure, canvas.table(COLUMNS, numbers))
+    return Drawn(figure, table_of(lines))
 
 
-def _draw(figure: Any, axes: Any, row: RankOne, picture: _Picture, numbered: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Draw it, number its axes; the rows of the table."""
+def _draw(figure: Any, axes: Any, row: RankOne, picture: _Picture, numbered: Sequence[int]) -> list[Line]:
+    """Draw it, number its axes; the lines of the table."""
     values = picture.values.numpy()
     canvas.heat(figure, axes, values, signed=True)
     canvas.dress(axes, x=picture.x, y=picture.y, title=picture.title, grid="")
@@ -172,16 +178,24 @@ def _draw(figure: Any, axes: Any, row: RankOne, picture: _Picture, numbered: Seq
         axes.set_yticks(places, [str(picture.down[place]) for place in places])
     if picture.x == "input feature":
         axes.set_xticks(numbered, [str(picture.across[place]) for place in numbered])
-    if picture.token is not None:
-        # Its factors: a value without a column times one without a row.
-        pk_D, x_C = row.pk_TD[picture.token], row.x_TC[picture.token]
-        factors = [(row.label, picture.name, down, "", float(pk_D[down])) for down in picture.down]
-        return factors + [(row.label, picture.name, "", across, float(x_C[across])) for across in picture.across]
+    if picture.token is None:
+        return [
+            (row.label, picture.name, down, dict(zip(picture.across, line, strict=True)))
+            for down, line in zip(picture.down, values.tolist(), strict=True)
+        ]
+    pk_D, x_C = row.pk_TD[picture.token], row.x_TC[picture.token]
+    factors = (("P K", pk_D, picture.down), ("X", x_C, picture.across))
     return [
-        (row.label, picture.name, down, across, float(values[i, j]))
-        for i, down in enumerate(picture.down)
-        for j, across in enumerate(picture.across)
+        (row.label, f"{picture.name} {name}", picture.token, {feature: float(vector[feature]) for feature in features})
+        for name, vector, features in factors
     ]
+
+
+def table_of(lines: Sequence[Line]) -> canvas.Table:
+    """The table of a figure, with a column for every feature that some line has."""
+    features = sorted({feature for *_, values in lines for feature in values})
+    rows = ((*place, *(values.get(feature, "") for feature in features)) for *place, values in lines)
+    return canvas.table((*COLUMNS, *map(str, features)), rows)
 
 
 def _apart(size_C: Tensor, count: int = 3, distance: int = 7) -> list[int]:
