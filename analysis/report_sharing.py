@@ -93,9 +93,8 @@ def blocks(runs: Sequence[Evidence]) -> dict[str, str]:
 
 
 def values(runs: Sequence[Evidence]) -> dict[str, str]:
-    """Single numbers by name, with NAME of ``NAMES``: sharing.runs, all of them; sharing.NAME, the runs of a kind; sharing.NAME.grown,
-    those of them whose largest logit was beyond ``GROWN`` from ``FROM`` on, and sharing.NAME.finished, those that came quietly to their end;
-    sharing.size, ``GROWN``."""
+    """Single numbers by name. sharing.runs: all of them; sharing.NAME, with one of ``NAMES``: the runs of a kind; sharing.NAME.grown: those
+    of them whose largest logit was beyond ``GROWN`` (sharing.size) from ``FROM`` on; sharing.NAME.finished: those quiet to their end."""
     kinds = chosen(runs)
     found = {"sharing.size": number(GROWN), "sharing.runs": str(sum(map(len, kinds.values())))}
     for kind, pairs in kinds.items():
