@@ -1,13 +1,14 @@
-"""The CSVs of a run in ``results/``: their columns, digits and units, how they are written and read again.
+"""The files of a run in ``results/``: columns, digits and units of the CSVs, how they are written and read again.
 
-A column ``NAME:UNIT`` holds NAME in that unit: -34.96 below ``delta_error_mean:1e-12`` is -3.496e-11. What a document shows one by one
-has five digits or more, as one less would be rounded twice; that of which it shows means and counts has four.
+A column ``NAME:UNIT`` holds NAME in that unit: -34.96 below ``delta_error_mean_1_0:1e-12`` is -3.496e-11, that of layer 1, head 0. What
+a document shows one by one has five digits or more, as one less would be rounded twice; that of which it shows means and counts has four.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,18 @@ from errors import UserError
 
 METRICS = ("step", "train_loss", "grad_norm", "tokens_per_second", "val_loss", "seconds", "data_digest", "source")
 HEADS = (
-    *("step", "head", "w_q_head_norm", "max_logit", "ties_2e9", "top_1"),
+    *("w_q_head_norm", "max_logit", "ties_2e9", "top_1"),
     *("delta_error_mean", "delta_error_se", "delta_error_rms", "delta_rms"),
 )
+"""Of every head of ``LAYER``."""
+OF_HEAD = re.compile(r"(\w+)_(\d+)_(\d+)")
+"""A column of one head: what, layer, head."""
 W_Q = re.compile(r"w_q_norm_\d+")
 MAX_LOGIT = re.compile(r"max_logit_\d+")
 Z = re.compile(r"z_\d+_\d+")
 
 WORDS = ("data_digest", "source")
-WHOLE = ("step", "head", "delta_units")
+WHOLE = ("step", "delta_units")
 FORMS = {
     **{"train_loss": ".6g", "val_loss": ".7g", "tokens_per_second": ".0f", "seconds": ".1f", "z": ".0f"},
     **dict.fromkeys(("grad_norm", "w_q_norm", "max_logit", "top_1", "delta_error_rms", "delta_rms"), ".5g"),
@@ -41,8 +45,9 @@ UNITS = {
 
 
 def _kind(name: str) -> str:
-    """The name in ``FORMS`` and ``UNITS``: of the norms and z without layer and head."""
-    return "w_q_norm" if W_Q.fullmatch(name) else "z" if Z.fullmatch(name) else name
+    """The name in ``FORMS`` and ``UNITS``: of W_Q without its layer, of what a head has without both."""
+    of_head = OF_HEAD.fullmatch(name)
+    return "w_q_norm" if W_Q.fullmatch(name) else of_head[1] if of_head else name
 
 
 def as_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -126,7 +131,7 @@ def check_probes(probes: Sequence[Mapping[str, Any]], where: str) -> None:
         if not isinstance(units, int):
             raise UserError(f"{where}: delta_units of step {step} is no whole number")
         shape = [len(row) if isinstance(row, list) else 0 for row in rows] if isinstance(rows, list) else []
-        for name in HEADS[2:]:
+        for name in HEADS:
             if not (len(shape) > LAYER and all(shape) and _has_numbers(probe.get(name), shape)):
                 told = "has not a number for each head of each layer" if len(shape) > LAYER else f"lacks layer {LAYER}"
                 raise UserError(f"{where}: {name} of step {step} {told}")
@@ -140,12 +145,23 @@ def _has_numbers(rows: Any, shape: Sequence[int]) -> bool:
 
 
 def head_rows(probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a probe and head of ``LAYER``."""
+    """One row a probe: ``HEADS`` of every head of ``LAYER``."""
     return [
-        {"step": probe["step"], "head": head} | {name: probe[name][LAYER][head] for name in HEADS[2:]}
+        {"step": probe["step"]}
+        | {f"{name}_{LAYER}_{head}": value for name in HEADS for head, value in enumerate(probe[name][LAYER])}
         for probe in probes
-        for head in range(len(probe["max_logit"][LAYER]))
     ]
+
+
+def by_head(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of ``head_rows`` as one a probe and head."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if of_head := OF_HEAD.fullmatch(name):
+                step, head = row["step"], int(of_head[3])
+                found.setdefault((step, head), {"step": step, "head": head})[of_head[1]] = value
+    return list(found.values())
 
 
 def probe_rows(records: Sequence[Record], probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -170,11 +186,28 @@ def z_score(mean: float, standard_error: float) -> float | None:
 
 
 def probes_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """probes.csv, of ``probe_rows``."""
+    """probes.csv, of ``probe_rows``, or heads.csv, of ``head_rows``."""
     return as_csv(list(dict.fromkeys(name for row in rows for name in row)), rows)
 
 
 def z_scores(probes: Sequence[Mapping[str, Any]], heads: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Of all layers, heads and probes that have an error, from rows of probes.csv and heads.csv."""
+    """Of all layers, heads and probes that have an error, from rows of probes.csv and those of ``by_head``."""
     own = (z_score(row["delta_error_mean"], row["delta_error_se"]) for row in heads)
     return [z for row in probes for name, z in row.items() if Z.fullmatch(name)] + [z for z in own if z is not None]
+
+
+def as_json(content: Any) -> str:
+    """config.json: a line for every list or object that has no other in it."""
+    return _lines(content, "\n") + "\n"
+
+
+def _lines(value: Any, newline: str) -> str:
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not any(item and isinstance(item, (dict, list)) for item in inside):
+        return json.dumps(value)
+    deeper = newline + " "
+    texts = [_lines(item, deeper) for item in inside]
+    if isinstance(value, dict):
+        texts = [f"{json.dumps(name)}: {text}" for name, text in zip(value, texts, strict=True)]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return first + deeper + f",{deeper}".join(texts) + newline + last

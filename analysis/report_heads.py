@@ -1,6 +1,6 @@
 """Counts over the heads of a layer, and growth, for the documents: has delta's error a sign, how large is it, do maxima repeat.
 
-Rows are those of ``heads.csv``, one a probe and head.
+Rows are those of ``report_files.by_head``, one a probe and head.
 """
 
 from __future__ import annotations

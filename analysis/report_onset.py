@@ -5,7 +5,7 @@ row's own maximum the exponent is then not 0 but up to half a unit in the last p
 more than BF16's spacing at 1 can hide: P_bar is rounded, l sums what was not rounded, and O of a row that looks at one key differs
 from that V by the same factor in all features.
 
-Rows are those of ``heads.csv``, layer ``LAYER``.
+Rows are those of ``report_files.by_head``, layer ``LAYER``.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ above its best so far for 200 steps (``--margin``, ``--patience``). Detectors: t
 telemetry.jsonl; the largest logit alone; the loss alone, six standard deviations above the mean of the 200 losses before. The first alarm
 counts. In a run that went to its planned end without an explosion, an alarm is a false one; of a run that was cut, or came there with
 a gradient norm above 20 again and again, nobody knows: both count as cut.
+``--thin`` writes a CSV a run, ``--collected`` leaves out what the probes.csv of that run has, column by column.
 ``--printed``: logs whose NAME.log has what run NAME printed, for what its metrics.jsonl lost.
 ``--scan`` adds where thresholds could lie: what parts the runs, with which margins, and the rule ``growth`` at other settings.
 ``--keep`` adds runs to a table whose runs' logs are gone: its rows stay as they are, and a run that is given takes the place of its row,
@@ -22,8 +23,9 @@ import argparse
 import csv
 import io
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import files
 from analysis import curves
 from analysis.report import canonical, unstable_since
-from analysis.report_files import short
+from analysis.report_files import read_csv, short
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from scripts import alarm_rows, alarm_scan
 from scripts.alarm_rows import Row
@@ -204,24 +206,47 @@ def _accused(raised: Sequence[Alarm]) -> str:
     return "-" if first is None else f"layer {first.layer}, heads {','.join(map(str, first.heads))}"
 
 
-def thinned(run: Run) -> str:
+def thinned(run: Run, elsewhere: Mapping[int, Mapping[str, Any]] | None = None) -> str:
     """The evidence of a run as CSV, four digits, a line a probe: the step's loss; per layer W_Q's norm, the largest of its heads' other
-    columns, and the logit that half of its heads reach."""
-    telemetry, losses = run.telemetry, dict(zip(run.steps, run.losses, strict=True))
-    layers = range(len(telemetry[0]["w_q_norm"]))
+    columns, and the logit that half of its heads reach. Less the columns that ``elsewhere`` has at every probe, by step."""
+    losses = dict(zip(run.steps, run.losses, strict=True))
+    rows = []
+    for record in run.telemetry:
+        row = {"step": record["step"], "lr_sum": record["lr_sum"], "train_loss": losses.get(record["step"])}
+        for layer, logits in enumerate(record["max_logit"]):
+            row[f"w_q_norm_{layer}"] = record["w_q_norm"][layer]
+            row[f"qk_head_norm_{layer}"] = max(record["qk_head_norm"][layer])
+            row[f"max_logit_{layer}"] = max(logits)
+            row[f"half_logit_{layer}"] = sorted(logits, reverse=True)[(len(logits) + 1) // 2 - 1]
+        rows.append(row)
+    columns = [name for name in rows[0] if not _has(elsewhere or {}, name, rows)]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = ("w_q_norm", "qk_head_norm", "max_logit", "half_logit")
-    writer.writerow(["step", "lr_sum", "train_loss", *(f"{name}_{layer}" for layer in layers for name in names)])
-    for record in telemetry:
-        cells: list[Any] = [record["step"], record["lr_sum"], losses.get(record["step"])]
-        for layer in layers:
-            logits = record["max_logit"][layer]
-            half = sorted(logits, reverse=True)[(len(logits) + 1) // 2 - 1]
-            cells += [record["w_q_norm"][layer], max(record["qk_head_norm"][layer]), max(logits), half]
-        safe = [json_safe(cell) for cell in cells]
+    writer.writerow(columns)
+    for row in rows:
+        safe = [json_safe(row[name]) for name in columns]
         writer.writerow([short(cell) if isinstance(cell, float) else cell for cell in safe])
     return out.getvalue()
+
+
+def _has(elsewhere: Mapping[int, Mapping[str, Any]], name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether ``elsewhere`` has these rows' values of a column, to the digits that are kept: another run of that name has others."""
+    pairs = [(row[name], elsewhere.get(row["step"], {}).get(name)) for row in rows]
+    return name != "step" and all(b is not None and math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
+
+
+def collected_probes(folder: Path | None, name: str) -> dict[int, dict[str, Any]]:
+    """Rows of the probes.csv of a run that ``report.py collect`` wrote into ``folder``, by step; none where there is no such run.
+
+    Raises ``UserError`` for a file that ``collect`` has not written so.
+    """
+    if folder is None or not (path := folder / name / "probes.csv").is_file():
+        return {}
+    try:
+        with path.open(newline="") as file:
+            return {row["step"]: row for row in read_csv(file)}
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"{path}: not what scripts/report.py collect writes") from None
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -230,6 +255,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of them")
     parser.add_argument("--out", default="", help="also write the table to this file: .md or .csv")
     parser.add_argument("--thin", default="", help="folder for the evidence, one small CSV a run")
+    parser.add_argument(
+        "--collected", type=Path, help="folder of scripts/report.py collect: --thin leaves out what its probes.csv have"
+    )
     parser.add_argument("--keep", type=Path, help="table.md of an earlier call: its rows of other runs stay")
     parser.add_argument(
         "--was",
@@ -263,6 +291,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise invalid("--margin", args.margin, "0 or more nats")
     if args.printed is not None and not args.printed.is_dir():
         raise UserError(f"--printed {args.printed}: no such folder")
+    if args.collected is not None and not args.collected.is_dir():
+        raise UserError(f"--collected {args.collected}: no such folder")
     if args.out and Path(args.out).suffix not in (".md", ".csv"):
         raise invalid("--out", args.out, "a file name that ends in .md or .csv")
     if args.keep is not None and args.keep.suffix != ".md":
@@ -291,6 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = alarm_rows.in_order([*(examine(run, args) for run in runs), *(r for r in there if r.name not in names)])
     text = alarm_rows.document(rows, settings(args))
     also = scanned(runs, there, args) if args.scan else ""
+    thin = {run.name: thinned(run, collected_probes(args.collected, run.name)) for run in runs} if args.thin else {}
     print(text, end="")
     print(f"\n{also}" if also else "", end="")
     if args.out and also:
@@ -299,9 +330,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{scan_file(Path(args.out))}: stays, of the runs that it names", file=sys.stderr)
     if args.out:
         write(Path(args.out), alarm_rows.as_csv(rows) if Path(args.out).suffix == ".csv" else text)
-    if args.thin:
-        for run in runs:
-            write(Path(args.thin) / f"{run.name}.csv", thinned(run))
+    for name, content in thin.items():
+        write(Path(args.thin) / f"{name}.csv", content)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ from analysis import (
 )
 from analysis.report import Evidence, canonical
 from analysis.report_files import (
-    HEADS,
     as_csv,
+    as_json,
+    by_head,
     check_metrics,
     check_probes,
     head_rows,
@@ -179,7 +180,7 @@ def collect_run(folder: Path, printed: Path | None, out: Path, there: Mapping[st
     text, thinned = thin(run)
     probes = report.by_step(read_telemetry(folder))
     check_probes(probes, f"{folder}/{TELEMETRY_FILE}")
-    heads, others = as_csv(HEADS, head_rows(probes)), probes_csv(probe_rows(records, probes))
+    heads, others = probes_csv(head_rows(probes)), probes_csv(probe_rows(records, probes))
     return Collected(
         run=Evidence(name=target.name, config=config, records=thinned),
         config=config,
@@ -245,7 +246,7 @@ def collect(args: argparse.Namespace) -> None:
         known[name] = compare_again(firsts[name], folder)
     for name, made in new.items():
         (args.out / name).mkdir(parents=True, exist_ok=True)
-        files.write_json(args.out / name / "config.json", made.config)
+        files.write_text(args.out / name / "config.json", as_json(made.config))
         for file, text in made.texts.items():
             files.write_text(args.out / name / file, text)
         print(made.said)
@@ -280,7 +281,7 @@ def read_evidence(out: Path) -> list[Evidence]:
             open(out / name / "heads.csv", newline="") as head_file,
             open(out / name / "probes.csv", newline="") as file,
         ):
-            heads, probes = read_csv(head_file), read_csv(file)
+            heads, probes = by_head(read_csv(head_file)), read_csv(file)
         at = {row["step"]: row for row in probes}
         found.append(
             replace(

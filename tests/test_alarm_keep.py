@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from prose import prose
-from test_alarm_table import EVERY, STEPS, write_run
+from test_alarm_table import EVERY, STEPS, published, write_run
 from test_docs import ROOT, table
 
-from analysis.report_files import read_csv
 from scripts import alarm_rows, alarm_scan, alarm_table
 from training.alarm import AlarmConfig, alarms
 
@@ -278,9 +277,8 @@ def test_was_is_for_a_scan_that_is_kept(runs: Path, capsys: pytest.CaptureFixtur
 def of_thinned(row: alarm_rows.Row) -> alarm_scan.Run:
     """A run of results/alarm/gpt2 with what its file lacks made up: every head has its layer's largest norm, half of them the logit of
     half, the others none."""
-    with (ROOT / f"results/alarm/gpt2/{row.name}.csv").open(newline="") as file:
-        probes = read_csv(file)
-    layers = range(sum(name.startswith("w_q_norm_") for name in probes[0]))
+    probes = published(row.name)
+    layers = range(sum(name.startswith("qk_head_norm_") for name in probes[0]))
     nothing = [[0.0] * 12] * len(layers)
     telemetry: list[dict[str, Any]] = []
     for probe in probes:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_docs import ROOT
 
+from analysis.report_files import as_csv, read_csv
 from scripts import alarm_rows, alarm_table
 
 WARM_UP, EVERY, STEPS = 100, 50, 4000
@@ -215,11 +216,70 @@ def test_the_evidence_is_a_line_a_probe(tmp_path: Path, runs: list[str]) -> None
     assert [row["step"] for row in rows[:2]] == ["0", "50"]
 
 
+def published(name: str) -> list[dict[str, Any]]:
+    """Rows of a run of results/alarm/gpt2, with what its file leaves to results/fast_failure."""
+    has = alarm_table.collected_probes(ROOT / "results/fast_failure", name)
+    with (ROOT / f"results/alarm/gpt2/{name}.csv").open(newline="") as file:
+        return [has[row["step"]] | row for row in read_csv(file)]
+
+
+def test_what_is_collected_is_left_out(tmp_path: Path, runs: list[str]) -> None:
+    """W_Q of both layers, the largest logit of layer 0; nothing of a run that is not there, or whose values are others."""
+    columns = ["step", "delta_units", "w_q_norm_0", "w_q_norm_1", "max_logit_0"]
+    for name, grows_from in (("failing", 1000), ("accused", 2001)):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        made = write_run(tmp_path / "again" / name, grows_from=grows_from)
+        probes = [json.loads(line) for line in (made / "telemetry.jsonl").read_text().splitlines()]
+        cells = [
+            {"step": one["step"], "delta_units": 8, "w_q_norm_0": one["w_q_norm"][0], "w_q_norm_1": one["w_q_norm"][1]}
+            | {"max_logit_0": max(one["max_logit"][0])}
+            for one in probes
+        ]
+        (tmp_path / "out" / name / "probes.csv").write_text(as_csv(columns, cells))
+    alarm_table.main([*runs, "--thin", str(tmp_path / "whole")])
+    alarm_table.main([*runs, "--thin", str(tmp_path / "thin"), "--collected", str(tmp_path / "out")])
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for folder, name in itertools.product(("whole", "thin"), ("failing", "accused", "stable")):
+        with open(tmp_path / folder / f"{name}.csv", newline="") as file:
+            rows[folder, name] = read_csv(file)
+    assert rows["thin", "stable"] == rows["whole", "stable"]
+    left = {name: rows["whole", name][0].keys() - rows["thin", name][0].keys() for name in ("failing", "accused")}
+    assert left == {"failing": set(columns[2:]), "accused": {"w_q_norm_0", "max_logit_0"}}
+    has = alarm_table.collected_probes(tmp_path / "out", "failing")
+    for whole, thin in zip(rows["whole", "failing"], rows["thin", "failing"], strict=True):
+        assert has[thin["step"]] | thin == pytest.approx(whole | {"delta_units": 8}, rel=1e-3)
+
+
+def test_a_damaged_collected_file_is_told_in_one_line(
+    tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "failing").mkdir(parents=True)
+    (tmp_path / "out" / "failing" / "probes.csv").write_text("step,w_q_norm_0\n0,much\n")
+    with pytest.raises(SystemExit):
+        alarm_table.main([*runs, "--thin", str(tmp_path / "thin"), "--collected", str(tmp_path / "out")])
+    said = f"error: {tmp_path}/out/failing/probes.csv: not what scripts/report.py collect writes\n"
+    assert capsys.readouterr().err == said
+    assert not (tmp_path / "thin").exists()
+
+
+def test_a_published_file_lacks_nothing_that_is_not_collected() -> None:
+    """Nor has it what is, but for two runs whose last probe lies behind their metrics."""
+    for path in sorted((ROOT / "results/alarm/gpt2").glob("*.csv")):
+        rows = published(path.stem)
+        layers = range(24 if path.stem.startswith("gpt2_medium") else 12)
+        names = [f"{name}_{i}" for i in layers for name in ("w_q_norm", "qk_head_norm", "max_logit", "half_logit")]
+        assert all(row.keys() >= {"lr_sum", *names} for row in rows), path
+        has = alarm_table.collected_probes(ROOT / "results/fast_failure", path.stem)
+        with path.open(newline="") as file:
+            own = set(next(csv.reader(file)))
+        there = set.intersection(*(set(has[row["step"]]) for row in rows))
+        assert own & there == {"step"}, path
+
+
 def _reached(name: str, key: str, before: int = 10**9) -> float:
     """The most that a statistic of results/alarm/gpt2 had at two probes in a row, from the end of warm-up to step ``before``."""
-    with (ROOT / f"results/alarm/gpt2/{name}.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if 1000 <= int(row["step"]) <= before]
-    columns = [[float(row[f"{key}_{layer}"]) for layer in range(12)] for row in rows]
+    rows = [row for row in published(name) if 1000 <= row["step"] <= before]
+    columns = [[row[f"{key}_{layer}"] for layer in range(12)] for row in rows]
     over = [max(v) / (statistics.median(v) if key == "w_q_norm" else 1.0) for v in columns]
     return max(min(pair) for pair in itertools.pairwise(over))
 
@@ -256,6 +316,7 @@ def test_a_run_without_a_loss_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["nowhere"], "no such run folder"),
+        (["nowhere", "--collected", "no_folder"], "--collected no_folder: no such folder"),
         (["nowhere", "--printed", "no_logs"], "--printed no_logs: no such folder"),
         (["{folder}"], "no telemetry.jsonl in it"),
         (["{folder}", "--patience", "0"], "--patience"),

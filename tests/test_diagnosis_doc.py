@@ -11,7 +11,7 @@ from prose import prose
 from test_docs import ROOT, table
 
 from analysis import curves, report
-from analysis.report_files import read_csv
+from analysis.report_files import by_head, read_csv
 from training.alarm import AlarmConfig
 
 DOCUMENT = ROOT / "docs/diagnosis.md"
@@ -21,7 +21,7 @@ RUNS = ROOT / "results/fast_failure"
 def large_heads(run: str) -> Counter[int]:
     """Heads of layer 1 whose largest logit reaches the alarm's, by step of the probe."""
     with (RUNS / run / "heads.csv").open(newline="") as file:
-        rows = read_csv(file)
+        rows = by_head(read_csv(file))
     return Counter(row["step"] for row in rows if row["max_logit"] >= AlarmConfig().growth_logit)
 
 
@@ -66,7 +66,7 @@ def test_run_b_breaks_by_one_head_and_is_accused_behind_that() -> None:
 
 def test_the_size_that_fp32_pv_came_to() -> None:
     with (RUNS / "fp32_pv/heads.csv").open(newline="") as file:
-        logit = max(row["max_logit"] for row in read_csv(file) if row["step"] == 13000)
+        logit = max(row["max_logit"] for row in by_head(read_csv(file)) if row["step"] == 13000)
     norm = w_q_norms("fp32_pv")[13000]
     assert f"with logits to {round(logit, -3):,.0f} and a W_Q of {norm:.0f}." in prose(DOCUMENT)
 

@@ -587,6 +587,43 @@ def test_what_documents_show_of_a_probe_keeps_five_digits(tmp_path: Path) -> Non
     assert {name: run.heads[0][name] for name in shown} == pytest.approx(shown, rel=4e-5)
 
 
+def test_the_heads_of_a_probe_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """A line a probe, a row a head again."""
+    folder = write_run(tmp_path / "r", steps=300)
+    script.main(["collect", str(folder), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "r" / "heads.csv").read_text()
+    assert text.startswith("step,w_q_head_norm_1_0,w_q_head_norm_1_1,max_logit_1_0,")
+    assert text.count("\n") == 1 + 3
+    written = report_files.read_csv(io.StringIO(text))
+    assert report_files.probes_csv(written) == text
+    rows = report_files.by_head(written)
+    assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (0, 100, 200) for head in (0, 1)]
+    for row in rows:
+        of_probe = probe(row["step"])
+        assert row.keys() == {"step", "head", *report_files.HEADS}
+        expected = {name: of_probe[name][1][row["head"]] for name in report_files.HEADS}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=5e-4)
+
+
+def test_a_record_has_a_line_for_each_of_its_innermost_parts(out: Path) -> None:
+    content = {"a": {"b": 1, "c": "d, e"}, "f": [{"g": [0, 1]}, {"g": []}], "h": {}, "i": None}
+    lines = ["{", ' "a": {"b": 1, "c": "d, e"},', ' "f": [', "  {", '   "g": [0, 1]', "  },", '  {"g": []}', " ],"]
+    text = report_files.as_json(content)
+    assert text == "\n".join([*lines, ' "h": {},', ' "i": null', "}", ""])
+    assert json.loads(text) == content
+    kept = (out / "quiet" / "config.json").read_text()
+    assert kept == report_files.as_json(json.loads(kept))
+
+
+@pytest.mark.parametrize("folder", sorted(EVIDENCE.glob("*/")), ids=lambda folder: folder.name)
+def test_published_files_are_as_collect_writes_them(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    assert text == report_files.as_json(json.loads(text))
+    for name in ("heads.csv", "probes.csv"):
+        text = (folder / name).read_text()
+        assert text == report_files.probes_csv(report_files.read_csv(io.StringIO(text)))
+
+
 def test_the_wall_time_stays_at_probes_and_at_the_end(out: Path) -> None:
     (run,) = (run for run in script.read_evidence(out) if run.name == "quiet")
     assert curves.column(run.records, "seconds")[0] == [*range(0, STEPS, 100), STEPS - 1]
