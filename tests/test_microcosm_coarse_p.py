@@ -1,4 +1,4 @@
-"""results/microcosm/coarse_p.md: its table is what coarse_p.csv makes, and its commands are the attentions that it names."""
+"""results/microcosm/coarse_p.md: its tables are what coarse_p.csv and own_error.csv make, its commands the attentions that it names."""
 
 from __future__ import annotations
 
@@ -126,3 +126,42 @@ def test_what_it_says_is_in_the_file() -> None:
     }
     assert {run for run, large in apart.items() if large > LARGE} == {("b", 4)}
     assert f"in one run of fifteen, B on seed 4, they come to {apart['b', 4]:.0f}" in text
+
+
+def largest_on_more_seeds() -> dict[str, dict[str, dict[int, float]]]:
+    """own_error.csv: variant -> seed -> largest logit by step."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    with (FOLDER / "own_error.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            logit = max(float(row[f"max_logit_{layer}"]) for layer in (0, 1))
+            found.setdefault(row["run"], {}).setdefault(row["seed"], {})[int(row["step"])] = logit
+    return found
+
+
+def test_the_table_of_more_seeds_is_that_of_its_file() -> None:
+    found = largest_on_more_seeds()
+    rows = {row["run"].split(":")[0]: row for row in table(DOCUMENT, "run")}
+    assert list(rows) == list(found)
+    for variant, row in rows.items():
+        runs_there = found[variant]
+        assert all(list(logits) == list(range(0, 3001, 100)) for logits in runs_there.values())
+        seeds = [str(seed) for seed in range(5, 20)] if row["seeds"] == "5 to 19" else row["seeds"].split(", ")
+        assert list(runs_there) == seeds
+        grown = {seed: logits for seed, logits in runs_there.items() if max(logits.values()) > LARGE}
+        firsts = [next(step for step, logit in logits.items() if logit > LARGE) for logits in grown.values()]
+        made = [list(grown), firsts, [f"{max(logits.values()):.0f}" for logits in grown.values()]]
+        cells = [", ".join(map(str, cell)) or "-" for cell in made]
+        cells.append(f"{max(max(logits.values()) for seed, logits in runs_there.items() if seed not in grown):.0f}")
+        assert list(row.values())[2:] == cells
+
+
+def test_what_it_says_of_more_seeds_is_in_the_file() -> None:
+    found = largest_on_more_seeds()
+    grown = {(name, seed) for name, of in found.items() for seed, logits in of.items() if max(logits.values()) > LARGE}
+    assert grown == {("run_b_fp32_pv", "6"), ("run_b_fp32_pv", "17"), ("run_d_fp32_pv", "6")}
+    assert max(found["run_c_fp32_pv"], key=lambda seed: max(found["run_c_fp32_pv"][seed].values())) == "6"
+    b = found["run_b_fp32_pv"]
+    assert b["17"][3000] < 30
+    assert b["6"][3000] == max(b["6"].values())
+    assert "three runs of B in twenty, one of D, none of C" in prose(DOCUMENT)
+    assert "makes logits grow in four of sixty runs" in prose(ROOT / "docs/reproduction.md")
