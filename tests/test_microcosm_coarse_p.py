@@ -125,7 +125,7 @@ def test_what_it_says_is_in_the_file() -> None:
         (name, seed): large for name in "bcd" for seed, large in zip(SEEDS, most(f"run_{name}_fp32_pv"), strict=True)
     }
     assert {run for run, large in apart.items() if large > LARGE} == {("b", 4)}
-    assert f"in one run of fifteen, B on seed 4, they come to {apart['b', 4]:.0f}" in text
+    assert f"The one here, B on seed 4, comes to {apart['b', 4]:.0f}, in one head of layer 0" in text
 
 
 def largest_on_more_seeds() -> dict[str, dict[str, dict[int, float]]]:
@@ -164,4 +164,4 @@ def test_what_it_says_of_more_seeds_is_in_the_file() -> None:
     assert b["17"][3000] < 30
     assert b["6"][3000] == max(b["6"].values())
     assert "three runs of B in twenty, one of D, none of C" in prose(DOCUMENT)
-    assert "makes logits grow in four of sixty runs" in prose(ROOT / "docs/reproduction.md")
+    assert "such an error makes logits grow in four of sixty runs" in prose(ROOT / "docs/reproduction.md")
