@@ -84,7 +84,8 @@ class Bench:
     def new_probe(self, *, graph: bool) -> Probe:
         telemetry = dataclasses.replace(self.config.telemetry, cuda_graph=graph)
         tokens_BT, targets_BT = (x_BT[: telemetry.sequences] for x_BT in self.micro_batches[0])
-        return build_probe(telemetry, self.raw_model, (tokens_BT, targets_BT), self.device, self.config.precision, 0)
+        seed = torch.zeros((), dtype=torch.int64, device=self.device)
+        return build_probe(telemetry, self.raw_model, (tokens_BT, targets_BT), self.device, self.config.precision, seed)
 
     def step(self) -> None:
         train_step(

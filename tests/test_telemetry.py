@@ -309,6 +309,20 @@ def test_a_probe_after_nan_starts_afresh(place: Place) -> None:
         session.close(finished=False)
 
 
+@pytest.mark.parametrize(("attention", "differ"), [("flash_run_d", True), ("flash", False)])
+def test_each_probe_draws_its_stochastic_roundings_afresh(place: Place, attention: str, differ: bool) -> None:
+    """Of the same weights. Drawn alike, an element's errors of two probes would be correlated, and their sum over probes no walk."""
+    fields = {**BF16, **OFTEN, "attention": preset(attention)}
+    session = Session(place.config(f"drawn_{attention}", fields), {}, train.distributed.start("cpu"))
+    try:
+        assert session.telemetry is not None
+        first, second, again = (session.telemetry.probe(step, step) for step in (0, 100, 0))
+    finally:
+        session.close(finished=False)
+    assert (first["delta_error_mean"] != second["delta_error_mean"]) is differ
+    assert first["delta_error_mean"] == again["delta_error_mean"]
+
+
 # ---- the file
 
 

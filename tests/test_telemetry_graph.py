@@ -139,14 +139,15 @@ def tiny(attention: AttentionConfig, device: str = "cpu", **changes: Any) -> GPT
     return model.to(device)
 
 
-def a_probe(model: GPT, dtype: str, *, graph: bool, **settings: Any) -> Probe:
+def a_probe(model: GPT, dtype: str, *, graph: bool, seed: Tensor | None = None, **settings: Any) -> Probe:
     """The probe of a run; on a CPU with a tape in the graph's place."""
     device = next(model.parameters()).device
+    seed = torch.tensor(5, device=device) if seed is None else seed
     length = 16 if device.type == "cpu" else 256
     tokens = torch.randint(64, (2, length + 1), generator=torch.Generator().manual_seed(0))
     config = TelemetryConfig(cuda_graph=graph, **settings)
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    probe = build_probe(config, model, batch, device, PrecisionConfig(dtype=dtype), rounding_seed=5)  # type: ignore[arg-type]
+    probe = build_probe(config, model, batch, device, PrecisionConfig(dtype=dtype), seed)  # type: ignore[arg-type]
     if graph and device.type == "cpu":
         probe._recorder = TapeRecorder()
     return probe
@@ -161,11 +162,13 @@ def update(model: GPT, step: int) -> None:
 
 
 def assert_same_bits(model: GPT, dtype: str, second: str, **settings: Any) -> None:
-    """Probes with and without a graph over updates of the weights, the vectors forgotten between, and a layer switched."""
-    probes = [a_probe(model, dtype, graph=graph, **settings) for graph in (True, False)]
+    """Probes with and without a graph over updates of the weights and of the seed, the vectors forgotten between, and a layer switched."""
+    seed = torch.tensor(5, device=next(model.parameters()).device)
+    probes = [a_probe(model, dtype, graph=graph, seed=seed, **settings) for graph in (True, False)]
     different, values = [], []
     for step in range(12):
         update(model, step)
+        seed.fill_(step)
         if step in (1, 5):
             for probe in probes:
                 probe.forget()
@@ -355,7 +358,7 @@ def test_the_switch_of_the_config_and_the_device_choose_the_recorder() -> None:
     probe = a_probe(tiny(preset("flash")), "bfloat16", graph=False)
     assert probe._recorder is None
     config, batch = TelemetryConfig(), (torch.zeros(1, 4, dtype=torch.int64),) * 2
-    built = build_probe(config, tiny(preset("flash")), batch, torch.device("cpu"), PrecisionConfig(), 0)
+    built = build_probe(config, tiny(preset("flash")), batch, torch.device("cpu"), PrecisionConfig(), torch.tensor(0))
     assert built._recorder is None
 
 

@@ -198,7 +198,7 @@ class Session:
             self.folder,
             device=self.device,
             precision=config.precision,
-            rounding_seed=rounding_seed(config.run.seed, 0, 0),
+            rounding_seed=functools.partial(rounding_seed, config.run.seed, micro_batch=0),
             rate=functools.partial(learning_rate, config=config.optim),
             resumed=self.resumed,
             # A switch that is made only now makes it another probe.

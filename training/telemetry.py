@@ -101,6 +101,8 @@ class TelemetryConfig:
 class Telemetry:
     """The probes of one run: its fixed batch, the vectors of the last power iteration, and the file.
 
+    ``rounding_seed``: by step, seed of the probe's stochastic roundings. Each probe has draws of its own: with the same ones an element is
+    rounded the same way more often than not, probe after probe, and errors of delta, summed over probes, look like a bias.
     ``resumed``: place of the checkpoint that the run goes on from; what the file has from behind that is dropped. Where the checkpoint
     was written behind the probe of its step (``probed``), that one stays and is not made again: its vectors are gone.
 
@@ -116,14 +118,13 @@ class Telemetry:
         *,
         device: torch.device,
         precision: PrecisionConfig,
-        rounding_seed: int,
+        rounding_seed: Callable[[int], int],
         rate: Callable[[int], float],
         resumed: Reached | None = None,
         probed: bool = False,
     ):
-        self._probe = build_probe(
-            config, model, probe_batch(batches, config.sequences), device, precision, rounding_seed
-        )
+        self._seed, self._seed_of = torch.zeros((), dtype=torch.int64, device=device), rounding_seed
+        self._probe = build_probe(config, model, probe_batch(batches, config.sequences), device, precision, self._seed)
         self._rate, self._summed = rate, (0, 0.0)
         self._file = JsonLines(folder / TELEMETRY_FILE, None if resumed is None else behind_probe(resumed, probed))
         last = list(read_lines(self._file.path))[-1:] if probed else []
@@ -134,6 +135,7 @@ class Telemetry:
         if self._kept and self._kept[0]["step"] == step:
             return self._kept.pop()
         began = time.perf_counter()
+        self._seed.fill_(self._seed_of(step))
         measured, units, _ = self._probe()
         record: dict[str, Any] = to_lists(measured)
         if not all(
@@ -202,11 +204,13 @@ def build_probe(
     batch: tuple[Tensor, Tensor],
     device: torch.device,
     precision: PrecisionConfig,
-    rounding_seed: int,
+    seed: Tensor,
 ) -> Probe:
-    """What a run measures: ``measure`` on one batch (tokens_BT, targets_BT), replayed on CUDA unless ``cuda_graph`` is off."""
+    """What a run measures: ``measure`` on one batch (tokens_BT, targets_BT), replayed on CUDA unless ``cuda_graph`` is off.
+
+    ``seed``: of stochastic roundings, int64 [] on ``device``; what it holds when a probe is made counts.
+    """
     tokens_BT, targets_BT = (x.to(device) for x in batch)
-    seed = torch.tensor(rounding_seed, dtype=torch.int64, device=device)
     top_k = TOP_K if config.details else ()
     scale = FP16_LOSS_SCALE if precision.dtype == "float16" else 1.0
 
