@@ -14,7 +14,7 @@ from analysis.report_blocks import hands_on, number, significant
 from analysis.report_files import MAX_LOGIT
 
 LARGE = 5000.0
-"""A layer has followed once its largest logit is beyond this: several times what any has whose delta is not made of the O handed on."""
+"""A layer has followed once its largest logit is beyond this: more than twice what any has whose delta is not made of the O handed on."""
 ONE_KEY = 0.9
 """Mean largest P of a head's rows from which on they count as looking at one key."""
 FROM = 1000
@@ -84,8 +84,9 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
     drawn = Figure(figsize=(1.2 + 2.2 * columns, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     panels = list(drawn.subplots(2, columns, sharex=True, sharey=True, squeeze=False).flat)
-    for unused in panels[len(runs) :]:
-        unused.remove()
+    for place in range(len(runs), len(panels)):
+        panels[place].remove()
+        panels[place - columns].tick_params(labelbottom=True)  # the lowest of its column now
     colours = {LAYER: COLOURS[0], LAYER + 1: COLOURS[1], LAYER + 2: COLOURS[2]}
     for axes, (run, facts) in zip(panels[: len(runs)], runs, strict=True):
         for layer, logits in sorted((largest_logits(run.records) | {LAYER: facts.logit}).items(), reverse=True):

@@ -44,6 +44,7 @@ LAYERS_OF = (
     "sdpa_flash_seed_2",
     "run_a_fp32_pv",
     "fp32_pv",
+    "all_but_layer_1",
     "fp32_o",
 )
 """The largest logit of every layer of these runs."""

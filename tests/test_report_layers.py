@@ -82,12 +82,21 @@ def test_layers_of_another_attention_say_nothing_of_delta_of_another_o() -> None
 
 def test_the_published_runs_that_the_next_layers_follow_in() -> None:
     """Those with large logits and no leap of the gradient norm, but the slowest of them and torch's kernel on seed 2, and both with the
-    roundings of the paper's code; never where delta is of another O. Of the base recipe, and not switched on the way."""
+    roundings of the paper's code, and the run whose layer 1 alone is repaired; never where delta is of another O. Of the base recipe, and
+    not switched on the way."""
     evidence = script.read_evidence(script.ROOT / script.EVIDENCE)
     runs = told([run for run in evidence if run.has_base_recipe and not run.is_switched])
     followed = {run.name for run, found in runs if module.followers(run, found)}
-    assert followed == {"flash_subtracted", "flash_unfused", "sdpa_flash", "run_a_fp32_pv", "paper", "untiled"}
-    assert float(module.values(runs)["layers.apart"].replace(",", "")) < module.LARGE / 4
+    assert followed == {
+        "flash_subtracted",
+        "flash_unfused",
+        "sdpa_flash",
+        "run_a_fp32_pv",
+        "paper",
+        "untiled",
+        "all_but_layer_1",
+    }
+    assert float(module.values(runs)["layers.apart"].replace(",", "")) < module.LARGE / 2
 
 
 def test_the_logits_of_layer_1_are_those_that_the_alarm_saw() -> None:
