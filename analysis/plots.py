@@ -70,12 +70,12 @@ def draw_courses(courses: Sequence[Course], path: Path, *, title: str, note: str
     files.write_bytes(path, small(picture.getvalue()) if path.suffix.lower() == ".png" else picture.getvalue())
 
 
-def small(picture: bytes) -> bytes:
-    """A PNG with a table of 256 colours, which takes a third of the space: lines and heat maps, not photographs."""
+def small(picture: bytes, colours: int = 256) -> bytes:
+    """A PNG with a table of so many colours, 256 of which take a third of the space: lines and heat maps, not photographs."""
     from PIL import Image
 
     full, out = Image.open(io.BytesIO(picture)), io.BytesIO()
-    full.convert("RGB").quantize(256).save(out, format="png", optimize=True, dpi=full.info["dpi"])
+    full.convert("RGB").quantize(colours).save(out, format="png", optimize=True, dpi=full.info["dpi"])
     return out.getvalue()
 
 

@@ -16,7 +16,7 @@ from analysis import (
 )
 from analysis.report import Evidence, Facts
 
-ALL_RUNS = "curves.png"
+RUNS_OF_THE_RECIPE = "curves.png"
 OTHER_RECIPES, BESIDE_OTHER_RECIPES = "other_recipes.png", ("flash", "delta_from_p")
 PICTURES = {
     "failing_and_fixed.png": report_blocks.SHORT,
@@ -51,7 +51,7 @@ LAYERS_OF = (
 
 
 def draw_all(everything: Sequence[tuple[Evidence, Facts]], out: Path) -> None:
-    """Write ``ALL_RUNS``, ``OTHER_RECIPES``, and of the runs of the base recipe ``PICTURES`` and four more, to ``out``.
+    """Write ``OTHER_RECIPES``, and of the runs of the base recipe ``RUNS_OF_THE_RECIPE``, ``PICTURES`` and four more, to ``out``.
 
     Runs that were switched on the way are in ``SWITCHES`` alone. Raises ``ImportError`` where matplotlib cannot be used.
     """
@@ -59,8 +59,9 @@ def draw_all(everything: Sequence[tuple[Evidence, Facts]], out: Path) -> None:
     of_base = [(run, facts) for run, facts in everything if run.has_base_recipe]
     runs = [(run, facts) for run, facts in of_base if not run.is_switched]
     order = list(dict.fromkeys(name for members in PICTURES.values() for name in members))
-    look = report_plots.looks(all_runs, order)
-    report_plots.draw(all_runs, report_plots.PANELS, out / ALL_RUNS, look=look)
+    look = report_plots.looks(runs, order)
+    if runs:
+        report_plots.draw(runs, report_plots.PANELS, out / RUNS_OF_THE_RECIPE, look=look)
     if others := [(run, facts) for run, facts in all_runs if not run.has_base_recipe]:
         last = max(facts.last_step for _, facts in others)
         others = [pair for pair in runs if pair[0].name in BESIDE_OTHER_RECIPES] + others

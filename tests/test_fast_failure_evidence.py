@@ -137,6 +137,44 @@ def test_what_is_said_of_the_heads_of_run_c_fp32_pv() -> None:
     assert f"more than {math.ceil(largest * 10) / 10} standard errors from zero at any probe from 1,000 on" in said
 
 
+def test_heads_come_back_with_a_stochastic_o_in_delta_and_not_to_nearest() -> None:
+    said = prose(FOLDER / "README.md")
+
+    def grown(run: str) -> dict[int, dict[int, float]]:
+        """The largest logits, by step, of the heads of layer 1 that come beyond 1,000."""
+        found = heads_of(run)
+        logits = {head: {step: rows[head]["max_logit"] for step, rows in found.items()} for head in range(12)}
+        return {head: of for head, of in logits.items() if max(of.values()) > 1000}
+
+    nearest, of_b = grown("run_c_fp32_pv"), grown("run_b_fp32_pv")
+    ends = [of[5100] for of in nearest.values()]
+    assert (
+        f"At its last probe, {max(nearest[0]):,}, all five are above 1,000 ({min(ends):,.0f} to {max(ends):,.0f})"
+        in said
+    )
+    low, middle, high = sorted(of[5100] for of in of_b.values())
+    assert f"of the three of `run_b_fp32_pv` one ({high:,.0f}; the others {low:,.0f} and {middle:,.0f})" in said
+
+    found, back = heads_of("run_c_fp32_pv_stochastic"), grown("run_c_fp32_pv_stochastic")
+    a, b = back
+    steps = [in_words([f"{step:,}" for step, logit in of.items() if logit > 1000]) for of in back.values()]
+    assert f"heads {a} and {b} of layer 1 alone come beyond 1,000, {a} at {steps[0]}, {b} at {steps[1]}; to" in said
+    peaks = {head: max(of, key=of.__getitem__) for head, of in back.items()}
+    at_peak = [found[step][head] for head, step in peaks.items()]
+    largest = in_words([f"{back[head][step]:,.0f} at {step:,}" for head, step in peaks.items()])
+    tops = in_words([f"{row['top_1']:.2f}" for row in at_peak])
+    errors = in_words([short(relative(row)) for row in at_peak])
+    assert f"to {largest}. Their largest P is {tops} there, and the relative error of delta {errors}." in said
+    assert f"At 5,100 their logits are {back[a][5100]:.0f} and {back[b][5100]:.0f}." in said
+    others = [found[step][head]["max_logit"] for step in found for head in range(12) if head not in (a, b, 9)]
+    ninth = {step: rows[9]["max_logit"] for step, rows in found.items()}
+    assert f"Head 9 comes to {max(ninth.values()):.0f} once, at {max(ninth, key=ninth.__getitem__):,}, no other" in said
+    assert sum(logit > 500 for logit in ninth.values()) == 1
+    assert max(others) <= 210
+    whole = statistics.median(relative(row) for s, rows in found.items() if s >= 1500 for row in rows.values())
+    assert f"in all heads of the layer together is {short(whole)}, median of the probes from 1,500 on" in said
+
+
 def test_how_run_c_fp32_pv_stands_among_those_with_both_roundings() -> None:
     runs = [run for run in report.read_evidence(FOLDER) if run.has_base_recipe and not run.is_switched]
     groups = report_sharing.chosen(runs)
@@ -164,7 +202,8 @@ def test_how_much_heads_look_at_one_key_where_delta_has_an_error_of_its_own() ->
     def middle(run: str) -> float:
         return statistics.median(row["top_1"] for row in heads_of(run)[5000].values())
 
-    own = ", ".join(f"{middle(run):.3f} in `{run}`" for run in ("run_d_fp32_pv", "run_b_fp32_pv", "run_c_fp32_pv"))
+    with_one = ("run_d_fp32_pv", "run_b_fp32_pv", "run_c_fp32_pv", "run_c_fp32_pv_stochastic")
+    own = ", ".join(f"{middle(run):.3f} in `{run}`" for run in with_one)
     ends = sorted(map(middle, small))
     said = f"{own}, and {ends[0]:.3f} to {ends[-1]:.3f} in the eight runs with hardly an error"
     assert len(small) == 8
