@@ -79,6 +79,9 @@ def test_probes_that_round_the_o_of_delta_stochastically_all_drew_the_same() -> 
     low, high = (math.sqrt(pick(found[name] for name in runs)) for pick in (min, max))
     long = math.sqrt(of_layer_1(FOLDER / "run_d", 13_000))
     assert f"{low:.1f} to {high:.1f} times to 5,000; over all of `run_d`, the longest, {long:.1f} times" in said
+    # Its delta is rounded stochastically, too, and every probe draws its own numbers.
+    afresh = [measured(FOLDER / "run_c_fp32_pv_stochastic", 5000) for measured in (of_other_layers, of_layer_1)]
+    assert f"in `run_c_fp32_pv_stochastic`, made with that, it is {afresh[0]:.2f} and {afresh[1]:.2f}." in said
 
 
 def heads_of(run: str) -> dict[int, dict[int, dict[str, float]]]:
