@@ -45,23 +45,23 @@ UNROUNDED, SUBTRACTED, PAPER = "P_bar unrounded", "P_bar rounded, subtracted fir
 UNTILED = "`untiled`"
 UNFUSED = "P_bar rounded, product rounded first"
 SUM_ROUNDED = "P_bar and its sum rounded"
+TORCHS = "torch's kernel, product rounded first"
 FUSED = "fused"
 _EXPONENTIALS = {"folded": FUSED, "subtracted": "subtracted first", "unfused": "not fused"}
-KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNTILED, UNFUSED, SUM_ROUNDED)
-"""The last three have a place in tables and pictures only where there is a run of them."""
+KINDS = (ROUNDED, STOCHASTIC, UNROUNDED, SUBTRACTED, PAPER, UNTILED, UNFUSED, TORCHS, SUM_ROUNDED)
+"""The last four have a place in tables and pictures only where there is a run of them."""
 
 
 def kind_of(run: Evidence) -> str | None:
     """How the attention of a run's layer treats P_bar; None where delta is not made of the O handed on.
 
-    None for torch's kernels too: their probes have an O made by this project's reference, which is not the kernel's; and for a layer whose
-    heads differ, or that was switched.
+    None for a layer whose heads differ, or that was switched. Of torch's kernels ``sdpa_flash`` has a kind: of no other is there a run.
     """
     if run.group is None:
         return None
     numerics = run.group.get("numerics")
     if run.group["backend"].startswith("sdpa_"):
-        return None
+        return TORCHS if run.group["backend"] == "sdpa_flash" else None
     if not isinstance(numerics, Mapping) or (numerics["delta"], numerics["delta_output"]) != ("rowsum_do_o", "output"):
         return None
     if numerics.get("probabilities") == "fp32":
@@ -188,7 +188,7 @@ def one_hot_table(runs: Sequence[Evidence]) -> str:
     """Relative error of delta in rows at one key, by the head's largest logit."""
     heads = ["largest logit of the head"]
     found = {kind: one_hot(runs, kind) for kind in KINDS}
-    kinds = [kind for kind in KINDS if kind not in KINDS[-3:] or found[kind]]
+    kinds = [kind for kind in KINDS if kind not in KINDS[-4:] or found[kind]]
     for kind in kinds:
         heads += [f"{kind}: heads", "error, median (10 - 90 %)"]
     rows = []
@@ -253,6 +253,7 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
     crossing, and onset.passage. and the same, steps from ``THRESHOLD`` to twice that; onset.emulated; and ``own_values``, which has the
     runs of other kinds. Of runs of one recipe."""
     rounded, drawn, unrounded, subtracted = (one_hot(runs, kind) for kind in KINDS[:4])
+    unfused, torchs = (one_hot(runs, kind) for kind in (UNFUSED, TORCHS))
     found: dict[str, str] = {
         "onset.emulated": f"{folded_error(4 * THRESHOLD):.1e}",
         "onset.emulated_drawn": f"{folded_error(THRESHOLD, 'flash_run_a'):.1e}",
@@ -264,17 +265,18 @@ def values(runs: Sequence[Evidence]) -> dict[str, str]:
         ("drawn_below", drawn, THRESHOLD / 2, THRESHOLD),
         ("unrounded", unrounded, 2 * THRESHOLD, math.inf),
         ("subtracted_error", subtracted, 2 * THRESHOLD, math.inf),
+        ("unfused_error", unfused, 2 * THRESHOLD, math.inf),
+        ("torchs_error", torchs, 2 * THRESHOLD, math.inf),
     ):
         if (one := errors(rows, low, high)) is not None:
             found |= {f"onset.{name}": f"{one.median:.1e}", f"onset.{name}.heads": number(one.heads)}
             found |= {f"onset.{name}.mean": _mean(one), f"onset.{name}.z": f"{one.mean / one.standard_error:+.1f}"}
     found |= {"onset.threshold": number(THRESHOLD), "onset.twice": number(2 * THRESHOLD)}
-    kinds: dict[str | None, str] = {ROUNDED: "rise", STOCHASTIC: "rise", UNROUNDED: "calm"}
+    kinds: dict[str | None, str] = {ROUNDED: "rise", STOCHASTIC: "rise", UNROUNDED: "calm", TORCHS: "torch"}
     rises: dict[str, list[float]] = {}
     passages: dict[str, list[int]] = {}
     for run, _, cross in crossings(runs):
-        is_torchs = run.groups[0]["backend"].startswith("sdpa_")
-        if (kind := "torch" if is_torchs else kinds.get(kind_of(run))) is not None:
+        if (kind := kinds.get(kind_of(run))) is not None:
             rises.setdefault(kind, []).append(cross.after / cross.before)
             passages.setdefault(kind, []).append(cross.step - cross.first)
     for name, factors in rises.items():
@@ -342,21 +344,23 @@ def figure(runs: Sequence[tuple[Evidence, Facts]]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(6.4, 5.6), dpi=150, layout="constrained")
+    drawn = Figure(figsize=(6.4, 6.1), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     top, bottom = drawn.subplots(2, 1, sharex=True)
     kinds = [(ROUNDED, COLOURS[0]), (STOCHASTIC, COLOURS[4]), (UNROUNDED, COLOURS[1]), (SUBTRACTED, COLOURS[2])]
-    for kind, colour in ((UNFUSED, COLOURS[3]), (SUM_ROUNDED, COLOURS[5])):
+    for kind, colour in ((UNFUSED, COLOURS[3]), (TORCHS, COLOURS[7]), (SUM_ROUNDED, COLOURS[5])):
         if any(kind_of(run) == kind for run, _ in runs):
             kinds.append((kind, colour))
     for kind, colour in kinds:
         rows = one_hot([run for run, _ in runs], kind)
         logits = [row["max_logit"] for row in rows]
         ratios = [max(row["delta_error_rms"] / row["delta_rms"], SHOWN_FROM) for row in rows]
-        label = f"{kind}: {len(rows)} heads of probes"
-        top.plot(logits, ratios, ".", markersize=3, color=colour, alpha=0.6, label=label)
+        label = f"{kind}: {len(rows):,} heads of probes"
+        # The most points by far: behind the others.
+        behind = 1.5 if kind == TORCHS else 2.0
+        top.plot(logits, ratios, ".", markersize=3, color=colour, alpha=0.6, label=label, zorder=behind)
         points = [point for run, facts in runs if kind_of(run) == kind for point in norms(run, facts)]
-        bottom.plot(*zip(*points, strict=True), ".", markersize=3, color=colour, alpha=0.6)
+        bottom.plot(*zip(*points, strict=True), ".", markersize=3, color=colour, alpha=0.6, zorder=behind)
     sizes = np.geomspace(1e3, 1e7, 61)
     for preset, dashes in (("flash", "-"), ("flash_run_a", "--")):
         emulated = [max(folded_error(float(size), preset), SHOWN_FROM) for size in sizes]

@@ -25,6 +25,9 @@ BACKENDS = (
 )
 FLASH_BACKENDS = ("flash", "flash_reference")
 _SDPA = tuple(name for name in BACKENDS if name.startswith("sdpa_"))
+_SDPA_EXPONENTS = {name: "subtracted" if name == "sdpa_math" else "unfused" for name in _SDPA}
+"""What comes nearest to each: none is folded, as rows at one key have O = V at any size (``results/one_key_rows``). Flash and
+memory-efficient round S c before they subtract m c; of cuDNN nothing but such rows is known. For emulations: kernels do as they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,10 @@ def _stable(**sites: Any) -> Callable[[Numerics], dict[str, Any]]:
 
 PRESETS: dict[str, Preset] = {
     "standard": Preset(backend="standard", sites=_standard_sites, summary="S and P as matrices; delta from P"),
-    **{name: Preset(backend=name, sites=_fixed(), summary="torch's kernel of that name") for name in _SDPA},
+    **{
+        name: Preset(backend=name, sites=_fixed(exponent=exponent), summary="torch's kernel of that name")
+        for name, exponent in _SDPA_EXPONENTS.items()
+    },
     "flash": _flash("FlashAttention-2", _fixed()),
     "flash_subtracted": _flash(
         "S - m before the scale, so that P_bar of a row's maximum is 1", _fixed(exponent="subtracted")

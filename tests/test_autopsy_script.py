@@ -281,7 +281,11 @@ def test_a_hugging_face_folder_on_a_text(
     folder = tmp_path / "llama"
     printed = examined(capsys, monkeypatch, "--hf", folder, "--data", skewed_data, "--length", 32)
     assert "family: llama" in printed
-    assert "(assumed: the folder does not say)" in printed
+    assert "attention: flash (assumed: the folder does not say)" in printed
+    printed = examined(
+        capsys, monkeypatch, "--hf", folder, "--attention", "sdpa_flash", "--data", skewed_data, "--length", 32
+    )
+    assert "attention: sdpa_flash (assumed: the folder does not say)" in printed
     text = tmp_path / "text.txt"
     text.write_text("a text")
     assert "no tokenizer in it" in refused(capsys, monkeypatch, "--hf", folder, "--data", text)

@@ -132,6 +132,15 @@ class TestReference:
         assert x.delta_errors(*sites).abs().max() < 1e-6
 
     @pytest.mark.parametrize("logit", ANY)
+    @pytest.mark.parametrize("preset", ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"])
+    def test_what_emulates_a_kernel_of_torchs_has_o_equal_to_v_as_the_kernel_has(
+        self, preset: str, logit: float
+    ) -> None:
+        """The kernels: results/one_key_rows/h200.json."""
+        x = one_hot(high=logit)
+        assert torch.equal(x.run(f"exponent={AttentionSpec(preset=preset).resolve().exponent}")[0], x.p.v)
+
+    @pytest.mark.parametrize("logit", ANY)
     @pytest.mark.parametrize("exponent", EXACT_AT_THE_MAXIMUM)
     def test_p_bar_of_the_maximum_is_one(self, exponent: str, logit: float) -> None:
         s, form = exponents(one_hot(high=logit, shape=(8, 64, 2, 64)), f"exponent={exponent}")

@@ -13,7 +13,8 @@ from pathlib import Path
 from prose import prose
 from test_docs import ROOT, table
 
-from analysis import report_sharing
+from analysis import report as analysis_report
+from analysis import report_blocks, report_sharing
 from analysis.report_files import by_head, read_csv
 from scripts import report
 
@@ -211,3 +212,22 @@ def test_how_much_heads_look_at_one_key_where_delta_has_an_error_of_its_own() ->
     said = f"{own}, and {ends[0]:.3f} to {ends[-1]:.3f} in the eight runs with hardly an error"
     assert len(small) == 8
     assert said in prose(FOLDER / "README.md")
+
+
+def test_where_the_gradient_norm_of_torchs_kernel_is_above_one() -> None:
+    """The grey points of large_logits.png."""
+    by_name = {run.name: (run, facts) for run, facts in report_blocks.told(report.read_evidence(FOLDER))}
+
+    def above(name: str) -> list[int]:
+        run, facts = by_name[name]
+        medians = {
+            step: analysis_report.grad_norms(run.records, step, step + 100) for step in facts.logit if step >= 1000
+        }
+        return [step for step, norms in medians.items() if norms and statistics.median(norms) > 1]
+
+    first, second = above("sdpa_flash"), above("sdpa_flash_seed_2")
+    said = (
+        f"is above 1 at {len(first)} probes, from {first[0]:,} on, that of `sdpa_flash_seed_2` at {len(second)}, from"
+    )
+    assert f"{said} {second[0]:,} on, that of `sdpa_flash_seed_1` at none" in prose(FOLDER / "README.md")
+    assert above("sdpa_flash_seed_1") == []

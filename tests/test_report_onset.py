@@ -66,7 +66,8 @@ def evidence(
         ({"divisor": "rounded", "probabilities": "fp32"}, "flash", onset.UNROUNDED),
         ({"delta_output": "fp32"}, "flash", None),
         ({"delta": "rowsum_p_dp"}, "flash", None),
-        ({}, "sdpa_flash", None),
+        ({}, "sdpa_flash", onset.TORCHS),
+        ({}, "sdpa_cudnn", None),
     ],
 )
 def test_runs_are_told_apart_by_what_they_do_to_p_bar(sites: dict[str, Any], backend: str, kind: str | None) -> None:
