@@ -27,7 +27,8 @@ FLASH_BACKENDS = ("flash", "flash_reference")
 _SDPA = tuple(name for name in BACKENDS if name.startswith("sdpa_"))
 _SDPA_EXPONENTS = {name: "subtracted" if name == "sdpa_math" else "unfused" for name in _SDPA}
 """What comes nearest to each: none is folded, as rows at one key have O = V at any size (``results/one_key_rows``). Flash and
-memory-efficient round S c before they subtract m c; of cuDNN nothing but such rows is known. For emulations: kernels do as they do."""
+memory-efficient round S c before they subtract m c; of cuDNN nothing but such rows is known. On CUDA: torch's flash kernel for CPUs
+subtracts first. For emulations alone: kernels do as they do."""
 
 
 @dataclass(frozen=True, kw_only=True)

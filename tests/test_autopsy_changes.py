@@ -69,6 +69,13 @@ def test_every_change_of_a_head_that_has_none_left_is_tried() -> None:
     assert set(tried) == {n for n in PRESETS if not n.startswith("sdpa_")} - {"flash_delta_from_p"}
 
 
+def test_torchs_kernel_has_no_folded_exponential_to_take_away() -> None:
+    spec = AttentionSpec(preset="sdpa_flash")
+    tried = preset_changes(spec, spec.resolve(), "bf16")
+    assert "flash_unfused" not in tried
+    assert {"flash", "flash_subtracted", "flash_delta_from_p"} <= set(tried)
+
+
 @pytest.mark.parametrize(
     ("spec", "fmt", "expected"),
     [

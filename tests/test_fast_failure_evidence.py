@@ -141,7 +141,7 @@ def test_what_is_said_of_the_heads_of_run_c_fp32_pv() -> None:
     assert f"more than {math.ceil(largest * 10) / 10} standard errors from zero at any probe from 1,000 on" in said
 
 
-def test_heads_come_back_with_a_stochastic_o_in_delta_and_not_to_nearest() -> None:
+def test_how_heads_go_on_that_an_error_of_deltas_own_has_made_large() -> None:
     said = prose(FOLDER / "README.md")
 
     def grown(run: str) -> dict[int, dict[int, float]]:
@@ -156,6 +156,10 @@ def test_heads_come_back_with_a_stochastic_o_in_delta_and_not_to_nearest() -> No
         f"At its last probe, {max(nearest[0]):,}, all five are above 1,000 ({min(ends):,.0f} to {max(ends):,.0f})"
         in said
     )
+    lowest = {head: min(of[s] for s in of if s > min(t for t in of if of[t] > 1000)) for head, of in nearest.items()}
+    again = {head: logit for head, logit in lowest.items() if logit < 1000}
+    values = in_words([f"{logit:,.0f}" for logit in again.values()])
+    assert f"heads {in_words(again)} after having been below it again (the lowest {values}); of the three" in said
     low, middle, high = sorted(of[5100] for of in of_b.values())
     assert f"of the three of `run_b_fp32_pv` one ({high:,.0f}; the others {low:,.0f} and {middle:,.0f})" in said
 
@@ -174,7 +178,11 @@ def test_heads_come_back_with_a_stochastic_o_in_delta_and_not_to_nearest() -> No
     ninth = {step: rows[9]["max_logit"] for step, rows in found.items()}
     assert f"Head 9 comes to {max(ninth.values()):.0f} once, at {max(ninth, key=ninth.__getitem__):,}, no other" in said
     assert sum(logit > 500 for logit in ninth.values()) == 1
-    assert max(others) <= 210
+    assert "no other beyond 210, no other layer beyond 490." in said
+    assert 200 < max(others) <= 210
+    with (FOLDER / "run_c_fp32_pv_stochastic/probes.csv").open(newline="") as file:
+        layers = [row[name] for row in read_csv(file) for name in row if name.startswith("max_logit_")]
+    assert 480 < max(layers) <= 490
     whole = statistics.median(relative(row) for s, rows in found.items() if s >= 1500 for row in rows.values())
     assert f"in all heads of the layer together is {short(whole)}, median of the probes from 1,500 on" in said
 
@@ -231,3 +239,11 @@ def test_where_the_gradient_norm_of_torchs_kernel_is_above_one() -> None:
     )
     assert f"{said} {second[0]:,} on, that of `sdpa_flash_seed_1` at none" in prose(FOLDER / "README.md")
     assert above("sdpa_flash_seed_1") == []
+
+
+def test_what_is_said_of_softcap() -> None:
+    logits = [
+        max(row["max_logit"] for row in rows.values()) for step, rows in heads_of("softcap").items() if step >= 1100
+    ]
+    said = f"the largest logit of layer 1, behind the cap, is {min(logits):.1f} to {max(logits):.1f} from 1,100 on."
+    assert said in prose(FOLDER / "README.md")
