@@ -83,6 +83,8 @@ def test_probes_that_round_the_o_of_delta_stochastically_all_drew_the_same() -> 
     # Its delta is rounded stochastically, too, and every probe draws its own numbers.
     afresh = [measured(FOLDER / "run_c_fp32_pv_stochastic", 5000) for measured in (of_other_layers, of_layer_1)]
     assert f"in `run_c_fp32_pv_stochastic`, made with that, it is {afresh[0]:.2f} and {afresh[1]:.2f}." in said
+    linked = f"first in `run_c_fp32_pv_stochastic`, [{afresh[0]:.2f} and {afresh[1]:.2f}]"
+    assert linked in prose(ROOT / "docs/reproduction.md")
 
 
 def heads_of(run: str) -> dict[int, dict[int, dict[str, float]]]:
@@ -220,6 +222,8 @@ def test_how_much_heads_look_at_one_key_where_delta_has_an_error_of_its_own() ->
     said = f"{own}, and {ends[0]:.3f} to {ends[-1]:.3f} in the eight runs with hardly an error"
     assert len(small) == 8
     assert said in prose(FOLDER / "README.md")
+    two = f"{middle('run_c_fp32_pv_stochastic'):.3f}; to nearest {middle('run_c_fp32_pv'):.3f}"
+    assert f"[largest P, median over heads, {two}]" in prose(ROOT / "docs/reproduction.md")
 
 
 def test_where_the_gradient_norm_of_torchs_kernel_is_above_one() -> None:
@@ -239,6 +243,9 @@ def test_where_the_gradient_norm_of_torchs_kernel_is_above_one() -> None:
     )
     assert f"{said} {second[0]:,} on, that of `sdpa_flash_seed_1` at none" in prose(FOLDER / "README.md")
     assert above("sdpa_flash_seed_1") == []
+    caption = prose(ROOT / "docs/reproduction.md")
+    assert f"torch's kernel on seed 42 [from {first[0]:,} on" in caption
+    assert f"and on seed 2 from {second[0]:,} on]" in caption
 
 
 def test_what_is_said_of_softcap() -> None:
