@@ -21,7 +21,7 @@ from analysis.report import LAYER, Evidence, Facts
 from analysis.report_claims import base, groups
 
 STRETCH = 50
-WIDTH, PANEL_HEIGHT, DPI, COLOURS = 6.4, 1.7, 150, 96
+WIDTH, PANEL_HEIGHT, DPI, COLOURS = 6.4, 1.7, 150, 64
 LINE, OTHER_SEED = 1.6, 0.8
 TEXT = 8.0
 LEGEND_EDGES = 0.6

@@ -219,8 +219,8 @@ def test_how_much_heads_look_at_one_key_where_delta_has_an_error_of_its_own() ->
     with_one = ("run_d_fp32_pv", "run_b_fp32_pv", "run_c_fp32_pv", "run_c_fp32_pv_stochastic")
     own = ", ".join(f"{middle(run):.3f} in `{run}`" for run in with_one)
     ends = sorted(map(middle, small))
-    said = f"{own}, and {ends[0]:.3f} to {ends[-1]:.3f} in the eight runs with hardly an error"
-    assert len(small) == 8
+    said = f"{own}, and {ends[0]:.3f} to {ends[-1]:.3f} in the nine runs with hardly an error"
+    assert len(small) == 9
     assert said in prose(FOLDER / "README.md")
     two = f"{middle('run_c_fp32_pv_stochastic'):.3f}; to nearest {middle('run_c_fp32_pv'):.3f}"
     assert f"[largest P, median over heads, {two}]" in prose(ROOT / "docs/reproduction.md")
@@ -254,3 +254,49 @@ def test_what_is_said_of_softcap() -> None:
     ]
     said = f"the largest logit of layer 1, behind the cap, is {min(logits):.1f} to {max(logits):.1f} from 1,100 on."
     assert said in prose(FOLDER / "README.md")
+
+
+def largest_of_layers(run: str) -> dict[int, dict[int, float]]:
+    """By step and layer: heads.csv has layer 1, probes.csv the others."""
+    found = {step: {1: max(row["max_logit"] for row in rows.values())} for step, rows in heads_of(run).items()}
+    with (FOLDER / run / "probes.csv").open(newline="") as file:
+        for row in read_csv(file):
+            prefix = "max_logit_"
+            found[row["step"]] |= {int(name.removeprefix(prefix)): row[name] for name in row if name.startswith(prefix)}
+    return found
+
+
+def test_what_is_said_of_qk_clip() -> None:
+    said, docs = prose(FOLDER / "README.md"), prose(ROOT / "docs/reproduction.md")
+    found = largest_of_layers("qk_clip")
+    assert {len(layers) for layers in found.values()} == {12}
+    largest, step, layer = max(
+        (logit, step, layer) for step, layers in found.items() for layer, logit in layers.items()
+    )
+    first = max(layers[1] for layers in found.values())
+    assert f"probe is {largest:.1f}, in layer {layer} at {step:,}; of layer 1 it is {first:.1f}. No gradient" in said
+    assert f"[no probe has one above {math.ceil(largest)}, in any layer]" in docs
+
+    by_name = {run.name: run for run in report.read_evidence(FOLDER)}
+
+    def at_the_end(run: str) -> str:
+        records = [row for row in by_name[run].records if 12_500 <= row["step"] < 13_000 and row["step"] % 10 == 0]
+        assert len(records) == 50
+        return f"{statistics.mean(row['train_loss'] for row in records):.3f}"
+
+    own, normed, capped, unbiased = (at_the_end(run) for run in ("qk_clip", "qk_norm", "softcap", "delta_from_p"))
+    others = f"{own}, that of `qk_norm` {normed}, of `softcap` {capped}, of `delta_from_p` {unbiased}"
+    assert f"every tenth step of the last 500, is {others}" in said
+    assert f"in the last 500 steps is [{others}]" in docs
+    norms = analysis_report.grad_norms(by_name["qk_clip"].records, 1001, 13_000)
+    assert max(norms) <= 1.5  # the logs have every step: 1.43 at 3,307
+
+
+def test_what_is_said_of_run_c_fp32_pv_o() -> None:
+    found = largest_of_layers("run_c_fp32_pv_o")
+    first, step = max((layers[1], step) for step, layers in found.items())
+    logits = {head: row["max_logit"] for head, row in heads_of("run_c_fp32_pv_o")[step].items()}
+    others = [(x, layer, step) for step, layers in found.items() for layer, x in layers.items() if layer != 1]
+    largest, layer, at = max(others)
+    said = f"layer 1 is {first:.1f}, in head {max(logits, key=logits.__getitem__)} at {step:,}, of any other layer"
+    assert f"{said} {largest:.1f} (layer {layer}, {at:,})." in prose(FOLDER / "README.md")
