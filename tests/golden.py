@@ -1,0 +1,364 @@
+"""Golden values: losses of two recipes, and outputs and gradients of every preset on every base, as they were when recorded.
+
+    python tests/golden.py --check              everything on this machine, bit for bit where it is like the one that recorded
+    python tests/golden.py --check interpreter  one part: losses, reference or interpreter
+    python tests/golden.py --check --quick      what tests/test_golden.py checks
+    python tests/golden.py --write              record anew (a change of numerics gets a commit of its own, which says so)
+    python tests/golden.py --gpu                300 steps of fast_failure on a GPU against the published run flash
+                                                (needs data/tokens/corpus; further options go to train.py)
+
+What is checked is what was recorded: new presets, bases and sites need no entry. A name that changes gets a row in ``RENAMED``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import io
+import itertools
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent / "golden"
+PARTS = ("losses", "reference", "interpreter")
+
+# Recorded name -> today's, of presets, bases, sites ("exponent") and values of sites ("exponent=folded"), in any order.
+RENAMED: dict[str, str] = {}
+
+# Where arithmetic is another machine's, a sum may come out in another order; then numbers are compared to this, relative to the largest
+# of their tensor: one unit in the last place of BF16 for what is rounded to BF16, and what a loss keeps of FP32 sums.
+OTHER_MACHINE = {"losses": 1e-6, "reference": 2.0**-7, "interpreter": 2.0**-7}
+
+LOSS_STEPS = 12
+LOSSES = {
+    "debug flash": ["configs/debug.py"],
+    "debug standard": ["configs/debug.py", "--attention.default.preset", "standard"],
+    "quickstart flash": ["configs/quickstart.py"],
+    "quickstart flash_delta_from_p": ["configs/quickstart.py", "--attention.default.preset", "flash_delta_from_p"],
+}
+# A site by itself, besides those that presets change; one that a base or backend refuses is not recorded.
+SITES = (
+    "inputs=m4",
+    "scores=bf16",
+    "statistics=m9",
+    "logsumexp=m9",
+    "saved_statistics=max_and_sum",
+    "probabilities=m3",
+    "tile_product=m5",
+    "accumulator=m5",
+    "output=fp32",
+    "output=m3",
+    "output_rounding=toward_zero",
+    "output_gradient=m3",
+    "delta_output=m2",
+    "delta_sum=m4",
+    "probability_gradients=bf16",
+    "score_gradients=m3",
+    "gradient_accumulator=m6",
+)
+TILES = ("tile_q=16", "tile_k=32")
+
+
+def name_today(name: str) -> str:
+    """What a recorded name is called now; a site with its value by the site's row and the value's."""
+    name = RENAMED.get(name, name)
+    site, equals, value = name.partition("=")
+    return f"{RENAMED.get(site, site)}={value}" if equals else name
+
+
+def machine() -> dict[str, str]:
+    """What decides the last bits of sums: two machines that agree here are held to equality."""
+    import numpy
+    import torch
+
+    model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "cpu": model[0] if model else platform.processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def record_losses(wanted: list[str] | None) -> dict[str, Any]:
+    """Loss and gradient norm of each step, all digits, from the metrics of runs as a user starts them."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = _bytes_data(Path(folder) / "data")
+        for name in wanted or LOSSES:
+            options = {
+                "--run.folder": folder,
+                "--run.name": name.replace(" ", "_"),
+                "--run.steps": LOSS_STEPS,
+                "--run.log-every": 1,
+                "--run.device": "cpu",
+                "--data.dataset": data,
+                "--evaluation.every": 0,
+                "--checkpoint.every": 0,
+            }
+            train_here([*LOSSES[name], *(str(text) for pair in options.items() for text in pair)])
+            rows = [json.loads(line) for line in _lines(f"{folder}/{name.replace(' ', '_')}/metrics.jsonl")]
+            rows = [row for row in rows if "train_loss" in row]
+            found[name] = {key: [row[key] for row in rows] for key in ("train_loss", "grad_norm")}
+    return found
+
+
+def train_here(arguments: list[str]) -> None:
+    """train.py's command line, without a second start of Python; what it prints goes nowhere."""
+    import train
+
+    before = sys.argv
+    sys.argv = ["train.py", *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train.main()
+    finally:
+        sys.argv = before
+
+
+def _bytes_data(folder: Path) -> Path:
+    """A data set of bytes that is the same on every machine and with every Python."""
+    from data.token_files import TokenWriter
+
+    generator = random.Random(0)
+    words = [bytes(generator.choices(b"abcdefgh", k=generator.randint(2, 5))) for _ in range(16)]
+    text = b" ".join(generator.choices(words, k=20_000))
+    for split, part in (("train", text[:40_000]), ("val", text[40_000:60_000])):
+        with TokenWriter(
+            folder, split, dtype="uint8", vocabulary="bytes", vocabulary_size=256, source="golden"
+        ) as writer:
+            import numpy
+
+            writer.write(numpy.frombuffer(part, dtype=numpy.uint8))
+    return folder
+
+
+def cases(part: str) -> Iterator[str]:
+    """Keys of what is recorded today: ``preset|base|sites|dtype|variant``."""
+    from attention.numerics import BASES
+    from attention.plan import PRESETS
+
+    flash = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
+    if part == "reference":
+        for preset, base, dtype in itertools.product(PRESETS, BASES, ("bf16", "fp32")):
+            yield f"{preset}|{base}||{dtype}|"
+        for preset, base in itertools.product(flash, BASES):
+            yield f"{preset}|{base}|{','.join(TILES)}|bf16|"
+        for site, base in itertools.product(SITES, BASES):
+            yield f"flash|{base}|{','.join((site, *TILES))}|bf16|"
+        for base, variant in itertools.product(BASES, ("softcap", "not causal")):
+            yield f"flash|{base}||bf16|{variant}"
+        yield from (f"{preset}|{base}||fp16|" for preset in ("standard", "flash") for base in BASES)
+    else:
+        for preset, base in itertools.product(("standard", *flash), BASES):
+            yield f"{preset}|{base}||bf16|"
+        for site in SITES:
+            yield f"flash|hardware|{','.join((site, *TILES))}|bf16|"
+        yield from ("flash|hardware||fp32|", "flash|paper||fp16|", "flash|hardware||bf16|softcap")
+
+
+def compute(part: str, key: str) -> dict[str, Any] | None:
+    """Digest and a few numbers of O, dQ, dK and dV of one case; None where the library refuses it."""
+    import torch
+
+    import attention
+    from attention import AttentionConfig, AttentionSpec
+    from errors import UserError
+
+    preset, base, sites, dtype_name, variant = key.split("|")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
+    backend = "standard_triton" if part == "interpreter" and preset == "standard" else ""
+    q, k, v, do = problem(dtype)
+    try:
+        spec = AttentionSpec(
+            preset=name_today(preset),
+            numerics=name_today(base),
+            sites=tuple(name_today(site) for site in sites.split(",") if site),
+            backend=backend,
+        )
+        config = AttentionConfig(flash_backend="flash" if part == "interpreter" else "flash_reference", default=spec)
+        plan = config.resolve(2, q.shape[2])[1]
+        softcap = 5.0 if variant == "softcap" else 0.0
+        attention.check((plan,), device="cpu", dtype=dtype, head_dim=q.shape[3], softcap=softcap)
+    except UserError:
+        return None
+    seed = torch.tensor(11)
+    o = attention.run(q, k, v, plan, rounding_seed=seed, softcap=softcap, causal=variant != "not causal")
+    gradients = torch.autograd.grad(o, (q, k, v), do.to(o.dtype))
+    return {
+        name: {"sha256": digest(x), "norm": x.double().norm().item(), "some": some(x)}
+        for name, x in zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients), strict=True)
+    }
+
+
+def problem(dtype: Any) -> tuple[Any, ...]:
+    """q, k, v and dO [1, 48, 2, 16]: scores of several sizes, keys that tie, values of one sign, so that every site has something to do."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    q, k, v, do = (torch.randn(1, 48, 2, 16, generator=generator) for _ in range(4))
+    q, k = q * torch.linspace(0.25, 3, 48)[None, :, None, None], k * 1.5
+    k[:, 24:36] = k[:, 12:24]  # ties in all rows behind
+    v[..., :8] = -v[..., :8].abs() - 1
+    return (*(x.to(dtype).requires_grad_() for x in (q, k, v)), do.to(dtype))
+
+
+def digest(x: Any) -> str:
+    import torch
+
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def some(x: Any) -> list[float]:
+    """Two elements, of an early and a late row."""
+    return [x[0, t, t % 2, t % 16].item() for t in (10, 40)]
+
+
+def record(part: str, wanted: list[str] | None = None) -> dict[str, Any]:
+    """Values of a part by key: of the keys that are given, or of all there are today."""
+    if part == "losses":
+        return record_losses(wanted)
+    import torch
+
+    torch.set_num_threads(1)
+    found = {key: compute(part, key) for key in (wanted or cases(part))}
+    return found if wanted else {key: value for key, value in found.items() if value is not None}
+
+
+def differences(part: str, wanted: dict[str, Any], found: dict[str, Any], exactly: bool) -> list[str]:
+    """One line a case that differs: in any bit if ``exactly``, else by more than another machine's arithmetic may."""
+    lines = []
+    for key, expected in wanted.items():
+        value = found[key]
+        if value is None:
+            lines.append(f"{key}: refused, and was not")
+        elif exactly and value != expected:
+            lines.append(f"{key}: {_first_difference(expected, value)}")
+        elif not exactly:
+            lines += [f"{key}: {text}" for text in _beyond(expected, value, OTHER_MACHINE[part])]
+    return lines
+
+
+def _first_difference(expected: Any, value: Any) -> str:
+    name = next(name for name in expected if expected[name] != value[name])
+    return f"{name} was {expected[name]}, is {value[name]}"
+
+
+def _beyond(expected: dict[str, Any], value: dict[str, Any], tolerance: float) -> Iterator[str]:
+    for name, old in expected.items():
+        new = value[name]
+        old, new = ([x["norm"], *x["some"]] if isinstance(x, dict) else x for x in (old, new))
+        scale = max((abs(x) for x in old if isinstance(x, float) and x == x), default=0.0)
+        for a, b in itertools.zip_longest(old, new):
+            same = a == b or (a is not None and b is not None and (a != a and b != b))
+            if not same and not (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance * scale):
+                yield f"{name} was {a}, is {b}"
+                break
+
+
+def is_quick(part: str, key: str) -> bool:
+    """Whether a case is part of the quick check: all of the reference, a fifth of the interpreter's, one run of each recipe."""
+    if part == "losses":
+        return key.endswith(" flash")
+    return part == "reference" or zlib.crc32(key.encode()) % 5 == 0
+
+
+def check(part: str, quick: bool = False) -> tuple[list[str], bool]:
+    """What differs from the recorded values, and whether every bit was compared (the machine is like the one that recorded)."""
+    content = json.loads((FOLDER / f"{part}.json").read_text())
+    exactly = content["machine"] == machine()
+    wanted = {key: value for key, value in content["values"].items() if not quick or is_quick(part, key)}
+    return differences(part, wanted, record(part, list(wanted)), exactly), exactly
+
+
+def in_a_process(part: str, action: str, quick: bool = False) -> int:
+    """Run one part in a Python of its own: Triton's interpreter is chosen when the kernels are defined."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["TRITON_INTERPRET"] = "1" if part == "interpreter" else "0"
+    command = [sys.executable, __file__, action, part, "--here", *(["--quick"] if quick else [])]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def on_a_gpu(steps: int, folder: str, options: list[str]) -> int:
+    """A run of fast_failure beside the published run ``flash`` (H200, torch 2.11): each step and every digit that its table keeps."""
+    with (FOLDER / "fast_failure.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) < steps]
+    published = {int(row["step"]): (row["train_loss"], row["grad_norm"]) for row in rows}
+    arguments = {
+        "--data.replay": "replay_batches/fast_failure",
+        "--run.folder": folder,
+        "--run.name": "golden",
+        "--run.steps": steps,
+        "--run.log-every": 1,
+    }
+    command = [sys.executable, "train.py", "configs/fast_failure.py", *options]
+    done = subprocess.run([*command, *(str(x) for pair in arguments.items() for x in pair)], cwd=ROOT)
+    if done.returncode:
+        return done.returncode
+    rows = [json.loads(line) for line in _lines(f"{folder}/golden/metrics.jsonl")]
+    found = {row["step"]: row for row in rows if "train_loss" in row}
+    print("losses", json.dumps([found[step]["train_loss"] for step in sorted(found)][:40]))
+    for step, (loss, norm) in published.items():
+        here = tuple(
+            f"{found[step][name]:.{6 if name == 'train_loss' else 5}g}" for name in ("train_loss", "grad_norm")
+        )
+        if tuple(map(float, here)) != (float(loss), float(norm)):
+            print(
+                f"step {step} differs: loss {loss} was published, {here[0]} here; gradient norm {norm}, {here[1]} here"
+            )
+            return 1
+    print(f"equal: the {len(published)} losses and gradient norms that were kept of the first {steps} steps")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", nargs="?", const="all", choices=("all", *PARTS))
+    action.add_argument("--write", nargs="?", const="all", choices=("all", *PARTS))
+    action.add_argument("--gpu", nargs="?", const="runs", metavar="FOLDER", help="where the run is written (runs)")
+    parser.add_argument("--steps", type=int, default=300, help="of --gpu")
+    parser.add_argument("--quick", action="store_true", help="of --check: a part of the cases")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    arguments, options = parser.parse_known_args()
+    if arguments.gpu:
+        return on_a_gpu(arguments.steps, arguments.gpu, options)
+    if options:
+        parser.error(f"unknown options: {' '.join(options)}")
+    action_name, chosen = ("--check", arguments.check) if arguments.check else ("--write", arguments.write)
+    if not arguments.here:
+        parts = PARTS if chosen == "all" else (chosen,)
+        return max([in_a_process(part, action_name, arguments.quick) for part in parts])
+    sys.path.insert(0, str(ROOT))
+    if action_name == "--write":
+        values = record(chosen)
+        head = json.dumps({"machine": machine()}, indent=1)[:-2]
+        body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f"{chosen}.json").write_text(f'{head},\n "values": {{\n{body}\n }}\n}}\n')
+        print(f"{chosen}: {len(values)} cases written")
+        return 0
+    lines, exactly = check(chosen, arguments.quick)
+    how = "bit for bit" if exactly else "to rounding: this machine is not like the one that recorded"
+    print("\n".join(lines[:20] + ["..."] * (len(lines) > 20)) or f"{chosen}: equal ({how})")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
