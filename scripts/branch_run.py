@@ -3,11 +3,8 @@
     python scripts/branch_run.py runs/flash/checkpoints/step_00003000 runs/late
     python train.py RECIPE --run.name late --run.resume --run.steps 4500 --alarm.switches 3000:1:flash_subtracted
 
-    python scripts/branch_run.py runs/small runs/large --layer 1 --factor 30000
-
 The new run has the checkpoint (of a run's folder, the newest) and what was logged before its step, as a resume of the old run would
-keep it: metrics, telemetry and interventions. Left alone it goes on to the same bits. With --layer and --factor, W_Q and W_K of that layer
-are larger by the square root of --factor; all else is as it was, the optimiser's moments too. RECIPE and options are the old run's, or
+keep it: metrics, telemetry and interventions. Left alone it goes on to the same bits. RECIPE and options are the old run's, or
 those that a resume may change. ``sessions`` of config.json says where the new run comes from.
 
 A branch of a run that replays goes on replaying. A branch of a run that records (``data.record``) does neither: batches are a function of
@@ -18,7 +15,6 @@ branch is resumed without --data.record, which would be refused. On Weights & Bi
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import shutil
@@ -29,35 +25,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-
 import config as configuration
-from analysis.gradients import larger_logits
 from config import RunConfig, TrainConfig
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from files import sync_folder
-from scripts.autopsy import build
 from scripts.checkpoint_inputs import read_checkpoint
 from training import record
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
 from training.intervention import INTERVENTIONS_FILE, drop_interventions
 from training.metrics import METRICS_FILE, Reached, drop_lines, read_metrics
 from training.telemetry import TELEMETRY_FILE, behind_probe
-
-
-def enlarged(loaded: Loaded, layer: int, factor: float) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint by name, with larger logits in one layer.
-
-    Raises ``UserError`` for a layer that it lacks, and for a model whose logits do not go with W_Q and W_K.
-    """
-    shape = configuration.from_json(TrainConfig, loaded.config_json).model
-    if not 0 <= layer < shape.n_layer:
-        raise invalid("--layer", layer, f"0 to {shape.n_layer - 1}, counted from 0")
-    if shape.qk_norm or shape.bias or shape.attention_softcap:
-        raise invalid("--factor", factor, "1: with qk_norm, biases or a soft-cap logits do not grow with W_Q and W_K")
-    model, _, _ = build(loaded, torch.device("cpu"))
-    with larger_logits(model, layer, factor):
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def run_of(loaded: Loaded) -> Path:
@@ -97,15 +74,13 @@ def copy_logs(loaded: Loaded, folder: Path, to: Path) -> None:
             drop_lines(to / name, behind_probe(reached, probed))
 
 
-def write(
-    out: Path, loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor], logits: dict[str, float] | None
-) -> None:
-    """Make the run ``out`` of the checkpoint with other ``weights``; it appears under its name only when whole.
+def write(out: Path, loaded: Loaded, folder: Path) -> None:
+    """Make the run ``out`` of the checkpoint; it appears under its name only when whole.
 
-    ``folder``: of the run that wrote the checkpoint. ``logits``: what was done to the weights, for the record. Raises ``UserError``.
+    ``folder``: of the run that wrote the checkpoint. Raises ``UserError``.
     """
     settings = settings_of(loaded, out)
-    came_from = {"run": loaded.config_json["run"]["name"], "step": loaded.step} | ({"logits": logits} if logits else {})
+    came_from = {"run": loaded.config_json["run"]["name"], "step": loaded.step}
     content = record.branched(folder, loaded.step, settings, came_from)
     if loaded.config_json["data"]["record"]:
         content["batches"] |= {"recording": "", "recording_start": ""}
@@ -117,13 +92,13 @@ def write(
         record.write_record(aside, content)
         Checkpoints(aside / "checkpoints", CheckpointConfig()).save(
             loaded.step,
-            model_state=weights,
+            model_state=loaded.model_state,
             optimizer_state=loaded.optimizer_state,
             scaler_state=loaded.scaler_state,
             rng=loaded.rng,
             position=loaded.position,
             config_json=settings,
-            extra=loaded.extra | ({"probed": False} if logits else {}),  # other weights: another probe
+            extra=loaded.extra,
         )
         sync_folder(aside)
         os.rename(aside, out)
@@ -140,13 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="checkpoint, or folder of a run (its newest one)")
     parser.add_argument("out", type=Path, help="folder of the new run, which must not exist; its name is the run's")
-    parser.add_argument("--layer", type=int, help="from 0: the layer whose logits are to be larger")
-    parser.add_argument("--factor", type=float, help="how many times larger")
     args = parser.parse_args(arguments)
-    if (args.layer is None) != (args.factor is None):
-        raise UserError("--layer and --factor: name both of them, or neither")
-    if args.factor is not None and not 0 < args.factor < math.inf:
-        raise invalid("--factor", args.factor, "a number above 0")
     if os.path.lexists(args.out):
         raise UserError(f"{args.out}: exists; name a new run")
     return args
@@ -159,16 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder, old = run_of(loaded), loaded.config_json["run"]["name"]
     if args.out.name == old:
         raise invalid("OUT", args.out.name, "another name than that of the run it comes from: reports tell runs by it")
-    weights, logits, told = loaded.model_state, None, ""
-    if args.layer is not None:
-        weights, logits = enlarged(loaded, args.layer, args.factor), {"layer": args.layer, "factor": args.factor}
-        told = f", logits of layer {args.layer} times {args.factor:,g}"
-    write(args.out, loaded, folder, weights, logits)
+    write(args.out, loaded, folder)
     place = "" if args.out.parent == Path(RunConfig().folder) else f" --run.folder {shlex.quote(str(args.out.parent))}"
     data = loaded.config_json["data"]
     without = " but without --data.record" if data["record"] else ""
     without += " and --data.record-tokens" if data["record_tokens"] else ""
-    print(f"wrote {args.out}: step {loaded.step} of {old}{told}")
+    print(f"wrote {args.out}: step {loaded.step} of {old}")
     print(
         f"it goes on with: python train.py RECIPE --run.name {args.out.name}{place} --run.resume --run.steps N, "
         f"N above {loaded.step}, RECIPE and other options as for {old}{without}"

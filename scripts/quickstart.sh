@@ -2,9 +2,9 @@
 # Record a run that explodes, replay its batches with delta from P and with standard attention, compare. Two to four minutes on 2 CPU cores, after the install.
 #   bash scripts/quickstart.sh                    makes .venv and installs into it first
 #   bash scripts/quickstart.sh --python python3   uses that interpreter as it is and installs nothing
-#   bash scripts/quickstart.sh --out FOLDER       puts runs, recording and results there (default: results/quickstart)
+#   bash scripts/quickstart.sh --out FOLDER       puts runs, recording and results there (default: runs/quickstart)
 set -euo pipefail
-out=results/quickstart python=""
+out=runs/quickstart python=""
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 synopsis="usage: quickstart.sh [--python INTERPRETER] [--out FOLDER]"

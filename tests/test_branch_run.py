@@ -1,4 +1,4 @@
-"""scripts/branch_run.py: a new run from another one's checkpoint, the same bits where nothing is changed, and larger logits."""
+"""scripts/branch_run.py: a new run from another one's checkpoint, the same bits where nothing is changed."""
 
 from __future__ import annotations
 
@@ -114,20 +114,16 @@ def test_a_branch_from_the_checkpoint_of_an_alarm_has_the_same_bits(place: Place
     assert_same_run(place.train(run.name, {**fields, **RESUME}), old)
 
 
-@pytest.mark.parametrize("how", ["switched", "enlarged"])
-def test_a_branch_that_is_changed_at_an_alarm_is_probed_anew(place: Place, how: str) -> None:
+def test_a_branch_that_is_switched_at_an_alarm_is_probed_anew(place: Place) -> None:
     # A short course with an alarm's checkpoint at its end.
     fields = {**FIELDS, "run.steps": 5, "alarm": dataclasses.replace(ALARM, response="checkpoint", switches=())}
-    old = place.train(f"ends_{how}", fields)
+    old = place.train("ends", fields)
     alarmed = next(event["step"] for event in interventions(old) if event["kind"] == "alarm")
-    larger = ("--layer", "0", "--factor", "100") if how == "enlarged" else ()
-    run = branch(place, f"{how}_there", *larger, of=checkpoint(place, old.name, alarmed))
-    switches = (f"{alarmed}:0:flash_delta_from_p",) if how == "switched" else ()
-    alarm = dataclasses.replace(ALARM, switches=switches)
+    run = branch(place, "switched_there", of=checkpoint(place, old.name, alarmed))
+    alarm = dataclasses.replace(ALARM, switches=(f"{alarmed}:0:flash_delta_from_p",))
     place.train(run.name, {**fields, **RESUME, "alarm": alarm})
     before, after = ({probe["step"]: probe for probe in probes(folder)}[alarmed] for folder in (old, run))
-    name = "max_logit" if how == "enlarged" else "delta_error_rms"
-    assert before[name][0] != after[name][0]
+    assert before["delta_error_rms"][0] != after["delta_error_rms"][0]
 
 
 def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
@@ -204,12 +200,12 @@ def test_the_record_says_where_it_comes_from_also_after_it_went_on(place: Place)
 
 def test_a_branch_of_a_branch_names_both(place: Place) -> None:
     branch(place, "first")
-    run = branch(place, "second", "--layer", "0", "--factor", "4", of=place.runs / "first")
+    run = branch(place, "second", of=place.runs / "first")
     sessions = record_of(run)["sessions"]
     assert [one.get("branched_from") for one in sessions] == [
         None,
         {"run": "old", "step": STEP},
-        {"run": "first", "step": STEP, "logits": {"layer": 0, "factor": 4.0}},
+        {"run": "first", "step": STEP},
     ]
 
 
@@ -248,51 +244,7 @@ def test_a_switch_made_behind_the_checkpoint_is_not_the_branch_s(place: Place) -
     assert switches(run) == [(7, 1)]
 
 
-# ---- larger logits
-
-
-def test_w_q_and_w_k_of_the_layer_alone_are_larger(place: Place) -> None:
-    out = branch(place, "large", "--layer", "1", "--factor", "16")
-    before, after = (read_checkpoint(path) for path in (checkpoint(place, "old"), out))
-    for name, value in before.model_state.items():
-        expected = value.clone()
-        if name == "transformer.h.1.attn.c_attn.weight":
-            expected[: 2 * C] *= 4
-        assert bool((after.model_state[name] == expected).all()), name
-    assert (after.path / "optimizer.safetensors").read_bytes() == (before.path / "optimizer.safetensors").read_bytes()
-
-
-def test_the_run_goes_on_as_the_old_one_where_the_factor_is_one(place: Place) -> None:
-    run = branch(place, "times_one", "--layer", "0", "--factor", "1")
-    assert_same_run(place.train(run.name, {**FIELDS, **RESUME}), place.runs / "old")
-
-
-@pytest.mark.parametrize(("field", "value"), [("qk_norm", True), ("bias", True), ("attention_softcap", 50.0)])
-def test_a_model_whose_logits_do_not_go_with_the_weights_is_refused(place: Place, field: str, value: object) -> None:
-    loaded = read_checkpoint(checkpoint(place, "old"))
-    model = loaded.config_json["model"] | {field: value}
-    other = dataclasses.replace(loaded, config_json=loaded.config_json | {"model": model})
-    with pytest.raises(UserError, match="--factor = 4: expected 1: with qk_norm, biases or a soft-cap"):
-        script.enlarged(other, 1, 4)
-
-
 # ---- mistakes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layer", "2", "--factor", "4"], "--layer = 2: expected 0 to 1"),
-        (["--layer", "0", "--factor", "0"], "--factor = 0.0: expected a number above 0"),
-        (["--layer", "0", "--factor", "inf"], "--factor = inf: expected a number above 0"),
-        (["--factor", "4"], "--layer and --factor: name both of them, or neither"),
-        (["--layer", "0"], "--layer and --factor: name both of them, or neither"),
-    ],
-)
-def test_changes_that_cannot_be_are_one_line(
-    place: Place, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(place, [str(checkpoint(place, "old")), str(place.runs / "refused"), *arguments], message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +298,9 @@ def test_what_cannot_be_written_leaves_nothing(
 
 
 def test_it_says_what_was_made_and_how_it_goes_on(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    run = branch(place, "told", "--layer", "1", "--factor", "30000")
+    run = branch(place, "told")
     made, on, otherwise = capsys.readouterr().out.splitlines()
-    assert made == f"wrote {run}: step 20 of old, logits of layer 1 times 30,000"
+    assert made == f"wrote {run}: step 20 of old"
     assert f"train.py RECIPE --run.name told --run.folder {place.runs} --run.resume --run.steps N, N above 20" in on
     assert on.endswith("as for old but without --data.record and --data.record-tokens")
     assert otherwise.endswith("--alarm.switches 20:LAYER:PRESET")

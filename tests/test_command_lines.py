@@ -39,7 +39,6 @@ def test_an_option_that_there_is_not_is_one_line(
         ("autopsy", ["run", "--data"], "argument --data: expected one argument"),
         ("autopsy", ["run", "--batches", "x"], "argument --batches: invalid int value: 'x'"),
         ("export_huggingface", ["checkpoint"], "the following arguments are required: output"),
-        ("bench_telemetry", ["--repeats"], "argument --repeats: expected one argument"),
         ("bench_attention", ["--shapes", "32"], "--shapes = '32': expected B,T"),
         ("bench_attention", ["--rounds", "0"], "--rounds = 0: expected at least 1"),
         ("bench_attention", ["--presets", "fast"], "attention preset = 'fast': expected one of"),
@@ -60,7 +59,6 @@ def test_an_option_that_there_is_not_is_one_line(
         ("bench_train", [DEBUG, "--profile-variants", "plan"], "--profile-variants = 'plan': expected one of plain"),
         ("bench_train", [DEBUG, "--json", "nowhere/b.json"], "nowhere/b.json: no folder nowhere"),
         ("branch_run", ["run"], "the following arguments are required: out"),
-        ("branch_run", ["run", "new", "--layer", "1"], "--layer and --factor: name both of them, or neither"),
         ("branch_run", ["nowhere", "new"], "nowhere: no such folder"),
         ("convert_recording", ["from-published", "here"], "the following arguments are required: NAME"),
         (
@@ -68,18 +66,8 @@ def test_an_option_that_there_is_not_is_one_line(
             ["run", BELOW_A_FILE],
             f"output {BELOW_A_FILE}/config.json: cannot be written ({DEBUG} is",
         ),
-        ("gradients", ["run", "--out", BELOW_A_FILE], f"--out {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder"),
-        ("gradients", ["run", "--out", str(ROOT)], f"--out {ROOT}: cannot be written (it is a folder)"),
-        ("two_readings", ["run", "--out", BELOW_A_FILE], f"--out {BELOW_A_FILE}: cannot be written ({DEBUG} is no"),
-        ("stabiliser_variants", ["--out", DEBUG], f"--out {DEBUG}/bias.csv: cannot be written ({DEBUG} is no folder"),
-        ("one_key_rows", ["--json", BELOW_A_FILE], f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder"),
         (
             "bench_attention",
-            ["--json", BELOW_A_FILE],
-            f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder",
-        ),
-        (
-            "bench_telemetry",
             ["--json", BELOW_A_FILE],
             f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder",
         ),
@@ -89,7 +77,11 @@ def test_an_option_that_there_is_not_is_one_line(
             [DEBUG, "--logs", DEBUG, "--variants", "a"],
             f"--logs {DEBUG}/a.log: cannot be written ({DEBUG} is",
         ),
-        ("run_variants", [DEBUG, "--variants", f"@{ROOT}/results/microcosm/compare.png"], "@FILE: not a file of text"),
+        (
+            "run_variants",
+            [DEBUG, "--variants", f"@{ROOT}/replay_batches/fast_failure/offsets.npy"],
+            "@FILE: not a file of text",
+        ),
     ],
 )
 def test_what_is_missing_or_malformed_is_named(

@@ -1,15 +1,13 @@
-"""What the documents say that can be checked: tables against the code, links and paths against the tree, examples by running them."""
+"""attention/README.md: its tables against the code, its examples by running them."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prose import prose
 
 import config
 from attention.numerics import BASES, Numerics
@@ -18,15 +16,7 @@ from errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTENTION = ROOT / "attention" / "README.md"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
 SITES = [field.name for field in dataclasses.fields(Numerics)]
-# Folders that git ignores or that hold what runs and tools write.
-NOT_OURS = {"runs", "wandb", "tokens", "__pycache__", "build", "node_modules"}
-
-
-def documents() -> list[Path]:
-    found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
-    return sorted(p for p in found if not any(part in NOT_OURS or part.startswith(".") for part in p.parts))
 
 
 def table(document: Path, first_heading: str) -> list[dict[str, str]]:
@@ -97,27 +87,6 @@ def test_the_table_of_presets_says_what_each_changes(preset: str) -> None:
     assert row["on paper, further"] == further
 
 
-def test_the_layout_names_files_that_exist() -> None:
-    named = [path for row in table(ARCHITECTURE, "path") for path in row["path"].split(", ")]
-    assert len(named) > 20
-    assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_the_layout_names_every_module_of_the_larger_folders() -> None:
-    layout = ARCHITECTURE.read_text().partition("## Layout")[2].partition("\n## ")[0]
-    folders = ("training", "data", "analysis", "scripts")
-    modules = [path for folder in folders for path in sorted((ROOT / folder).glob("[!_]*.*")) if path.is_file()]
-    names = {path: (f"`{path.relative_to(ROOT)}`", f"`{path.name}`") for path in modules}
-    assert len(names) > 80
-    assert [path.name for path, either in names.items() if not any(name in layout for name in either)] == []
-
-
-def test_the_order_of_imports_is_that_of_its_test() -> None:
-    from test_imports import ORDER
-
-    assert ", ".join(f"`{part}`" for part in ORDER) in prose(ARCHITECTURE)
-
-
 def test_python_examples_of_attention_run() -> None:
     examples = blocks(ATTENTION, "python")
     assert examples
@@ -135,28 +104,3 @@ def training_commands() -> list[list[str]]:
 def test_training_commands_are_understood(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert config.load(arguments) != config.load(arguments[:1])
-
-
-def links(document: Path) -> Iterator[tuple[str, str]]:
-    """(path, anchor) of the relative links; code is no text."""
-    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
-        if not re.match(r"[a-z]+:", target):
-            path, _, anchor = target.partition("#")
-            yield path, anchor
-
-
-def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub gives a document's headings."""
-    headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("document", documents(), ids=str)
-def test_relative_links_lead_somewhere(document: Path) -> None:
-    broken = []
-    for path, anchor in links(ROOT / document):
-        target = (ROOT / document).parent / path if path else ROOT / document
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(f"{path}#{anchor}".rstrip("#"))
-    assert broken == []

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_docs import ROOT, table
-from tiny_runs import TINY, Place, column, new_place
+from tiny_runs import ROOT, TINY, Place, column, new_place
 
 from analysis.figures import canvas
 from scripts import figures
@@ -276,14 +275,3 @@ def test_mistakes_are_one_line(place: Place, arguments: str, words: str, capsys:
         arguments = arguments.replace(name, str(path))
     out = [] if "--out" in arguments else ["--out", str(place.folder / "unused")]
     assert words in complaint([*shlex.split(arguments), *out], capsys)
-
-
-def test_the_readme_lists_every_figure_with_a_command_that_is_understood() -> None:
-    listed = table(ROOT / "README.md", "figure")
-    assert [(int(row["figure"]), row["what"]) for row in listed] == [(n, entry.what) for n, entry in REGISTRY.items()]
-    for row in listed:
-        numbers, _, args = figures.parse(shlex.split(row["command (after python scripts/figures.py)"]))
-        assert numbers == [int(row["figure"])]
-        needs = REGISTRY[numbers[0]].needs
-        assert args.runs or not needs.startswith("--runs")
-        assert args.checkpoint or args.hf or "--checkpoint" not in needs
