@@ -97,32 +97,72 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
         return problem.sites.delta_sum((do * o).sum(dim=-1, keepdim=True))
     exponent = exponent_of(problem)
     total = torch.zeros_like(saved[..., :1])
+    row_sum = torch.zeros_like(total)
     recomputed = torch.zeros_like(do)
     for columns in problem.column_tiles(rows):
         p = probabilities(exponent, exponent.scores(rows, columns), saved)
-        if n.delta == "rowsum_p_dp":
+        if n.delta in ("rowsum_p_dp", "rowsum_p_dp_normalised"):
             dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
             total += (p * dp).sum(dim=-1, keepdim=True)
+            row_sum += p.sum(dim=-1, keepdim=True)
         else:
             recomputed += p @ problem.v[:, :, columns]
     if n.delta == "recomputed_o":
         total = (do * recomputed).sum(dim=-1, keepdim=True)
+    elif n.delta == "rowsum_p_dp_normalised":
+        total = _over_row_sum(total, row_sum)
     return problem.sites.delta_sum(total)
 
 
-def _backward_tile(problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor):  # type: ignore[no-untyped-def]
-    """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
-    sites = problem.sites
+def _over_row_sum(x: Tensor, row_sum: Tensor) -> Tensor:
+    """x / rowsum(P) [B, H, R, .]; 0 in a row whose P is 0 throughout (an L far too large), as x is there."""
+    return x / row_sum.masked_fill(row_sum == 0, 1.0)
+
+
+def _score_gradients(problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor):  # type: ignore[no-untyped-def]
+    """P and dS of one tile [B, H, R, C], before they are rounded as operands."""
     exponent = exponent_of(problem)
     s = exponent.scores(rows, columns)
     p = probabilities(exponent, s, saved)
-    dp = sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
-    ds = p * (dp - delta)
-    ds = sites.score_gradients(problem.through_softcap(ds, s))
-    dq = problem.scale * (ds @ problem.k[:, :, columns])
-    dk = problem.scale * (ds.transpose(-1, -2) @ problem.q[:, :, rows])
+    dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
+    return p, problem.through_softcap(p * (dp - delta), s)
+
+
+def _backward_tile(
+    problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor, delta_of_keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
+    sites = problem.sites
+    p, ds = _score_gradients(problem, rows, columns, do, saved, delta)
+    ds_of_keys = ds
+    if delta_of_keys is not delta:
+        _, ds_of_keys = _score_gradients(problem, rows, columns, do, saved, delta_of_keys)
+    dq = problem.scale * (sites.score_gradients(ds) @ problem.k[:, :, columns])
+    dk = problem.scale * (sites.score_gradients(ds_of_keys).transpose(-1, -2) @ problem.q[:, :, rows])
     dv = sites.probabilities(p).transpose(-1, -2) @ do
     return dq, dk, dv
+
+
+def _row_residual(
+    problem: Problem, rows: slice, do: Tensor, saved: Tensor, delta: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Site ``row_residual`` for one tile of rows: what dQ [B, H, R, D] is too large by (None: nothing is taken out), and the delta
+    [B, H, R, 1] in dK."""
+    sites, chosen = problem.sites, problem.sites.numerics.row_residual
+    if chosen == "kept":
+        return None, delta
+    residual, residual_unrounded, row_sum = (torch.zeros_like(delta) for _ in range(3))
+    pk = torch.zeros_like(problem.q[:, :, rows])
+    for columns in problem.column_tiles(rows):
+        p, ds = _score_gradients(problem, rows, columns, do, saved, delta)
+        residual += sites.score_gradients(ds).sum(dim=-1, keepdim=True)
+        residual_unrounded += ds.sum(dim=-1, keepdim=True)
+        row_sum += p.sum(dim=-1, keepdim=True)
+        pk += sites.probabilities(p) @ problem.k[:, :, columns]
+    if chosen == "centred_keys":
+        return problem.scale * (residual * problem.k.mean(dim=2, keepdim=True)), delta
+    excess = problem.scale * (_over_row_sum(residual, row_sum) * pk)
+    return excess, sites.delta_sum(delta + _over_row_sum(residual_unrounded, row_sum))
 
 
 @torch.library.custom_op("attention::flash_reference_backward", mutates_args=())
@@ -149,10 +189,13 @@ def _backward(
         for rows in problem.row_tiles():
             do_rows, kept_rows = do_BHTD[:, :, rows], saved_rows(saved, rows)
             delta = _delta_rows(problem, rows, do_rows, o_BHTD[:, :, rows], kept_rows)
+            excess, delta_of_keys = _row_residual(problem, rows, do_rows, kept_rows, delta)
             for columns in problem.column_tiles(rows):
-                parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta)
+                parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta, delta_of_keys)
                 for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                     total[:, :, where] = add(total[:, :, where] + part)
+            if excess is not None:
+                dq[:, :, rows] = add(dq[:, :, rows] - excess)
         return problem.gradients(dq, dk, dv, q.dtype)
 
 
@@ -188,7 +231,10 @@ def row_deltas(
     causal: bool = True,
     softcap: float = 0.0,
 ) -> Tensor:
-    """delta of every row, [B, H, T] float32, as the backward pass with ``numerics`` sees it. A probe: it records no graph."""
+    """delta of every row, [B, H, T] float32, as the backward pass with ``numerics`` sees it, before ``row_residual`` mends it.
+
+    A probe: it records no graph.
+    """
     key = numerics.key()
     with torch.no_grad():
         o, delta_output, saved = _forward(q_BTHD, k_BTHD, v_BTHD, seed, key, scale, causal, softcap)

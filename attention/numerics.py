@@ -21,7 +21,8 @@ ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 PROBABILITIES_ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = {"residual8": 8, "residual16": 16}
 PRODUCTS = ("exact", "tf32x3")
-DELTAS = ("rowsum_do_o", "rowsum_p_dp", "recomputed_o")
+DELTAS = ("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalised", "recomputed_o")
+ROW_RESIDUALS = ("kept", "centred_keys", "corrected_rows")
 ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
 EXPONENTS = ("folded", "subtracted", "unfused")
 SAVED_STATISTICS = ("logsumexp", "max_and_sum")
@@ -80,7 +81,8 @@ class Numerics:
     output_gradient: str = "input"
     """dO as the backward pass reads it."""
     delta: str = "rowsum_do_o"
-    """delta = rowsum(dO * O), or rowsum(P * dP), or rowsum(dO * O) with O recomputed in FP32 from P."""
+    """delta = rowsum(dO * O); or rowsum(P * dP); or rowsum(P * dP) / rowsum(P), with which the rows of dS sum to 0 even where those of
+    P do not sum to 1; or rowsum(dO * O) with O recomputed in FP32 from P."""
     delta_output: str = "output"
     """The O inside rowsum(dO * O): the values of ``output``; or the FP32 accumulation of P_bar V / l in a format of its own; or, by
     ``residual8`` and ``residual16``, ``output`` plus what it lacks of that accumulation, kept in so many bits (``rounding.residual``)."""
@@ -92,6 +94,12 @@ class Numerics:
     """dP = dO V^T."""
     score_gradients: str = "input"
     """dS = P * (dP - delta) as operand of dQ = dS K and dK = dS^T Q."""
+    row_residual: str = "kept"
+    """What becomes of r = rowsum(dS), which is 0 in exact arithmetic; without a soft-cap. An error e of delta leaves r = -e rowsum(P),
+    and r (P K) / rowsum(P) in dQ. ``kept``: nothing. The others sum dS as rounded by ``score_gradients``. ``centred_keys``:
+    dQ = scale (dS K - r c), c the mean over the sequence of K, one FP32 vector for each batch element and head; dK and dV are as they
+    are. ``corrected_rows``: dQ = scale (dS K - r (P K) / rowsum(P)), P rounded by ``probabilities`` for that product, and the delta in dK
+    is delta + r' / rowsum(P), r' the sum of dS before rounding, rounded by ``delta_sum``."""
     gradient_accumulator: str = "fp32"
     """Running dQ, dK and dV between tiles."""
     row_max: str = "plain"
@@ -168,7 +176,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         name: FORMATS
         for name in _FIELDS
         if not name.startswith(("row_max", "tile_q", "tile_k"))
-        and name not in ("exponent", "saved_statistics", "delta", "delta_output", "products", "divisor")
+        and name not in ("exponent", "saved_statistics", "delta", "delta_output", "products", "divisor", "row_residual")
     },
     "exponent": EXPONENTS,
     "saved_statistics": SAVED_STATISTICS,
@@ -178,6 +186,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "products": PRODUCTS,
     "divisor": DIVISORS,
     "delta": DELTAS,
+    "row_residual": ROW_RESIDUALS,
     "delta_output": ("output", *FORMATS, *RESIDUALS),
     "row_max": ROW_MAXES,
 }

@@ -137,6 +137,13 @@ PRESETS: dict[str, Preset] = {
         "delta = rowsum(P * dP), S - m before the scale in both directions",
         _fixed(delta="rowsum_p_dp", exponent="subtracted", saved_statistics="max_and_sum"),
     ),
+    "flash_delta_normalised": _flash(
+        "delta = rowsum(P * dP) / rowsum(P): rows of dS sum to 0", _fixed(delta="rowsum_p_dp_normalised")
+    ),
+    "flash_corrected_rows": _flash(
+        "rowsum(dS) taken out of dQ along P K, and of the delta in dK", _fixed(row_residual="corrected_rows")
+    ),
+    "flash_centred_keys": _flash("rowsum(dS) times the mean key taken out of dQ", _fixed(row_residual="centred_keys")),
     "flash_recompute_o": _flash("delta from an O recomputed in FP32", _fixed(delta="recomputed_o")),
     "flash_stochastic_o": _flash("O rounded stochastically, the same values in delta", _apart("stochastic", None)),
     "flash_stochastic_p": _flash("P_bar rounded stochastically for P_bar V, O to nearest", _stochastic_p),

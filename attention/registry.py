@@ -42,6 +42,8 @@ class Backend:
 
 def _contradiction(call: Call) -> str | None:
     """Why the sites cannot be meant together for q of this dtype, or None."""
+    if call.softcap and call.numerics.row_residual != "kept":
+        return f"row_residual = {call.numerics.row_residual!r}, expected kept with a soft-cap: behind it dS does not sum to 0"
     try:
         call.numerics.concrete(FORMAT_OF[call.dtype])
     except UserError as error:
@@ -53,6 +55,8 @@ def _standard_obstacle(call: Call) -> str | None:
     n = call.numerics
     if n.delta != "rowsum_p_dp" or n.delta_output != "output":
         return "it has delta = rowsum(P * dP) only"
+    if n.row_residual != "kept":
+        return f"the sums of its dS are left as they are: row_residual = {n.row_residual!r}, expected kept"
     if n.row_max != "plain" or n.tile_q or n.tile_k:
         return "it has no tiles and no row normaliser of its own"
     if n.exponent != "subtracted":

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks
-from attention.numerics import DELTAS, RESIDUALS, Numerics
+from attention.numerics import DELTAS, RESIDUALS, ROW_RESIDUALS, Numerics
+from attention.rounding import round_to as round_tensor
 from attention.triton_blocks import (
     block_scores,
     load_rows,
@@ -45,25 +46,31 @@ from attention.triton_numerics import (
 
 ROWSUM_DO_O = tl.constexpr(DELTAS.index("rowsum_do_o"))
 ROWSUM_P_DP = tl.constexpr(DELTAS.index("rowsum_p_dp"))
+ROWSUM_P_DP_NORMALISED = tl.constexpr(DELTAS.index("rowsum_p_dp_normalised"))
 RECOMPUTED_O = tl.constexpr(DELTAS.index("recomputed_o"))
 LOADED = tl.constexpr(len(DELTAS))
+CENTRED_KEYS = tl.constexpr(ROW_RESIDUALS.index("centred_keys"))
+CORRECTED_ROWS = tl.constexpr(ROW_RESIDUALS.index("corrected_rows"))
 
 
 @triton.jit
 def query_kernel(
-    p_q, p_k, p_v, p_do, p_o, p_residual, p_saved, p_delta, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd,
+    p_q, p_k, p_v, p_do, p_o, p_residual, p_saved, p_delta, p_centre, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt,
     stride_dh, stride_dd, stride_gb, stride_gr, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
     OUTPUT_GRADIENT: tl.constexpr, OUTPUT: tl.constexpr, RESIDUAL: tl.constexpr, DELTA: tl.constexpr,
-    DELTA_SUM: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr, SCORE_GRADIENTS: tl.constexpr,
-    GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, APART: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    DELTA_SUM: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr,
+    SCORE_GRADIENTS: tl.constexpr, ROW_RESIDUAL: tl.constexpr, GRADIENT_ACCUMULATOR: tl.constexpr,
+    SOFTCAP: tl.constexpr, FOLD: tl.constexpr, APART: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
     DELTA is one of ``DELTAS``. Those made from P take two launches: one that makes delta only, and one for dQ, with DELTA = LOADED.
+    ROW_RESIDUAL is one of ``ROW_RESIDUALS``; CORRECTED_ROWS hands the corrected delta on. ``p_centre``: c of CENTRED_KEYS, [B, H, D].
     """
-    ONLY_DELTA: tl.constexpr = DELTA == ROWSUM_P_DP or DELTA == RECOMPUTED_O
+    FROM_P: tl.constexpr = DELTA == ROWSUM_P_DP or DELTA == ROWSUM_P_DP_NORMALISED
+    ONLY_DELTA: tl.constexpr = FROM_P or DELTA == RECOMPUTED_O
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, HEADS)
@@ -88,11 +95,17 @@ def query_kernel(
             b_r = load_rows(p_residual, i_bh, H, row, T, tl.cast(T, tl.int64) * H * D, H * D, D, 1, BT, D, True, False)
             b_o += b_r.to(tl.float32) * residual_unit(b_o, OUTPUT, RESIDUAL, False)
         b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), DELTA_SUM)
-        tl.store(p_delta + p_row, b_delta, mask=o_t < T)
+        if ROW_RESIDUAL != CORRECTED_ROWS:
+            tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
         b_delta = tl.zeros([BT], tl.float32)
     b_acc = tl.zeros([BT, D], tl.float32)
     b_part = tl.zeros([BT, D], tl.float32)
+    b_pk = tl.zeros([BT, D], tl.float32)
+    # [BT]: rowsum(P), and rowsum(dS) with dS as rounded for the product and before.
+    b_row_sum = tl.zeros([BT], tl.float32)
+    b_r = tl.zeros([BT], tl.float32)
+    b_r_unrounded = tl.zeros([BT], tl.float32)
     last = tl.minimum(row + BT, S) if CAUSAL else S
     middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
     for MASKED in tl.static_range(2):
@@ -111,23 +124,44 @@ def query_kernel(
                 b_dp = round_to(b_dp, PROBABILITY_GRADIENTS)
                 if ONLY_DELTA:
                     b_delta += tl.sum(b_p * b_dp, 1)
+                    if DELTA == ROWSUM_P_DP_NORMALISED:
+                        b_row_sum += tl.sum(b_p, 1)
                 else:
                     b_ds = b_p * (b_dp - b_delta[:, None])
                     if SOFTCAP:
                         b_t = b_s / softcap
                         b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
-                    b_part = dot(operand(b_ds, SCORE_GRADIENTS, DTYPE), b_k, b_part)
+                    if ROW_RESIDUAL == CORRECTED_ROWS:
+                        b_r_unrounded += tl.sum(b_ds, 1)
+                        b_row_sum += tl.sum(b_p, 1)
+                        b_pk = dot(operand(b_p, PROBABILITIES, DTYPE), b_k, b_pk)
+                    b_ds = operand(b_ds, SCORE_GRADIENTS, DTYPE)
+                    if ROW_RESIDUAL == CENTRED_KEYS or ROW_RESIDUAL == CORRECTED_ROWS:
+                        b_r += tl.sum(b_ds.to(tl.float32), 1)
+                    b_part = dot(b_ds, b_k, b_part)
                     if GRADIENT_ACCUMULATOR != FP32:
                         m_full = (start + BS) % tile == 0
                         b_sum = round_to(b_acc + scale * b_part, GRADIENT_ACCUMULATOR)
                         b_acc = tl.where(m_full, b_sum, b_acc)
                         b_part = tl.where(m_full, 0.0, b_part)
+    # A row whose P is 0 throughout has sums of 0.
+    b_row_sum = tl.where(b_row_sum == 0, 1.0, b_row_sum)
     if not ONLY_DELTA:
         b_dq = round_to(b_acc + scale * b_part, GRADIENT_ACCUMULATOR)
+        if ROW_RESIDUAL == CENTRED_KEYS:
+            b_c = tl.load(p_centre + i_bh.to(tl.int64) * D + tl.arange(0, D))
+            b_dq = round_to(b_dq - scale * (b_r[:, None] * b_c[None, :]), GRADIENT_ACCUMULATOR)
+        if ROW_RESIDUAL == CORRECTED_ROWS:
+            b_share = tl.div_rn(b_r, b_row_sum)
+            b_dq = round_to(b_dq - scale * (b_share[:, None] * b_pk), GRADIENT_ACCUMULATOR)
+            b_delta = round_to(b_delta + tl.div_rn(b_r_unrounded, b_row_sum), DELTA_SUM)
+            tl.store(p_delta + p_row, b_delta, mask=o_t < T)
         store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, D)
     else:
         if DELTA == RECOMPUTED_O:
             b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
+        elif DELTA == ROWSUM_P_DP_NORMALISED:
+            b_delta = tl.div_rn(b_delta, b_row_sum)
         tl.store(p_delta + p_row, round_to(b_delta, DELTA_SUM), mask=o_t < T)
 
 
@@ -235,6 +269,8 @@ def launch_backward(
         # The rounding of L, which comes first, is as large and common to a row, folded or subtracted.
         fold = FUSED.value
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
+    centred = n.row_residual == "centred_keys"
+    centre = round_tensor(k.float(), n.inputs).mean(dim=1).contiguous() if centred else delta
     gradients = empty_gradients(q, k)
     dq, dk, dv = gradients.split(H, dim=2)
     by_columns = of_queries.descriptors and takes_descriptor(k, v)
@@ -247,6 +283,7 @@ def launch_backward(
         "INPUTS": stored_code(n.inputs, q.dtype),
         "SCORES": format_code(n.scores),
         "OUTPUT_GRADIENT": stored_code(n.output_gradient, do.dtype),
+        "PROBABILITIES": format_code(n.probabilities),
         "PROBABILITY_GRADIENTS": format_code(n.probability_gradients),
         "SCORE_GRADIENTS": format_code(n.score_gradients),
         "GRADIENT_ACCUMULATOR": format_code(n.gradient_accumulator),
@@ -267,6 +304,7 @@ def launch_backward(
             counts,
             saved,
             delta,
+            centre,
             dq,
             H,
             T,
@@ -277,6 +315,7 @@ def launch_backward(
             RESIDUAL=RESIDUALS[n.delta_output] if counts.numel() else 0,
             DELTA=kind,
             DELTA_SUM=format_code(n.delta_sum),
+            ROW_RESIDUAL=ROW_RESIDUALS.index(n.row_residual),
             TMA=by_columns,
             HEADS=of_queries.heads,
             BT=of_queries.rows,
@@ -305,7 +344,6 @@ def launch_backward(
         S,
         *strides,
         tile=n.tile_q or 2**30,
-        PROBABILITIES=format_code(n.probabilities),
         TMA=by_rows,
         HEADS=of_keys.heads,
         BT=of_keys.rows,

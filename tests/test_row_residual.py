@@ -1,0 +1,211 @@
+"""Rows of dS sum to zero in exact arithmetic: ``delta=rowsum_p_dp_normalised`` restores it, ``row_residual`` takes out what is left.
+
+A feature of K that is 1 in every key shows the sum: dQ has scale * rowsum(dS) there. Kernels run as in ``test_flash_triton``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from attention_cases import Problem, magnitudes, oracle, relative_errors, run
+from kernel_tests import INTERPRETED, pass_in_the_interpreter, poison_new_tensors
+
+import attention
+from attention import AttentionConfig, AttentionSpec
+from attention.flash_blocks import backward_blocks
+from attention.numerics import DELTAS, ROW_RESIDUALS, Numerics
+from errors import UserError
+
+BLOCKS = ("tile_q=16", "tile_k=16")
+REFERENCE = pytest.param("cpu", "flash_reference", id="reference")
+ON_GPU = [
+    pytest.param("cuda", backend, marks=pytest.mark.gpu, id=f"{backend}-cuda")
+    for backend in ("flash", "flash_reference")
+]
+RUNNERS = [pytest.param("cpu", "flash", id="interpreter")] if INTERPRETED else [REFERENCE, *ON_GPU]
+KERNELS = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+on_gpu = pytest.mark.gpu if not INTERPRETED else pytest.mark.skip(reason="sizes for a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_tensors(monkeypatch)
+
+
+def on(device: str) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(device)
+
+
+@functools.cache
+def common_keys(
+    shape: tuple[int, ...],
+    *,
+    logit: float,
+    common: float = 2.0,
+    ones: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """Keys with a part in common, and logits whose largest is ``logit``; by the CPU's generator, so that devices share it."""
+    generator = torch.Generator().manual_seed(11)
+    q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
+    k = k + common * torch.randn(shape[-1], generator=generator)
+    if ones:
+        k[..., 0] = 1.0
+    s = torch.einsum("bthd,bshd->bhts", q, k).tril() * shape[-1] ** -0.5
+    return Problem(*(x.to(dtype) for x in (q * (logit / s.max()), k, v, do)))
+
+
+def moved(p: Problem, device: torch.device) -> Problem:
+    return Problem(*(x.to(device) for x in (p.q, p.k, p.v, p.do)))
+
+
+def row_sums(p: Problem, *sites: str, preset: str = "flash", backend: str = "flash_reference") -> torch.Tensor:
+    """rowsum(dS) as dQ has it, over the root mean square of dQ's other features."""
+    dq = run(p, AttentionSpec(preset=preset, sites=(*BLOCKS, *sites), backend=backend))[1].double()
+    return dq[..., 0] / dq[..., 1:].square().mean().sqrt()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_kernels_in_tritons_interpreter() -> None:
+    pass_in_the_interpreter(__file__)
+
+
+@pytest.mark.parametrize(("device", "backend"), RUNNERS)
+@pytest.mark.parametrize("logit", [20.0, 350.0])
+def test_corrected_rows_are_nearest_to_fp64_and_have_least_along_the_mean_key(
+    logit: float, device: str, backend: str
+) -> None:
+    """The order of dQ's error: corrected rows < delta from P < plain; centred keys < plain too, and of dK's."""
+    p = moved(common_keys((1, 96, 2, 32), logit=logit), on(device))
+    exact = oracle(p)
+    mean_key = torch.nn.functional.normalize(p.k.double().mean(dim=1, keepdim=True), dim=-1)
+    dq, dk, along = {}, {}, {}
+    for name in ("flash", "flash_delta_from_p", "flash_delta_normalised", "flash_centred_keys", "flash_corrected_rows"):
+        found = run(p, AttentionSpec(preset=name, sites=BLOCKS, backend=backend))
+        _, dq[name], dk[name], _ = relative_errors(found, exact)
+        along[name] = (((found[1].double() - exact[1]) * mean_key).sum(dim=-1).norm() / exact[1].norm()).item()
+    assert dq["flash_corrected_rows"] < dq["flash_delta_from_p"] < dq["flash"]
+    assert dq["flash_centred_keys"] < dq["flash"]
+    assert along["flash_corrected_rows"] < along["flash_centred_keys"] < along["flash_delta_from_p"] < along["flash"]
+    assert along["flash_corrected_rows"] < along["flash"] / 10
+    assert dk["flash_corrected_rows"] == pytest.approx(dk["flash_delta_normalised"], rel=0.02)
+    assert dk["flash_corrected_rows"] < dk["flash"] == dk["flash_centred_keys"]
+    assert dq["flash_delta_normalised"] == pytest.approx(dq["flash_delta_from_p"], rel=0.02)
+
+
+@pytest.mark.parametrize(("device", "backend"), RUNNERS)
+class TestRowSums:
+    def test_only_the_normalised_delta_keeps_them_at_zero_where_l_is_coarse(self, device: str, backend: str) -> None:
+        p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
+        coarse = ("logsumexp=m4", "score_gradients=fp32")
+        left = {
+            delta: row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt() for delta in DELTAS
+        }
+        assert left.pop("rowsum_p_dp_normalised") < 1e-5
+        assert left["rowsum_p_dp"] > 1e-2
+
+    @pytest.mark.parametrize("rounded", ["input", "m3"])
+    def test_taken_out_they_are_zero(self, rounded: str, device: str, backend: str) -> None:
+        """To the rounding of P in P K for corrected rows, exactly but for FP32's sums with the mean key."""
+        p = moved(common_keys((1, 48, 2, 16), logit=60.0, ones=True, dtype=torch.float32), on(device))
+        sites = ("output=bf16", "probabilities=bf16", f"score_gradients={rounded}")
+        left = {
+            name: row_sums(p, *sites, f"row_residual={name}", backend=backend).square().mean().sqrt()
+            for name in ROW_RESIDUALS
+        }
+        assert left["kept"] > 1e-3
+        assert left["centred_keys"] < 1e-5
+        assert left["corrected_rows"] < left["kept"] * 2.0**-7
+
+    def test_rows_whose_p_is_zero_throughout_have_no_gradient(self, device: str, backend: str) -> None:
+        """L of logits of 641 is 768 with one mantissa bit: exp(-127) is 0 in FP32, and 0 / 0 must not come of it."""
+        p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), on(device))
+        p.q.zero_()[..., 0], p.k.zero_()[..., 0] = 4 * 641.0, 1.0
+        for sites in (("delta=rowsum_p_dp_normalised",), ("row_residual=corrected_rows",)):
+            coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtracted", *sites)
+            gradients = run(p, AttentionSpec(sites=coarse, backend=backend))[1:]
+            assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("chosen", ["centred_keys", "corrected_rows"])
+@pytest.mark.parametrize(
+    ("dtype", "sites"),
+    [
+        *((torch.bfloat16, (f"delta={delta}",)) for delta in DELTAS),
+        (torch.bfloat16, ("gradient_accumulator=bf16", "tile_k=32")),
+        (torch.bfloat16, ("probabilities=fp32", "inputs=m5", "saved_statistics=max_and_sum")),
+        (torch.float32, ("score_gradients=m3", "probabilities=m3", "delta_sum=m6")),
+        (torch.float32, ("logsumexp=m4", "exponent=unfused", "delta=rowsum_p_dp_normalised")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_kernels_agree_with_the_reference(dtype: torch.dtype, sites: tuple[str, ...], chosen: str, device: str) -> None:
+    """By less than a quarter of the reference's own rounding error, or by FP32 noise, as in ``test_flash_triton``."""
+    p = moved(common_keys((1, 70, 2, 16), logit=10.0, dtype=dtype), on(device))
+    sites = (*BLOCKS, *sites, f"row_residual={chosen}")
+    found, expected = (run(p, AttentionSpec(sites=sites, backend=b)) for b in ("flash", "flash_reference"))
+    unit = magnitudes(p)
+    apart = relative_errors(found, tuple(x.double() for x in expected), unit)
+    for name, a, own in zip(("o", "dq", "dk", "dv"), apart, relative_errors(expected, oracle(p), unit), strict=True):
+        assert a <= max(own / 4, 2.0**-21), f"{name}: {a:.2e} apart, own error {own:.2e}"
+
+
+NEW = ["flash_delta_normalised", "flash_centred_keys", "flash_corrected_rows"]
+
+
+@on_gpu
+@pytest.mark.parametrize("length", [1024, 1023])
+@pytest.mark.parametrize("preset", NEW)
+def test_at_the_size_of_training_kernels_agree_and_repeat(preset: str, length: int) -> None:
+    """BF16, head dim 64: dQ of kernel and reference are as near FP64, and two calls give the same bits."""
+    p = moved(common_keys((2, length, 4, 64), logit=100.0), on("cuda"))
+    exact, unit = oracle(p), magnitudes(p)
+    found, again = (run(p, AttentionSpec(preset=preset, backend="flash")) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    expected = run(p, AttentionSpec(preset=preset, backend="flash_reference"))
+    own = relative_errors(expected, exact, unit)
+    apart = relative_errors(found, tuple(x.double() for x in expected), unit)
+    assert all(a <= limit / 4 for a, limit in zip(apart, own, strict=True)), (apart, own)
+    assert all(
+        a <= 1.02 * b for a, b in zip(relative_errors(found, exact), relative_errors(expected, exact), strict=True)
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
+class TestRefusals:
+    @pytest.mark.parametrize("chosen", ["centred_keys", "corrected_rows"])
+    def test_with_a_soft_cap(self, chosen: str) -> None:
+        plans = AttentionConfig(
+            flash_backend="flash_reference", default=AttentionSpec(sites=(f"row_residual={chosen}",))
+        ).resolve(1, 2)
+        settings = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 16}
+        attention.check(plans, **settings)
+        with pytest.raises(UserError, match=f"row_residual = '{chosen}', expected kept with a soft-cap"):
+            attention.check(plans, **settings, softcap=30.0)
+
+    @pytest.mark.parametrize("backend", ["standard", "standard_triton"])
+    def test_by_standard_attention(self, backend: str) -> None:
+        sites = ("row_residual=corrected_rows",)
+        plans = AttentionConfig(default=AttentionSpec(preset="standard", sites=sites, backend=backend)).resolve(1, 2)
+        with pytest.raises(UserError, match="row_residual = 'corrected_rows', expected kept"):
+            attention.check(plans, device="cpu", dtype=torch.bfloat16, head_dim=16)
+
+    def test_of_an_unknown_value(self) -> None:
+        with pytest.raises(UserError, match="row_residual = 'centered'"):
+            AttentionSpec(sites=("row_residual=centered",))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
+def test_an_fp32_p_in_p_k_takes_the_smaller_blocks() -> None:
+    """Its product is three of BF16."""
+    n = Numerics(probabilities="fp32", row_residual="corrected_rows").concrete("bf16")
+    wide = backward_blocks(n, "bf16", 64, 1024, 1024)[1]
+    narrow = backward_blocks(n.with_sites({"row_residual": "kept"}), "bf16", 64, 1024, 1024)[1]
+    assert wide.stages < narrow.stages
