@@ -7,10 +7,10 @@ A folder is a run, or a folder of runs. A run is what train.py writes (config.js
 published one (config.json, metrics.csv, probes.csv). Prints a Markdown table; with --out it writes summary.csv and summary.md there.
 
 How a run ended:
-    exploded at N        from step N on the training loss stayed 0.5 above its best for 200 steps
+    exploded at N        from step N on the training loss stayed 0.5 above its best for 200 steps (--patience)
     NaN at N             the training loss of step N is not finite
     unstable since N     gradient norm above 20 first at N (from step 200 on), and its median afterwards is more than twice the earlier one
-    open since N         the loss is 0.5 above its best since N, for less than 200 steps yet
+    open since N         the loss is 0.5 above its best since N, for fewer steps than that
     stable to N          none of these, and the run has all its steps
     stopped early at N   none of these, and it has not
 """
@@ -35,7 +35,7 @@ from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import METRICS_FILE, read_metrics
 from training.telemetry import TELEMETRY_FILE, read_telemetry
 
-MARGIN, PATIENCE = 0.5, 200
+MARGIN = 0.5
 LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
 NEAR = 60
@@ -119,21 +119,21 @@ def unstable_since(norms: pd.Series) -> int | None:
     return first if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median() else None
 
 
-def ending(losses: pd.Series, norms: pd.Series, planned: int) -> tuple[str, int | None]:
+def ending(losses: pd.Series, norms: pd.Series, planned: int, patience: int) -> tuple[str, int | None]:
     """How the run ended, in the words of the module's docstring, and the step of its explosion or NaN."""
     steps, values = [int(step) for step in losses.index], [float(value) for value in losses]
-    exploded = curves.explosion_step(values, MARGIN, PATIENCE, steps=steps)
+    exploded = curves.explosion_step(values, MARGIN, patience, steps=steps)
     if exploded is not None:
         finite = math.isfinite(values[steps.index(exploded)])
         return f"{'exploded' if finite else 'NaN'} at {exploded:,}", exploded
     if (unstable := unstable_since(norms)) is not None:
         return f"unstable since {unstable:,}", None
-    if (since := curves.open_excursion(values, MARGIN, PATIENCE, steps=steps)) is not None:
+    if (since := curves.open_excursion(values, MARGIN, patience, steps=steps)) is not None:
         return f"open since {since:,}", None
     return f"{'stable to' if steps[-1] + 1 >= planned else 'stopped early at'} {steps[-1]:,}", None
 
 
-def summarize(folder: Path, layer: int, at: Sequence[int]) -> dict[str, Any]:
+def summarize(folder: Path, layer: int, at: Sequence[int], patience: int) -> dict[str, Any]:
     """The row of a run. Raises ``UserError`` for a folder that is not a run's, or a layer that its probes lack."""
     config, metrics, probes = config_of(folder), metrics_of(folder), probes_of(folder)
     losses, norms, validation = (column(metrics, name) for name in ("train_loss", "grad_norm", "val_loss"))
@@ -141,7 +141,7 @@ def summarize(folder: Path, layer: int, at: Sequence[int]) -> dict[str, Any]:
         raise UserError(f"{folder}: its metrics have no train_loss yet")
     if len(probes) and f"max_logit_{layer}" not in probes:
         raise invalid("--layer", layer, f"a layer of the probes in {folder}")
-    ended, exploded = ending(losses, norms, int(config["config"]["run"]["steps"]))
+    ended, exploded = ending(losses, norms, int(config["config"]["run"]["steps"]), patience)
     logits, w_q = column(probes, f"max_logit_{layer}"), column(probes, f"w_q_norm_{layer}")
     row: dict[str, Any] = {
         "run": folder.resolve().name,
@@ -180,9 +180,9 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def table_of(folders: Sequence[Path], layer: int, at: Sequence[int]) -> pd.DataFrame:
+def table_of(folders: Sequence[Path], layer: int, at: Sequence[int], patience: int) -> pd.DataFrame:
     """A row a run, those that exploded first, by step; columns that no run has are left out. Raises ``UserError``."""
-    table = pd.DataFrame([summarize(folder, layer, at) for folder in folders])
+    table = pd.DataFrame([summarize(folder, layer, at, patience) for folder in folders])
     table = table.sort_values(["exploded_at", "run"], na_position="last", kind="stable").dropna(
         axis="columns", how="all"
     )
@@ -222,8 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder for summary.csv and summary.md; without it nothing is written")
     parser.add_argument("--layer", type=int, default=1, help="from 0: the layer whose logits and W_Q are told (1)")
     parser.add_argument("--at", type=int, nargs="+", default=[], help="steps at which losses, logits and W_Q are told")
+    parser.add_argument(
+        "--patience", type=int, default=200, help="steps above the best loss that are an explosion (200)"
+    )
     args = parser.parse_args(arguments)
-    table = table_of(run_folders(args.runs), args.layer, args.at)
+    if args.patience < 1:
+        raise invalid("--patience", args.patience, "1 or more steps")
+    table = table_of(run_folders(args.runs), args.layer, args.at, args.patience)
     text = markdown(table)
     if args.out is not None:
         try:

@@ -136,7 +136,7 @@ class TestReference:
     def test_what_emulates_a_kernel_of_torchs_has_o_equal_to_v_as_the_kernel_has(
         self, preset: str, logit: float
     ) -> None:
-        """The kernels: results/one_key_rows/h200.json."""
+        """The kernels: experiments/one_hot_rows."""
         x = one_hot(high=logit)
         assert torch.equal(x.run(f"exponent={AttentionSpec(preset=preset).resolve().exponent}")[0], x.p.v)
 

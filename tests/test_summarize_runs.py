@@ -34,7 +34,7 @@ def published(folder: Path, losses: list[str], norms: list[float] | None = None,
 
 
 def test_a_run_of_train_py_has_its_row(place: Place) -> None:
-    row = summarize_runs.summarize(place.runs / "one", 1, [10])
+    row = summarize_runs.summarize(place.runs / "one", 1, [10], 200)
     logged, probes = lines(place.runs / "one"), read_telemetry(place.runs / "one")
     losses = [line["train_loss"] for line in logged if "train_loss" in line]
     validation = {line["step"]: line["val_loss"] for line in logged if "val_loss" in line}
@@ -61,12 +61,12 @@ def test_a_run_of_train_py_has_its_row(place: Place) -> None:
 )
 def test_how_a_run_ended(tmp_path: Path, losses: list[str], norms: list[float], planned: int, ended: str) -> None:
     run = published(tmp_path / "run", losses, norms, planned)
-    assert summarize_runs.summarize(run, 1, [])["ended"] == ended
+    assert summarize_runs.summarize(run, 1, [], 200)["ended"] == ended
 
 
 def test_a_step_without_a_loss_is_not_nan(tmp_path: Path) -> None:
     run = published(tmp_path / "run", ["3", "", "3"])
-    row = summarize_runs.summarize(run, 1, [100])
+    row = summarize_runs.summarize(run, 1, [100], 200)
     assert (row["ended"], row["max_logit_1_at_100"], row["w_q_norm_1_largest"]) == ("stable to 20", 700, 3.5)
 
 
@@ -76,7 +76,7 @@ def test_a_run_that_went_back_counts_what_it_logged_again(place: Place) -> None:
     (folder / "config.json").write_bytes((place.runs / "one/config.json").read_bytes())
     rows = [{"step": step, "train_loss": loss} for step, loss in ((0, 5.0), (1, 9.0), (2, 9.0), (1, 4.0))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    row = summarize_runs.summarize(folder, 1, [])
+    row = summarize_runs.summarize(folder, 1, [], 200)
     assert (row["last_step"], row["train_loss_end"]) == (1, 4.5)
 
 
