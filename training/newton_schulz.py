@@ -2,7 +2,7 @@
 
 One by one a matrix takes 20 operations, and for GPT-2's 48 matrices a host needs several times as long to launch them as an H200 to run
 them. A graph launches the same kernels at once. Batched, all matrices of one shape go through one call: fewer, larger kernels, which may
-take their sums in another order. Measured: docs/throughput.md.
+take their sums in another order. Measured: docs/performance.md.
 
 Suffixes: B matrices of one shape, R rows, C columns, S the shorter of the two and L the longer.
 """

@@ -1,4 +1,4 @@
-"""Ways to a faster step that leave the maths alone; what each gains is measured in docs/throughput.md."""
+"""Ways to a faster step that leave the maths alone; what each gains is measured in docs/performance.md."""
 
 from __future__ import annotations
 
