@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.numerics import folds
+from attention.numerics import Numerics, folds
 from attention.stabilise import tile_row_max
 from attention.tiles import Problem, Sites
 
@@ -37,8 +37,8 @@ class Exponent(Protocol):
     def scores(self, rows: slice, columns: slice) -> Tensor:
         """S of one tile in this form's unit, masked entries -inf."""
 
-    def row_max(self, s: Tensor) -> Tensor:
-        """Row normaliser of a tile (``stabilise.tile_row_max``) in the unit of m, before ``statistics``."""
+    def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
+        """Row normaliser of a tile (``stabilise.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         """exp(S - m); with L in place of m, or with log l, it is P."""
@@ -59,8 +59,8 @@ class Subtracted:
     def scores(self, rows: slice, columns: slice) -> Tensor:
         return self.problem.scores(rows, columns)
 
-    def row_max(self, s: Tensor) -> Tensor:
-        return tile_row_max(s, self.problem.sites.numerics)
+    def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
+        return tile_row_max(s, n or self.problem.sites.numerics)
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s - m
@@ -85,8 +85,8 @@ class Folded:
     def scores(self, rows: slice, columns: slice) -> Tensor:
         return self.problem.products(rows, columns)
 
-    def row_max(self, s: Tensor) -> Tensor:
-        return tile_row_max(s, self.problem.sites.numerics, scale=self.problem.scale, unit=self.c)
+    def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
+        return tile_row_max(s, n or self.problem.sites.numerics, scale=self.problem.scale, unit=self.c)
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s.double().mul_(self.c).sub_(m).float()

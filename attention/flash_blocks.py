@@ -56,7 +56,8 @@ _WIDE = {kind: Blocks(64, 32, 4, 1) for kind in ("forward", "tiled", "queries")}
 
 def boundaries_matter(n: Numerics) -> bool:
     """Whether the forward pass rounds or normalises once a tile, so that other tiles would give other values."""
-    return (n.statistics, n.tile_product, n.accumulator) != ("fp32", "fp32", "fp32") or n.row_max != "plain"
+    coarse = (n.statistics, n.tile_product, n.accumulator) != ("fp32", "fp32", "fp32")
+    return coarse or n.row_max != "plain" or n.row_sum_floor > 0
 
 
 def tile_obstacle(n: Numerics) -> str | None:

@@ -8,18 +8,21 @@ Legend: B batch, H heads, T sequence, D head dim; tiles have R rows and C column
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from attention.exact import exact_float32
-from attention.exponent import exponent_of, probabilities, saved_rows, statistics_to_save
-from attention.numerics import RESIDUALS, Numerics, numerics_from_key
+from attention.exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
+from attention.numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
 from attention.rounding import residual, storage_dtype
 from attention.tiles import (
     DELTA_STREAM,
     FORMAT_OF,
     OUTPUT_STREAM,
     Problem,
+    Sites,
     delta_operands,
     kept_apart,
     make_problem,
@@ -30,27 +33,52 @@ from attention.tiles import (
 )
 
 
+class _RowSumFloor:
+    """``row_sum_floor`` of the tiles of some rows, in order; ``scaled`` keeps the running m that ``stabilised`` would have beside m."""
+
+    def __init__(self, numerics: Numerics, exponent: Exponent):
+        self.numerics, self.exponent = numerics, exponent
+        self.shifted = replace(numerics, row_max="stabilised") if numerics.row_max == "scaled" else None
+        self.m_shifted: Tensor | None = None
+
+    def of_tile(self, s: Tensor, m: Tensor, sites: Sites) -> Tensor:
+        """The least row sum [B, H, R, 1] of a tile: 0 where the row does not see it, unless hidden tiles are visited."""
+        least = torch.full_like(m, self.numerics.row_sum_floor)
+        if not self.numerics.row_sum_floor:
+            return least
+        if self.shifted is not None:
+            r = self.exponent.row_max(s, self.shifted)
+            self.m_shifted = sites.statistics(r if self.m_shifted is None else torch.maximum(self.m_shifted, r))
+            least = least * self.exponent.rescale(self.m_shifted, m).clamp(max=LARGEST_SCALE)
+        if self.numerics.hidden_tiles == "skipped":
+            least = least.masked_fill(s.amax(dim=-1, keepdim=True) == -torch.inf, 0.0)
+        return least
+
+
 def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, L or (m, log l) [B, H, R, Z]."""
     sites, v, exponent = problem.sites, problem.v, exponent_of(problem)
+    n = sites.numerics
+    floor = _RowSumFloor(n, exponent)
     shape = (*problem.q[:, :, rows].shape[:3], 1)
     m = torch.full(shape, -torch.inf, device=v.device)
     row_sum = divisor = torch.zeros(shape, device=v.device)
     o_bar = torch.zeros((*shape[:3], v.shape[3]), device=v.device)
-    coarse = sites.numerics.tile_product != "fp32" or sites.numerics.accumulator != "fp32"
+    coarse = n.tile_product != "fp32" or n.accumulator != "fp32"
     o_exact = o_bar.clone() if coarse else o_bar
-    for columns in problem.column_tiles(rows):
+    for columns in problem.column_tiles(rows, hidden=n.hidden_tiles == "visited"):
         s = exponent.scores(rows, columns)
         m_new = sites.statistics(torch.maximum(m, exponent.row_max(s)))
         p_bar = exponent.exp(s, m_new)
         rescale = exponent.rescale(m, m_new)
-        row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True))
+        least = floor.of_tile(s, m_new, sites)
+        row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True).clamp(min=least))
         weights = problem.weights(p_bar, rows, columns, seed)
-        if sites.numerics.divisor == "rounded":
-            divisor = sites.statistics(rescale * divisor + weights.sum(dim=-1, keepdim=True))
+        if n.divisor == "rounded":
+            divisor = sites.statistics(rescale * divisor + weights.sum(dim=-1, keepdim=True).clamp(min=least))
         else:
             divisor = row_sum
-        product = multiply(weights, v[:, :, columns], sites.numerics.products)
+        product = multiply(weights, v[:, :, columns], n.products)
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new

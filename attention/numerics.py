@@ -23,7 +23,10 @@ RESIDUALS = {"residual8": 8, "residual16": 16}
 PRODUCTS = ("exact", "tf32x3")
 DELTAS = ("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalised", "recomputed_o")
 ROW_RESIDUALS = ("kept", "centred_keys", "corrected_rows")
-ROW_MAXES = ("plain", "stabilised", "stabilised_safe")
+ROW_MAXES = ("plain", "stabilised", "stabilised_safe", "scaled")
+LARGEST_SCALE = 2.0**100
+"""By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
+HIDDEN_TILES = ("skipped", "visited")
 EXPONENTS = ("folded", "subtracted", "unfused")
 SAVED_STATISTICS = ("logsumexp", "max_and_sum")
 DIVISORS = ("unrounded", "rounded")
@@ -103,7 +106,9 @@ class Numerics:
     gradient_accumulator: str = "fp32"
     """Running dQ, dK and dV between tiles."""
     row_max: str = "plain"
-    """Row normaliser: plain; stabilised (Algorithm 3 of arXiv 2510.04212); stabilised_safe (the same with a bounded shift)."""
+    """Row normaliser: plain; stabilised (Algorithm 3 of arXiv 2510.04212); stabilised_safe (the same with a bounded shift); scaled: plain,
+    but ``row_sum_floor`` counts from the m that ``stabilised`` would have, so that rows come out scaled down as the floor scales them
+    there, while P_bar is not shifted."""
     row_max_beta: float = 2.0
     """beta of the stabilised forms: tied positive maxima are shifted to beta * r_m."""
     row_max_tolerance: float = 1e-3
@@ -112,6 +117,12 @@ class Numerics:
     """Largest shift above the row maximum in ``stabilised_safe``: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and
     FP16 number, so that rows at the cap lose nothing to the rounding of P_bar (where m + cap is exact), and one with an odd 8-bit
     significand, unlike 1."""
+    row_sum_floor: float = 0.0
+    """Least sum of P_bar over one tile of a row, before it is added to l: ``EPSILON`` = 1e-10 in the published code. It acts where every
+    score of a tile is far below m: where ``stabilised`` shifts m by more than 23, l is the floor, and O comes out scaled down."""
+    hidden_tiles: str = "skipped"
+    """Tiles of keys that the causal mask hides from a row: skipped, as kernels do; or visited, as the published code does: each adds
+    ``row_sum_floor`` to l, and ``stabilised`` takes their masked scores for tied negative ones, so that m is at least 0 from there on."""
     tile_q: int = 512
     """Rows of one tile; 0 is the whole sequence."""
     tile_k: int = 512
@@ -142,6 +153,11 @@ class Numerics:
             raise invalid(
                 "attention numerics row_max_cap", self.row_max_cap, "0 < cap <= 80 (exp(-cap) must be normal)"
             )
+        if not 0 <= self.row_sum_floor < 1:
+            raise invalid("attention numerics row_sum_floor", self.row_sum_floor, "0 <= floor < 1")
+        if self.row_max == "scaled" and not self.row_sum_floor:
+            expected = "a row_sum_floor above 0, which scales the rows; or another row_max"
+            raise invalid("attention numerics row_max", self.row_max, expected)
         for name in ("tile_q", "tile_k"):
             if getattr(self, name) < 0:
                 raise invalid(f"attention numerics {name}", getattr(self, name), "a size, or 0 for the whole sequence")
@@ -175,8 +191,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     **{
         name: FORMATS
         for name in _FIELDS
-        if not name.startswith(("row_max", "tile_q", "tile_k"))
+        if not name.startswith(("row_max", "row_sum_floor", "tile_q", "tile_k"))
         and name not in ("exponent", "saved_statistics", "delta", "delta_output", "products", "divisor", "row_residual")
+        and name != "hidden_tiles"
     },
     "exponent": EXPONENTS,
     "saved_statistics": SAVED_STATISTICS,
@@ -189,6 +206,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "row_residual": ROW_RESIDUALS,
     "delta_output": ("output", *FORMATS, *RESIDUALS),
     "row_max": ROW_MAXES,
+    "hidden_tiles": HIDDEN_TILES,
 }
 
 

@@ -59,6 +59,8 @@ def _standard_obstacle(call: Call) -> str | None:
         return f"the sums of its dS are left as they are: row_residual = {n.row_residual!r}, expected kept"
     if n.row_max != "plain" or n.tile_q or n.tile_k:
         return "it has no tiles and no row normaliser of its own"
+    if n.row_sum_floor or n.hidden_tiles != "skipped":
+        return "it has no tiles whose row sums could have a floor"
     if n.exponent != "subtracted":
         return "it subtracts the row maximum from S first"
     if n.saved_statistics != "logsumexp":

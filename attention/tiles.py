@@ -46,10 +46,10 @@ class Problem:
     def row_tiles(self) -> Iterator[slice]:
         yield from _slices(self.q.shape[2], self.sites.numerics.tile_q)
 
-    def column_tiles(self, rows: slice) -> Iterator[slice]:
-        """Tiles of keys that some of these rows may see."""
+    def column_tiles(self, rows: slice, *, hidden: bool = False) -> Iterator[slice]:
+        """Tiles of keys that some of these rows may see, or all."""
         for columns in _slices(self.k.shape[2], self.sites.numerics.tile_k):
-            if not self.causal or columns.start < rows.stop:
+            if hidden or not self.causal or columns.start < rows.stop:
                 yield columns
 
     def scores(self, rows: slice, columns: slice) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.exponent import log2_scale
-from attention.flash_blocks import Blocks, walks_tiles
+from attention.flash_blocks import Blocks, boundaries_matter, walks_tiles
 from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics
 from attention.rounding import storage_dtype
 from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
@@ -21,8 +21,12 @@ from attention.triton_numerics import (
     FP32,
     FUSED,
     INTERPRETED,
+    LARGEST,
     PLAIN,
     SCALED,
+    SCALED_DOWN,
+    STABILISED,
+    STABILISED_SAFE,
     STOCHASTIC,
     UNFUSED,
     divide_rows,
@@ -30,6 +34,8 @@ from attention.triton_numerics import (
     exponent_code,
     exponential,
     format_code,
+    hidden_row_max,
+    least_row_sum,
     log_sum_exp,
     operand,
     random_words,
@@ -62,18 +68,19 @@ def add_tile(
 
 @triton.jit
 def forward_range(
-    b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, first, middle, last, S, stride_kb, stride_ks, stride_kh,
-    stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed,
+    b_acc, b_exact, b_m, b_l, b_d, b_f, b_q, p_k, p_v, i_bh, H, o_t, first, middle, last, S, stride_kb, stride_ks, stride_kh,
+    stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, floor, seed,
     INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr,
     PROBABILITIES_ROUNDING: tl.constexpr, ROUNDED_SUM: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr,
-    ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr, ROW_MAX: tl.constexpr, FLOOR: tl.constexpr, VISITED: tl.constexpr,
+    SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, ONE_LOOP: tl.constexpr,
+    EVEN: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 over the columns [first, last), one block at a time, where a block is a tile of ``Numerics``.
 
     Columns may be hidden in all blocks where MASKED, and where ONE_LOOP in those from ``middle`` on.
     """
+    SHIFTS: tl.constexpr = ROW_MAX == STABILISED or ROW_MAX == STABILISED_SAFE
     for start in range(first, last, BS):
         b_s, _ = block_scores(
             b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
@@ -85,19 +92,29 @@ def forward_range(
                 b_s = tl.where(visible(o_t, start, S, CAUSAL, EVEN, BS), b_s, -float("inf"))
         b_top = tl.max(b_s, 1)
         b_r = row_normaliser(b_top, unit, FOLD)
-        if ROW_MAX != PLAIN and FOLD != SCALED:
+        b_plain = b_r
+        m_tied = False
+        if ROW_MAX != PLAIN:
+            m_tied = several_close(b_s, b_top, tolerance)
+        if SHIFTS and FOLD != SCALED:
             # The exponentials need not wait for the count of ties: a factor a row makes up for the shift.
             b_m_plain = tl.maximum(b_m, b_r)
-            b_r = shifted_row_max(b_r, several_close(b_s, b_top, tolerance), beta, cap, ROW_MAX)
+            b_r = hidden_row_max(shifted_row_max(b_r, m_tied, beta, cap, ROW_MAX), ROW_MAX, VISITED)
             b_m_new = tl.maximum(b_m, b_r)
             b_p = exponential(b_s, b_m_plain[:, None], unit, FOLD) * rescaling(b_m_plain, b_m_new, unit, FOLD)[:, None]
         else:
-            if ROW_MAX != PLAIN:
-                b_r = shifted_row_max(b_r, several_close(b_s, b_top, tolerance), beta, cap, ROW_MAX)
+            if SHIFTS:
+                b_r = hidden_row_max(shifted_row_max(b_r, m_tied, beta, cap, ROW_MAX), ROW_MAX, VISITED)
             b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
             b_p = exponential(b_s, b_m_new[:, None], unit, FOLD)
         b_alpha = rescaling(b_m, b_m_new, unit, FOLD)
-        b_l = round_to(b_alpha * b_l + tl.sum(b_p, 1), STATISTICS)
+        b_sum = tl.sum(b_p, 1)
+        if FLOOR:
+            b_f, b_least = least_row_sum(
+                b_f, b_plain, m_tied, b_m_new, floor, beta, cap, unit, ROW_MAX, STATISTICS, VISITED, FOLD
+            )
+            b_sum = tl.maximum(b_sum, b_least)
+        b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)
         b_m = b_m_new
         # [BS, D]
         b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED, TMA)
@@ -106,23 +123,26 @@ def forward_range(
             b_p, seed, i_bh, o_t, start, PROBABILITIES, PROBABILITIES_ROUNDING, _PROBABILITIES_STREAM, DTYPE, BT, BS
         )
         if ROUNDED_SUM:
-            b_d = round_to(b_alpha * b_d + tl.sum(b_p.to(tl.float32), 1), STATISTICS)
+            b_sum = tl.sum(b_p.to(tl.float32), 1)
+            if FLOOR:
+                b_sum = tl.maximum(b_sum, b_least)
+            b_d = round_to(b_alpha * b_d + b_sum, STATISTICS)
         if TILE_PRODUCT == FP32 and ACCUMULATOR == FP32:
             b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None], TF32X3)
         else:
             b_product = dot(b_p, b_v, tl.zeros([BT, D], tl.float32), TF32X3)
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
-    return b_acc, b_exact, b_m, b_l, b_d
+    return b_acc, b_exact, b_m, b_l, b_d, b_f
 
 
 @triton.jit
 def forward_tile(
-    b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed, INPUTS: tl.constexpr,
-    SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr,
+    b_acc, b_exact, b_m, b_l, b_d, b_f, b_q, p_k, p_v, i_bh, H, o_t, first, last, S, stride_kb, stride_ks, stride_kh,
+    stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, floor, seed,
+    INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr,
     ROUNDED_SUM: tl.constexpr, TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, EXACT: tl.constexpr,
-    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
-    TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    ROW_MAX: tl.constexpr, FLOOR: tl.constexpr, VISITED: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one tile [first, last) larger than a block: first its row maximum and ties, then its product in FP32."""
     b_top = tl.full([BT], -float("inf"), tl.float32)
@@ -133,6 +153,8 @@ def forward_tile(
         )  # fmt: skip
         b_top = tl.maximum(b_top, tl.max(b_s, 1))
     b_r = row_normaliser(b_top, unit, FOLD)
+    b_plain = b_r
+    m_tied = False
     if ROW_MAX != PLAIN:
         b_count = tl.zeros([BT], tl.int32)
         for start in range(first, last, BS):
@@ -141,7 +163,9 @@ def forward_tile(
                 SCORES, SOFTCAP, FOLD, CAUSAL, True, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
             b_count += tl.sum((b_s >= (b_top - tolerance)[:, None]).to(tl.int32), 1)
-        b_r = shifted_row_max(b_r, b_count > 1, beta, cap, ROW_MAX)
+        m_tied = b_count > 1
+    if ROW_MAX == STABILISED or ROW_MAX == STABILISED_SAFE:
+        b_r = hidden_row_max(shifted_row_max(b_r, m_tied, beta, cap, ROW_MAX), ROW_MAX, VISITED)
     b_m_new = round_to(tl.maximum(b_m, b_r), STATISTICS)
     b_alpha = rescaling(b_m, b_m_new, unit, FOLD)
     b_sum = tl.zeros([BT], tl.float32)
@@ -162,25 +186,55 @@ def forward_tile(
         if ROUNDED_SUM:
             b_rounded_sum += tl.sum(b_p.to(tl.float32), 1)
         b_product = dot(b_p, b_v, b_product, TF32X3)
+    if FLOOR:
+        b_f, b_least = least_row_sum(
+            b_f, b_plain, m_tied, b_m_new, floor, beta, cap, unit, ROW_MAX, STATISTICS, VISITED, FOLD
+        )
+        b_sum = tl.maximum(b_sum, b_least)
+        b_rounded_sum = tl.maximum(b_rounded_sum, b_least)
     if ROUNDED_SUM:
         b_d = round_to(b_alpha * b_d + b_rounded_sum, STATISTICS)
     b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)
     b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, TILE_PRODUCT, ACCUMULATOR, EXACT)
-    return b_acc, b_exact, b_m_new, b_l, b_d
+    return b_acc, b_exact, b_m_new, b_l, b_d, b_f
+
+
+@triton.jit
+def hidden_tile(
+    b_acc, b_exact, b_m, b_l, b_d, b_f, floor, unit, STATISTICS: tl.constexpr, ACCUMULATOR: tl.constexpr,
+    ROW_MAX: tl.constexpr, FLOOR: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1 for one tile that the mask hides from all rows of the block, where such tiles are visited: P_bar is 0."""
+    b_m_new = b_m
+    if ROW_MAX == STABILISED:
+        b_m_new = tl.maximum(b_m, 0.0)
+    if ROW_MAX == SCALED_DOWN:
+        b_f = tl.maximum(b_f, 0.0)
+    b_alpha = rescaling(b_m, b_m_new, unit, FOLD)
+    b_least = tl.zeros(b_m.shape, tl.float32)
+    if FLOOR:
+        b_least += floor
+        if ROW_MAX == SCALED_DOWN:
+            b_least *= tl.minimum(rescaling(b_f, b_m_new, unit, FOLD), LARGEST)
+    b_l = round_to(b_alpha * b_l + b_least, STATISTICS)
+    b_d = round_to(b_alpha * b_d + b_least, STATISTICS)
+    b_acc = round_to(b_alpha[:, None] * b_acc, ACCUMULATOR)
+    b_exact = b_alpha[:, None] * b_exact
+    return b_acc, b_exact, b_m_new, b_l, b_d, b_f
 
 
 @triton.jit
 def forward_kernel(
     p_q, p_k, p_v, p_o, p_delta_o, p_saved, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
     stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance,
-    cap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, LOGSUMEXP: tl.constexpr,
+    cap, floor, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr, STATISTICS: tl.constexpr, LOGSUMEXP: tl.constexpr,
     APART: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITIES_ROUNDING: tl.constexpr, ROUNDED_SUM: tl.constexpr,
     TF32X3: tl.constexpr, TILE_PRODUCT: tl.constexpr, ACCUMULATOR: tl.constexpr, OUTPUT: tl.constexpr,
     OUTPUT_ROUNDING: tl.constexpr,
     DELTA_OUTPUT: tl.constexpr, DELTA_ROUNDING: tl.constexpr, KEEP: tl.constexpr, RESIDUAL: tl.constexpr,
-    ROW_MAX: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TILED: tl.constexpr,
-    ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr,
-    BS: tl.constexpr, D: tl.constexpr,
+    ROW_MAX: tl.constexpr, FLOOR: tl.constexpr, VISITED: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, TILED: tl.constexpr, ONE_LOOP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """O, the O for delta where it is KEEPt apart, and L, or APART m and log2 l, of one block of rows.
 
@@ -213,26 +267,32 @@ def forward_kernel(
     b_m = tl.full([BT], -float("inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
     b_d = tl.zeros([BT], tl.float32)
+    b_f = tl.full([BT], -float("inf"), tl.float32)
     last = tl.minimum(row + BT, S) if CAUSAL else S
     if TILED:
         for first in range(0, last, tile):
-            b_acc, b_exact, b_m, b_l, b_d = forward_tile(
-                b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, first, tl.minimum(first + tile, last), S,
+            b_acc, b_exact, b_m, b_l, b_d, b_f = forward_tile(
+                b_acc, b_exact, b_m, b_l, b_d, b_f, b_q, p_k, p_v, i_bh, H, o_t, first, tl.minimum(first + tile, last), S,
                 stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit,
-                softcap, beta, tolerance, cap, seed, INPUTS, SCORES, STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING,
-                ROUNDED_SUM, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT,
-                BS, D,
+                softcap, beta, tolerance, cap, floor, seed, INPUTS, SCORES, STATISTICS, PROBABILITIES,
+                PROBABILITIES_ROUNDING, ROUNDED_SUM, TF32X3, TILE_PRODUCT, ACCUMULATOR, COARSE and KEEP, ROW_MAX, FLOOR,
+                VISITED, SOFTCAP, FOLD, CAUSAL, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
     else:
         middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
         for MASKED in tl.static_range(0, 1 if ONE_LOOP else 2):
-            b_acc, b_exact, b_m, b_l, b_d = forward_range(
-                b_acc, b_exact, b_m, b_l, b_d, b_q, p_k, p_v, i_bh, H, o_t, middle if MASKED else 0, middle,
+            b_acc, b_exact, b_m, b_l, b_d, b_f = forward_range(
+                b_acc, b_exact, b_m, b_l, b_d, b_f, b_q, p_k, p_v, i_bh, H, o_t, middle if MASKED else 0, middle,
                 last if MASKED or ONE_LOOP else middle, S, stride_kb, stride_ks, stride_kh, stride_kd, stride_vb,
-                stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, seed, INPUTS, SCORES,
+                stride_vs, stride_vh, stride_vd, scale, unit, softcap, beta, tolerance, cap, floor, seed, INPUTS, SCORES,
                 STATISTICS, PROBABILITIES, PROBABILITIES_ROUNDING, ROUNDED_SUM, TF32X3, TILE_PRODUCT, ACCUMULATOR,
-                COARSE and KEEP, ROW_MAX, SOFTCAP, FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
+                COARSE and KEEP, ROW_MAX, FLOOR, VISITED, SOFTCAP, FOLD, CAUSAL, MASKED == 1, ONE_LOOP, EVEN, DTYPE, TMA, BT, BS, D,
             )  # fmt: skip
+    if VISITED:
+        for _ in range(tl.cdiv(last, tile), tl.cdiv(S, tile)):
+            b_acc, b_exact, b_m, b_l, b_d, b_f = hidden_tile(
+                b_acc, b_exact, b_m, b_l, b_d, b_f, floor, unit, STATISTICS, ACCUMULATOR, ROW_MAX, FLOOR, FOLD
+            )
     if APART:
         p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
         tl.store(p_row, b_m, mask=o_t < T)
@@ -307,6 +367,7 @@ def launch_forward(
         beta=n.row_max_beta,
         tolerance=n.row_max_tolerance / times,
         cap=n.row_max_cap / times * (unit if fold in (FUSED.value, UNFUSED.value) else 1.0),
+        floor=n.row_sum_floor,
         tile=n.tile_k or triton.cdiv(S, blocks.columns) * blocks.columns,
         INPUTS=stored_code(n.inputs, q.dtype),
         SCORES=format_code(n.scores),
@@ -326,6 +387,8 @@ def launch_forward(
         KEEP=delta_o.numel() > 0,
         RESIDUAL=residual_bits,
         ROW_MAX=ROW_MAXES.index(n.row_max),
+        FLOOR=n.row_sum_floor > 0,
+        VISITED=causal and n.hidden_tiles == "visited" and boundaries_matter(n),
         SOFTCAP=softcap > 0,
         FOLD=fold,
         CAUSAL=causal,

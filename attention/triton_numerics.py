@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.numerics import Numerics, folds
+from attention.numerics import LARGEST_SCALE, Numerics, folds
 from attention.rounding import RANDOM_BITS, ROUNDS
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -24,9 +24,10 @@ BF16 = tl.constexpr(7)
 FP32 = tl.constexpr(23)
 NEAREST, TOWARD_ZERO, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SCALED, FUSED, LATER, UNFUSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-PLAIN, STABILISED, STABILISED_SAFE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN, STABILISED, STABILISED_SAFE, SCALED_DOWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(LARGEST_SCALE)
 _DRAW = tl.constexpr(RANDOM_BITS)
 _ROUNDS = tl.constexpr(ROUNDS)
 
@@ -335,3 +336,28 @@ def shifted_row_max(b_r, m_tied, beta, cap, ROW_MAX: tl.constexpr):
     if ROW_MAX == STABILISED_SAFE:
         b_shift = tl.minimum(b_shift, cap)
     return tl.where(m_tied & (b_r > -float("inf")), b_r + b_shift, b_r)
+
+
+@triton.jit
+def hidden_row_max(b_r, ROW_MAX: tl.constexpr, VISITED: tl.constexpr):
+    """The row normaliser [BT] of a tile, 0 where the row sees none of it, VISITED and STABILISED (``stabilise.tile_row_max``)."""
+    if VISITED and ROW_MAX == STABILISED:
+        b_r = tl.where(b_r == -float("inf"), 0.0, b_r)
+    return b_r
+
+
+@triton.jit
+def least_row_sum(
+    b_f, b_r, m_tied, b_m, floor, beta, cap, unit, ROW_MAX: tl.constexpr, STATISTICS: tl.constexpr,
+    VISITED: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """``flash_reference._RowSumFloor.of_tile`` [BT] from the plain row maximum r, whether it is tied, and the new m; and the running m
+    that STABILISED would have, b_f, which counts where rows are SCALED_DOWN."""
+    b_least = tl.full(b_r.shape, floor, tl.float32)
+    if ROW_MAX == SCALED_DOWN:
+        b_shifted = hidden_row_max(shifted_row_max(b_r, m_tied, beta, cap, STABILISED), STABILISED, VISITED)
+        b_f = round_to(tl.maximum(b_f, b_shifted), STATISTICS)
+        b_least *= tl.minimum(rescaling(b_f, b_m, unit, FOLD), LARGEST)
+    if not VISITED:
+        b_least = tl.where(b_r > -float("inf"), b_least, 0.0)
+    return b_f, b_least

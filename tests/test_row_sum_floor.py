@@ -1,0 +1,152 @@
+"""``row_sum_floor``, ``hidden_tiles`` and ``row_max=scaled``: PyTorch and the kernels against Algorithm 3 with a floor, in FP64.
+
+The kernels run in Triton's interpreter, in a pytest of its own, or on a GPU (see ``test_flash_triton``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention_cases import Problem, run
+from kernel_tests import INTERPRETED, pass_in_the_interpreter, poison_new_tensors
+from torch import Tensor
+
+import attention
+from attention import AttentionConfig, AttentionSpec
+from errors import UserError
+
+FLOOR, BETA = 1e-10, 2.0
+BACKENDS = ["flash_reference", *(["flash"] if INTERPRETED else [])]
+ON_GPU = pytest.param("flash", marks=[pytest.mark.gpu, *([pytest.mark.skip] if INTERPRETED else [])])
+FORMS = {
+    "floor": ("row_max=stabilised",),
+    "visited": ("row_max=stabilised", "hidden_tiles=visited"),
+    "scaled": ("row_max=scaled", "hidden_tiles=visited"),
+    "scaled, skipped": ("row_max=scaled",),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_tensors(monkeypatch)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
+@pytest.mark.slow
+def test_the_kernels_in_tritons_interpreter() -> None:
+    pass_in_the_interpreter(__file__)
+
+
+def tied_rows(length: int = 50, dim: int = 16) -> Problem:
+    """Rows whose largest score is attained by many keys or by one, from -60 to 60; FP32."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(1, length, 1, dim, generator=generator).round()
+    k[:, :, :, 0] = 1.0
+    k[:, ::2, :, 1:] = 0.0  # every other key is the same one
+    q = torch.zeros(1, length, 1, dim)
+    q[..., 0] = torch.linspace(-60, 60, length)[torch.randperm(length, generator=generator)][None, :, None]
+    q[..., 1] = torch.tensor([0.0, 2.0, -3.0, 0.5])[torch.arange(length) % 4][None, :, None]
+    v, do = (torch.randn(q.shape, generator=generator) for _ in range(2))
+    return Problem(q * math.sqrt(dim), k, v, do)  # exact at dim 16, as is the scale
+
+
+def oracle(p: Problem, tile: int, *, floor: float, visited: bool) -> Tensor:
+    """O in FP64: Algorithm 3 of arXiv 2510.04212 one row and one tile at a time, with the floor of its code."""
+    q, k, v = (x[0, :, 0].double() for x in (p.q, p.k, p.v))
+    s = (q @ k.mT) / math.sqrt(q.shape[1])
+    o = torch.zeros_like(q)
+    for row in range(len(q)):
+        m, total, acc = -math.inf, 0.0, torch.zeros(q.shape[1]).double()
+        for start in range(0, len(k), tile):
+            scores = s[row, start : min(start + tile, row + 1)]
+            if not len(scores) and not visited:
+                continue
+            r = scores.max().item() if len(scores) else -math.inf
+            if not len(scores) or (scores >= r - 1e-3).sum() > 1:
+                r = BETA * r if r > 0 else 0.0
+            new = max(m, r)
+            p_bar = torch.exp(scores - new)
+            total = math.exp(m - new) * total + max(p_bar.sum().item(), floor)
+            acc = math.exp(m - new) * acc + p_bar @ v[start : start + len(scores)]
+            m = new
+        o[row] = acc / total
+    return o
+
+
+def sites(form: str, tile: int, *more: str) -> tuple[str, ...]:
+    return (*FORMS[form], f"row_sum_floor={FLOOR}", "row_max_tolerance=1e-3", f"tile_k={tile}", "tile_q=16", *more)
+
+
+@pytest.mark.parametrize(("tile", "exponent"), [(16, "subtracted"), (16, "folded"), (48, "unfused")])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", [*BACKENDS, ON_GPU])
+def test_rows_come_out_scaled_as_by_the_floor(backend: str, form: str, tile: int, exponent: str) -> None:
+    p = tied_rows()
+    expected = oracle(p, tile, floor=FLOOR, visited="skipped" not in form and form != "floor")
+    found = _forward(p, backend, AttentionSpec(preset="flash", sites=sites(form, tile, f"exponent={exponent}")))
+    plain = _forward(p, backend, AttentionSpec(preset="flash", sites=("tile_k=16", f"exponent={exponent}")))
+    # Half the rows or more are scaled down, so that a floor without effect would fail.
+    scale = expected.norm(dim=-1) / plain.norm(dim=-1)
+    assert (scale < 0.9).double().mean() > 0.3
+    assert (scale > 0.99).any()
+    # Folded, the exponent at m has an error of half a unit of m, which is up to 120 here.
+    assert ((found - expected).norm(dim=-1) <= 1e-4 * expected.norm(dim=-1)).all()
+
+
+def _forward(p: Problem, backend: str, spec: AttentionSpec) -> Tensor:
+    device = torch.device("cuda" if backend == "flash" and not INTERPRETED else "cpu")
+    on_device = Problem(*(x.to(device) for x in (p.q, p.k, p.v, p.do)))
+    return (
+        run(on_device, AttentionSpec(preset=spec.preset, sites=spec.sites, backend=backend))[0][0, :, 0].double().cpu()
+    )
+
+
+@pytest.mark.parametrize(("tile", "divisor"), [(16, "unrounded"), (48, "rounded")])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", [*BACKENDS[1:], ON_GPU])
+def test_kernels_have_the_references_gradients(backend: str, form: str, tile: int, divisor: str) -> None:
+    """L carries the floor into the backward pass: P of such a row does not sum to 1."""
+    p = tied_rows()
+    rounded = ("scores=bf16", "statistics=bf16", "tile_product=bf16", "accumulator=bf16", f"divisor={divisor}")
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    p = Problem(*(x.to(device, torch.bfloat16) for x in (p.q, p.k, p.v, p.do)))
+    found, expected = (
+        run(p, AttentionSpec(preset="flash", sites=sites(form, tile, *rounded), backend=name))
+        for name in (backend, "flash_reference")
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.isfinite(b).all()
+        assert (a.double() - b.double()).norm() < 2e-3 * b.double().norm()
+
+
+def test_without_shifts_and_hidden_tiles_the_floor_does_nothing() -> None:
+    """l is at least 1 where m is the row maximum: 1e-10 is below its rounding."""
+    p = tied_rows()
+    plain, floored = (
+        run(p, AttentionSpec(preset="flash", sites=("tile_k=16", *more), backend="flash_reference"))
+        for more in ((), (f"row_sum_floor={FLOOR}", "hidden_tiles=visited"))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, floored, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (("row_sum_floor=-1.0",), "row_sum_floor = -1.0"),
+        (("row_sum_floor=2.0",), "row_sum_floor = 2.0"),
+        (("row_max=scaled",), "row_max = 'scaled'"),
+        (("hidden_tiles=seen",), "hidden_tiles = 'seen'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(chosen: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=f"attention numerics {message}"):
+        AttentionSpec(preset="flash", sites=chosen)
+
+
+@pytest.mark.parametrize("site", [f"row_sum_floor={FLOOR}", "hidden_tiles=visited"])
+def test_standard_attention_refuses_the_floor(site: str) -> None:
+    plans = AttentionConfig(default=AttentionSpec(preset="standard", sites=(site,))).resolve(1, 1)
+    with pytest.raises(UserError, match="it has no tiles whose row sums could have a floor"):
+        attention.registry.check(plans, device="cpu", dtype=torch.bfloat16, head_dim=16)
