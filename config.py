@@ -30,6 +30,7 @@ from training.metrics import WandbConfig
 from training.nonfinite import NonFiniteConfig
 from training.optim import OptimConfig
 from training.precision import PrecisionConfig
+from training.retired import upgraded
 from training.speed import SpeedConfig
 from training.telemetry import TelemetryConfig
 
@@ -113,6 +114,8 @@ def to_json(value: Any) -> Any:
 
 def from_json(kind: Any, content: Any, where: str = "") -> Any:
     """The config that ``to_json`` wrote, of dataclass ``kind``. Raises ``UserError`` for unknown keys or values of another type."""
+    if kind is TrainConfig and isinstance(content, dict) and "reference" not in (content.get("speed") or {"reference"}):
+        content = upgraded(content)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         if not isinstance(content, dict) or (unknown := sorted(content.keys() - hints.keys())):

@@ -19,11 +19,7 @@ from torch.nn import functional
 
 from attention import LayerPlan, dispatch
 from errors import invalid
-from fused.add_norm import add_norm
-from fused.embedding import lookup
-from fused.linear import Linear
 from fused.linear_cross_entropy import linear_cross_entropy
-from fused.mlp import mlp
 
 Activation = Literal["gelu", "gelu_tanh"]
 
@@ -94,22 +90,6 @@ class ModelConfig:
         return self.n_embd // self.n_head
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operators:
-    """Which operators of ``fused`` stand in for torch's; the maths and the parameters are the same."""
-
-    loss_chunk: int = 0
-    """In training, tokens whose logits exist at once (``fused.linear_cross_entropy``); 0 leaves logits and loss to autograd."""
-    fused_norm: bool = False
-    """Residual sums and layer norms by ``fused.add_norm``."""
-    fused_mlp: bool = False
-    """Under autocast, GELU inside the products around it (``fused.mlp``); without biases, exact GELU."""
-    float32_gradients: bool = False
-    """Under autocast, gradients of the blocks' weights are never rounded to 16 bits (``fused.linear``)."""
-    sorted_embedding: bool = False
-    """The token table's gradient is summed by ``fused.embedding``."""
-
-
 _GPT2 = ModelConfig()
 MODEL_PRESETS: dict[str, ModelConfig] = {
     "gpt2": _GPT2,  # 124M
@@ -158,8 +138,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.softcap = config.attention_softcap
         self.tracks_logits = config.qk_clip_tau > 0
-        self.c_attn = Linear(C, 3 * C, bias=config.bias)
-        self.c_proj = Linear(C, C, bias=config.bias)
+        self.c_attn = nn.Linear(C, 3 * C, bias=config.bias)
+        self.c_proj = nn.Linear(C, C, bias=config.bias)
         self.q_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.k_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.gate = nn.Linear(C, C, bias=config.bias) if config.gated_attention else None
@@ -205,29 +185,26 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """W_2 gelu(W_1 x), four times as wide inside."""
 
-    def __init__(self, config: ModelConfig, operators: Operators):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.fused = operators.fused_mlp
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
-        if self.fused and torch.is_autocast_enabled(x_BTC.device.type):
-            return mlp(x_BTC, self.c_fc.weight, self.c_proj.weight, dtype=torch.get_autocast_dtype(x_BTC.device.type))
         return self.c_proj(functional.gelu(self.c_fc(x_BTC), approximate=self.approximate))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, operators: Operators):
+    def __init__(self, config: ModelConfig, plan: LayerPlan):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config, plan)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config, operators)
+        self.mlp = MLP(config)
 
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
@@ -238,55 +215,38 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embeddings, blocks and the last norm: tokens -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], operators: Operators):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...]):
         super().__init__()
-        self.operators = operators
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.h = nn.ModuleList(Block(config, plan, operators) for plan in plans)
+        self.h = nn.ModuleList(Block(config, plan) for plan in plans)
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, tokens_BT: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, C]."""
-        found_BTC = lookup(tokens_BT, self.wte.weight) if self.operators.sorted_embedding else self.wte(tokens_BT)
-        x_BTC = found_BTC + self.wpe.weight[: tokens_BT.shape[1]]
-        if self.operators.fused_norm:
-            return self.fused_blocks(x_BTC, rounding_seed)
+        x_BTC = self.wte(tokens_BT) + self.wpe.weight[: tokens_BT.shape[1]]
         for block in self.h:
             x_BTC = block(x_BTC, rounding_seed)
         return self.ln_f(x_BTC)
-
-    def fused_blocks(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
-        """The blocks and the last norm, every residual sum taken together with the norm behind it."""
-        branch_BTC: Tensor | None = None
-        for block in cast(list[Block], self.h):
-            x_BTC, normed_BTC = add_norm(x_BTC, branch_BTC, block.ln_1)
-            branch_BTC = block.attn(normed_BTC, rounding_seed)
-            x_BTC, normed_BTC = add_norm(x_BTC, branch_BTC, block.ln_2)
-            branch_BTC = block.mlp(normed_BTC)
-        return add_norm(x_BTC, branch_BTC, self.ln_f)[1]
 
 
 class GPT(nn.Module):
     """GPT-2 language model. Call ``initialise`` (or load weights) before use.
 
+    ``loss_chunk``: tokens whose logits exist at once while training (``fused.linear_cross_entropy``); 0 leaves all of them to autograd.
     Raises ``ValueError`` when ``plans`` does not hold one plan for every layer.
     """
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], operators: Operators | None = None):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], loss_chunk: int = 0):
         super().__init__()
-        operators = Operators() if operators is None else operators
-        self.loss_chunk = operators.loss_chunk
+        self.loss_chunk = loss_chunk
         if len(plans) != config.n_layer:
             raise ValueError(f"{len(plans)} attention plans for {config.n_layer} layers")
         self.config = config
-        self.transformer = Transformer(config, plans, operators)
+        self.transformer = Transformer(config, plans)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.float32_gradient = operators.float32_gradients
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, rounding_seed: Tensor | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections import deque
 
 from tqdm import tqdm
 
@@ -26,7 +25,7 @@ from training.step import Launched, StepResult
 
 def train(config: TrainConfig) -> None:
     """Run ``config`` to its last step. Raises ``UserError`` for what the user can mend."""
-    distributed.set_deterministic(config.precision.deterministic, config.speed.fill_memory)
+    distributed.set_deterministic(config.precision.deterministic, config.precision.fill_memory)
     distributed.set_tf32(config.precision.tf32)
     place = distributed.start(config.run.device)
     try:
@@ -57,7 +56,6 @@ def loop(session: Session) -> None:
     announce(session)
     interactive = session.place.is_main and sys.stderr.isatty()
     step, last_saved = session.start_step, session.start_step
-    launched: deque[Launched] = deque()  # steps whose values have not been read: one with speed.late_values
     with tqdm(total=config.run.steps, initial=step, unit="step", disable=not interactive) as bar:
         while True:
             row: dict[str, float | str | None] = {}
@@ -75,13 +73,9 @@ def loop(session: Session) -> None:
                 session.say(line(step, row))
                 break
             position, began = session.batches.position, time.perf_counter()
-            launched.append(Launched(step, position, row, session.train_step(step), session.batches.digest(), began))
-            following = step + 1
-            while launched and (len(launched) > config.speed.late_values or halts(config, step + 1)):
-                done = launched.popleft()
-                after = finish(session, done, bar)
-                following = following if after == done.step + 1 else after
-            step, last_saved = following, min(last_saved, following)
+            done = Launched(step, position, row, session.train_step(step), session.batches.digest(), began)
+            step = finish(session, done, bar)
+            last_saved = min(last_saved, step)
             bar.update(step - bar.n)
     if row.get("alarm") == "stop":
         session.say(
@@ -92,7 +86,7 @@ def loop(session: Session) -> None:
 
 def finish(session: Session, launched: Launched, bar: tqdm) -> int:
     """Read a step's values, log it, follow the policy where it is not finite; the step to go on with."""
-    step, position, row, result = launched.step, launched.position, launched.row, launched.result.result()
+    step, position, row, result = launched.step, launched.position, launched.row, launched.result
     row |= measurements(session, launched, result)
     following = step + 1 if result.finite else recover(session, step, position, result, row)
     if len(row) > len(MEASURED) or step % session.config.run.log_every == 0:
@@ -103,12 +97,6 @@ def finish(session: Session, launched: Launched, bar: tqdm) -> int:
     if row.get("nonfinite") == "stop":
         raise SystemExit(1)
     return following
-
-
-def halts(config: TrainConfig, step: int) -> bool:
-    """Whether something before this step must know all values of those before it: a measurement, a checkpoint, the end."""
-    often = (config.evaluation.every, config.telemetry.every, config.checkpoint.every)
-    return step == config.run.steps or any(due(step, every, config.run.steps) for every in often)
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Operators that stand for several of torch's, because autograd or the compiler would move more memory than the maths needs.
+"""The output head with its cross-entropy in one operator, because autograd would move more memory than the maths needs.
 
-Each is a switch of ``training.speed``, off unless asked for, and opaque to torch.compile.
+On by default where CUDA is; ``speed.reference`` leaves it out. Opaque to torch.compile.
 """

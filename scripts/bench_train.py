@@ -1,6 +1,6 @@
 """Time whole training steps: variants of the config, and nanoGPT if given, in one process and interleaved; a table, and JSON.
 
-    python scripts/bench_train.py configs/fast_failure.py --nanogpt ../nanoGPT --variants plain late=speed.late_values=true
+    python scripts/bench_train.py configs/fast_failure.py --nanogpt ../nanoGPT --variants plain reference=speed.reference=true
 
 A variant is ``NAME=section.field=value,section.field=value``; ``plain`` is the recipe as it stands; ``inductor.option=value`` is an
 option of torch.compile that no config has. Each runs ``train.loop`` itself:
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -43,7 +44,7 @@ from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from model import GPT
 from scripts.bench_profile import PARTS, Stopwatch, Timed, matmul_rate, products, profile, synchronise
 from scripts.bench_trial import Contender, Trial, write_results
-from training import distributed, optim, speed, step, throughput
+from training import distributed, optim, step, throughput
 from training.metrics import Metrics
 from training.session import Session
 
@@ -120,17 +121,16 @@ def build(recipe: TrainConfig, text: str, folder: Path) -> Contender:
     name, config, settings = variant(recipe, text, folder)
 
     def enter() -> None:
-        distributed.set_deterministic(config.precision.deterministic, config.speed.fill_memory)
+        distributed.set_deterministic(config.precision.deterministic, config.precision.fill_memory)
         distributed.set_tf32(config.precision.tf32)
 
     enter()
     place = distributed.start(config.run.device)
     before = allocated()
-    of_compile = speed.compile_options(config.speed)
-    of_compile |= {
+    of_compile = {
         key.removeprefix("inductor."): json.loads(value) for key, value in settings.items() if "inductor." in key
     }
-    with mock.patch.object(speed, "compile_options", return_value=of_compile):
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, options=of_compile or None)):
         session = Session(config, configuration.to_json(config), place)
     said = [""]
     session.say = lambda text: said.append(text)  # type: ignore[method-assign]
@@ -229,8 +229,7 @@ def time_parts(contender: Contender, steps: int) -> None:
         patch(session.batches, "next", watch.wrap("data", session.batches.next))
         patch(session, "model", Timed(session.model, watch, "forward"))
         patch(torch.Tensor, "backward", watch.wrap("backward", torch.Tensor.backward))
-        for name in ("clip_gradients", "clip_in_step"):
-            patch(step, name, watch.wrap("clip", getattr(optim, name)))
+        patch(step, "clip_gradients", watch.wrap("clip", optim.clip_gradients))
         patch(session.optimizer, "step", watch.wrap("optimiser", session.optimizer.step))
         patch(Metrics, "log", watch.wrap("logging", Metrics.log))
         contender.run(steps)

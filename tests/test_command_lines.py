@@ -47,13 +47,13 @@ def test_an_option_that_there_is_not_is_one_line(
         ("bench_train", [DEBUG, "--nanogpt", "nowhere"], "--nanogpt nowhere: no model.py in it"),
         (
             "bench_train",
-            [DEBUG, "--variants", "plain", "x=speed.loss_chunk"],
-            "'speed.loss_chunk': expected section.field=",
+            [DEBUG, "--variants", "plain", "x=optim.lr"],
+            "'optim.lr': expected section.field=",
         ),
         (
             "bench_train",
-            [DEBUG, "--variants", "plain", "x=speed.los_chunk=1"],
-            "speed.los_chunk = '1': expected one of",
+            [DEBUG, "--variants", "plain", "x=optim.lrr=1"],
+            "optim.lrr = '1': expected one of",
         ),
         ("bench_train", [DEBUG, "--variants", "plain", "plain"], "'plain plain': expected each name once"),
         ("bench_train", [DEBUG, "--profile-variants", "plan"], "--profile-variants = 'plan': expected one of plain"),

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from attention import AttentionConfig
 from fused.linear_cross_entropy import linear_cross_entropy, softmax_rows
-from model import GPT, ModelConfig, Operators, initialise
+from model import GPT, ModelConfig, initialise
 
 HALF = [torch.bfloat16, torch.float16]
 SETTINGS = {
@@ -144,7 +144,7 @@ def tiny(loss_chunk: int) -> GPT:
     model = GPT(
         TINY,
         AttentionConfig(flash_backend="flash_reference").resolve(TINY.n_layer, TINY.n_head),
-        Operators(loss_chunk=loss_chunk),
+        loss_chunk,
     )
     initialise(model, 0)
     return model

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from tape import TapeRecorder
 from tiny_runs import (
     Place,
     column,
@@ -36,11 +35,10 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.recording import Recording
 from errors import UserError
 from model import GPT, initialise
-from training import distributed, optim, record
+from training import distributed, record
 from training.alarm import AlarmConfig
 from training.distributed import Distributed
 from training.huggingface import export_gpt2
-from training.newton_schulz import Replayed
 from training.session import Session
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -74,7 +72,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "data.record_tokens": True,
     },
     "muon_float32": {"optim.optimizer": "muon", "optim.weight_decay": 0.1},
-    "muon_batched": {"optim.optimizer": "muon", "optim.newton_schulz": "batched", "optim.weight_decay": 0.1},
     "adamw_float16": {"precision.dtype": "float16", "model.qk_clip_tau": 0.2},
 }
 
@@ -568,39 +565,3 @@ def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypa
         record.lock(run)
     held.close()
     assert len(opened) == 2
-
-
-MUON = {"optim.optimizer": "muon", "optim.weight_decay": 0.1}
-
-
-def test_muon_may_go_on_in_a_way_that_has_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    straight = place.train("muon_each", MUON)
-    run = place.train("muon_replayed", {**MUON, "run.steps": 10})
-    # A tape, in the place of the graph that a GPU would replay.
-    monkeypatch.setattr(optim, "orthogonaliser", lambda name, device: Replayed(TapeRecorder()))
-    place.train("muon_replayed", {**MUON, **RESUME, "optim.newton_schulz": "graph"})
-    assert_same_run(run, straight)
-
-
-@pytest.mark.parametrize(("saved", "now"), [("each", "batched"), ("batched", "each"), ("batched", "graph")])
-def test_muon_may_not_go_on_in_a_way_with_other_bits(place: Place, saved: str, now: str) -> None:
-    name = f"muon_{saved}_{now}"
-    run = place.train(name, {**MUON, "run.steps": 10, "optim.newton_schulz": saved})
-    before = tree(run)
-    choices = "'each' or 'graph'" if saved == "each" else "'batched'"
-    with pytest.raises(
-        UserError, match=rf"^optim\.newton_schulz = '{now}': expected {choices}, as in the checkpoint .*step_00000010$"
-    ):
-        place.train(name, {**MUON, **RESUME, "optim.newton_schulz": now})
-    assert tree(run) == before
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("first", "then"), [("each", "graph"), ("graph", "each")])
-def test_muon_on_a_gpu_goes_on_with_or_without_a_graph(place: Place, first: str, then: str) -> None:
-    fields = {**MUON, "run.device": "cuda"}
-    straight = place.train(f"muon_gpu_{first}", fields)
-    run = place.train(f"muon_gpu_{first}_{then}", {**fields, "run.steps": 10, "optim.newton_schulz": first})
-    place.train(run.name, {**fields, **RESUME, "run.steps": 20, "optim.newton_schulz": then})
-    assert_same_run(run, straight)

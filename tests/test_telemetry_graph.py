@@ -19,11 +19,12 @@ from analysis.spectral import SpectralState
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.heads import head_index
 from attention.plan import switched
-from model import GPT, ModelConfig, Operators, initialise
+from model import GPT, ModelConfig, initialise
 from training import telemetry
+from training.cuda_graph import CudaRecorder
 from training.precision import PrecisionConfig
 from training.telemetry import TelemetryConfig, build_probe, read_telemetry
-from training.telemetry_graph import CudaRecorder, Measurement, Probe, model_identity
+from training.telemetry_graph import Measurement, Probe, model_identity
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -133,8 +134,7 @@ def tiny(attention: AttentionConfig, device: str = "cpu", **changes: Any) -> GPT
     width = 16 if device == "cpu" else 128
     shape: dict[str, Any] = {"n_layer": 3, "n_head": 2, "n_embd": width, "block_size": 256, "vocab_size": 64}
     config = ModelConfig(**{**shape, "vocab_multiple": 1, **changes})
-    operators = Operators(loss_chunk=16, fused_norm=True, float32_gradients=True, sorted_embedding=True)
-    model = GPT(config, attention.resolve(3, 2), operators if changes.get("z_loss") else None)
+    model = GPT(config, attention.resolve(3, 2), 16 if changes.get("z_loss") else 0)
     initialise(model, seed=0)
     return model.to(device)
 
@@ -311,12 +311,14 @@ REFUSED = """
 import torch
 from analysis.spectral import SpectralState
 from errors import UserError
-from training.telemetry_graph import CudaRecorder, Measurement
+from training.cuda_graph import CudaRecorder
+from training.telemetry_graph import Measurement
 
 state = SpectralState(*(torch.zeros(1, device="cuda") for _ in range(3)))
 before = torch.cuda.current_stream()
 try:
-    CudaRecorder(torch.device("cuda", 0)).record(lambda: Measurement({"x": state.whole * state.whole.item()}, 1, state))
+    recorder = CudaRecorder(torch.device("cuda", 0), "the probe", "go on without")
+    recorder.record(lambda: Measurement({"x": state.whole * state.whole.item()}, 1, state))
 except UserError as error:
     print(error)
 assert torch.cuda.current_stream() == before
@@ -330,8 +332,8 @@ def test_what_cuda_refuses_is_a_user_error_with_a_way_out() -> None:
     root = Path(__file__).resolve().parent.parent
     said = subprocess.run([sys.executable, "-c", REFUSED], cwd=root, capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("telemetry.cuda_graph = True: the probe could not be captured")
-    assert "--telemetry.no-cuda-graph" in said.stdout
+    assert said.stdout.startswith("the probe could not be captured")
+    assert said.stdout.endswith("go on without\n")
     assert "captur" in said.stdout.split("(", 1)[1].lower()
 
 

@@ -22,9 +22,6 @@ from errors import UserError, invalid
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
-DEFAULT_BUCKET_MB = 25
-"""Size of DDP's gradient buckets where it is told nothing, MiB."""
-
 # The one workspace setting that torch's deterministic mode accepts besides the smaller :16:8.
 _CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
@@ -133,22 +130,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def rank() -> int:
-    """Which of them this one is."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def gather_equal(tensor: Tensor) -> Tensor:
-    """All processes' tensors, of one shape and dtype everywhere, stacked in order of rank: [processes, ...], on all of them."""
-    if not dist.is_initialized():
-        return tensor[None]
-    # As bytes: gloo does not know every dtype.
-    own = tensor.contiguous().to(_collective_device()).view(torch.uint8)
-    stacked = torch.empty(dist.get_world_size() * own.numel(), dtype=torch.uint8, device=own.device)
-    dist.all_gather_into_tensor(stacked, own.flatten())
-    return stacked.view(tensor.dtype).view(-1, *tensor.shape).to(tensor.device)
-
-
 def gather_bytes(tensor: Tensor) -> list[Tensor]:
     """Each process's 1-D uint8 tensor, lengths free, in order of rank, as CPU tensors on rank 0; elsewhere [].
 
@@ -171,7 +152,7 @@ def gather_bytes(tensor: Tensor) -> list[Tensor]:
     return [row[: int(length)].cpu() for row, length in zip(received or [], lengths, strict=False)]
 
 
-def set_deterministic(on: bool, fill_memory: bool = True) -> None:
+def set_deterministic(on: bool, fill_memory: bool = False) -> None:
     """Choose torch's deterministic kernels, an error where an operation has none. Call it before ``start``.
 
     ``fill_memory``: new tensors are then filled with NaN, which shows reads of what nothing has written, at the price of the writes.
@@ -195,11 +176,10 @@ def set_tf32(on: bool) -> None:
     torch.backends.cudnn.allow_tf32 = on
 
 
-def wrap(model: nn.Module, distributed: Distributed, bucket_mb: int = DEFAULT_BUCKET_MB) -> nn.Module:
+def wrap(model: nn.Module, distributed: Distributed) -> nn.Module:
     """``model`` with its gradients averaged over processes in ``backward``; with one process, ``model`` itself.
 
-    Compile first, wrap second. Buffers stay each process's own. Gradients are exchanged in buckets of ``bucket_mb`` MiB, each once it
-    is full; at the default the first is full with 1 MiB, as DDP has it where it is told nothing.
+    Compile first, wrap second. Buffers stay each process's own.
     """
     if distributed.world_size == 1:
         return model
@@ -210,50 +190,8 @@ def wrap(model: nn.Module, distributed: Distributed, bucket_mb: int = DEFAULT_BU
         model,
         device_ids=[distributed.device] if distributed.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        # Its own default, given by name, would be a first bucket of 25 MiB and so another layout.
-        bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb,
         **own_buffers,
     )
-
-
-def in_ddp(model: nn.Module) -> bool:
-    """Whether ``backward`` exchanges this model's gradients; torch.compile may be around DDP."""
-    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
-
-
-def equalise(model: nn.Module) -> None:
-    """Give every process rank 0's parameters and buffers, as DDP does when it is built."""
-    if world_size() > 1:
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
-
-
-def average_gradients(model: nn.Module, *others: Tensor) -> None:
-    """Put its mean over processes in the place of each gradient, and of each of ``others`` (of the gradients' dtype and device).
-
-    For a model outside DDP, after the last micro-step's ``backward``; every process must call it. The arithmetic is DDP's: each value
-    times 1 / processes, then the sum. NCCL does both as it reads, in one call for all tensors and without a copy of any. With one
-    process nothing happens.
-
-    Raises:
-        RuntimeError: a trainable parameter has no gradient. DDP takes none either, and the others would wait for ever.
-    """
-    if world_size() == 1:
-        return
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    missing = [name for name, gradient in gradients.items() if gradient is None]
-    if missing:
-        raise RuntimeError(f"no gradient to average over processes: {', '.join(missing)}")
-    tensors = [*(gradient for gradient in gradients.values() if gradient is not None), *others]
-    operation = dist.ReduceOp.AVG
-    if dist.get_backend() != "nccl":
-        # Gloo has no mean, or (torch 2.13) one that divides the sum.
-        torch._foreach_mul_(tensors, 1.0 / world_size())
-        operation = dist.ReduceOp.SUM
-    # The public all_reduce_coalesced does the same and is deprecated.
-    with dist._coalescing_manager():
-        for tensor in tensors:
-            dist.all_reduce(tensor, op=operation)
 
 
 def settle(model: nn.Module, backward: Callable[[], None]) -> None:
@@ -263,7 +201,7 @@ def settle(model: nn.Module, backward: Callable[[], None]) -> None:
     than two processes' values are summed depends on their place in the bucket, so that the first step after a resume would
     round differently from the same step of the uninterrupted run.
     """
-    if in_ddp(model):
+    if isinstance(model, DistributedDataParallel):
         backward()
         model.zero_grad(set_to_none=True)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from errors import UserError, invalid
-from training.newton_schulz import NewtonSchulz, orthogonaliser
-from training.shared_muon import SharedMuon
+from training.cuda_graph import CudaRecorder
+from training.muon import GraphedMuon
 
 OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "constant"]
@@ -52,8 +52,6 @@ class OptimConfig:
     """Largest global gradient norm; 0 switches clipping off."""
     muon_momentum: float = 0.95
     """Muon: Nesterov momentum."""
-    newton_schulz: NewtonSchulz = "each"
-    """Muon: each matrix by itself, that replayed as a CUDA graph (same bits), or matrices of a shape batched (sums in another order)."""
     fused: Fused = "auto"
     """AdamW's single-kernel update; auto means on CUDA only."""
 
@@ -63,16 +61,9 @@ class OptimConfig:
         Raises:
             UserError: naming the first bad field, its value and what is allowed.
         """
-        for name, choices in (
-            ("optimizer", OptimizerName),
-            ("schedule", Schedule),
-            ("fused", Fused),
-            ("newton_schulz", NewtonSchulz),
-        ):
+        for name, choices in (("optimizer", OptimizerName), ("schedule", Schedule), ("fused", Fused)):
             if getattr(self, name) not in get_args(choices):
                 raise invalid(f"optim.{name}", getattr(self, name), get_args(choices))
-        if self.newton_schulz != "each" and self.optimizer != "muon":
-            raise invalid("optim.newton_schulz", self.newton_schulz, "each with optim.optimizer = 'adamw'")
         cosine = self.schedule == "cosine"
         bounds: tuple[tuple[str, bool, str], ...] = (
             ("lr", 0 < self.lr < math.inf, "a finite number above 0"),
@@ -146,12 +137,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
     """The optimiser of ``config`` over the trainable parameters of ``model`` (tied ones once), which is on ``device``.
 
     AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) decays parameters of two or more dimensions only. Muon
-    (``torch.optim.Muon``, its work shared out over processes) takes the blocks' matrices, each orthogonalised whole (the
-    fused Q, K, V projection is one matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to AdamW's RMS (Moonshot,
-    arXiv 2502.16982).
+    (``torch.optim.Muon``; on CUDA its iterations are replayed as a graph, to the same bits) takes the blocks' matrices, each
+    orthogonalised whole (the fused Q, K, V projection is one matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to
+    AdamW's RMS (Moonshot, arXiv 2502.16982).
 
     Raises:
-        UserError: Muon asked for and the model has no matrix named ``h.<layer>.attn|mlp....weight``; its CUDA graph on another device.
+        UserError: Muon asked for and the model has no matrix named ``h.<layer>.attn|mlp....weight``.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.optimizer == "adamw":
@@ -160,17 +151,21 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
     if not hidden:
         raise UserError("optim.optimizer = 'muon': the model has no block matrices for it; choose adamw")
     taken = {id(parameter) for parameter in hidden}
-    muon = SharedMuon(
-        hidden,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.muon_momentum,
-        adjust_lr_fn="match_rms_adamw",
-        orthogonalise=orthogonaliser(config.newton_schulz, device),
-    )
-    return MuonWithAdamW(
-        muon, _adamw([parameter for _, parameter in named if id(parameter) not in taken], config, device)
-    )
+    adamw = _adamw([parameter for _, parameter in named if id(parameter) not in taken], config, device)
+    return MuonWithAdamW(_muon(hidden, config, torch.device(device)), adamw)
+
+
+def _muon(parameters: list[nn.Parameter], config: OptimConfig, device: torch.device) -> Muon:
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "momentum": config.muon_momentum,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+    if device.type != "cuda":
+        return Muon(parameters, **settings)
+    recorder = CudaRecorder(device, "optim.optimizer = 'muon': its iterations", "choose adamw")
+    return GraphedMuon(parameters, recorder=recorder, **settings)
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig, device: torch.device | str) -> AdamW:

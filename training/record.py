@@ -45,12 +45,9 @@ _FREE_ON_RESUME = (
     "alarm",
     "checkpoint",
     "nonfinite",
-    "speed.late_values",
-    "speed.fill_memory",
+    "precision.fill_memory",
     "wandb",
 )
-_SAME_BITS = {"optim.newton_schulz": ("each", "graph")}
-"""Beyond those: settings of which some values are the same arithmetic to the bit, which a test shows; one may follow another."""
 _ROOT = Path(__file__).resolve().parent.parent
 _CODE = ("attention", "training", "data", "analysis", "configs", "fused", "scripts")
 
@@ -224,13 +221,11 @@ def lock_everywhere(folder: Path, is_main: bool, undo: contextlib.ExitStack) -> 
 def check_settings(saved: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], checkpoint: Path) -> None:
     """Raise ``UserError`` for the first setting that must be as in ``checkpoint`` (``saved``) and is not."""
     for name, before, value in differences(saved, now, defaults):
-        alike = _SAME_BITS.get(name, ())
-        allowed = alike if before in alike else (before,)
-        if not name.startswith(_FREE_ON_RESUME) and value not in allowed:
+        if not name.startswith(_FREE_ON_RESUME):
             on_the_way = (
                 "; --alarm.switches STEP:LAYER:PRESET changes it on the way" if name.startswith("attention") else ""
             )
-            expected = " or ".join("none" if one in ("", None) else repr(one) for one in allowed)
+            expected = "none" if before in ("", None) else repr(before)
             raise invalid(name, value, f"{expected}, as in the checkpoint {checkpoint}{on_the_way}")
 
 

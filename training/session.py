@@ -26,12 +26,12 @@ from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
 from training.evaluate import evaluate
 from training.intervention import Interventions, parse_switch
-from training.late import DeviceGuard
 from training.metrics import Metrics, Reached, import_wandb, start_wandb
 from training.nonfinite import Action, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.qk_clip import clip_qk, forget_logits
-from training.step import LateResult, StepResult, rounding_seed, throwaway_backward, train_step
+from training.retired import upgraded
+from training.step import StepResult, rounding_seed, throwaway_backward, train_step
 from training.telemetry import Telemetry, probe_batch, summary_columns
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ class Session:
         self.folder = Path(config.run.folder) / config.run.name
         self.plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
         self._check_plans(self.plans)
-        speed.check(config, self.device)
         if config.wandb.mode != "disabled":
             import_wandb(config.wandb)  # its absence must show before anything is written
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
@@ -87,7 +86,7 @@ class Session:
         self._check_data(loaded)
         # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
         torch.manual_seed(config.run.seed)
-        self.raw_model = GPT(config.model, self.interventions.plans, speed.operators(config.speed))
+        self.raw_model = GPT(config.model, self.interventions.plans, speed.loss_chunk(config.speed, self.device))
         if loaded is None and config.run.init_from:
             huggingface.load_weights(self.raw_model, Path(config.run.init_from))
         elif loaded is None:
@@ -96,13 +95,12 @@ class Session:
         self.optimizer = build_optimizer(self.raw_model, config.optim, self.device)
         self.scaler = config.precision.scaler(self.device)
         self.guard = NonFiniteGuard(config.nonfinite)
-        self.device_guard = DeviceGuard(config.nonfinite.policy, self.device) if config.speed.late_values else None
         self.start_step, self.seconds_before = 0, 0.0
         if loaded is not None:
             self._restore(loaded)
             self.guard.load_state(loaded.extra["guard"])
             self.start_step, self.seconds_before = loaded.step, loaded.extra["seconds"]
-        self.model, self.evaluated = speed.wrapped(self.raw_model, config, place)
+        self.model, self.evaluated = speed.wrapped(self.raw_model, config.precision.compile, place)
         self._settle()
         self.flops_per_token = self.raw_model.flops_per_token(config.data.sequence_length)
         self.peak = throughput.peak_flops(self.device, config.run.peak_tflops)
@@ -122,7 +120,7 @@ class Session:
             record.check_restart(self.folder, self.checkpoints.folder)
             return None
         defaults = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
-        record.check_settings(loaded.config_json, self.config_json, defaults, loaded.path)
+        record.check_settings(upgraded(loaded.config_json, loaded.path), self.config_json, defaults, loaded.path)
         if run.steps < loaded.step:
             raise invalid("run.steps", run.steps, f"at least {loaded.step}, where the checkpoint {loaded.path} stands")
         if len(loaded.rng) != self.place.world_size:
@@ -219,8 +217,8 @@ class Session:
         for sentence in changes:
             self.say(sentence)
 
-    def train_step(self, step: int) -> StepResult | LateResult:
-        """Draw the next batch and train on it; QK-clip follows the update where it is on (never with late values)."""
+    def train_step(self, step: int) -> StepResult:
+        """Draw the next batch and train on it; QK-clip follows the update where it is on."""
         config, position = self.config, self.batches.position
         micro_batches = self.batches.next()
         order = range(self.place.rank, self.place.world_size * len(micro_batches), self.place.world_size)
@@ -235,10 +233,8 @@ class Session:
             autocast=self._autocast,
             grad_clip=config.optim.grad_clip,
             apply_nonfinite=config.nonfinite.policy == "continue",
-            fused_clip=config.speed.fused_clip,
-            guard=self.device_guard,
         )
-        if config.model.qk_clip_tau and isinstance(result, StepResult):
+        if config.model.qk_clip_tau:
             clip_qk(self.raw_model) if result.applied else forget_logits(self.raw_model)
         return result
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from training import distributed
-from training.late import DeviceGuard, Reading
-from training.optim import clip_gradients, clip_in_step
+from training.optim import clip_gradients
 
 
 @dataclass(frozen=True)
@@ -33,24 +32,6 @@ class StepResult:
     overflow: bool
     applied: bool
 
-    def result(self) -> StepResult:
-        """Itself, known already; see ``LateResult``."""
-        return self
-
-
-@dataclass(frozen=True)
-class LateResult:
-    """A step that was launched and whose numbers are not here yet."""
-
-    values: Reading
-    apply_nonfinite: bool
-
-    def result(self) -> StepResult:
-        """Wait for the numbers."""
-        loss, norm = self.values.read()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        return StepResult(loss, norm, finite, overflow=False, applied=finite or self.apply_nonfinite)
-
 
 @dataclass(frozen=True)
 class Launched:
@@ -61,7 +42,7 @@ class Launched:
     step: int
     position: int
     row: dict[str, float | str | None]
-    result: StepResult | LateResult
+    result: StepResult
     data_digest: str
     began: float
 
@@ -83,14 +64,11 @@ def train_step(
     autocast: Callable[[], AbstractContextManager[object]],
     grad_clip: float,
     apply_nonfinite: bool,
-    fused_clip: bool = False,
-    guard: DeviceGuard | None = None,
-) -> StepResult | LateResult:
+) -> StepResult:
     """Train on this process's micro-batches (inputs_BT, targets_BT), int64 on the CPU; ``seeds`` has one rounding seed for each.
 
-    DDP exchanges gradients in the last ``backward``; those of a model outside DDP are averaged over processes behind it, the loss with
-    them. The update is left out when loss or gradient is not finite, unless ``apply_nonfinite``; float16's loss scale then shrinks.
-    With a ``guard`` the device sees to that, and nothing waits for it here; ``fused_clip`` needs a fused AdamW.
+    DDP exchanges gradients in the last ``backward``. The update is left out when loss or gradient is not finite, unless
+    ``apply_nonfinite``; float16's loss scale then shrinks.
     """
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=device)
@@ -104,16 +82,8 @@ def train_step(
                 loss = loss / len(micro_batches)
             scaler.scale(loss).backward()
         total += loss.detach()
-    exchanged = distributed.in_ddp(model)
-    if not exchanged:
-        distributed.average_gradients(model, total)
     scaler.unscale_(optimizer)
-    norm = clip_in_step(model, optimizer, grad_clip) if fused_clip else clip_gradients(model, grad_clip)
-    loss_mean = distributed.all_reduce_mean(total) if exchanged else total
-    if guard is not None:
-        guard.step(optimizer, loss_mean, norm)
-        return LateResult(Reading(torch.stack([loss_mean, norm])), apply_nonfinite)
-    mean_loss, grad_norm = loss_mean.item(), norm.item()
+    mean_loss, grad_norm = distributed.all_reduce_mean(total).item(), clip_gradients(model, grad_clip).item()
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     # A gradient that is not finite though the scale adds nothing to it is no overflow: halving would go on for ever.
     overflow = not finite and math.isfinite(mean_loss) and scaler.is_enabled() and scaler.get_scale() >= 1.0

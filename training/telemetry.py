@@ -34,10 +34,11 @@ from attention.plan import HeadGroup, LayerPlan
 from attention.tiles import FORMAT_OF, Sites
 from errors import invalid
 from model import GPT
+from training.cuda_graph import CudaRecorder
 from training.evaluate import ValidationBatches
 from training.metrics import JsonLines, Reached, read_lines, read_run_file
 from training.precision import PrecisionConfig
-from training.telemetry_graph import CudaRecorder, Measurement, Probe, model_identity
+from training.telemetry_graph import Measurement, Probe, model_identity
 
 TELEMETRY_FILE = "telemetry.jsonl"
 TOP_K = (2, 4, 8, 16, 32)
@@ -217,7 +218,10 @@ def build_probe(
     def measured(state: SpectralState | None) -> Measurement:
         return measure(model, tokens_BT, targets_BT, seed, precision.autocast(device), state, top_k, scale)
 
-    recorder = CudaRecorder(device) if config.cuda_graph and device.type == "cuda" else None
+    recorder = None
+    if config.cuda_graph and device.type == "cuda":
+        remedy = "go on without: --telemetry.no-cuda-graph"
+        recorder = CudaRecorder(device, "telemetry.cuda_graph = True: the probe", remedy)
     return Probe(measured, lambda: model_identity(model), recorder)
 
 

@@ -1,25 +1,24 @@
 """The probe of a run as a CUDA graph: one launch in place of more than a thousand, and the same kernels, so the same bits.
 
 ``Probe`` says which measurement runs op by op and which is replayed, and carries the vectors of the power iterations from one to the next.
-``CudaRecorder`` is what captures; a test on the CPU puts a recorder of its own in its place.
+``cuda_graph.CudaRecorder`` is what captures; a test on the CPU puts a recorder of its own in its place.
 
 What a probe needs besides the weights stays reserved for the graph, beside the memory of the training. Counting live tensors (not what
-torch's allocator rounds up, nor cuBLAS's workspace), GPT-2 124M without fused operators in sequences of 1024 needs 2.3 GiB for one
-sequence and 8.6 GiB for eight. ``scripts/bench_telemetry.py`` prints what a machine reserves.
+torch's allocator rounds up, nor cuBLAS's workspace), GPT-2 124M in sequences of 1024 needs 2.3 GiB for one
+sequence and 8.6 GiB for eight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from analysis.spectral import SpectralState
-from errors import UserError, first_line
 from model import GPT
+from training.cuda_graph import Recorder
 
 
 class Measurement(NamedTuple):
@@ -30,13 +29,6 @@ class Measurement(NamedTuple):
     """n of the standard errors."""
     state: SpectralState
     """Where the next power iteration starts."""
-
-
-class Recorder(Protocol):
-    """Captures what a function does to its device; like a CUDA graph, it may leave the doing to the first replay."""
-
-    def record(self, work: Callable[[], Measurement]) -> tuple[Measurement, Callable[[], None]]:
-        """What ``work`` returned, and a function that does it once more, into the same tensors."""
 
 
 @dataclass(frozen=True)
@@ -114,33 +106,3 @@ def model_identity(model: GPT) -> Hashable:
     """What a captured pass over the model depends on besides the values of its weights: plans, mode, and where the weights lie."""
     plans = tuple(attention.plan for attention in model.attentions())
     return plans, model.training, tuple(parameter.data_ptr() for parameter in model.parameters())
-
-
-class CudaRecorder:
-    """Captures as CUDA graphs, one after the other: a new one takes the memory of the one before, which must not be replayed again."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._last: torch.cuda.CUDAGraph | None = None
-
-    def record(self, work: Callable[[], Measurement]) -> tuple[Measurement, Callable[[], None]]:
-        """Capture ``work``, which does not run yet; the replay runs on the current stream.
-
-        Raises ``UserError`` where CUDA refuses: an operation that waits for the device or copies from the host, or too little memory.
-        """
-        graph = torch.cuda.CUDAGraph()
-        # The last graph is kept until here: cuBLAS's workspace for the stream lies in its pool of memory.
-        pool = None if self._last is None else self._last.pool()
-        # Other threads (NCCL's, the compiler's) may talk to the device meanwhile. The outer context puts the stream back after a failure.
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
-            try:
-                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                    measurement = work()
-            except RuntimeError as error:
-                raise UserError(
-                    f"telemetry.cuda_graph = True: the probe could not be captured as a CUDA graph ({first_line(error)}); "
-                    "go on without: --telemetry.no-cuda-graph"
-                ) from error
-        self._last = graph
-        return measurement, graph.replay

@@ -1,0 +1,75 @@
+"""``torch.optim.Muon`` for a GPU: its Newton-Schulz iterations replayed as a CUDA graph.
+
+torch's own works on one matrix after the other. The 48 matrices of GPT-2 124M take 1,104 small kernels a step, and an H200 waits for the
+host to launch them: 112 ms a step, and 66 ms with the iterations replayed. Kernels and bits are the same.
+
+Of torch's private names this takes ``_zeropower_via_newtonschulz``, ``_adjust_lr`` and ``Muon._init_group``; ``tests/test_muon.py``
+compares every bit with ``torch.optim.Muon``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Muon
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from training.cuda_graph import Recorder
+
+
+class GraphedMuon(Muon):
+    """Muon whose iterations run op by op in the first step and are captured by ``recorder`` in the second. State and groups are Muon's."""
+
+    def __init__(self, *args: Any, recorder: Recorder, **settings: Any):
+        super().__init__(*args, **settings)
+        self._recorder = recorder
+        self._captured: dict[Any, tuple[list[Tensor], list[Tensor], Callable[[], None]] | None] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns the closure's loss, where one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters: list[Tensor] = []
+            gradients: list[Tensor] = []
+            momenta: list[Tensor] = []
+            self._init_group(group, parameters, gradients, momenta)
+            if not parameters:
+                continue
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            directions = (
+                torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else tuple(momenta)
+            )
+            factors = self._orthogonalised(directions, group)
+            torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
+            for parameter, factor in zip(parameters, factors, strict=True):
+                rate = _adjust_lr(float(group["lr"]), group["adjust_lr_fn"], parameter.shape)
+                parameter.add_(factor, alpha=-rate)
+        return loss
+
+    def _orthogonalised(self, directions: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """The bfloat16 factors of matrices, each of its matrix's shape; they hold until the next call."""
+        iteration = (tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+
+        def factors_of(matrices: Sequence[Tensor]) -> list[Tensor]:
+            return [_zeropower_via_newtonschulz(matrix, *iteration) for matrix in matrices]
+
+        key = (iteration, *((direction.shape, direction.device) for direction in directions))
+        if key not in self._captured:
+            self._captured[key] = None
+            return factors_of(directions)
+        captured = self._captured[key]
+        if captured is None:
+            # The iteration's own conversion to bfloat16 leaves these as they are, and its division is done in them.
+            inputs = [torch.zeros_like(direction, dtype=torch.bfloat16) for direction in directions]
+            captured = self._captured[key] = (inputs, *self._recorder.record(lambda: factors_of(inputs)))
+        inputs, factors, replay = captured
+        torch._foreach_copy_(inputs, list(directions))
+        replay()
+        return factors

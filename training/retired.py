@@ -1,0 +1,53 @@
+"""Fields of earlier configs that are gone: what a config.json or a checkpoint that has them means today."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from errors import invalid
+
+ANY = None
+"""Every value of the field computes what is computed today, to the last bit."""
+RETIRED: dict[str, tuple[object, ...] | None] = {
+    "speed.late_values": ANY,
+    "speed.fill_memory": ANY,
+    "speed.loss_chunk": (0, 32_768),  # off and on of speed.reference
+    "speed.fused_norm": (False,),
+    "speed.fused_mlp": (False,),
+    "speed.float32_gradients": (False,),
+    "speed.sorted_embedding": (False,),
+    "speed.fused_clip": (False,),
+    "speed.compile_mode": ("default",),
+    "speed.exchange": ("ddp",),
+    "speed.overlap": (False,),
+    "speed.bucket_mb": (25,),
+    "speed.coordinate_descent": (False,),
+    "optim.newton_schulz": ("each", "graph"),
+}
+"""Field -> values that a run of today goes on with, to the same bits. Commit c487be1 has the code for the others."""
+
+
+def upgraded(content: dict[str, Any], goes_on_from: object = None) -> dict[str, Any]:
+    """The JSON of a config, as today's code would have written it.
+
+    ``goes_on_from``: the checkpoint whose run is to go on with it, which takes the same arithmetic. Without one only the model and what it
+    was trained on matter, and every value is dropped.
+
+    Raises ``UserError`` for a value that today's code does not compute with.
+    """
+    result = {name: dict(section) if isinstance(section, dict) else section for name, section in content.items()}
+    for field, alike in RETIRED.items():
+        section, name = field.split(".")
+        if name not in (result.get(section) or {}):
+            continue
+        value = result[section].pop(name)
+        if goes_on_from is not None and alike is not ANY and value not in alike:
+            expected = " or ".join(map(repr, alike))
+            raise invalid(
+                field, value, f"{expected} to go on from {goes_on_from}: commit c487be1 has what else it could be"
+            )
+    speed = result.setdefault("speed", {}) if isinstance(result.get("speed", {}), dict) else {}
+    if "reference" not in speed:
+        plain = not (content.get("speed") or {}).get("loss_chunk", 0)
+        speed["reference"] = plain
+    return result
