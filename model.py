@@ -171,7 +171,7 @@ class CausalSelfAttention(nn.Module):
         return self.project(o_BTC)
 
     def attend(self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, rounding_seed: Tensor) -> Tensor:
-        """o [B, T, H, D]. ``analysis.capture`` puts a recorder in this method's place for one pass."""
+        """o [B, T, H, D]. ``probes.capture`` puts a recorder in this method's place for one pass."""
         return dispatch.run(q_BTHD, k_BTHD, v_BTHD, self.plan, rounding_seed=rounding_seed, softcap=self.softcap)
 
     def project(self, o_BTC: Tensor) -> Tensor:

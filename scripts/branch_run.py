@@ -29,12 +29,12 @@ import config as configuration
 from config import RunConfig, TrainConfig
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from files import sync_folder
-from scripts.checkpoint_inputs import read_checkpoint
 from training import record
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
 from training.intervention import INTERVENTIONS_FILE, drop_interventions
 from training.metrics import METRICS_FILE, Reached, drop_lines, read_metrics
 from training.telemetry import TELEMETRY_FILE, behind_probe
+from training.weights import read_checkpoint
 
 
 def run_of(loaded: Loaded) -> Path:

@@ -20,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
-from analysis import curves, plots
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from figures import curves
+from figures.courses import Course, draw_courses
 from training.metrics import json_safe, read_metrics
 
 FINAL_SHARE, FINAL_MOST = 20, 50
@@ -272,25 +273,23 @@ def write_table(path: Path, results: Sequence[Result], rows: Sequence[Sequence[s
 
 
 def draw(runs: Sequence[Run], results: Sequence[Result], path: Path, *, title: str, note: str, definition: str) -> None:
-    """The picture: see ``analysis.plots``.
+    """The picture: see ``figures.courses``.
 
     Raises:
         UserError: matplotlib is not installed, or the picture cannot be written.
     """
-    courses = []
+    drawn = []
     for run, result in zip(runs, results, strict=True):
         end = f"no explosion by {result.last_step}"
         if result.exploded_at is not None:
             end = f"explodes at {result.exploded_at}"
         elif result.leaving_since is not None:
             end = f"leaves at {result.leaving_since}, then ends"
-        courses.append(
-            plots.Course(
-                label=f"{run.name}: {run.attention}, {end}", records=run.records, exploded_at=result.exploded_at
-            )
+        drawn.append(
+            Course(label=f"{run.name}: {run.attention}, {end}", records=run.records, exploded_at=result.exploded_at)
         )
     try:
-        plots.draw_courses(courses, path, title=title, note=note, fine_print=definition)
+        draw_courses(drawn, path, title=title, note=note, fine_print=definition)
     except ImportError as error:
         raise invalid("--out", str(path), f"none, as matplotlib cannot be used here ({error})") from None
     except OSError as error:

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from attention import AttentionConfig, AttentionSpec
 from errors import OneLineParser, UserError, check_place, exit_on_user_error
 from model import GPT, ModelConfig
-from scripts.checkpoint_inputs import load_weights, read_checkpoint
 from training.huggingface import export_gpt2
+from training.weights import load_weights, read_checkpoint
 
 
 def load_model(folder: Path) -> GPT:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from analysis.accumulation import accumulate
-from analysis.figures import canvas, delta, heads, keys, loss, similarity
-from analysis.figures.canvas import Drawn
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from scripts.figure_inputs import Inputs
+from figures import canvas, delta, heads, keys, loss, similarity
+from figures.canvas import Drawn
+from figures.inputs import Inputs
+from probes.accumulation import accumulate
 
 
 def _figure_3(inputs: Inputs) -> Drawn:
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (figures)")
+    parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder to write to (pictures)")
     return parser
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config
-from analysis import curves
 from data.batches import Batches, DataConfig, open_batches
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from figures import curves
 from training.metrics import read_metrics
 
 SOURCE = "make_recording"

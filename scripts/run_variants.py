@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import config as configuration
-from analysis import curves
 from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
+from figures import curves
 from training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from analysis import bits
-from analysis.bits import FORMATS, Addition, Cut, Format, Number
 from errors import OneLineParser, exit_on_user_error, invalid
+from probes import bits
+from probes.bits import FORMATS, Addition, Cut, Format, Number
 
 DIGITS, PLACES = 20, 44
 LABEL = 12

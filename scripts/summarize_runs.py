@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pandas as pd
 
 import files
-from analysis import curves
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from figures import curves
 from training.metrics import METRICS_FILE, read_metrics
 from training.telemetry import TELEMETRY_FILE, read_telemetry
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import attention
-from analysis.capture import LayerCapture
 from attention import AttentionConfig, AttentionRule, AttentionSpec
+from probes.capture import LayerCapture
 
 
 def make_layer(

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from analysis.autopsy import Subject
-from analysis.capture import LayerCapture, capture
 from attention import AttentionConfig, AttentionSpec
+from autopsy.measure import Subject
 from model import GPT, ModelConfig, initialise
+from probes.capture import LayerCapture, capture
 
 SHAPE = ModelConfig(n_layer=3, n_head=4, n_embd=64, block_size=16, vocab_size=64, vocab_multiple=1, bias=True)
 T, D, BATCHES, SEQUENCES = 16, 16, 3, 16

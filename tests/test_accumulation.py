@@ -8,8 +8,8 @@ import pytest
 import torch
 from layer_captures import make_layer, random_layer, tied_layer
 
-from analysis.accumulation import accumulate, count_ones, negative_share, one_signed_share
 from attention import AttentionRule, AttentionSpec
+from probes.accumulation import accumulate, count_ones, negative_share, one_signed_share
 
 
 def test_the_last_sum_is_o_bar() -> None:

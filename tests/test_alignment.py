@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from analysis.alignment import response_alignment, sign_diversity, spectral_alignment, top_singular_vectors
+from probes.alignment import response_alignment, sign_diversity, spectral_alignment, top_singular_vectors
 
 
 def weights(*shape: int) -> torch.Tensor:

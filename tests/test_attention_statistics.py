@@ -1,4 +1,4 @@
-"""analysis/attention_statistics.py against a plain float64 computation, and on attentions whose statistics are known."""
+"""probes/attention_statistics.py against a plain float64 computation, and on attentions whose statistics are known."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.attention_statistics import attention_statistics
 from attention.rounding import round_to
+from probes.attention_statistics import attention_statistics
 
 B, T, H, D = 2, 37, 3, 8
 SCALE = D**-0.5

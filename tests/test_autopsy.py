@@ -6,8 +6,8 @@ import pytest
 import torch
 from planted_models import BATCHES, SEQUENCES, SHAPE, T, healthy, plant, subject
 
-from analysis.autopsy import examine
 from attention import AttentionSpec
+from autopsy.measure import examine
 
 SEEDS = range(20)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from layer_captures import make_layer, random_layer, tied_layer
 
-from analysis import autopsy_bias
-from analysis.autopsy_bias import (
+from attention import AttentionSpec
+from autopsy import verdict as autopsy_bias
+from autopsy.verdict import (
     BIAS_RATIO,
     BIAS_Z,
     DRAWS,
@@ -24,8 +25,7 @@ from analysis.autopsy_bias import (
     normal_equivalent,
     verdict,
 )
-from analysis.delta_error import delta_errors, output_errors
-from attention import AttentionSpec
+from probes.delta_error import delta_errors, output_errors
 
 PAPER = AttentionSpec(numerics="paper").resolve()
 MANY = 10**9

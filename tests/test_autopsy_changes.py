@@ -8,8 +8,8 @@ import pytest
 from layer_captures import tied_layer
 from planted_models import healthy, plant, subject
 
-from analysis.autopsy_bias import Bias, head_with
-from analysis.autopsy_changes import (
+from attention import PRESETS, AttentionSpec
+from autopsy.changes import (
     Change,
     HeadChanges,
     head_changes,
@@ -18,7 +18,7 @@ from analysis.autopsy_changes import (
     smallest_set,
     try_changes,
 )
-from attention import PRESETS, AttentionSpec
+from autopsy.verdict import Bias, head_with
 
 PAPER = AttentionSpec(numerics="paper")
 

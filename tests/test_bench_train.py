@@ -54,7 +54,16 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     (folder / "nanogpt").mkdir()
     (folder / "nanogpt/model.py").write_text(NANOGPT)
     recipe = place.preset_file(place.config("recipe", {"run.peak_tflops": 1.0}))
-    arguments = ["--variants", *VARIANTS, "bad=attention.flash_backend=flash", "--rounds", "2", "--steps", "3", "--matmuls"]
+    arguments = [
+        "--variants",
+        *VARIANTS,
+        "bad=attention.flash_backend=flash",
+        "--rounds",
+        "2",
+        "--steps",
+        "3",
+        "--matmuls",
+    ]
     arguments += ["--set", "data.micro_batch=8", "--nanogpt", str(folder / "nanogpt")]
     arguments += ["--json", str(folder / "b.json"), "--profile", str(folder / "p.txt"), "--profile-variants", "plain"]
     done = subprocess.run(

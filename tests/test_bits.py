@@ -1,4 +1,4 @@
-"""analysis/bits.py against torch's and NumPy's own arithmetic, and against the definitions."""
+"""probes/bits.py against torch's and NumPy's own arithmetic, and against the definitions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis import bits
-from analysis.bits import FORMATS, Number
 from attention.rounding import round_mantissa
 from errors import UserError
+from probes import bits
+from probes.bits import FORMATS, Number
 
 DTYPES = {
     "fp32": torch.float32,

@@ -15,11 +15,11 @@ from tiny_runs import Place, lines, new_place, optimizer, preset, tree, weights
 from data.recording import Recording
 from errors import UserError
 from scripts import branch_run as script
-from scripts.checkpoint_inputs import read_checkpoint
 from scripts.compare_runs import load_run
 from training.alarm import AlarmConfig
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
+from training.weights import read_checkpoint
 
 C = 16
 BEFORE, STEP, LAST = 10, 20, 30

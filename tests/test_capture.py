@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import attention
-from analysis.capture import LayerCapture, capture
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from model import GPT, ModelConfig, initialise
+from probes.capture import LayerCapture, capture
 
 B, T = 2, 24
 BASE = ModelConfig(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=64, vocab_multiple=1)

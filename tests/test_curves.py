@@ -1,4 +1,4 @@
-"""analysis/curves.py: columns, divergence, explosion, best and final, smoothing."""
+"""figures/curves.py: columns, divergence, explosion, best and final, smoothing."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis import curves
+from figures import curves
 
 NAN, INF = math.nan, math.inf
 

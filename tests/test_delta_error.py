@@ -9,7 +9,9 @@ import pytest
 import torch
 from layer_captures import make_layer, random_layer, tied_layer
 
-from analysis.delta_error import (
+from attention import AttentionRule, AttentionSpec
+from attention.flash_reference import row_deltas
+from probes.delta_error import (
     DeltaError,
     delta_errors,
     effective_numerics,
@@ -18,8 +20,6 @@ from analysis.delta_error import (
     output_errors,
     summarise,
 )
-from attention import AttentionRule, AttentionSpec
-from attention.flash_reference import row_deltas
 
 PAPER = AttentionSpec(numerics="paper")
 

@@ -1,4 +1,4 @@
-"""analysis/figures: the numbers behind each figure, on captures made by hand and on curves with known answers."""
+"""figures: the numbers behind each figure, on captures made by hand and on curves with known answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from layer_captures import make_layer, random_layer, tied_layer
 
-from analysis.accumulation import Accumulation, accumulate, count_ones
-from analysis.capture import LayerCapture
-from analysis.delta_error import delta_errors
-from analysis.figures import canvas, delta, heads, keys, loss, similarity
-from analysis.low_rank import weighted_keys
 from attention import AttentionSpec
+from figures import canvas, delta, heads, keys, loss, similarity
+from probes.accumulation import Accumulation, accumulate, count_ones
+from probes.capture import LayerCapture
+from probes.delta_error import delta_errors
+from probes.low_rank import weighted_keys
 
 PAPER = AttentionSpec(numerics="paper")
 

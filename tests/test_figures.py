@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_runs import ROOT, TINY, Place, column, new_place
 
-from analysis.figures import canvas
+from figures import canvas
 from scripts import figures
 from scripts.figures import REGISTRY
 from training.checkpoint import Checkpoints
@@ -76,8 +76,8 @@ def test_each_figure_is_a_png_an_svg_and_a_csv_with_rows(out: Path, number: int)
 
 
 def test_figures_go_to_a_folder_here_that_git_ignores() -> None:
-    assert figures.parse(["2"])[2].out == Path("figures")
-    assert {"/figures/", "/compare.png"} <= set((ROOT / ".gitignore").read_text().splitlines())
+    assert figures.parse(["2"])[2].out == Path("pictures")
+    assert {"/pictures/", "/compare.png"} <= set((ROOT / ".gitignore").read_text().splitlines())
 
 
 def test_nothing_else_is_written(out: Path) -> None:

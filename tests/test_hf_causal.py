@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from analysis import hf_causal
-from analysis.low_rank import high_dw_q
 from attention import AttentionSpec
 from errors import UserError
-from scripts.figure_inputs import tokenised
+from figures.inputs import tokenised
+from probes import hf_causal
+from probes.low_rank import high_dw_q
 
 transformers = pytest.importorskip("transformers")
 T = 24

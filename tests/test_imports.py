@@ -13,11 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each part may import itself and what stands to its right.
 ORDER = [
     "scripts",
+    "figures",
+    "autopsy",
     "train",
     "configs",
     "config",
     "training",
-    "analysis",
+    "probes",
     "data",
     "model",
     "fused",

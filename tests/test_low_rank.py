@@ -9,9 +9,10 @@ import torch
 from layer_captures import random_layer, tied_layer
 
 import attention
-from analysis.capture import LayerCapture
-from analysis.delta_error import delta_errors
-from analysis.low_rank import (
+from attention import AttentionRule, AttentionSpec
+from probes.capture import LayerCapture
+from probes.delta_error import delta_errors
+from probes.low_rank import (
     coherence,
     cross_coherence,
     direct_dw_q_error,
@@ -21,7 +22,6 @@ from analysis.low_rank import (
     unrotated,
     weighted_keys,
 )
-from attention import AttentionRule, AttentionSpec
 
 
 def gradient_norm(layer: LayerCapture) -> torch.Tensor:

@@ -11,7 +11,7 @@ import sys
 import pytest
 from test_docs import ROOT, blocks, table
 
-from analysis.bits import FORMATS
+from probes.bits import FORMATS
 from scripts import show_rounding
 
 NUMERICS = ROOT / "docs" / "numerics.md"

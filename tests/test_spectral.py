@@ -1,10 +1,10 @@
-"""analysis/spectral.py: the largest singular value, also of awkward matrices."""
+"""probes/spectral.py: the largest singular value, also of awkward matrices."""
 
 import numpy as np
 import pytest
 import torch
 
-from analysis.spectral import (
+from probes.spectral import (
     FRESH_ITERATIONS,
     attention_norms,
     power_iteration,

@@ -13,14 +13,14 @@ import torch
 from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_and_kill, weights
 
 import train
-from analysis.alignment import sign_diversity, spectral_alignment, top_singular_vectors
-from analysis.capture import capture
-from analysis.delta_error import delta_errors
-from analysis.spectral import spectral_norm
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.batches import open_batches
 from errors import UserError
 from model import GPT, ModelConfig, initialise
+from probes.alignment import sign_diversity, spectral_alignment, top_singular_vectors
+from probes.capture import capture
+from probes.delta_error import delta_errors
+from probes.spectral import spectral_norm
 from training import telemetry
 from training.session import Session
 from training.telemetry import COLUMNS, TelemetryConfig, measure, read_telemetry, summary_columns, to_lists

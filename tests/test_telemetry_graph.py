@@ -15,11 +15,11 @@ from tape import Tape, TapeRecorder
 from tiny_runs import Place, new_place, preset
 from torch import Tensor
 
-from analysis.spectral import SpectralState
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.heads import head_index
 from attention.plan import switched
 from model import GPT, ModelConfig, initialise
+from probes.spectral import SpectralState
 from training import telemetry
 from training.cuda_graph import CudaRecorder
 from training.precision import PrecisionConfig
@@ -309,7 +309,7 @@ def test_a_replay_never_waits_for_the_gpu() -> None:
 
 REFUSED = """
 import torch
-from analysis.spectral import SpectralState
+from probes.spectral import SpectralState
 from errors import UserError
 from training.cuda_graph import CudaRecorder
 from training.telemetry_graph import Measurement

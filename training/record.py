@@ -49,7 +49,7 @@ _FREE_ON_RESUME = (
     "wandb",
 )
 _ROOT = Path(__file__).resolve().parent.parent
-_CODE = ("attention", "training", "data", "analysis", "configs", "fused", "scripts")
+_CODE = ("attention", "training", "data", "probes", "configs", "fused", "scripts")
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:

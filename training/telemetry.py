@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.accumulation import one_signed_share
-from analysis.alignment import sign_diversity, spectral_alignment
-from analysis.attention_statistics import attention_statistics
-from analysis.capture import LayerCapture, capture
-from analysis.delta_error import delta_errors, effective_numerics, summarise
-from analysis.spectral import SpectralState, attention_norms
 from attention.exact import exact_float32
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
 from attention.tiles import FORMAT_OF, Sites
 from errors import invalid
 from model import GPT
+from probes.accumulation import one_signed_share
+from probes.alignment import sign_diversity, spectral_alignment
+from probes.attention_statistics import attention_statistics
+from probes.capture import LayerCapture, capture
+from probes.delta_error import delta_errors, effective_numerics, summarise
+from probes.spectral import SpectralState, attention_norms
 from training.cuda_graph import CudaRecorder
 from training.evaluate import ValidationBatches
 from training.metrics import JsonLines, Reached, read_lines, read_run_file
@@ -48,7 +48,7 @@ FP16_LOSS_SCALE = 2.0**10
 """dO of a mean loss underflows in FP16 without it."""
 
 COLUMNS = {
-    "w_q_norm": "[L] spectral norm of W_Q, by warm-started power iteration: never above the true norm (analysis/spectral.py)",
+    "w_q_norm": "[L] spectral norm of W_Q, by warm-started power iteration: never above the true norm (probes/spectral.py)",
     "w_k_norm": "[L] the same of W_K",
     "w_q_head_norm": "[L][H] of the head's D rows of W_Q",
     "w_k_head_norm": "[L][H] of the head's D rows of W_K",

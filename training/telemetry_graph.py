@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from analysis.spectral import SpectralState
 from model import GPT
+from probes.spectral import SpectralState
 from training.cuda_graph import Recorder
 
 

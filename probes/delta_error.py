@@ -1,7 +1,7 @@
 """The error of delta, token by token: delta_lp - delta_hp of arXiv 2510.04212, Figure 5, and whether it is biased.
 
 delta[T] = sum_d dO[T, d] O[T, d]. The backward pass forms dS = P * (dP - delta), so an error of delta adds
--scale * error[T] * (P K)[T] to dQ[T] (``analysis.low_rank`` has that equation). What counts as high precision is a choice:
+-scale * error[T] * (P K)[T] to dQ[T] (``probes.low_rank`` has that equation). What counts as high precision is a choice:
 
 - ``backward``: O = P V in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The
   error is then what makes dS inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it is ``fp32``, which
@@ -25,7 +25,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from analysis.capture import LayerCapture
 from attention.exact import exact_float32
 from attention.exponent import exponent_of, probabilities, saved_rows
 from attention.flash_reference import row_deltas
@@ -33,6 +32,7 @@ from attention.heads import head_index
 from attention.numerics import FP32, Numerics, numerics_from_key
 from attention.plan import HeadGroup
 from attention.tiles import FORMAT_OF, Problem, Sites, make_problem, o_for_delta
+from probes.capture import LayerCapture
 
 Reference = Literal["backward", "fp32", "fp64"]
 

@@ -1,4 +1,4 @@
-"""analysis/plots.py: what is drawn, what is marked, and that words never cover curves."""
+"""figures/courses.py: what is drawn, what is marked, and that words never cover curves."""
 
 import math
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis import plots
+from figures import courses
 
 STEPS = 120
 
 
-def course(label: str = "a: flash", *, exploded_at: int | None = None, **columns: Any) -> plots.Course:
+def course(label: str = "a: flash", *, exploded_at: int | None = None, **columns: Any) -> courses.Course:
     columns = {"train_loss": np.linspace(5, 2, STEPS), **columns}
     records = [{"step": s} | {key: float(values[s]) for key, values in columns.items()} for s in range(STEPS)]
-    return plots.Course(label=label, records=records, exploded_at=exploded_at)
+    return courses.Course(label=label, records=records, exploded_at=exploded_at)
 
 
-def figure(*courses: plots.Course, note: str = "", title: str = "") -> Any:
-    return plots.course_figure(courses, title=title, note=note, fine_print="Explosion: see there.")
+def figure(*drawn: courses.Course, note: str = "", title: str = "") -> Any:
+    return courses.course_figure(drawn, title=title, note=note, fine_print="Explosion: see there.")
 
 
 def y_titles(drawn: Any) -> list[str]:
@@ -78,7 +78,7 @@ def test_numbers_and_names_of_the_axes_do_not_overlap(values: tuple[float, float
 
 def test_the_last_evaluation_is_inside_the_axes() -> None:
     one = course(val_loss=np.ones(STEPS))
-    longer = plots.Course(label="a", records=[*one.records, {"step": 200, "val_loss": 1.0}], exploded_at=None)
+    longer = courses.Course(label="a", records=[*one.records, {"step": 200, "val_loss": 1.0}], exploded_at=None)
     assert figure(longer).axes[-1].get_xlim()[1] > 200
 
 
@@ -98,7 +98,7 @@ def test_an_explosion_is_marked_in_every_panel_in_its_runs_colour() -> None:
     drawn = figure(course(), course("b", exploded_at=70, w_q_norm_max=np.ones(STEPS)))
     for axes in drawn.axes:
         marks = [line for line in axes.lines if line.get_linestyle() == ":" and list(line.get_xdata()) == [70, 70]]
-        assert [line.get_color() for line in marks] == [plots.COLOURS[1]]
+        assert [line.get_color() for line in marks] == [courses.COLOURS[1]]
 
 
 def test_explosion_steps_too_close_to_read_are_printed_once() -> None:
@@ -124,21 +124,21 @@ def test_an_explosion_does_not_stretch_the_loss_axis() -> None:
 
 
 def test_curves_that_lie_on_each_other_can_be_told_apart() -> None:
-    widths = [plots.style(i)["linewidth"] for i in range(4)]
+    widths = [courses.style(i)["linewidth"] for i in range(4)]
     assert widths == sorted(widths, reverse=True)
     assert len(set(widths)) == 4
 
 
 def test_styles_differ_for_many_runs() -> None:
-    assert len({(plots.style(i)["color"], plots.style(i)["linestyle"]) for i in range(40)}) == 40
+    assert len({(courses.style(i)["color"], courses.style(i)["linestyle"]) for i in range(40)}) == 40
 
 
 def test_smoothing_leaves_short_curves_alone() -> None:
-    assert [plots.smoothing_window(count) for count in (10, 1000, 10**6)] == [1, 16, 200]
+    assert [courses.smoothing_window(count) for count in (10, 1000, 10**6)] == [1, 16, 200]
 
 
 @pytest.mark.parametrize(("name", "head"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])
 def test_the_ending_chooses_the_format(tmp_path: Path, name: str, head: bytes) -> None:
-    plots.draw_courses([course()], tmp_path / "new" / name, title="", note="", fine_print="-")
+    courses.draw_courses([course()], tmp_path / "new" / name, title="", note="", fine_print="-")
     assert (tmp_path / "new" / name).read_bytes().startswith(head)
     assert [path.name for path in (tmp_path / "new").iterdir()] == [name]

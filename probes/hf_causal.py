@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.capture import LayerCapture
 from attention import AttentionConfig, AttentionSpec, LayerPlan, dispatch
 from errors import UserError, invalid
+from probes.capture import LayerCapture
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2")
 """Values of ``model_type`` whose attention is causal, plain, and, where it rotates, rotated by halves as Llama's."""
@@ -74,7 +74,7 @@ class CausalModel:
         return module.q_proj.weight.detach()
 
     def capture(self, tokens_BT: Tensor, targets_BT: Tensor, layers: Sequence[int] | None = None) -> list[LayerCapture]:
-        """As ``analysis.capture.capture``: one forward pass under autocast, and dO of the layers asked for."""
+        """As ``probes.capture.capture``: one forward pass under autocast, and dO of the layers asked for."""
         chosen = list(range(self.n_layer)) if layers is None else list(layers)
         self.records = {layer: _Record() for layer in chosen}
         with torch.enable_grad(), self._hooked():

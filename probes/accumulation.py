@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from analysis.capture import LayerCapture
-from analysis.delta_error import effective_numerics, group_of, over_groups, problem_of
 from attention.exact import exact_float32
 from attention.exponent import exponent_of
 from attention.plan import HeadGroup
 from attention.rounding import round_to
 from attention.stabilise import tile_row_max
 from attention.tiles import Problem
+from probes.capture import LayerCapture
+from probes.delta_error import effective_numerics, group_of, over_groups, problem_of
 
 Accumulator = Literal["prefix", "sequential"]
 

@@ -20,8 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from analysis.capture import LayerCapture
-from analysis.delta_error import (
+from attention.exact import exact_float32
+from attention.exponent import exponent_of
+from attention.plan import HeadGroup
+from attention.tiles import FORMAT_OF
+from probes.capture import LayerCapture
+from probes.delta_error import (
     Reference,
     effective_numerics,
     forward_pass,
@@ -29,10 +33,6 @@ from analysis.delta_error import (
     over_groups,
     problem_of,
 )
-from attention.exact import exact_float32
-from attention.exponent import exponent_of
-from attention.plan import HeadGroup
-from attention.tiles import FORMAT_OF
 
 
 def weighted_keys(layer: LayerCapture) -> Tensor:

@@ -1,6 +1,6 @@
 """The autopsy in words: a text summary, and one page of HTML with the plots inside it.
 
-Numbers are printed as measured; what a word means ("biased") is the rule in ``analysis.autopsy_bias.verdict``.
+Numbers are printed as measured; what a word means ("biased") is the rule in ``autopsy.verdict.verdict``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.autopsy import Findings, HeadEvidence, Subject
-from analysis.autopsy_bias import BIAS_RATIO, BIAS_Z, DRAWS, LARGE_SHARE, MANY_SEQUENCES, NOISE, SUSPECT_Z, Bias
-from analysis.autopsy_changes import REDUCED, REMOVED, Change, HeadChanges
+from autopsy.changes import REDUCED, REMOVED, Change, HeadChanges
+from autopsy.measure import Findings, HeadEvidence, Subject
+from autopsy.verdict import BIAS_RATIO, BIAS_Z, DRAWS, LARGE_SHARE, MANY_SEQUENCES, NOISE, SUSPECT_Z, Bias
 
 LARGE_LOGIT = 1000.0
 """Logits above this are named as a symptom; they have causes other than rounding, too (a learning rate that is too high)."""

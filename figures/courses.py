@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import files
-from analysis import curves
+from figures import curves
 
 # Okabe and Ito, "Color Universal Design" (2008), without its yellow, which is too light for a line on white.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")

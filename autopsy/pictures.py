@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.autopsy import Findings, HeadEvidence
-from analysis.autopsy_changes import Change, HeadChanges
-from analysis.plots import COLOURS, DPI, SMALL, TEXT
+from autopsy.changes import Change, HeadChanges
+from autopsy.measure import Findings, HeadEvidence
+from figures.courses import COLOURS, DPI, SMALL, TEXT
 
 ORANGE, BLUE = COLOURS[0], COLOURS[1]
 GREY = "#999999"

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.capture import LayerCapture
-from analysis.figures import canvas
-from analysis.figures.canvas import Drawn
-from analysis.low_rank import Coherence, coherence, cross_coherence, weighted_keys
+from figures import canvas
+from figures.canvas import Drawn
+from probes.capture import LayerCapture
+from probes.low_rank import Coherence, coherence, cross_coherence, weighted_keys
 
 TOKENS, FEATURES = 32, 32
 COLUMNS = ("of", "matrix", "row")

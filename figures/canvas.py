@@ -1,7 +1,7 @@
 """What the figures share: a sheet of column width, tables of the numbers drawn, and files that are the same bytes for the same numbers.
 
 Sizes are in inches at print size: a figure is as wide as a column of two and is not shrunk, so that 7 points stay 7 points.
-Colours are those of ``analysis.plots`` (Okabe and Ito); heat maps use cividis for sizes and RdBu for signs, which stay apart in every
+Colours are those of ``figures.courses`` (Okabe and Ito); heat maps use cividis for sizes and RdBu for signs, which stay apart in every
 common form of colour blindness.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import files
-from analysis import plots
+from figures import courses
 
 COLUMN = 3.3
 DPI = 300
@@ -156,6 +156,6 @@ def write(drawn: Drawn, folder: Path, name: str) -> list[Path]:
             picture = io.BytesIO()
             drawn.figure.savefig(picture, format=path.suffix[1:], dpi=DPI, metadata=metadata)
             content = picture.getvalue()
-            files.write_bytes(path, plots.small(content) if path.suffix == ".png" else content)
+            files.write_bytes(path, courses.small(content) if path.suffix == ".png" else content)
     files.write_text(paths[2], drawn.table.csv())
     return paths

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.capture import LayerCapture
-from analysis.delta_error import delta_errors, feature_errors, output_errors, summarise
-from analysis.figures import canvas
-from analysis.figures.canvas import Drawn
+from figures import canvas
+from figures.canvas import Drawn
+from probes.capture import LayerCapture
+from probes.delta_error import delta_errors, feature_errors, output_errors, summarise
 
 FEATURES = 12
 
@@ -142,7 +142,7 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
 
 
 def _draw_steps(axes: Any, over_steps: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> list[tuple[Any, ...]]:
-    from analysis.plots import style
+    from figures.courses import style
 
     numbers: list[tuple[Any, ...]] = []
     for index, (label, steps, sums) in enumerate(over_steps):
@@ -174,7 +174,7 @@ def draw_tokens(error: HeadError) -> Drawn:
 
 def steps_of(records: Sequence[Any], layer: int, head: int) -> tuple[np.ndarray, np.ndarray]:
     """Steps and ``delta_error_sum`` of one head from telemetry records; what is not finite counts as 0."""
-    from analysis import curves
+    from figures import curves
 
     steps, grids = curves.column(records, "delta_error_sum")
     sums = np.asarray([grid[layer][head] for grid in grids], dtype=np.float64)

@@ -21,10 +21,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from analysis.capture import LayerCapture
-from analysis.delta_error import UNIT, Summary, delta_errors, summarise
 from attention.numerics import Numerics
 from attention.plan import AttentionSpec, HeadGroup, LayerPlan
+from probes.capture import LayerCapture
+from probes.delta_error import UNIT, Summary, delta_errors, summarise
 
 SUSPECT_Z = 3.0
 """Least |mean| / standard error of the error of delta, as a normal variable's, for a head to be looked at more closely."""

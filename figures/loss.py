@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis import curves, plots
-from analysis.figures import canvas
-from analysis.figures.canvas import COLUMN, SMALL, Drawn
+from figures import canvas, courses, curves
+from figures.canvas import COLUMN, SMALL, Drawn
 
 PLACES = 200
 """Places along a noisy curve: at column width more could not be told apart."""
@@ -55,7 +54,7 @@ def _legend(figure: Any, runs: Sequence[RunCurves]) -> None:
 
 
 def _look(index: int) -> dict[str, Any]:
-    return plots.style(index) | {"linewidth": max(1.6 - 0.2 * index, 0.8)}
+    return courses.style(index) | {"linewidth": max(1.6 - 0.2 * index, 0.8)}
 
 
 def _mark(axes: Any, index: int, run: RunCurves) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.accumulation import count_ones, one_signed_share
-from analysis.autopsy_bias import (
+from autopsy.verdict import (
     Bias,
     Finding,
     dithered_errors,
@@ -31,11 +30,12 @@ from analysis.autopsy_bias import (
     token_sizes,
     verdict,
 )
-from analysis.capture import LayerCapture
-from analysis.delta_error import delta_errors, effective_numerics, group_of, high_outputs, output_errors
-from analysis.low_rank import coherence, high_dw_q, predicted_dw_q_error, weighted_keys
-from analysis.spectral import spectral_norm
 from model import largest_logits
+from probes.accumulation import count_ones, one_signed_share
+from probes.capture import LayerCapture
+from probes.delta_error import delta_errors, effective_numerics, group_of, high_outputs, output_errors
+from probes.low_rank import coherence, high_dw_q, predicted_dw_q_error, weighted_keys
+from probes.spectral import spectral_norm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from analysis.autopsy import Subject
-from analysis.autopsy_bias import Bias, dithered_errors, head_with, measure_bias
-from analysis.capture import LayerCapture
-from analysis.delta_error import effective_numerics, group_of
 from attention.numerics import Numerics
 from attention.plan import PRESETS, AttentionSpec
 from attention.tiles import FORMAT_OF
+from autopsy.measure import Subject
+from autopsy.verdict import Bias, dithered_errors, head_with, measure_bias
 from errors import UserError
+from probes.capture import LayerCapture
+from probes.delta_error import effective_numerics, group_of
 
 REMOVED = 0.1
 """A change removes the bias if at most this much of the mean error is left, under dither."""

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from analysis.accumulation import Accumulation, count_ones
-from analysis.capture import LayerCapture
-from analysis.delta_error import effective_numerics, feature_errors, problem_of
-from analysis.figures import canvas
-from analysis.figures.canvas import Drawn
-from analysis.figures.delta import first_token
 from attention.exact import exact_float32
 from attention.rounding import round_to
+from figures import canvas
+from figures.canvas import Drawn
+from figures.delta import first_token
+from probes.accumulation import Accumulation, count_ones
+from probes.capture import LayerCapture
+from probes.delta_error import effective_numerics, feature_errors, problem_of
 
 ZOOM = 25
 FIRST_QUERY = 3

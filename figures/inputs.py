@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis import curves, hf_causal
-from analysis.capture import LayerCapture, capture
-from analysis.figures.delta import choose_head
-from analysis.figures.loss import RunCurves, norm_grid
-from analysis.spectral import spectral_norm
 from attention import AttentionSpec
+from autopsy import subjects
 from config import TrainConfig
 from errors import UserError, invalid
+from figures import curves
+from figures.delta import choose_head
+from figures.loss import RunCurves, norm_grid
 from model import GPT
-from scripts import autopsy
-from scripts.checkpoint_inputs import read_checkpoint
+from probes import hf_causal
+from probes.capture import LayerCapture, capture
+from probes.spectral import spectral_norm
 from training.metrics import read_metrics
 from training.telemetry import read_telemetry
+from training.weights import read_checkpoint
 
 TEXT_TOKENS, SHORTEST = 64, 5
 
@@ -85,7 +86,7 @@ def load_run(folder: Path, *, margin: float = 0.5, patience: int = 200) -> RunCu
 def open_checkpoint(folder: Path, device: torch.device) -> Opened:
     """The model of a checkpoint, or of the newest one of a run's folder. Raises ``UserError`` as ``read_checkpoint`` does."""
     loaded = read_checkpoint(folder)
-    model, config, replaced = autopsy.build(loaded, device)
+    model, config, replaced = subjects.build(loaded, device)
     if replaced:
         print(f"{folder}: computed by flash_reference in place of {', '.join(replaced)}, which cannot run here")
     return Opened(model.eval(), config, f"{config.run.name} step {loaded.step:,}")
@@ -95,8 +96,8 @@ def validation_tokens(
     folder: Path, length: int, count: int, vocabulary: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """``count`` sequences spread over the validation tokens: tokens and targets [B, T]. Raises ``UserError``."""
-    tokens = autopsy.read_tokens(folder, vocabulary)
-    ((tokens_BT, targets_BT),) = autopsy.spread(tokens, 1, count, length, str(folder))
+    tokens = subjects.read_tokens(folder, vocabulary)
+    ((tokens_BT, targets_BT),) = subjects.spread(tokens, 1, count, length, str(folder))
     return tokens_BT.to(device), targets_BT.to(device)
 
 
@@ -222,7 +223,7 @@ class Inputs:
         config = opened.config
         folder = self._args.data or Path(config.data.dataset)
         tokens_BT, targets_BT = validation_tokens(folder, length, count, config.model.vocab_size, self.device)
-        scale = autopsy.FP16_LOSS_SCALE if config.precision.dtype == "float16" else 1.0
+        scale = subjects.FP16_LOSS_SCALE if config.precision.dtype == "float16" else 1.0
         parts = [
             capture(
                 opened.model,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from analysis.figures import canvas
-from analysis.figures.canvas import Drawn
-from analysis.plots import COLOURS
-from analysis.spectral import spectral_norm
+from figures import canvas
+from figures.canvas import Drawn
+from figures.courses import COLOURS
+from probes.spectral import spectral_norm
 
 OUTLIER = 1.5
 """A head is an outlier from this many times the layer's median on."""

@@ -1,0 +1,150 @@
+"""What an autopsy looks at: a checkpoint of this repository on its validation data, or a Hugging Face folder on a text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import config as configuration
+from attention import AttentionSpec, LayerPlan, registry
+from autopsy.measure import Subject
+from config import TrainConfig
+from data.token_files import TokenFile
+from errors import UserError, invalid
+from model import GPT
+from probes import hf_causal
+from probes.capture import LayerCapture, capture
+from training.checkpoint import Loaded
+from training.intervention import Switch, plans_at
+from training.precision import PrecisionConfig
+from training.weights import load_weights, read_checkpoint
+
+FP16_LOSS_SCALE = 2.0**16
+"""GradScaler's first: dO of a mean loss underflows in FP16 without one."""
+
+
+def build(loaded: Loaded, device: torch.device) -> tuple[GPT, TrainConfig, list[str]]:
+    """The model with the attention it was last trained with, its config, and the backends that cannot run here."""
+    config = configuration.from_json(TrainConfig, loaded.config_json)
+    base = config.attention.resolve(config.model.n_layer, config.model.n_head)
+    plans = plans_at(base, switches_of(loaded), loaded.step)
+    served = [serve(plan, config, device) for plan in plans]
+    model = GPT(config.model, tuple(served))
+    load_weights(model, loaded)
+    for name, value in loaded.model_state.items():
+        if not bool(value.isfinite().all()):
+            raise UserError(f"checkpoint {loaded.path}: {name} is not finite: examine an earlier checkpoint")
+    replaced = {g.backend for plan, now in zip(plans, served, strict=True) if plan != now for g in plan.groups}
+    return model.to(device).train(), config, sorted(replaced)
+
+
+def switches_of(loaded: Loaded) -> list[Switch]:
+    """The switches of attention that the run made up to its checkpoint."""
+    made = [Switch(**entry) for entry in loaded.extra.get("switches", ())]
+    return [switch for switch in made if switch.step <= loaded.step]
+
+
+def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPlan:
+    """The plan; where its backend cannot run here, with ``flash_reference`` at the same numerics. The page says so."""
+    model, dtype = config.model, config.precision.torch_dtype
+    try:
+        registry.check([plan], device=device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap)
+    except UserError:
+        groups = tuple(dataclasses.replace(group, backend="flash_reference") for group in plan.groups)
+        return dataclasses.replace(plan, groups=groups)
+    return plan
+
+
+def spread(tokens_N: Tensor, batches: int, sequences: int, length: int, where: str) -> list[tuple[Tensor, Tensor]]:
+    """Sequences spread evenly over the data, dealt out so that every batch has some of everywhere: (tokens, targets)."""
+    wanted = batches * sequences
+    if len(tokens_N) < wanted * (length + 1):
+        raise invalid("--data", where, f"at least {wanted * (length + 1)} tokens for {wanted} sequences of {length}")
+    starts = torch.linspace(0, len(tokens_N) - length - 1, wanted, dtype=torch.float64).long()
+    rows = tokens_N[starts[:, None] + torch.arange(length + 1)]
+    return [(rows[batch::batches, :-1], rows[batch::batches, 1:]) for batch in range(batches)]
+
+
+def read_tokens(path: Path, vocabulary_size: int, split: str = "val") -> Tensor:
+    """Tokens [N] int64 of a data set that this vocabulary covers."""
+    if path == Path():  # of a run whose recording carried its tokens
+        raise invalid("--data", "", "the folder of a data set: the run's own config names none")
+    data = TokenFile.open(path, split)
+    if data.header.vocabulary_size > vocabulary_size:
+        raise invalid("--data", str(path), f"tokens of at most the model's vocabulary, {vocabulary_size}")
+    return torch.from_numpy(data.tokens.astype("int64"))
+
+
+def checkpoint_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
+    """A checkpoint of this repository on its own validation data."""
+    loaded = read_checkpoint(arguments.checkpoint)
+    model, config, replaced = build(loaded, device)
+    length = min(arguments.length, config.data.sequence_length)
+    path = arguments.data or Path(config.data.dataset)
+    tokens = read_tokens(path, config.model.vocab_size)
+    batches = spread(tokens, arguments.batches, arguments.sequences, length, str(path))
+    scale = FP16_LOSS_SCALE if config.precision.dtype == "float16" else 1.0
+
+    def look(batch: int, layers: Sequence[int] | None) -> list[LayerCapture]:
+        tokens_BT, targets_BT = (x.to(device) for x in batches[batch])
+        context = config.precision.autocast(device)
+        return capture(model, tokens_BT, targets_BT, layers, autocast=context, loss_scale=scale)
+
+    facts = {
+        "step": str(loaded.step),
+        "attention": config.attention.label(),
+        "dtype": config.precision.dtype,
+        **facts_of(arguments, path, length, device),
+    }
+    if switched := switches_of(loaded):
+        facts["switched"] = ", ".join(switch.option() for switch in switched) + " (step:layer:preset)"
+    if replaced:
+        facts["computed by"] = f"flash_reference in place of {', '.join(replaced)}, which cannot run here"
+    return Subject(
+        name=str(loaded.path),
+        n_layer=config.model.n_layer,
+        n_head=config.model.n_head,
+        batches=arguments.batches,
+        capture=look,
+        w_q=lambda layer: model.w_q(layer).detach(),
+        facts=facts,
+    )
+
+
+def folder_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
+    """A Hugging Face folder, with the attention that the command line names."""
+    spec = AttentionSpec(preset=arguments.attention, numerics=arguments.numerics)
+    dtype = PrecisionConfig(dtype=arguments.dtype).torch_dtype
+    model = hf_causal.load(arguments.hf, spec, dtype, device)
+    head_dim = model.w_q(0).shape[0] // model.n_head
+    registry.check(model.plans, device=device, dtype=dtype, head_dim=head_dim)
+    if arguments.data is None:
+        raise UserError("--hf needs --data: a text file, or a data set of the model's tokens")
+    path = arguments.data
+    tokens = hf_causal.tokenise(arguments.hf, path) if path.is_file() else read_tokens(path, model.vocabulary_size)
+    length = min(arguments.length, model.positions)
+    batches = spread(tokens, arguments.batches, arguments.sequences, length, str(path))
+    return Subject(
+        name=str(arguments.hf),
+        n_layer=model.n_layer,
+        n_head=model.n_head,
+        batches=arguments.batches,
+        capture=lambda batch, layers: model.capture(*batches[batch], layers),
+        w_q=model.w_q,
+        facts={
+            "family": model.model.config.model_type,
+            "attention": f"{spec.label()} (assumed: the folder does not say)",
+            "dtype": arguments.dtype,
+            **facts_of(arguments, path, length, device),
+        },
+    )
+
+
+def facts_of(arguments: argparse.Namespace, path: Path, length: int, device: torch.device) -> dict[str, str]:
+    wanted = arguments.batches * arguments.sequences
+    return {"data": f"{path}, {wanted} sequences of {length} tokens", "device": device.type}
