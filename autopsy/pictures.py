@@ -9,9 +9,9 @@ import numpy as np
 
 from autopsy.changes import Change, HeadChanges
 from autopsy.measure import Findings, HeadEvidence
-from figures.courses import COLOURS, DPI, SMALL, TEXT
 
-ORANGE, BLUE = COLOURS[0], COLOURS[1]
+ORANGE, BLUE = "#D55E00", "#0072B2"
+DPI, TEXT, SMALL = 200, 9.0, 7.5
 GREY = "#999999"
 _Z_SHOWN = 10.0
 """Colours saturate there."""
