@@ -1,0 +1,426 @@
+"""The Triton kernels against the PyTorch backends of the same numerics, and against fp64: in Triton's interpreter, or on a GPU.
+
+The interpreter is chosen when a kernel is defined, for the whole process, and inductor cannot live with it; so the tests of the CPU
+run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` starts. Single sites are in test_sites.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from attention_cases import CASES, Problem, magnitudes, make, oracle, relative_errors, run, share_apart, weights_seen
+from kernel_tests import pass_in_the_interpreter, poison_new_tensors
+from test_bias import TOPS, rows
+from torch import Tensor
+
+import attention
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention.plan import PRESETS
+from errors import UserError
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
+IN_PYTORCH = {"flash": "flash_reference", "standard_triton": "standard"}
+BACKENDS = list(IN_PYTORCH)
+TILES = ("tile_q=16", "tile_k=16")  # neither divides T = 40: partial blocks in both directions
+NAMES = ("o", "dq", "dk", "dv")
+on_gpu = pytest.mark.gpu if not INTERPRETED else pytest.mark.skip(reason="sizes for a GPU")
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
+slow = pytest.mark.slow
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_tensors(monkeypatch)
+
+
+def problem(
+    case: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] = (1, 40, 2, 16)
+) -> Problem:
+    p = make("random" if case == "huge" else case, dtype, device, shape)
+    return Problem(p.q * 300, p.k * 300, p.v, p.do) if case == "huge" else p
+
+
+def spec(
+    preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, backend: str = "flash"
+) -> AttentionSpec:
+    own_tiles = preset in ("flash_untiled", "standard")
+    return AttentionSpec(preset=preset, numerics=numerics, sites=() if own_tiles else sites, backend=backend)
+
+
+def chosen(backend: str, *, kernel: bool = True, **settings) -> AttentionSpec:  # type: ignore[no-untyped-def]
+    preset = "standard" if backend == "standard_triton" else "flash"
+    return spec(preset, backend=backend if kernel else IN_PYTORCH[backend], **settings)
+
+
+def largest_score(p: Problem) -> float:
+    return (p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max()).item() * p.q.shape[-1] ** -0.5
+
+
+def assert_agree(p: Problem, kernel: AttentionSpec, in_pytorch: AttentionSpec, **settings) -> None:  # type: ignore[no-untyped-def]
+    """They differ by less than a quarter of the rounding error of the PyTorch backend, or by FP32 noise of the size of the scores.
+
+    Standard attention alone rounds sums of all keys: tensor cores cut them toward zero, here taken as one last place for 16 terms,
+    which all terms of one sign have in common. A share noise / u of values then rounds to the neighbour, u away, where u is sqrt(12)
+    times the rounding error: sqrt(u * noise) in the root of the mean square, up to half of the rounding error.
+    """
+    found, expected = (run(p, x, **settings) for x in (kernel, in_pytorch))
+    exact, unit = oracle(p, settings.get("softcap", 0.0)), magnitudes(p)
+    apart = relative_errors(found, tuple(x.double() for x in expected), unit)
+    noise = 2.0**-24 * p.q.shape[1] / 16
+    for name, x, distance, own in zip(NAMES, found, apart, relative_errors(expected, exact, unit), strict=True):
+        assert x.dtype == (expected[0].dtype if name == "o" else p.q.dtype)
+        flips = min((12**0.5 * own * noise) ** 0.5, own / 2) if kernel.preset == "standard" else 0.0
+        floor = 2.0**-24 * max(largest_score(p), 16) if kernel.preset == "standard" else 2.0**-21
+        assert distance <= max(own / 4, floor, flips), f"{name}: {distance:.2e} apart, own error {own:.2e}"
+
+
+def flash_agrees(p: Problem, preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, **more) -> None:  # type: ignore[no-untyped-def]
+    assert_agree(p, spec(preset, numerics, sites), spec(preset, numerics, sites, "flash_reference"), **more)
+
+
+def assert_as_exact(p: Problem, backend: str, **settings) -> None:  # type: ignore[no-untyped-def]
+    """Error against fp64 at most twice that of the PyTorch backend, the floor being the unit of the format and that of L in FP32."""
+    exact, unit = oracle(p), magnitudes(p)
+    floor = max(2.0**-24 * max(largest_score(p), 16), 0 if p.q.dtype == torch.float32 else 2.0**-10)
+    own = relative_errors(run(p, chosen(backend, kernel=False, **settings)), exact, unit)
+    errors = relative_errors(run(p, chosen(backend, **settings)), exact, unit)
+    for name, error, limit in zip(NAMES, errors, own, strict=True):
+        assert error <= 2 * max(limit, floor), f"{name}: {error:.2e}, in PyTorch {limit:.2e}"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
+@pytest.mark.timeout(600)
+def test_the_kernels_in_tritons_interpreter() -> None:
+    pass_in_the_interpreter(__file__, "-m", "not gpu and not slow")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
+@slow
+@pytest.mark.timeout(900)
+def test_the_slow_cases_in_tritons_interpreter() -> None:
+    pass_in_the_interpreter(__file__, "-m", "slow and not gpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "head_dim", "reason"),
+    [
+        (spec("flash"), 64, "it needs a CUDA device (or TRITON_INTERPRET=1); flash_reference runs anywhere"),
+        (spec("flash"), 48, "it takes head dims 16, 32, 64, 128, not 48"),
+        (spec("flash_stable", sites=("tile_k=24",)), 64, "it needs tile_k divisible by 16, not 24"),
+        (spec("flash", sites=("tile_q=8", "gradient_accumulator=bf16")), 64, "it needs tile_q divisible by 16, not 8"),
+        (chosen("standard_triton"), 64, "it needs a CUDA device (or TRITON_INTERPRET=1); standard runs anywhere"),
+    ],
+)
+def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
+    asked: AttentionSpec, head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention.registry, "_interprets", lambda: "CUDA" not in reason)
+    with pytest.raises(UserError) as error:
+        attention.check(
+            AttentionConfig(default=asked).resolve(1, 2), device="cpu", dtype=torch.bfloat16, head_dim=head_dim
+        )
+    assert reason in str(error.value)
+    assert "backends that can: " in str(error.value)
+
+
+@in_interpreter
+def test_the_two_faults_of_the_interpreter_that_triton_numerics_works_around() -> None:
+    """If this fails because Triton mended one, drop the workaround."""
+    import triton.language as tl
+
+    @triton.jit
+    def fault_kernel(p_x, p_y, p_cast, p_dot):  # type: ignore[no-untyped-def]
+        o = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        b_x = tl.load(p_x + o)
+        tl.store(p_cast + o, tl.load(p_y + o).to(tl.bfloat16))
+        tl.store(p_dot + o, tl.dot(b_x, b_x))
+
+    x = torch.ones(16, 16, dtype=torch.bfloat16)
+    y = torch.full((16, 16), 1 + 0.75 * 2**-7)
+    cast, product = torch.zeros_like(x), torch.zeros(16, 16)
+    fault_kernel[(1,)](x, y, cast, product)
+    assert torch.all(cast == 1)  # nearest is 1 + 2^-7
+    assert not torch.any(product == 16)
+
+
+@pytest.mark.parametrize("numerics", ["hardware", pytest.param("paper", marks=slow), pytest.param("fp32", marks=slow)])
+@pytest.mark.parametrize("preset", FLASH)
+def test_every_preset_agrees_with_the_reference(preset: str, numerics: str, device: torch.device) -> None:
+    shape = (1, 40, 2 if "stochastic" in preset else 1, 16)
+    p = problem("tied" if "stable" in preset else "random", device, shape=shape)
+    flash_agrees(p, preset, numerics, seed=5)
+
+
+@pytest.mark.parametrize("numerics", ["hardware", "paper", "fp32"])
+def test_standard_attention_agrees_with_the_matrices(numerics: str, device: torch.device) -> None:
+    assert_agree(problem("tied", device), *(spec("standard", numerics, (), b) for b in ("standard_triton", "standard")))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [*CASES, "huge"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_as_exact_as_in_pytorch_against_fp64(case: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    if backend == "standard_triton" and case == "huge" and dtype == torch.float16:
+        pytest.skip("S leaves the range of FP16 there")
+    assert_as_exact(problem(case, device, dtype, (1, 33, 1, 16)), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17])
+def test_any_length_works(length: int, backend: str, device: torch.device) -> None:
+    assert_as_exact(problem("random", device, torch.float32, (2, length, 1, 16)), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_other_head_dims_and_default_tiles(head_dim: int, backend: str, device: torch.device) -> None:
+    p = problem("random", device, shape=(1, 33, 1, head_dim))
+    assert_agree(p, chosen(backend, sites=()), chosen(backend, kernel=False, sites=()))
+
+
+@pytest.mark.parametrize("preset", ["flash", "flash_stable", "flash_fp32_o"])
+@pytest.mark.parametrize("tile", [0, pytest.param(32, marks=slow), 48])
+def test_a_tile_of_many_blocks_is_kept(preset: str, tile: int, device: torch.device) -> None:
+    """tile_k = 48 is no block size, 0 is the whole sequence: the kernel walks the tile in blocks and rounds once a tile."""
+    sites = (f"tile_k={tile}", "tile_q=16", "statistics=bf16", "tile_product=bf16", "accumulator=m4")
+    flash_agrees(problem("tied", device, shape=(1, 70, 1, 16)), preset, sites=sites)
+
+
+@pytest.mark.parametrize(
+    "sites",
+    [
+        ("probabilities_rounding=stochastic",),
+        ("delta_output=residual8",),
+        ("statistics=m4", "tile_product=m6"),
+        ("row_max=stabilised_safe",),
+        ("tile_k=48", "delta_output=fp32", "accumulator=m5"),
+    ],
+    ids=" ".join,
+)
+def test_o_is_divided_by_the_sum_that_the_reference_makes(sites: tuple[str, ...], device: torch.device) -> None:
+    """P_bar in three bits, so that its sum is far from l; rows of blocks without and with hidden columns."""
+    p = problem("random", device, torch.float32, (1, 70, 1, 16))
+    flash_agrees(p, "flash_rounded_sum", sites=(*TILES, "probabilities=m3", *sites), seed=5)
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 2, 16), (1, 33, 1, 64)])
+@pytest.mark.parametrize("tiles", [(16, 16), (32, 48)])
+def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[int, int], device: torch.device) -> None:
+    """Of P_bar one by one. Exponentials may differ in the last bit of FP32, which seldom shows; other bits would, in a third of them."""
+    kernel = spec("flash_stochastic_p", sites=(f"tile_q={tiles[0]}", f"tile_k={tiles[1]}"))
+    in_pytorch = spec("flash_stochastic_p", sites=(), backend="flash_reference")
+    found, expected = (weights_seen(x, device, shape, seed=2**40 + 7) for x in (kernel, in_pytorch))
+    assert share_apart(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sites"),
+    [
+        (torch.float16, ()),
+        (torch.float32, ("probabilities=m3",)),  # fewer random bits than are cut off
+        (torch.bfloat16, ("tile_k=48", "statistics=m12", "tile_product=m12", "accumulator=m12")),
+        (torch.bfloat16, ("products=tf32x3", "row_max=stabilised_safe")),
+        (torch.bfloat16, ("output_rounding=stochastic", "delta_output=m4", "delta_rounding=stochastic")),
+    ],
+)
+def test_draws_agree_in_other_formats_and_tiles(
+    dtype: torch.dtype, sites: tuple[str, ...], device: torch.device
+) -> None:
+    p = problem("random", device, dtype, (2, 40, 1, 16))
+    flash_agrees(p, "flash", sites=(*TILES, "probabilities_rounding=stochastic", *sites), seed=2**40 + 7)
+
+
+@pytest.mark.parametrize("preset", ["flash", "flash_delta_from_p", "flash_stochastic_o"])
+def test_microcosm_numerics_agree(preset: str, device: torch.device) -> None:
+    flash_agrees(problem("random", device, torch.float32, (1, 40, 1, 16)), preset, "microcosm", sites=())
+
+
+@pytest.mark.parametrize("preset", ["flash", "flash_delta_from_p", "flash_recompute_o"])
+def test_softcap_agrees(preset: str, device: torch.device) -> None:
+    flash_agrees(problem("peaked", device, torch.float32, (1, 33, 1, 16)), preset, softcap=5.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_full_attention_agrees_in_both_directions(backend: str, device: torch.device) -> None:
+    p = problem("random", device, torch.float32, (1, 35, 2, 16))
+
+    def full(q, k, v, plan, **settings):  # type: ignore[no-untyped-def]
+        return attention.run(q, k, v, plan, causal=False, **settings)
+
+    found, expected = (run(p, chosen(backend, kernel=kernel), call=full) for kernel in (True, False))
+    assert max(relative_errors(found, tuple(x.double() for x in expected))) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_views_and_gradients_give_the_same_bits(backend: str, device: torch.device) -> None:
+    p = problem("random", device)
+    plan = AttentionConfig(default=chosen(backend)).resolve(1, 2)[0]
+    seed = torch.tensor(0, device=device)
+    fused = torch.cat([p.q, p.k, p.v], dim=2).requires_grad_()
+    apart = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    outputs = [attention.run(*views, plan, rounding_seed=seed) for views in (fused.split(2, dim=2), apart)]
+    assert torch.equal(*outputs)
+    expanded = p.do[:, :1, :, :1].expand(p.do.shape)  # strides of 0
+    (found,) = torch.autograd.grad(outputs[0], fused, expanded)
+    assert torch.equal(found, torch.cat(torch.autograd.grad(outputs[1], apart, expanded.contiguous()), dim=2))
+
+
+@in_interpreter
+@pytest.mark.parametrize("preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtracted", "standard"])
+def test_blocks_fetched_through_descriptors_are_the_same(
+    preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of Hopper's copy engine, which the interpreter can walk: lengths that no block divides, and head dim 64."""
+    from attention import standard_triton, triton_backward, triton_forward
+
+    p = problem("random", device, shape=(1, 70, 1, 64))
+    backend = "standard_triton" if preset == "standard" else "flash"
+    asked = spec(preset, sites=("tile_q=64", "tile_k=32"), backend=backend)
+    plain = run(p, asked)
+    allowed = Mock(return_value=True)
+    for module in (triton_forward, triton_backward, standard_triton):
+        monkeypatch.setattr(module, "takes_descriptor", allowed)
+    through = run(p, asked)
+    assert allowed.call_count > 1
+    assert all(torch.equal(a, b) for a, b in zip(plain, through, strict=True))
+
+
+def test_heads_of_a_mixture_get_what_they_would_get_alone(device: torch.device) -> None:
+    p = problem("random", device, shape=(1, 20, 3, 16))
+    specs = [spec("flash"), spec("flash_delta_from_p"), chosen("standard_triton")]
+    rules = tuple(AttentionRule(heads=(h,), attention=specs[h]) for h in (1, 2))
+    q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+    plan = AttentionConfig(default=specs[0], rules=rules).resolve(1, 3)[0]
+    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device))
+    mixed = (o.detach(), *torch.autograd.grad(o, (q, k, v), p.do))
+    for head, alone in enumerate(specs):
+        for x, y in zip(mixed, run(p, alone), strict=True):
+            assert torch.equal(x[:, :, head], y[:, :, head])
+
+
+def signed_errors(case, backend: str) -> Tensor:  # type: ignore[no-untyped-def]
+    """Row means of the error of O, one row each of the rows of test_bias."""
+    q, k = (torch.nn.functional.pad(x, (0, case.v.shape[3] - x.shape[3])) for x in (case.q, case.k))
+    plan = AttentionConfig(default=spec("flash", "paper", TILES, backend)).resolve(1, 1)[0]
+    o = attention.run(q, k, case.v, plan, rounding_seed=torch.tensor(0, device=q.device), causal=False, scale=1.0)
+    return (o[:, 0, 0].double() - case.exact()).mean(dim=-1)
+
+
+@pytest.mark.parametrize("sign", [-1.0, pytest.param(1.0, marks=slow)])
+def test_signed_bias_is_the_references(sign: float, device: torch.device) -> None:
+    """Tied maxima, V of one sign, paper numerics: the bias is there, and it is the same bias."""
+    case = rows(sign, others=1.0)
+    n = len(TOPS) // 8 if INTERPRETED else len(case.q)
+    parts = {name: getattr(case, name)[-n:, ..., : 16 if name == "v" else None].to(device) for name in "qkv"}
+    case = replace(case, **parts)
+    found, expected = (signed_errors(case, backend) for backend in ("flash", "flash_reference"))
+    standard_error = expected.std().item() / n**0.5
+    assert sign * found.mean() > 10 * standard_error
+    assert abs(found.mean() - expected.mean()) < standard_error / 4
+
+
+@pytest.mark.parametrize(
+    "preset", ["flash", "flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtracted", "standard"]
+)
+def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None:
+    p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))
+    asked = spec(preset, sites=(), backend="standard_triton" if preset == "standard" else "flash")
+    first = run(p, asked, seed=3)
+    for _ in range(1 if INTERPRETED else 50):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(p, asked, seed=3), strict=True))
+
+
+@pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtracted", "standard"])
+def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> None:
+    from attention import flash_triton, standard_triton
+
+    p = problem("random", device, shape=(1, 6, 1, 16))
+    q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+    operator = standard_triton._forward if preset == "standard" else flash_triton._forward
+    arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(operator, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtracted", "standard"])
+def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> None:
+    p = problem("tied", device, shape=(1, 20, 1, 16))
+    torch.compiler.reset()
+    compiled = torch.compile(attention.run, backend="aot_eager" if INTERPRETED else "inductor")
+    asked = spec(preset, "paper", backend="standard_triton" if preset == "standard" else "flash")
+    eager, found = run(p, asked, seed=3), run(p, asked, seed=3, call=compiled)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 1000, 1024, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dtype) -> None:
+    for case in (*CASES, "huge"):
+        p = problem(case, torch.device("cuda"), dtype, (2, length, 3, head_dim))
+        assert_as_exact(p, "flash", sites=("tile_q=64", "tile_k=64"))
+        if case != "huge":
+            assert_agree(p, *(chosen("standard_triton", kernel=kernel) for kernel in (True, False)))
+
+
+@on_gpu
+@pytest.mark.parametrize("preset", FLASH)
+@pytest.mark.parametrize("numerics", ["hardware", "paper"])
+def test_presets_at_real_sizes_on_a_gpu(preset: str, numerics: str) -> None:
+    p = problem("tied", torch.device("cuda"), shape=(1, 1100, 2, 64))
+    flash_agrees(p, preset, numerics, sites=("tile_q=512", "tile_k=512") if numerics == "paper" else ("tile_k=64",))
+
+
+@on_gpu
+def test_indices_beyond_32_bits() -> None:
+    """More than 2^31 elements a tensor: the last batch entry must come out as it does alone."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    fused = torch.randn(2800, 1024, 36, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+    plan = AttentionConfig(default=spec("flash", sites=())).resolve(1, 12)[0]
+    seed = torch.tensor(0, device="cuda")
+    o = attention.run(*fused.split(12, dim=2), plan, rounding_seed=seed)
+    (gradient,) = torch.autograd.grad(o, fused, o.detach())
+    alone = fused.detach()[-1:].clone().requires_grad_()
+    o_alone = attention.run(*alone.split(12, dim=2), plan, rounding_seed=seed)
+    assert torch.equal(o[-1:], o_alone)
+    assert torch.equal(gradient[-1:], torch.autograd.grad(o_alone, alone, o_alone.detach())[0])
+
+
+@on_gpu
+def test_cuda_graphs_replay_forward_and_backward() -> None:
+    p = problem("random", torch.device("cuda"), shape=(2, 256, 4, 64))
+    asked = spec("flash_stochastic_p_o", sites=())
+    expected = run(p, asked, seed=1)
+    plan = AttentionConfig(default=asked).resolve(1, 4)[0]
+    q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+    seed = torch.tensor(0, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        o = attention.run(q, k, v, plan, rounding_seed=seed)
+        return o, *torch.autograd.grad(o, (q, k, v), p.do)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    seed.fill_(1)  # a new seed needs no new graph
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))

@@ -1,0 +1,118 @@
+"""P_bar as P_bar V reads it, in the reference: drawn (site ``probabilities_rounding``), and what O is divided by (site ``divisor``).
+
+The bits of the draws are in test_rounding.py, their bias in test_bias.py, the kernels in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Problem, make, oracle, run, share_apart, weights_seen
+from torch import Tensor
+
+import attention
+from attention import AttentionConfig, AttentionSpec
+
+CPU = torch.device("cpu")
+TILES = ("tile_q=16", "tile_k=16")
+WHOLE = ("tile_q=0", "tile_k=0", "exponent=subtracted", "output=fp32")
+STOCHASTIC = AttentionSpec(preset="flash_stochastic_p")
+SHAPE = (2, 45, 2, 16)
+
+
+def random() -> Problem:
+    return make("random", torch.bfloat16, CPU)
+
+
+def one_value() -> Problem:
+    """V is the same at all keys."""
+    p = random()
+    return Problem(p.q, p.k, p.v[:, :1].expand_as(p.v).contiguous(), p.do)
+
+
+def equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def by_divisor(p: Problem, *sites: str, tiles: tuple[str, ...] = TILES, seed: int = 0) -> list[tuple[Tensor, ...]]:
+    """With O divided by the sum of the rounded P_bar, and by l."""
+    return [run(p, AttentionSpec(sites=(*tiles, f"divisor={d}", *sites)), seed=seed) for d in ("rounded", "unrounded")]
+
+
+@pytest.mark.parametrize("tiles", [(0, 0), (1, 1), (7, 64), (64, 7), (16, 20)])
+def test_p_bar_is_drawn_alike_in_any_tiles(tiles: tuple[int, int]) -> None:
+    spec = AttentionSpec(preset="flash_stochastic_p", sites=(f"tile_q={tiles[0]}", f"tile_k={tiles[1]}"))
+    assert share_apart(weights_seen(spec, CPU, SHAPE), weights_seen(STOCHASTIC, CPU, SHAPE)) == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "seed", "share"),
+    [(STOCHASTIC, 4, 1 / 3), (AttentionSpec(), 3, 1 / 4)],
+    ids=["another seed", "to nearest"],
+)
+def test_draws_differ_as_often_as_chance_has_it(other: AttentionSpec, seed: int, share: float) -> None:
+    """A value at x between its neighbours: two draws differ with probability 2 x (1 - x), draw and nearest with min(x, 1 - x)."""
+    drawn, others = weights_seen(STOCHASTIC, CPU, SHAPE, seed=3), weights_seen(other, CPU, SHAPE, seed=seed)
+    assert share_apart(drawn, others) == pytest.approx(share, abs=0.05)
+
+
+def test_p_bar_is_drawn_apart_in_every_batch_entry_and_head() -> None:
+    """All rows and heads have the same q and k: what differs are the draws."""
+    q = torch.ones(2, 8, 2, 16, dtype=torch.bfloat16)
+    k = torch.randn(1, 8, 1, 16, generator=torch.Generator().manual_seed(0)).expand(q.shape).bfloat16()
+    plan = AttentionConfig(flash_backend="flash_reference", default=STOCHASTIC).resolve(1, 2)[0]
+    heads = attention.run(q, k, k, plan, rounding_seed=torch.tensor(0)).transpose(1, 2).flatten(0, 1)
+    assert all(not torch.equal(heads[i], heads[j]) for i in range(4) for j in range(i))
+
+
+@pytest.mark.parametrize("delta", ["rowsum_p_dp", "recomputed_o"])
+@pytest.mark.parametrize("site", ["probabilities_rounding=stochastic", "divisor=rounded"])
+def test_the_backward_pass_has_nothing_of_it_but_o(site: str, delta: str) -> None:
+    """L and P are of unrounded P_bar: where delta does not read O, gradients are the same bits."""
+    plain, other = (
+        run(random(), AttentionSpec(sites=(*TILES, f"delta={delta}", *extra))) for extra in ((), (site,))
+    )
+    assert not torch.equal(plain[0], other[0])
+    assert equal(plain[1:], other[1:])
+
+
+def test_o_is_a_mean_by_the_weights_that_are_read() -> None:
+    p = random()
+    q, k, v = (x.double().transpose(1, 2) for x in (p.q, p.k, p.v))
+    s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf)
+    p_bar = torch.exp(s - s.amax(dim=-1, keepdim=True)).to(p.q.dtype).double()
+    expected = (p_bar @ v / p_bar.sum(dim=-1, keepdim=True)).transpose(1, 2)
+    found, plain = (x[0].double() for x in by_divisor(p, tiles=WHOLE))
+    assert (found - expected).norm() / expected.norm() < 1e-5  # but for P_bar at a boundary of BF16
+    assert (plain - expected).norm() / expected.norm() > 1e-4
+
+
+def test_a_value_that_all_keys_have_is_kept() -> None:
+    """One tile, so that no sum is rescaled: sums of BF16 numbers in FP32 are exact, v times the sum over the sum is v."""
+    p = one_value()
+    v = p.v.float()
+    kept, drifting = (x[0] for x in by_divisor(p, tiles=WHOLE))
+    assert (kept - v).abs().max() <= 2.0**-22 * v.abs().max()
+    assert (drifting - v).abs().max() > 2.0**-12 * v.abs().max()
+
+
+def test_the_sum_is_of_what_was_drawn() -> None:
+    p = one_value()
+    drawn = by_divisor(p, "probabilities_rounding=stochastic", "output=fp32", seed=3)[0][0]
+    assert (drawn - p.v.float()).abs().max() < 2.0**-20 * p.v.float().abs().max()
+
+
+@pytest.mark.parametrize("site", ["delta_output=fp32", "delta_output=residual16"])
+def test_the_o_for_delta_is_divided_by_it_too(site: str) -> None:
+    rounded, unrounded = by_divisor(random(), site)
+    assert not torch.equal(rounded[1], unrounded[1])
+
+
+def test_where_p_bar_is_not_rounded_the_sum_is_l() -> None:
+    assert equal(*by_divisor(random(), "probabilities=fp32"))
+
+
+def test_statistics_round_the_sum() -> None:
+    p = random()
+    fine, coarse = (by_divisor(p, *sites)[0][0].double() for sites in ((), ("statistics=m3",)))
+    assert (fine - oracle(p)[0]).norm() < (coarse - oracle(p)[0]).norm()
