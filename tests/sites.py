@@ -23,46 +23,73 @@ PLAIN = ("exponent=subtracted", "tile_q=32", "tile_k=16")
 
 
 @dataclass(frozen=True)
-class Site:
-    """What a site moves in the flash backends and in ``standard`` (REFUSED: it has not this site), given the sites ``beside`` it."""
+class Row:
+    """What values of a site move in the flash backends and in ``standard`` (REFUSED: it has not this site), given the sites ``beside``."""
 
     moves: str
     standard: str | None = REFUSED
     beside: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
-    """Values to try; empty: a coarse format, or all choices but the default."""
+    """Empty: a coarse format, or all choices but the default and those of other rows."""
 
 
-SITES: dict[str, Site] = {
-    "inputs": Site(ALL, standard=ALL),
-    "scores": Site(ALL, standard=ALL),
-    "statistics": Site(ALL),
-    "logsumexp": Site(GRADIENTS, standard=NOTHING),
-    "saved_statistics": Site(GRADIENTS),
-    "exponent": Site(ALL, beside=("exponent=folded",), values=("subtracted", "unfused")),
-    "probabilities": Site(ALL, standard=ALL.replace("dq dk ", "")),
-    "probabilities_rounding": Site(BY_DELTA, beside=("probabilities=m7",)),
-    "products": Site(BY_DELTA, standard=NOTHING),
-    "divisor": Site(BY_DELTA, beside=("probabilities=m3",)),
-    "tile_product": Site(BY_DELTA),
-    "accumulator": Site(BY_DELTA),
-    "output": Site(BY_DELTA, standard="o"),
-    "output_rounding": Site(BY_DELTA, standard="o", beside=("output=m3",)),
-    "output_gradient": Site(GRADIENTS, standard=GRADIENTS),
-    "delta": Site(DELTA, beside=("output=m3",)),
-    "delta_output": Site(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16")),
-    "delta_rounding": Site(DELTA, standard=NOTHING, beside=("delta_output=m3",)),
-    "delta_sum": Site(DELTA, standard=DELTA),
-    "probability_gradients": Site(DELTA, standard=DELTA),
-    "score_gradients": Site(DELTA, standard=DELTA),
-    "gradient_accumulator": Site(GRADIENTS, standard=NOTHING),
-    "row_max": Site(BY_DELTA, beside=("probabilities=m7",)),
-    "row_max_beta": Site(BY_DELTA, beside=("probabilities=m7", "row_max=stabilised"), values=("3",)),
-    "row_max_tolerance": Site(BY_DELTA, beside=("probabilities=m7", "row_max=stabilised"), values=("0.5",)),
-    "row_max_cap": Site(BY_DELTA, beside=("probabilities=m7", "row_max=stabilised_safe"), values=("0.5",)),
-    "tile_q": Site("dk dv", beside=("gradient_accumulator=m4",), values=("16",)),
-    "tile_k": Site(ALL, beside=("accumulator=m4",), values=("32",)),
+M7 = "probabilities=m7"
+SITES: dict[str, tuple[Row, ...]] = {
+    "inputs": (Row(ALL, standard=ALL),),
+    "scores": (Row(ALL, standard=ALL),),
+    "statistics": (Row(ALL),),
+    "logsumexp": (Row(GRADIENTS, standard=NOTHING),),
+    "saved_statistics": (Row(GRADIENTS),),
+    "exponent": (Row(ALL, beside=("exponent=folded",), values=("subtracted", "unfused")),),
+    "probabilities": (Row(ALL, standard="o dv"),),
+    "probabilities_rounding": (Row(BY_DELTA, beside=(M7,)),),
+    "products": (Row(BY_DELTA, standard=NOTHING),),
+    "divisor": (Row(BY_DELTA, beside=("probabilities=m3",)),),
+    "tile_product": (Row(BY_DELTA),),
+    "accumulator": (Row(BY_DELTA),),
+    "output": (Row(BY_DELTA, standard="o"),),
+    "output_rounding": (Row(BY_DELTA, standard="o", beside=("output=m3",)),),
+    "output_gradient": (Row(GRADIENTS, standard=GRADIENTS),),
+    "delta": (Row(DELTA, beside=("output=m3",)),),
+    "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16")),),
+    "delta_rounding": (Row(DELTA, standard=NOTHING, beside=("delta_output=m3",)),),
+    "delta_sum": (Row(DELTA, standard=DELTA),),
+    "probability_gradients": (Row(DELTA, standard=DELTA),),
+    "score_gradients": (Row(DELTA, standard=DELTA),),
+    "row_residual": (
+        Row(DELTA, beside=("delta_output=m3",)),
+        Row("dq", beside=("delta_output=m3",), values=("centred_keys",)),
+    ),
+    "gradient_accumulator": (Row(GRADIENTS, standard=NOTHING),),
+    "row_max": (
+        Row(BY_DELTA, beside=(M7,)),
+        Row(ALL, beside=("row_sum_floor=0.5",), values=("scaled",)),
+    ),
+    "row_max_beta": (Row(BY_DELTA, beside=(M7, "row_max=stabilised"), values=("3",)),),
+    "row_max_tolerance": (Row(BY_DELTA, beside=(M7, "row_max=stabilised"), values=("0.5",)),),
+    "row_max_cap": (Row(BY_DELTA, beside=(M7, "row_max=stabilised_safe"), values=("0.5",)),),
+    "row_sum_floor": (Row(ALL, values=("0.99",)),),
+    "hidden_tiles": (Row(ALL, beside=("row_sum_floor=0.5",)),),
+    "tile_q": (Row("dk dv", beside=("gradient_accumulator=m4",), values=("16",)),),
+    "tile_k": (Row(ALL, beside=("accumulator=m4",), values=("32",)),),
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of one site."""
+
+    site: str
+    value: str
+    row: Row
+
+    def __str__(self) -> str:
+        return f"{self.site}={self.value}"
+
+    def sites(self, *, changed: bool) -> tuple[str, ...]:
+        """Single sites of an ``AttentionSpec``: those beside the site, and, if ``changed``, the site itself."""
+        chosen = dict(site.split("=") for site in (*PLAIN, *self.row.beside))
+        return tuple(f"{k}={v}" for k, v in (chosen | ({self.site: self.value} if changed else {})).items())
 
 
 def is_format(name: str) -> bool:
@@ -70,19 +97,13 @@ def is_format(name: str) -> bool:
     return set(FORMATS) <= set(CHOICES.get(name, ()))
 
 
-def values(name: str) -> tuple[str, ...]:
-    """Values of a site to try beside ``SITES[name].beside``."""
-    if SITES[name].values:
-        return SITES[name].values
+def _values(name: str, row: Row) -> tuple[str, ...]:
+    if row.values:
+        return row.values
     if is_format(name):
         return ("m3",)
-    return tuple(value for value in CHOICES[name] if value != getattr(DEFAULT, name))
+    others = {value for other in SITES[name] for value in other.values}
+    return tuple(value for value in CHOICES[name] if value not in (getattr(DEFAULT, name), *others))
 
 
-CASES = [(name, value) for name in SITES for value in values(name)]
-
-
-def sites_of(name: str, value: str = "") -> tuple[str, ...]:
-    """Single sites of an ``AttentionSpec``: those beside the site, and, if a value is given, the site itself."""
-    chosen = dict(site.split("=") for site in (*PLAIN, *SITES[name].beside))
-    return tuple(f"{site}={text}" for site, text in (chosen | ({name: value} if value else {})).items())
+CASES = [Case(name, value, row) for name, rows in SITES.items() for row in rows for value in _values(name, row)]

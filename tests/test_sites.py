@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import magnitudes, make, oracle, relative_errors, run
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
-from sites import CASES, CHOICES, DEFAULT, FIELDS, PLAIN, SITES, is_format, sites_of
+from sites import CASES, CHOICES, DEFAULT, FIELDS, PLAIN, SITES, Case, is_format
 from torch import Tensor
 
 import attention
@@ -20,13 +20,13 @@ NAMES = ("o", "dq", "dk", "dv")
 SHAPE = (1, 40, 1, 16)  # which tiles of 32 x 16 do not divide
 KERNELS = [pytest.param("cpu" if INTERPRETED else "cuda", marks=[] if INTERPRETED else [pytest.mark.gpu])]
 here = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
-STANDARD = [case for case in CASES if SITES[case[0]].standard is not None]
-REFUSED = [
-    ("exponent", "folded" if value == "subtracted" else value) if name == "exponent" else (name, value)
-    for name, value in CASES
-]
-REFUSED = [case for case in REFUSED if SITES[case[0]].standard is None and not case[0].startswith("row_max_")]
-REFUSED.remove(("delta", "rowsum_p_dp"))  # which is what it has
+STANDARD = [case for case in CASES if case.row.standard is not None]
+REFUSED = [case for case in CASES if case.row.standard is None]
+EXACT_THERE = {"products"} if INTERPRETED else set()  # what tensor cores do in parts
+
+
+def cases(chosen: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", chosen, ids=str)
 
 
 @functools.cache
@@ -61,26 +61,29 @@ def test_every_site_has_a_row() -> None:
 
 
 @here
-@pytest.mark.parametrize(("site", "value"), CASES)
-def test_a_site_moves_what_it_reaches_in_the_reference(site: str, value: str) -> None:
-    found, plain = (results("flash_reference", sites_of(site, text)) for text in (value, ""))
-    assert moved(found, plain) == SITES[site].moves
+@cases(CASES)
+def test_a_site_moves_what_it_reaches_in_the_reference(case: Case) -> None:
+    found, plain = (results("flash_reference", case.sites(changed=changed)) for changed in (True, False))
+    assert moved(found, plain) == case.row.moves
 
 
 @here
-@pytest.mark.parametrize(("site", "value"), STANDARD)
-def test_a_site_moves_what_it_reaches_in_standard_attention(site: str, value: str) -> None:
-    found, plain = (results("standard", standard_sites(sites_of(site, text))) for text in (value, ""))
-    assert moved(found, plain) == SITES[site].standard
+@cases(STANDARD)
+def test_a_site_moves_what_it_reaches_in_standard_attention(case: Case) -> None:
+    found, plain = (results("standard", standard_sites(case.sites(changed=changed))) for changed in (True, False))
+    assert moved(found, plain) == case.row.standard
 
 
-@pytest.mark.parametrize("backend", ["standard", "standard_triton"])
-@pytest.mark.parametrize(("site", "value"), REFUSED)
-def test_standard_attention_refuses_a_site_that_it_has_not(site: str, value: str, backend: str) -> None:
-    """The kernels' own refusal is seen where they could run otherwise."""
-    if backend == "standard_triton" and not INTERPRETED:
-        pytest.skip("no GPU that is asked")
-    spec = AttentionSpec(preset="standard", sites=(f"{site}={value}",), backend=backend)
+@pytest.mark.parametrize("backend", ["standard_triton" if INTERPRETED else "standard"])
+@cases(REFUSED)
+def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: str) -> None:
+    """With q in FP32, and whatever the site takes beside it to act."""
+    own = ("delta=rowsum_p_dp", "exponent=subtracted")
+    site = f"{case.site}={DEFAULT.exponent if str(case) in own else case.value}"
+    if str(case) == "delta=rowsum_p_dp":
+        pytest.skip("that is what it has")
+    beside = () if case.site in ("exponent", "delta", "delta_output") else case.row.beside
+    spec = AttentionSpec(preset="standard", sites=(*beside, site), backend=backend)
     with pytest.raises(UserError) as error:
         attention.check(AttentionConfig(default=spec).resolve(1, 2), device="cpu", dtype=torch.float32, head_dim=16)
     assert "\n" not in str(error.value)
@@ -110,10 +113,10 @@ def test_a_value_that_a_site_has_not_is_refused_with_its_choices(site: str) -> N
 
 
 @here
-@pytest.mark.parametrize(("site", "value"), CASES)
-def test_a_site_is_kept_in_the_record(site: str, value: str) -> None:
-    numerics = AttentionSpec(sites=sites_of(site, value)).resolve()
-    assert str(getattr(numerics, site)).startswith(value)
+@cases(CASES)
+def test_a_site_is_kept_in_the_record(case: Case) -> None:
+    numerics = AttentionSpec(sites=case.sites(changed=True)).resolve()
+    assert str(getattr(numerics, case.site)).startswith(case.value)
     assert numerics_from_key(numerics.key()) == numerics
 
 
@@ -129,36 +132,33 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(__file__)
 
 
-# What the interpreter computes exactly, and tensor cores do not.
-EXACT_THERE = {"products"} if INTERPRETED else set()
+@pytest.mark.parametrize("device", KERNELS)
+@cases(CASES)
+def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: str) -> None:
+    found, plain = (results("flash", case.sites(changed=changed), device) for changed in (True, False))
+    assert moved(found, plain) == ("" if case.site in EXACT_THERE else case.row.moves)
 
 
 @pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize(("site", "value"), CASES)
-def test_a_site_moves_what_it_reaches_in_the_flash_kernels(site: str, value: str, device: str) -> None:
-    found, plain = (results("flash", sites_of(site, text), device) for text in (value, ""))
-    assert moved(found, plain) == ("" if site in EXACT_THERE else SITES[site].moves)
-
-
-@pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize(("site", "value"), CASES)
-def test_the_flash_kernels_round_as_the_reference(site: str, value: str, device: str) -> None:
-    found, expected = (results(backend, sites_of(site, value), device) for backend in ("flash", "flash_reference"))
+@cases(CASES)
+def test_the_flash_kernels_round_as_the_reference(case: Case, device: str) -> None:
+    found, expected = (results(backend, case.sites(changed=True), device) for backend in ("flash", "flash_reference"))
     for name, (distance, allowed) in apart(found, expected, device).items():
         assert distance <= allowed, name
 
 
 @pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize(("site", "value"), STANDARD)
-def test_the_standard_kernels_round_as_the_matrices(site: str, value: str, device: str) -> None:
-    sites = standard_sites(sites_of(site, value))
+@cases(STANDARD)
+def test_a_site_moves_what_it_reaches_in_the_standard_kernels(case: Case, device: str) -> None:
+    sites = [standard_sites(case.sites(changed=changed)) for changed in (True, False)]
+    found, plain = (results("standard_triton", each, device) for each in sites)
+    assert moved(found, plain) == case.row.standard
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@cases(STANDARD)
+def test_the_standard_kernels_round_as_the_matrices(case: Case, device: str) -> None:
+    sites = standard_sites(case.sites(changed=True))
     found, expected = (results(backend, sites, device) for backend in ("standard_triton", "standard"))
     for name, (distance, allowed) in apart(found, expected, device).items():
         assert distance <= allowed, name
-
-
-@pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize(("site", "value"), STANDARD)
-def test_a_site_moves_what_it_reaches_in_the_standard_kernels(site: str, value: str, device: str) -> None:
-    found, plain = (results("standard_triton", standard_sites(sites_of(site, text)), device) for text in (value, ""))
-    assert moved(found, plain) == SITES[site].standard

@@ -69,9 +69,7 @@ def test_p_bar_is_drawn_apart_in_every_batch_entry_and_head() -> None:
 @pytest.mark.parametrize("site", ["probabilities_rounding=stochastic", "divisor=rounded"])
 def test_the_backward_pass_has_nothing_of_it_but_o(site: str, delta: str) -> None:
     """L and P are of unrounded P_bar: where delta does not read O, gradients are the same bits."""
-    plain, other = (
-        run(random(), AttentionSpec(sites=(*TILES, f"delta={delta}", *extra))) for extra in ((), (site,))
-    )
+    plain, other = (run(random(), AttentionSpec(sites=(*TILES, f"delta={delta}", *extra))) for extra in ((), (site,)))
     assert not torch.equal(plain[0], other[0])
     assert equal(plain[1:], other[1:])
 
