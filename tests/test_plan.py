@@ -109,7 +109,7 @@ def test_stochastic_p_rounds_p_bar_on_every_base() -> None:
     formats = {
         base: AttentionSpec(preset="flash_stochastic_p", numerics=base).resolve().probabilities for base in BASES
     }
-    assert formats == {"hardware": "input", "paper": "input", "fp32": "input", "microcosm": "m7"}
+    assert formats == {"hardware": "input", "paper": "input", "published": "input", "fp32": "input", "microcosm": "m7"}
 
 
 def test_single_sites_override_the_preset() -> None:
