@@ -245,8 +245,7 @@ def remarks(results: Sequence[Result], *, margin: float, patience: int) -> list[
             lines.append(
                 f"{result.run} went back to an earlier step {result.rollbacks} times; only its final course counts."
             )
-    definition = curves.EXPLOSION_DEFINITION.format(margin=margin, patience=patience)
-    lines.append(definition)
+    lines.append(curves.EXPLOSION_DEFINITION.format(margin=margin, patience=patience))
     lines.append(
         f"Final training loss: mean of the last 1/{FINAL_SHARE} logged, at most {FINAL_MOST}; "
         "differs from 1st: first step whose training loss is not the same bits."
@@ -272,7 +271,7 @@ def write_table(path: Path, results: Sequence[Result], rows: Sequence[Sequence[s
         raise UserError(f"--table {path}: cannot be written ({error.strerror})") from None
 
 
-def draw(runs: Sequence[Run], results: Sequence[Result], path: Path, *, title: str, note: str, definition: str) -> None:
+def draw(runs: Sequence[Run], results: Sequence[Result], path: Path) -> None:
     """The picture: see ``figures.courses``.
 
     Raises:
@@ -289,7 +288,7 @@ def draw(runs: Sequence[Run], results: Sequence[Result], path: Path, *, title: s
             Course(label=f"{run.name}: {run.attention}, {end}", records=run.records, exploded_at=result.exploded_at)
         )
     try:
-        draw_courses(drawn, path, title=title, note=note, fine_print=definition)
+        draw_courses(drawn, path)
     except ImportError as error:
         raise invalid("--out", str(path), f"none, as matplotlib cannot be used here ({error})") from None
     except OSError as error:
@@ -306,8 +305,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out", default="compare.png", help="picture to write: .png, .pdf, .svg, or none (compare.png)"
     )
     parser.add_argument("--table", default="", help="also write the table to this file: .md or .json")
-    parser.add_argument("--title", default="", help="line above the plot")
-    parser.add_argument("--note", default="", help="text under the plot")
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     args = parser.parse_args(argv)
@@ -337,8 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_table(Path(args.table), results, rows, lines)
         print(f"Table: {args.table}")
     if args.out != "none":
-        definition = curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience)
-        draw(runs, results, Path(args.out), title=args.title, note=args.note, definition=definition)
+        draw(runs, results, Path(args.out))
         print(f"Picture: {args.out}")
 
 

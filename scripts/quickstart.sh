@@ -54,8 +54,7 @@ wait $standard || { tail -n 3 "$out/standard.log" >&2; exit 1; }
 
 echo "== result"
 "$python" scripts/compare_runs.py "$out"/runs/{failing,delta_from_p,standard} --patience 50 \
-  --out "$out/compare.png" --table "$out/compare.md" --title "One rounding, three runs on the same batches (CPU microcosm)" \
-  --note "Changed: only how attention's backward pass gets delta. O is rounded to one mantissa bit in all three runs. Shown: an error of O \
-that enters delta makes W_Q grow and the loss explode; without it the same batches train on. Not shown: where BF16's bias comes from. Here \
-the error acts because dO is computed through O's own rounding error, and stochastic rounding of O would not help."
+  --out "$out/compare.png" --table "$out/compare.md"
+echo "Changed: how the backward pass gets delta. O is rounded to one mantissa bit in all three runs."
+echo "Shown: an error of O that enters delta makes logits grow and the loss explode. Not shown: where BF16's error comes from."
 echo "== $((SECONDS - began)) s after the install; picture: $out/compare.png"

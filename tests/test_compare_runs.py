@@ -175,7 +175,7 @@ def test_the_definition_is_printed_with_its_numbers(tmp_path: Path, capsys: pyte
 
 
 def test_the_picture_is_drawn(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    compare(*pair, "--out", tmp_path / "c.png", "--title", "One change", "--note", "Only delta.")
+    compare(*pair, "--out", tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
