@@ -1,0 +1,100 @@
+"""Three tables from the runs here, as Markdown: python experiments/fast_failure/tables.py
+
+1. How far logits and W_Q of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv).
+2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv).
+3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+
+HERE = Path(__file__).resolve().parent
+THRESHOLD = 2.0**16 * math.log(2)
+FROM, EARLY, LATE = 1000, 2400, 5000
+SHARES = ("P_bar and O", "O", "P_bar", "nothing, own error", "nothing, hardly an error")
+ROWS = ("nearest", "stochastic", "p_unrounded", "subtracted", "unfused", "rounded_sum", "torch", "paper", "untiled")
+EDGES = (0.0, THRESHOLD / 4, THRESHOLD / 2, THRESHOLD, 2 * THRESHOLD, 4 * THRESHOLD, math.inf)
+
+
+def read(run: str, file: str) -> pd.DataFrame:
+    return pd.read_csv(HERE / "runs" / run / file).set_index("step")
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def spread(values: list[float]) -> str:
+    found = pd.Series(values).dropna()
+    return f"{number(found.median())} ({number(found.min())} - {number(found.max())})" if len(found) else "-"
+
+
+def growth() -> str:
+    kinds = pd.read_csv(HERE / "kinds.csv").set_index("run")["delta_shares"]
+    rows = []
+    for kind in SHARES:
+        probes = [read(run, "probes.csv") for run in kinds.index[kinds == kind]]
+        probes = [probe for probe in probes if probe.index.max() >= FROM]
+        logits = [probe["max_logit_1"] for probe in probes]
+        passed = [int(logit.index[logit >= 2 * THRESHOLD][0]) for logit in logits if (logit >= 2 * THRESHOLD).any()]
+        rows.append(
+            [kind, str(len(probes)), str(sum((logit[logit.index >= FROM] > 1000).any() for logit in logits))]
+            + [spread([float(probe["w_q_norm_1"].get(step, math.nan)) for probe in probes]) for step in (EARLY, LATE)]
+            + [spread([float(logit.get(step, math.nan)) for logit in logits]) for step in (EARLY, LATE)]
+            + [str(len(passed)), f"{min(passed):,} - {max(passed):,}" if passed else "-"]
+        )
+    heads = ["delta shares the rounding of", "runs", "logit beyond 1,000"]
+    heads += [f"W_Q at {step:,}: median (range)" for step in (EARLY, LATE)]
+    heads += [f"largest logit at {step:,}" for step in (EARLY, LATE)]
+    return markdown([*heads, f"beyond {2 * THRESHOLD:,.0f}", "first at step"], rows)
+
+
+def one_hot() -> str:
+    heads = pd.read_csv(HERE / "one_hot_heads.csv")
+    rows = []
+    for low, high in itertools.pairwise(EDGES):
+        cells = [f"{low:,.0f} - {high:,.0f}" if math.isfinite(high) else f"{low:,.0f} and more"]
+        for kind in ROWS:
+            here = heads[(heads["kind"] == kind) & (heads["max_logit"] >= low) & (heads["max_logit"] < high)]
+            cells.append(f"{here['delta_error'].median():.1e} ({len(here)})" if len(here) else "-")
+        rows.append(cells)
+    return markdown(["largest logit of the head", *ROWS], rows)
+
+
+def jumps() -> str:
+    rows = []
+    for run in sorted(path.name for path in (HERE / "runs").iterdir()):
+        attention = json.loads((HERE / "runs" / run / "config.json").read_text())["attention"]
+        groups = [one for one in attention if "1" in one.get("heads_of_layer", {"1": ()})]
+        logit, norms = read(run, "probes.csv")["max_logit_1"], read(run, "metrics.csv")["grad_norm"].dropna()
+        beyond = logit.index[logit >= 2 * THRESHOLD]
+        if len(groups) > 1 or not len(beyond):
+            continue
+        norms = norms[norms.index % 10 == 0]
+        first, step = int(logit.index[logit >= THRESHOLD][0]), int(beyond[0])
+        before = norms[(norms.index >= first - 500) & (norms.index < first)].median()
+        after = norms[(norms.index >= step) & (norms.index < step + 200)].median()
+        times = f"{after / before:.1f}"
+        rows.append([run, f"{first:,}", f"{step:,}", number(logit[step]), f"{before:.3f}", number(after), times])
+    heads = ["run", f"beyond {THRESHOLD:,.0f} at", f"beyond {2 * THRESHOLD:,.0f} at", "largest logit there"]
+    heads += ["gradient norm, 500 steps before", "200 steps after", "times"]
+    return markdown(heads, rows)
+
+
+def main() -> None:
+    print(growth(), one_hot(), jumps(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""experiments/: its scripts still run, and the tables of its pages are those of its files."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import summarize_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERIMENTS = ROOT / "experiments"
+SCRIPTS = sorted(path.relative_to(EXPERIMENTS) for path in EXPERIMENTS.rglob("*.py"))
+SUMMARIES = sorted(path.parent.name for path in EXPERIMENTS.glob("*/summary.csv"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_script_can_be_imported(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS / script.parent))
+    runpy.run_path(str(EXPERIMENTS / script), run_name="imported")
+
+
+@pytest.mark.parametrize("study", SUMMARIES)
+def test_the_summary_of_runs_is_that_of_their_files(study: str, tmp_path: Path) -> None:
+    steps = ["2400", "3500", "5000", "10000"]
+    summarize_runs.main([str(EXPERIMENTS / study / "runs"), "--out", str(tmp_path), "--at", *steps])
+    for name in ("summary.csv", "summary.md"):
+        assert (tmp_path / name).read_text() == (EXPERIMENTS / study / name).read_text()
+
+
+def test_the_tables_of_fast_failure_are_those_of_its_files() -> None:
+    command = [sys.executable, str(EXPERIMENTS / "fast_failure/tables.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    page = (EXPERIMENTS / "fast_failure/README.md").read_text()
+    assert len(printed.split("\n\n")) == 3
+    for table in printed.strip().split("\n\n"):
+        assert table in page
+
+
+def test_rows_that_look_at_one_key_are_exact_below_the_threshold_and_off_above() -> None:
+    rows = runpy.run_path(str(EXPERIMENTS / "one_hot_rows/rows.py"), run_name="imported")
+    assert rows["measure"]("flash", 32_768) == (0.0, 0.0)
+    assert rows["measure"]("flash", 131_072)[0] > 1e-3
+    assert rows["measure"]("flash_subtracted", 131_072) == (0.0, 0.0)
