@@ -174,7 +174,7 @@ def test_mistake_is_one_line_and_writes_nothing(
         (["configs/nope.py"], r"config file = 'configs/nope\.py': expected one of .*configs/debug\.py"),
         ([DEBUG, str(ROOT / "configs/ablations/outlier_heads.py")], r"attention\.rules\.0\.heads = 6: expected 0 to 3"),
         (
-            [DEBUG, str(ROOT / "configs/ablations/only_layer_2.py"), "--model.n-layer", "1"],
+            [DEBUG, str(ROOT / "configs/ablations/only_layer_1.py"), "--model.n-layer", "1"],
             r"attention\.rules\.0\.layers = 1: expected 0 to 0, counted from 0",
         ),
     ],

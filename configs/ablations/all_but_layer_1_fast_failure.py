@@ -1,6 +1,6 @@
 """All layers but the paper's layer 2 (index 1) hand their delta a rounded O, as kernels do; that one takes delta from P.
 
-For configs/fast_failure.py: see only_layer_2_fast_failure.py.
+For configs/fast_failure.py: see only_layer_1_fast_failure.py.
 """
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
