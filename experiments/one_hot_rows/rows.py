@@ -1,8 +1,9 @@
 """How far is O from V in rows that look at one key? python experiments/one_hot_rows/rows.py [PRESET ...]
 
 O of such a row is one V, exactly, whatever the size of the logits. Keys are multiples of the unit vectors, so that Q K^T has no
-rounding and every logit but one of a row is 0, too far below for FP32. Printed: the root mean square error of delta = rowsum(dO * O) over that of
-delta, and the share of rows whose O is not V. By the PyTorch reference on a CPU; BF16, [B, T, H, D] = [32, 64, 1, 64].
+rounding and every logit but one of a row is 0, too far below for FP32.
+Printed: the root mean square error of delta = rowsum(dO * O) over that of delta, and the share of rows whose O is not V.
+By the PyTorch reference on a CPU; BF16, [B, T, H, D] = [32, 64, 1, 64].
 """
 
 from __future__ import annotations
