@@ -1,7 +1,8 @@
 """Attention whose every rounding is a name in the config. README.md beside this has the equations and the table of sites."""
 
 from attention.numerics import Numerics
-from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan
+from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan, check
+from attention.presets import PRESETS
 
 __all__ = [
     "PRESETS",
@@ -22,8 +23,4 @@ def __getattr__(name: str) -> object:
         from attention.dispatch import run
 
         return run
-    if name == "check":
-        from attention.registry import check
-
-        return check
     raise AttributeError(f"module 'attention' has no attribute {name!r}")

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from attention import registry
+from attention.backends import BACKENDS
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
 from errors import UserError
@@ -32,7 +32,7 @@ def run(
     Args:
         q_BTHD, k_BTHD, v_BTHD: one dtype, any strides (views of a fused projection need no copy). Keys may be more or fewer than queries;
             with ``causal`` query t sees keys up to t.
-        plan: which heads use what; ``registry.check`` has said before that this machine can run it.
+        plan: which heads use what; ``attention.check`` has said before that this machine can run it.
         rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so that
             it should be another one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
@@ -55,8 +55,9 @@ def run(
         # Layers and groups get seeds far apart; Philox mixes the rest.
         offset = (plan.layer * plan.n_head + group.heads[0] + 1) * 0x9E3779B97F4A7C15 & (2**62 - 1)
         seed = rounding_seed ^ offset
-        backend = registry.get(group.backend)
-        return backend.run(q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap)
+        return BACKENDS[group.backend].run(
+            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap
+        )
 
     if len(plan.groups) == 1:
         return call(plan.groups[0], q_BTHD, k_BTHD, v_BTHD)

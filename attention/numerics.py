@@ -1,5 +1,8 @@
 """Every rounding of attention has a name: ``Numerics``, one field per site, and the bases experiments start from.
 
+A site is declared once, by ``site``: its values, where it acts, which backends have it, what it contradicts, one line about it.
+Validation, refusals, the constants of the kernels and the table in README.md follow from the declaration.
+
 Plain Python, no torch: a config can be read, checked and printed where torch is not installed.
 """
 
@@ -9,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +22,76 @@ DTYPE_FORMATS = ("fp32", "bf16", "fp16")
 MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
 FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
-PROBABILITIES_ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = {"residual8": 8, "residual16": 16}
-PRODUCTS = ("exact", "tf32x3")
-DELTAS = ("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalised", "recomputed_o")
-ROW_RESIDUALS = ("kept", "centred_keys", "corrected_rows")
-ROW_MAXES = ("plain", "stabilised", "stabilised_safe", "scaled")
 LARGEST_SCALE = 2.0**100
 """By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
-HIDDEN_TILES = ("skipped", "visited")
-EXPONENTS = ("folded", "subtracted", "unfused")
-SAVED_STATISTICS = ("logsumexp", "max_and_sum")
-DIVISORS = ("unrounded", "rounded")
+
+FORWARD, DELTA, BACKWARD = "forward", "delta", "backward"
+"""Where a site may act: making O (and what is kept for the backward pass); making delta; making dQ, dK and dV."""
+FLASH = ("flash", "flash_reference")
+STANDARD = ("standard", "standard_triton")
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is declared of a rounding site, beside its name and default; see ``site``."""
+
+    doc: str
+    choices: tuple[str, ...]
+    within: tuple[str, Callable[[float], bool]] | None
+    acts_in: tuple[str, ...]
+    backends: tuple[str, ...]
+    elsewhere: Any
+    conflict: tuple[str, Callable[[Numerics], bool]] | None
+    without_softcap: str
+
+    @property
+    def is_format(self) -> bool:
+        return set(FORMATS) <= set(self.choices)
+
+    def expected(self, value: Any) -> str | tuple[str, ...] | None:
+        """What a value should have been, in words or as the choices; None where it is right."""
+        if self.choices:
+            return None if value in self.choices else self.choices
+        assert self.within is not None
+        words, right = self.within
+        return None if right(value) else words
+
+
+def site(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    within: tuple[str, Callable[[float], bool]] | None = None,
+    acts_in: tuple[str, ...],
+    backends: tuple[str, ...] = (*FLASH, *STANDARD),
+    elsewhere: Any = None,
+    conflict: tuple[str, Callable[[Numerics], bool]] | None = None,
+    without_softcap: str = "",
+) -> Any:
+    """A field of ``Numerics``.
+
+    Args:
+        doc: one line for the table of sites.
+        choices: its values; or, for a number, ``within``: the range in words, and whether a number is in it.
+        acts_in: of FORWARD, DELTA, BACKWARD; the kernels of other passes do not get it.
+        backends: which have it. The others refuse all values but ``elsewhere`` (None: ``default``), which is what they do.
+        conflict: what is expected where other sites exclude the value, and whether those of a ``Numerics`` do.
+        without_softcap: why a soft-cap excludes all values but the default; empty where it does not.
+    """
+    elsewhere = default if elsewhere is None else elsewhere
+    declared = Site(doc, choices, within, acts_in, backends, elsewhere, conflict, without_softcap)
+    return dataclasses.field(default=default, metadata={"site": declared})
+
+
+def _format(default: str, doc: str, **declared: Any) -> Any:
+    return site(default, doc, **{"choices": FORMATS, "elsewhere": "fp32"} | declared)
+
+
+def _size(doc: str, **declared: Any) -> Any:
+    sizes = ("a size, or 0 for the whole sequence", lambda size: size >= 0)
+    return site(512, doc, within=sizes, acts_in=(FORWARD, DELTA, BACKWARD), backends=FLASH, elsewhere=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,133 +102,197 @@ class Numerics:
     bits with FP32's exponent range, so that ``m7`` is BF16 and ``m10`` is TF32. All arithmetic between sites is FP32. The
     final dq, dk and dv are stored in the dtype of q, nearest-even: autograd asks for it, so it is no site.
 
-    Raises ``UserError`` for an unknown format, rounding, delta or row maximum, and for sizes out of range.
+    Raises ``UserError`` for an unknown format, rounding, delta or row maximum, for numbers out of range, and for sites that exclude
+    each other.
     """
 
-    inputs: str = "input"
-    """Q, K and V as the products read them."""
-    scores: str = "fp32"
-    """S = scale * Q K^T, after the soft-cap if there is one."""
-    statistics: str = "fp32"
-    """Running row maximum m and row sum l."""
-    logsumexp: str = "fp32"
-    """L = m + log l, from which the backward pass recomputes P."""
-    saved_statistics: str = "logsumexp"
-    """What the backward pass gets of a row to recompute P. ``logsumexp``, as FlashAttention-2: L, one number, whose rounding to FP32 is
-    a factor of P common to the row. ``max_and_sum``, as the first FlashAttention: m and log l, two numbers, and P = exp(S - m) / l
-    with the forward pass's exp(S - m) (site ``exponent``), whose rows sum to 1 at any size of the logits; L is not formed."""
-    exponent: str = "folded"
+    inputs: str = _format("input", "Q, K, V as the products read them", acts_in=(FORWARD, DELTA, BACKWARD))
+    scores: str = _format("fp32", "S, after scale and soft-cap", acts_in=(FORWARD, DELTA, BACKWARD))
+    statistics: str = _format("fp32", "running m and l", acts_in=(FORWARD,), backends=FLASH)
+    logsumexp: str = _format("fp32", "L", acts_in=(FORWARD,), backends=FLASH)
+    saved_statistics: str = site(
+        "logsumexp",
+        "what the backward pass forms P from: logsumexp (L), max_and_sum (m and log l)",
+        choices=("logsumexp", "max_and_sum"),
+        acts_in=(FORWARD, DELTA, BACKWARD),
+        backends=FLASH,
+        conflict=(
+            "logsumexp where the site logsumexp is not fp32 (nor input, with q in float32): there is no L to round",
+            lambda n: n.saved_statistics != "logsumexp" and n.logsumexp not in ("fp32", "input"),
+        ),
+    )
+    """``logsumexp``, as FlashAttention-2: L, one number, whose rounding to FP32 is a factor of P common to the row. ``max_and_sum``, as
+    the first FlashAttention: m and log l, two numbers, and P = exp(S - m) / l with the forward pass's exp(S - m) (site ``exponent``),
+    whose rows sum to 1 at any size of the logits; L is not formed."""
+    exponent: str = site(
+        "folded",
+        "exp of a difference: folded (FMA), unfused (separate multiply), subtracted (subtract first)",
+        choices=("folded", "subtracted", "unfused"),
+        acts_in=(FORWARD, DELTA, BACKWARD),
+        backends=FLASH,
+        elsewhere="subtracted",
+    )
     """How exp(S - m) is formed. ``subtracted``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
     is 1. ``folded``, as most flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
     to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. ``unfused``, as PyTorch's copy of
     FlashAttention-2: exp2(fp32(S' c) - m), exact at the maximum, where both were rounded alike, and elsewhere off by up to a unit of m.
     Both act where S, m, l and L are FP32, there is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is
     subtracted in any case. Where ``saved_statistics`` is L the kernels that subtract fold exp(S - L)."""
-    probabilities: str = "input"
-    """P_bar = exp(S - m) as operand of P_bar V, and P as operand of P^T dO. l sums the unrounded values."""
-    probabilities_rounding: str = "nearest"
-    """How P_bar is rounded for P_bar V. P for P^T dO is rounded to nearest in either case."""
-    products: str = "exact"
-    """How P_bar V multiplies where P_bar is FP32: exactly, or as three products of TF32 parts, which drops the product of the low ones."""
-    divisor: str = "unrounded"
-    """What O_bar is divided by at the end: l, or the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l
-    is. Then O is an average of V with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and
-    ``accumulator`` are FP32. The backward pass has l in either case, as proposed for FlashAttention (Dao-AILab/flash-attention, pull
-    request 2721)."""
-    tile_product: str = "fp32"
-    """P_bar V of one tile."""
-    accumulator: str = "fp32"
-    """Running O_bar between tiles, rounded after the rescaling and after the addition."""
-    output: str = "input"
-    """O as handed to the next layer."""
-    output_rounding: str = "nearest"
-    """Rounding at ``output``."""
-    output_gradient: str = "input"
-    """dO as the backward pass reads it."""
-    delta: str = "rowsum_do_o"
+    probabilities: str = _format("input", "P_bar in P_bar V; P in P^T dO", acts_in=(FORWARD, BACKWARD))
+    """l sums the unrounded values."""
+    probabilities_rounding: str = site(
+        "nearest",
+        "of P_bar in P_bar V: nearest, stochastic",
+        choices=("nearest", "stochastic"),
+        acts_in=(FORWARD,),
+        backends=FLASH,
+        conflict=(
+            "nearest where probabilities is fp32 (or input, with q in float32): P_bar is not rounded there",
+            lambda n: n.probabilities_rounding != "nearest" and n.probabilities == "fp32",
+        ),
+    )
+    """P for P^T dO is rounded to nearest in either case."""
+    products: str = site(
+        "exact",
+        "P_bar V with FP32 P_bar: exact, tf32x3",
+        choices=("exact", "tf32x3"),
+        acts_in=(FORWARD,),
+        backends=FLASH,
+    )
+    """``tf32x3``: three products of TF32 parts, which drops the product of the low ones."""
+    divisor: str = site(
+        "unrounded",
+        "of O_bar: unrounded (l), rounded (sum of the rounded P_bar)",
+        choices=("unrounded", "rounded"),
+        acts_in=(FORWARD,),
+        backends=FLASH,
+    )
+    """``rounded``: the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l is. Then O is an average of V
+    with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and ``accumulator`` are FP32. The
+    backward pass has l in either case, as proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721)."""
+    tile_product: str = _format("fp32", "P_bar V of one tile", acts_in=(FORWARD,), backends=FLASH)
+    accumulator: str = _format(
+        "fp32", "O_bar, after the rescaling and after the addition", acts_in=(FORWARD,), backends=FLASH
+    )
+    output: str = _format("input", "the O passed to the next layer", acts_in=(FORWARD, DELTA))
+    output_rounding: str = site("nearest", "nearest, toward_zero, stochastic", choices=ROUNDINGS, acts_in=(FORWARD,))
+    output_gradient: str = _format("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
+    delta: str = site(
+        "rowsum_do_o",
+        "formula (a) to (d) above",
+        choices=("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalised", "recomputed_o"),
+        acts_in=(FORWARD, DELTA),
+        backends=FLASH,
+        elsewhere="rowsum_p_dp",
+    )
     """delta = rowsum(dO * O); or rowsum(P * dP); or rowsum(P * dP) / rowsum(P), with which the rows of dS sum to 0 even where those of
     P do not sum to 1; or rowsum(dO * O) with O recomputed in FP32 from P."""
-    delta_output: str = "output"
+    delta_output: str = site(
+        "output",
+        "the O in delta: output (the same values), a format, residual8, residual16",
+        choices=("output", *FORMATS, *RESIDUALS),
+        acts_in=(FORWARD, DELTA),
+        backends=FLASH,
+        conflict=(
+            "output or a format where tile_product or accumulator is not fp32: O then lacks more than a residual holds",
+            lambda n: n.delta_output in RESIDUALS and (n.tile_product, n.accumulator) != ("fp32", "fp32"),
+        ),
+    )
     """The O inside rowsum(dO * O): the values of ``output``; or the FP32 accumulation of P_bar V / l in a format of its own; or, by
     ``residual8`` and ``residual16``, ``output`` plus what it lacks of that accumulation, kept in so many bits (``rounding.residual``)."""
-    delta_rounding: str = "nearest"
-    """Rounding at ``delta_output``; a stochastic one draws independently of ``output_rounding``."""
-    delta_sum: str = "fp32"
-    """delta itself."""
-    probability_gradients: str = "fp32"
-    """dP = dO V^T."""
-    score_gradients: str = "input"
-    """dS = P * (dP - delta) as operand of dQ = dS K and dK = dS^T Q."""
-    row_residual: str = "kept"
+    delta_rounding: str = site(
+        "nearest",
+        "of delta_output, if it has a format of its own",
+        choices=ROUNDINGS,
+        acts_in=(FORWARD,),
+        backends=FLASH,
+    )
+    """A stochastic one draws independently of ``output_rounding``."""
+    delta_sum: str = _format("fp32", "delta", acts_in=(DELTA,))
+    probability_gradients: str = _format("fp32", "dP", acts_in=(DELTA, BACKWARD))
+    score_gradients: str = _format("input", "dS in dS K and dS^T Q", acts_in=(BACKWARD,))
+    row_residual: str = site(
+        "kept",
+        "what becomes of rowsum(dS): kept, centred_keys, corrected_rows",
+        choices=("kept", "centred_keys", "corrected_rows"),
+        acts_in=(DELTA,),
+        backends=FLASH,
+        without_softcap="behind it dS does not sum to 0",
+    )
     """What becomes of r = rowsum(dS), which is 0 in exact arithmetic; without a soft-cap. An error e of delta leaves r = -e rowsum(P),
     and r (P K) / rowsum(P) in dQ. ``kept``: nothing. The others sum dS as rounded by ``score_gradients``. ``centred_keys``:
     dQ = scale (dS K - r c), c the mean over the sequence of K, one FP32 vector for each batch element and head; dK and dV are as they
     are. ``corrected_rows``: dQ = scale (dS K - r (P K) / rowsum(P)), P rounded by ``probabilities`` for that product, and the delta in dK
     is delta + r' / rowsum(P), r' the sum of dS before rounding, rounded by ``delta_sum``."""
-    gradient_accumulator: str = "fp32"
-    """Running dQ, dK and dV between tiles."""
-    row_max: str = "plain"
+    gradient_accumulator: str = _format("fp32", "dQ, dK, dV between tiles", acts_in=(BACKWARD,), backends=FLASH)
+    row_max: str = site(
+        "plain",
+        "plain, stabilised (Algorithm 3), stabilised_safe, scaled",
+        choices=("plain", "stabilised", "stabilised_safe", "scaled"),
+        acts_in=(FORWARD,),
+        backends=FLASH,
+        conflict=(
+            "a row_sum_floor above 0, which scales the rows; or another row_max",
+            lambda n: n.row_max == "scaled" and not n.row_sum_floor,
+        ),
+    )
     """Row normaliser: plain; stabilised (Algorithm 3 of arXiv 2510.04212); stabilised_safe (the same with a bounded shift); scaled: plain,
     but ``row_sum_floor`` counts from the m that ``stabilised`` would have, so that rows come out scaled down as the floor scales them
     there, while P_bar is not shifted."""
-    row_max_beta: float = 2.0
-    """beta of the stabilised forms: tied positive maxima are shifted to beta * r_m."""
-    row_max_tolerance: float = 1e-3
-    """Scores this close to the row maximum count as tied; 0 is the exact comparison of the paper's first version."""
-    row_max_cap: float = math.log(2**18 / 239)
-    """Largest shift above the row maximum in ``stabilised_safe``: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and
-    FP16 number, so that rows at the cap lose nothing to the rounding of P_bar (where m + cap is exact), and one with an odd 8-bit
-    significand, unlike 1."""
-    row_sum_floor: float = 0.0
-    """Least sum of P_bar over one tile of a row, before it is added to l: ``EPSILON`` = 1e-10 in the published code. It acts where every
-    score of a tile is far below m: where ``stabilised`` shifts m by more than 23, l is the floor, and O comes out scaled down."""
-    hidden_tiles: str = "skipped"
-    """Tiles of keys that the causal mask hides from a row: skipped, as kernels do; or visited, as the published code does: each adds
-    ``row_sum_floor`` to l, and ``stabilised`` takes their masked scores for tied negative ones, so that m is at least 0 from there on."""
-    tile_q: int = 512
-    """Rows of one tile; 0 is the whole sequence."""
-    tile_k: int = 512
-    """Columns of one tile; 0 is the whole sequence."""
+    row_max_beta: float = site(
+        2.0, "beta of the stabilized forms", within=("a number above 1", lambda beta: beta > 1), acts_in=(FORWARD,)
+    )
+    """Tied positive maxima are shifted to beta * r_m."""
+    row_max_tolerance: float = site(
+        1e-3,
+        "scores this close to the maximum are ties",
+        within=("0 <= tolerance < 1", lambda tolerance: 0 <= tolerance < 1),
+        acts_in=(FORWARD,),
+    )
+    """0 is the exact comparison of the paper's first version."""
+    row_max_cap: float = site(
+        math.log(2**18 / 239),
+        "largest shift of stabilised_safe, ln(2^18 / 239)",
+        within=("0 < cap <= 80 (exp(-cap) must be normal)", lambda cap: 0 < cap <= 80),
+        acts_in=(FORWARD,),
+    )
+    """Above the row maximum: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and FP16 number, so that rows at the cap lose
+    nothing to the rounding of P_bar (where m + cap is exact), and one with an odd 8-bit significand, unlike 1."""
+    row_sum_floor: float = site(
+        0.0,
+        "least sum of P_bar over one tile of a row",
+        within=("0 <= floor < 1", lambda floor: 0 <= floor < 1),
+        acts_in=(FORWARD,),
+        backends=FLASH,
+    )
+    """Before it is added to l: ``EPSILON`` = 1e-10 in the published code. It acts where every score of a tile is far below m: where
+    ``stabilised`` shifts m by more than 23, l is the floor, and O comes out scaled down."""
+    hidden_tiles: str = site(
+        "skipped",
+        "tiles that the mask hides from a row: skipped, visited",
+        choices=("skipped", "visited"),
+        acts_in=(FORWARD,),
+        backends=FLASH,
+    )
+    """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilised`` takes their
+    masked scores for tied negative ones, so that m is at least 0 from there on."""
+    tile_q: int = _size("rows of a tile; 0: the whole sequence")
+    tile_k: int = _size("columns of a tile; 0: the whole sequence")
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in _CHOICES and value not in _CHOICES[field.name]:
-                raise invalid(f"attention numerics {field.name}", value, _CHOICES[field.name])
-        coarse = (self.tile_product, self.accumulator) != ("fp32", "fp32")
-        if self.delta_output in RESIDUALS and coarse:
-            expected = "output or a format where tile_product or accumulator is not fp32: O then lacks more than a residual holds"
-            raise invalid("attention numerics delta_output", self.delta_output, expected)
-        if self.probabilities_rounding != "nearest" and self.probabilities == "fp32":
-            expected = "nearest where probabilities is fp32 (or input, with q in float32): P_bar is not rounded there"
-            raise invalid("attention numerics probabilities_rounding", self.probabilities_rounding, expected)
-        if self.saved_statistics != "logsumexp" and self.logsumexp not in ("fp32", "input"):
-            expected = (
-                "logsumexp where the site logsumexp is not fp32 (nor input, with q in float32): there is no L to round"
-            )
-            raise invalid("attention numerics saved_statistics", self.saved_statistics, expected)
-        if not self.row_max_beta > 1:
-            raise invalid("attention numerics row_max_beta", self.row_max_beta, "a number above 1")
-        if not 0 <= self.row_max_tolerance < 1:
-            raise invalid("attention numerics row_max_tolerance", self.row_max_tolerance, "0 <= tolerance < 1")
-        if not 0 < self.row_max_cap <= 80:
-            raise invalid(
-                "attention numerics row_max_cap", self.row_max_cap, "0 < cap <= 80 (exp(-cap) must be normal)"
-            )
-        if not 0 <= self.row_sum_floor < 1:
-            raise invalid("attention numerics row_sum_floor", self.row_sum_floor, "0 <= floor < 1")
-        if self.row_max == "scaled" and not self.row_sum_floor:
-            expected = "a row_sum_floor above 0, which scales the rows; or another row_max"
-            raise invalid("attention numerics row_max", self.row_max, expected)
-        for name in ("tile_q", "tile_k"):
-            if getattr(self, name) < 0:
-                raise invalid(f"attention numerics {name}", getattr(self, name), "a size, or 0 for the whole sequence")
+        for name, declared in SITES.items():
+            expected = declared.expected(getattr(self, name))
+            if expected is not None:
+                raise invalid(f"attention numerics {name}", getattr(self, name), expected)
+        for name, declared in SITES.items():
+            if declared.conflict is not None and declared.conflict[1](self):
+                raise invalid(f"attention numerics {name}", getattr(self, name), declared.conflict[0])
 
     def with_sites(self, sites: dict[str, Any]) -> Numerics:
         """A copy with other values at some sites. Raises ``UserError`` for a site that does not exist."""
         for name in sites:
-            if name not in _FIELDS:
-                raise invalid("attention numerics site", name, _FIELDS)
+            if name not in SITES:
+                raise invalid("attention numerics site", name, SITES)
         return dataclasses.replace(self, **sites)
 
     def concrete(self, dtype: str) -> Numerics:
@@ -174,7 +300,7 @@ class Numerics:
 
         Raises ``UserError`` where sites contradict each other in that format.
         """
-        changes: dict[str, Any] = {name: dtype for name in _FIELDS if getattr(self, name) == "input"}
+        changes: dict[str, Any] = {name: dtype for name in SITES if getattr(self, name) == "input"}
         return dataclasses.replace(self, **changes)
 
     def key(self) -> str:
@@ -183,31 +309,23 @@ class Numerics:
 
     def differences(self, other: Numerics) -> tuple[str, ...]:
         """Sites at which ``self`` differs from ``other``, as ``site=value``."""
-        return tuple(f"{n}={getattr(self, n)}" for n in _FIELDS if getattr(self, n) != getattr(other, n))
+        return tuple(f"{n}={getattr(self, n)}" for n in SITES if getattr(self, n) != getattr(other, n))
+
+    def refused_by(self, backend: str, softcap: float) -> str | None:
+        """The first site that the backend does not have, or that a soft-cap excludes, in words; None without one. ``self`` is concrete."""
+        for name, declared in SITES.items():
+            value = getattr(self, name)
+            if backend not in declared.backends and value != declared.elsewhere:
+                return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
+            if softcap and declared.without_softcap and value != DEFAULTS[name]:
+                expected = f"{DEFAULTS[name]} with a soft-cap: {declared.without_softcap}"
+                return f"{name} = {value!r}, expected {expected}"
+        return None
 
 
-_FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Numerics))
-_CHOICES: dict[str, tuple[str, ...]] = {
-    **{
-        name: FORMATS
-        for name in _FIELDS
-        if not name.startswith(("row_max", "row_sum_floor", "tile_q", "tile_k"))
-        and name not in ("exponent", "saved_statistics", "delta", "delta_output", "products", "divisor", "row_residual")
-        and name != "hidden_tiles"
-    },
-    "exponent": EXPONENTS,
-    "saved_statistics": SAVED_STATISTICS,
-    "probabilities_rounding": PROBABILITIES_ROUNDINGS,
-    "output_rounding": ROUNDINGS,
-    "delta_rounding": ROUNDINGS,
-    "products": PRODUCTS,
-    "divisor": DIVISORS,
-    "delta": DELTAS,
-    "row_residual": ROW_RESIDUALS,
-    "delta_output": ("output", *FORMATS, *RESIDUALS),
-    "row_max": ROW_MAXES,
-    "hidden_tiles": HIDDEN_TILES,
-}
+SITES: dict[str, Site] = {field.name: field.metadata["site"] for field in dataclasses.fields(Numerics)}
+"""Every declaration by its name, in the order of the table."""
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Numerics)}
 
 
 @functools.lru_cache(maxsize=256)
@@ -238,9 +356,9 @@ def parse_site(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise invalid("attention sites", text, "site=value, for example output=bf16")
-    if name not in _FIELDS:
-        raise invalid("attention sites", name, _FIELDS)
-    kind = type(getattr(Numerics(), name))
+    if name not in SITES:
+        raise invalid("attention sites", name, SITES)
+    kind = type(DEFAULTS[name])
     try:
         return name, kind(value)
     except ValueError:
@@ -265,7 +383,7 @@ PUBLISHED = Numerics(
 )
 """The published code of arXiv 2510.04212 as its authors ran it: compiled, forward and backward pass under CUDA's BF16 autocast, where
 exp, log and sum give FP32. S, the tile products and dP are stored in BF16 between kernels; O_bar, L and delta never are, as
-torch.compile fuses what makes them. l is, of some rows. ``experiments/published_fix/check_published.py`` holds it against that code."""
+torch.compile fuses what makes them. l is, of some rows. ``experiments/paper_fix/check_published.py`` holds it against that code."""
 
 FP32 = Numerics(
     exponent="subtracted",
@@ -297,3 +415,11 @@ BASES: dict[str, Numerics] = {
     "fp32": FP32,
     "microcosm": MICROCOSM,
 }
+USES = {
+    "hardware": "as FlashAttention kernels on GPUs round",
+    "paper": "our emulation of the published forward pass",
+    "published": "the published code as it runs: compiled, on CUDA",
+    "fp32": "nowhere but at O",
+    "microcosm": "for FP32 tensors on a CPU: O of one bit",
+}
+"""What each base is for, in the table of README.md."""

@@ -5,8 +5,6 @@ Legend: B batch, H heads, T sequence, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,22 +28,18 @@ def _sdpa(kernel: SDPBackend, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, sc
 _sdpa_uncompiled = torch.compiler.disable(_sdpa)
 
 
-def make(name: str) -> Callable[..., Tensor]:
-    """The backend of that name, with the call signature all backends share; ``numerics`` and ``seed`` are not for it."""
-    kernel = KERNELS[name]
-    call = _sdpa_uncompiled if kernel == SDPBackend.MATH else _sdpa
-
-    def sdpa(
-        q_BTHD: Tensor,
-        k_BTHD: Tensor,
-        v_BTHD: Tensor,
-        numerics: str,
-        *,
-        seed: Tensor,
-        scale: float,
-        causal: bool,
-        softcap: float,
-    ) -> Tensor:
-        return call(kernel, q_BTHD, k_BTHD, v_BTHD, scale, causal)
-
-    return sdpa
+def run(
+    name: str,
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    numerics: str,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> Tensor:
+    """The backend of that name; ``numerics``, ``seed`` and ``softcap``, which all backends are given, are not for it."""
+    call = _sdpa_uncompiled if name == "sdpa_math" else _sdpa
+    return call(KERNELS[name], q_BTHD, k_BTHD, v_BTHD, scale, causal)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks
-from attention.numerics import DELTAS, RESIDUALS, ROW_RESIDUALS, Numerics
+from attention.numerics import RESIDUALS, SITES, Numerics
 from attention.rounding import round_to as round_tensor
 from attention.triton_blocks import (
     block_scores,
@@ -44,13 +44,13 @@ from attention.triton_numerics import (
     stored_code,
 )
 
-ROWSUM_DO_O = tl.constexpr(DELTAS.index("rowsum_do_o"))
-ROWSUM_P_DP = tl.constexpr(DELTAS.index("rowsum_p_dp"))
-ROWSUM_P_DP_NORMALISED = tl.constexpr(DELTAS.index("rowsum_p_dp_normalised"))
-RECOMPUTED_O = tl.constexpr(DELTAS.index("recomputed_o"))
-LOADED = tl.constexpr(len(DELTAS))
-CENTRED_KEYS = tl.constexpr(ROW_RESIDUALS.index("centred_keys"))
-CORRECTED_ROWS = tl.constexpr(ROW_RESIDUALS.index("corrected_rows"))
+ROWSUM_DO_O = tl.constexpr(SITES["delta"].choices.index("rowsum_do_o"))
+ROWSUM_P_DP = tl.constexpr(SITES["delta"].choices.index("rowsum_p_dp"))
+ROWSUM_P_DP_NORMALISED = tl.constexpr(SITES["delta"].choices.index("rowsum_p_dp_normalised"))
+RECOMPUTED_O = tl.constexpr(SITES["delta"].choices.index("recomputed_o"))
+LOADED = tl.constexpr(len(SITES["delta"].choices))
+CENTRED_KEYS = tl.constexpr(SITES["row_residual"].choices.index("centred_keys"))
+CORRECTED_ROWS = tl.constexpr(SITES["row_residual"].choices.index("corrected_rows"))
 
 
 @triton.jit
@@ -315,7 +315,7 @@ def launch_backward(
             RESIDUAL=RESIDUALS[n.delta_output] if counts.numel() else 0,
             DELTA=kind,
             DELTA_SUM=format_code(n.delta_sum),
-            ROW_RESIDUAL=ROW_RESIDUALS.index(n.row_residual),
+            ROW_RESIDUAL=SITES["row_residual"].choices.index(n.row_residual),
             TMA=by_columns,
             HEADS=of_queries.heads,
             BT=of_queries.rows,
@@ -327,7 +327,7 @@ def launch_backward(
         )
 
     # The dQ kernel comes first: it has dO of its rows on chip and writes delta for the other.
-    queries(DELTAS.index(n.delta))
+    queries(SITES["delta"].choices.index(n.delta))
     if n.delta != "rowsum_do_o":
         queries(LOADED.value)
     key_kernel[(B * H * triton.cdiv(S, of_keys.columns),)](

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks, boundaries_matter, walks_tiles
-from attention.numerics import RESIDUALS, ROUNDINGS, ROW_MAXES, Numerics
+from attention.numerics import RESIDUALS, ROUNDINGS, SITES, Numerics
 from attention.rounding import storage_dtype
 from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
 from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
@@ -386,7 +386,7 @@ def launch_forward(
         DELTA_ROUNDING=ROUNDINGS.index(n.delta_rounding),
         KEEP=delta_o.numel() > 0,
         RESIDUAL=residual_bits,
-        ROW_MAX=ROW_MAXES.index(n.row_max),
+        ROW_MAX=SITES["row_max"].choices.index(n.row_max),
         FLOOR=n.row_sum_floor > 0,
         VISITED=causal and n.hidden_tiles == "visited" and boundaries_matter(n),
         SOFTCAP=softcap > 0,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from attention.numerics import Numerics
-from attention.plan import PRESETS, AttentionSpec
+from attention.plan import AttentionSpec
+from attention.presets import PRESETS
 from attention.tiles import FORMAT_OF
 from autopsy.measure import Subject
 from autopsy.verdict import Bias, dithered_errors, head_with, measure_bias

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import attention
 import config as configuration
-from attention import AttentionSpec, LayerPlan, registry
+from attention import AttentionSpec, LayerPlan
 from autopsy.measure import Subject
 from config import TrainConfig
 from data.token_files import TokenFile
@@ -53,7 +54,7 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
     """The plan; where its backend cannot run here, with ``flash_reference`` at the same numerics. The page says so."""
     model, dtype = config.model, config.precision.torch_dtype
     try:
-        registry.check([plan], device=device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap)
+        attention.check([plan], device=device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap)
     except UserError:
         groups = tuple(dataclasses.replace(group, backend="flash_reference") for group in plan.groups)
         return dataclasses.replace(plan, groups=groups)
@@ -122,7 +123,7 @@ def folder_subject(arguments: argparse.Namespace, device: torch.device) -> Subje
     dtype = PrecisionConfig(dtype=arguments.dtype).torch_dtype
     model = hf_causal.load(arguments.hf, spec, dtype, device)
     head_dim = model.w_q(0).shape[0] // model.n_head
-    registry.check(model.plans, device=device, dtype=dtype, head_dim=head_dim)
+    attention.check(model.plans, device=device, dtype=dtype, head_dim=head_dim)
     if arguments.data is None:
         raise UserError("--hf needs --data: a text file, or a data set of the model's tokens")
     path = arguments.data

@@ -152,7 +152,7 @@ def _bytes_data(folder: Path) -> Path:
 def cases(part: str) -> Iterator[str]:
     """Keys of what is recorded today: ``preset|base|sites|dtype|variant``."""
     from attention.numerics import BASES
-    from attention.plan import PRESETS
+    from attention.presets import PRESETS
 
     flash = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
     if part == "reference":

@@ -1,20 +1,20 @@
 """One row a rounding site: what it moves, which the tests of sites read. A field of ``Numerics`` without a row fails test_sites.py.
 
-Choices come from the declaration (``CHOICES``); what a site reaches comes from the equations of attention/README.md, and stands here
+Choices come from the declaration (``numerics.site``); what a site reaches comes from the equations of attention/README.md, and stands here
 a second time on purpose.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-from attention.numerics import _CHOICES as CHOICES
-from attention.numerics import FORMATS, Numerics
+from attention.numerics import SITES as DECLARED
+from attention.numerics import Numerics
 
-FIELDS = tuple(field.name for field in dataclasses.fields(Numerics))
+FIELDS = tuple(DECLARED)
+CHOICES = {name: declared.choices for name, declared in DECLARED.items() if declared.choices}
 DEFAULT = Numerics()
-ALL, GRADIENTS, NOTHING = "o dq dk dv", "dq dk dv", ""
+ALL, GRADIENTS = "o dq dk dv", "dq dk dv"
 BY_DELTA = "o dq dk"  # O, and through rowsum(dO * O) dQ and dK, but not dV = P^T dO
 DELTA = "dq dk"
 REFUSED = None
@@ -38,12 +38,12 @@ SITES: dict[str, tuple[Row, ...]] = {
     "inputs": (Row(ALL, standard=ALL),),
     "scores": (Row(ALL, standard=ALL),),
     "statistics": (Row(ALL),),
-    "logsumexp": (Row(GRADIENTS, standard=NOTHING),),
+    "logsumexp": (Row(GRADIENTS),),
     "saved_statistics": (Row(GRADIENTS),),
     "exponent": (Row(ALL, beside=("exponent=folded",), values=("subtracted", "unfused")),),
     "probabilities": (Row(ALL, standard="o dv"),),
     "probabilities_rounding": (Row(BY_DELTA, beside=(M7,)),),
-    "products": (Row(BY_DELTA, standard=NOTHING),),
+    "products": (Row(BY_DELTA),),
     "divisor": (Row(BY_DELTA, beside=("probabilities=m3",)),),
     "tile_product": (Row(BY_DELTA),),
     "accumulator": (Row(BY_DELTA),),
@@ -52,7 +52,7 @@ SITES: dict[str, tuple[Row, ...]] = {
     "output_gradient": (Row(GRADIENTS, standard=GRADIENTS),),
     "delta": (Row(DELTA, beside=("output=m3",)),),
     "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16")),),
-    "delta_rounding": (Row(DELTA, standard=NOTHING, beside=("delta_output=m3",)),),
+    "delta_rounding": (Row(DELTA, beside=("delta_output=m3",)),),
     "delta_sum": (Row(DELTA, standard=DELTA),),
     "probability_gradients": (Row(DELTA, standard=DELTA),),
     "score_gradients": (Row(DELTA, standard=DELTA),),
@@ -60,7 +60,7 @@ SITES: dict[str, tuple[Row, ...]] = {
         Row(DELTA, beside=("delta_output=m3",)),
         Row("dq", beside=("delta_output=m3",), values=("centred_keys",)),
     ),
-    "gradient_accumulator": (Row(GRADIENTS, standard=NOTHING),),
+    "gradient_accumulator": (Row(GRADIENTS),),
     "row_max": (
         Row(BY_DELTA, beside=(M7,)),
         Row(ALL, beside=("row_sum_floor=0.5",), values=("scaled",)),
@@ -94,7 +94,7 @@ class Case:
 
 def is_format(name: str) -> bool:
     """Whether a site takes formats."""
-    return set(FORMATS) <= set(CHOICES.get(name, ()))
+    return DECLARED[name].is_format
 
 
 def _values(name: str, row: Row) -> tuple[str, ...]:

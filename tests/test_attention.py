@@ -12,7 +12,7 @@ from attention_cases import CASES, magnitudes, make, oracle, relative_errors, ru
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
-from attention.plan import PRESETS
+from attention.presets import PRESETS
 from errors import UserError
 
 TILES = ("tile_q=16", "tile_k=8")  # unequal, and neither divides T = 40: partial tiles in both directions
@@ -288,14 +288,14 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
             AttentionSpec(preset="flash", backend="standard"),
             torch.bfloat16,
             0.0,
-            "delta = rowsum(P * dP) only",
+            "exponent = 'folded', expected subtracted",
             "flash_reference",
         ),
         (
             AttentionSpec(preset="standard", sites=("probabilities_rounding=stochastic",)),
             torch.bfloat16,
             0.0,
-            "it rounds P to nearest only",
+            "probabilities_rounding = 'stochastic', expected nearest",
             "flash_reference",
         ),
         (

@@ -1,41 +1,19 @@
-"""attention/README.md: its tables against the code, its examples by running them; the example of docs/diagnosis.md likewise."""
+"""attention/README.md: its tables against the code, its examples by running them."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.nn import functional
 
 import config
-from attention.numerics import BASES, Numerics
-from attention.plan import PRESETS, AttentionSpec
+from attention.numerics import SITES
+from attention.tables import written
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTENTION = ROOT / "attention" / "README.md"
-SITES = [field.name for field in dataclasses.fields(Numerics)]
-
-
-def table(document: Path, first_heading: str) -> list[dict[str, str]]:
-    """Rows of the table whose first column has that heading, by heading; backquotes taken off."""
-    lines = iter(document.read_text().splitlines())
-    heads = next(cells for line in lines if (cells := _cells(line)) and cells[0] == first_heading)
-    next(lines)
-    rows: list[dict[str, str]] = []
-    for line in lines:
-        if not line.startswith("|"):
-            return rows
-        rows.append(dict(zip(heads, _cells(line), strict=True)))
-    return rows
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] if line.startswith("|") else []
 
 
 def blocks(document: Path, language: str) -> list[str]:
@@ -44,16 +22,9 @@ def blocks(document: Path, language: str) -> list[str]:
     return [block for name, block in fenced if name == language]
 
 
-def test_the_table_of_sites_has_every_site_and_its_value() -> None:
-    values = {name: getattr(BASES["hardware"], name) for name in SITES}
-    expected = [(name, value if isinstance(value, str) else f"{value:.5g}") for name, value in values.items()]
-    assert [(row["site"], row["hardware"]) for row in table(ATTENTION, "site")] == expected
-
-
-def test_the_table_of_bases_says_where_each_differs() -> None:
-    differences = {name: base.differences(BASES["hardware"]) for name, base in BASES.items()}
-    expected = {name: ", ".join(sites) or "nothing" for name, sites in differences.items()}
-    assert {row["base"]: row["differs from hardware in"] for row in table(ATTENTION, "base")} == expected
+def test_the_tables_are_those_that_the_declarations_make() -> None:
+    """``python -m attention.tables`` writes them."""
+    assert written(ATTENTION.read_text()) == ATTENTION.read_text()
 
 
 def test_every_rounding_site_is_in_an_equation() -> None:
@@ -64,31 +35,11 @@ def test_every_rounding_site_is_in_an_equation() -> None:
     assert [name for name in sites if rf"\mathrm{{{name}}}".replace("_", r"\_") not in equations] == []
 
 
-def test_the_table_of_presets_says_what_each_changes() -> None:
-    changes = {name: AttentionSpec(preset=name).resolve().differences(BASES["hardware"]) for name in PRESETS}
-    expected = [(name, ", ".join(sites) or "nothing") for name, sites in changes.items()]
-    assert [(row["preset"], row["changes on hardware"]) for row in table(ATTENTION, "preset")] == expected
-
-
 def test_python_examples_of_attention_run() -> None:
     examples = blocks(ATTENTION, "python")
     assert examples
     for example in examples:
         exec(compile(example, str(ATTENTION), "exec"), {})
-
-
-def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
-    names: dict[str, Any] = {}
-    exec(compile(blocks(ROOT / "docs" / "diagnosis.md", "python")[0], "diagnosis.md", "exec"), names)
-    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    q[0, 3, 4], k[0, 1, 4], k[0, 1, 2] = 3.0, 5.0, 2.0
-    k[0, 0, 4] = 100 * q[0, 0, 0]  # a key that row 0 may not see
-    functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-    visible = [
-        max((q[0, h, i] @ k[0, h // 2, j] / 8**0.5).item() for i in range(5) for j in range(i + 1)) for h in range(4)
-    ]
-    torch.testing.assert_close(names["largest"][0], torch.tensor(visible))
 
 
 def training_commands() -> list[list[str]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
-from attention.plan import PRESETS
+from attention.presets import PRESETS
 from errors import UserError
 
 triton = pytest.importorskip("triton")
@@ -128,7 +128,7 @@ def test_the_slow_cases_in_tritons_interpreter() -> None:
 def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
     asked: AttentionSpec, head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention.registry, "_interprets", lambda: "CUDA" not in reason)
+    monkeypatch.setattr(attention.backends, "_interprets", lambda: "CUDA" not in reason)
     with pytest.raises(UserError) as error:
         attention.check(
             AttentionConfig(default=asked).resolve(1, 2), device="cpu", dtype=torch.bfloat16, head_dim=head_dim

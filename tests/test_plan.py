@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from attention.numerics import BASES, HARDWARE, MICROCOSM, PAPER, Numerics, numerics_from_key
-from attention.plan import PRESETS, AttentionConfig, AttentionRule, AttentionSpec, describe
+from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe
+from attention.presets import PRESETS
 from errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ from kernel_tests import INTERPRETED, pass_in_the_interpreter, poison_new_tensor
 import attention
 from attention import AttentionConfig, AttentionSpec
 from attention.flash_blocks import backward_blocks
-from attention.numerics import DELTAS, ROW_RESIDUALS, Numerics
+from attention.numerics import SITES, Numerics
 from errors import UserError
 
 BLOCKS = ("tile_q=16", "tile_k=16")
@@ -105,7 +105,8 @@ class TestRowSums:
         p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
         coarse = ("logsumexp=m4", "score_gradients=fp32")
         left = {
-            delta: row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt() for delta in DELTAS
+            delta: row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt()
+            for delta in SITES["delta"].choices
         }
         assert left.pop("rowsum_p_dp_normalised") < 1e-5
         assert left["rowsum_p_dp"] > 1e-2
@@ -117,7 +118,7 @@ class TestRowSums:
         sites = ("output=bf16", "probabilities=bf16", f"score_gradients={rounded}")
         left = {
             name: row_sums(p, *sites, f"row_residual={name}", backend=backend).square().mean().sqrt()
-            for name in ROW_RESIDUALS
+            for name in SITES["row_residual"].choices
         }
         assert left["kept"] > 1e-3
         assert left["centred_keys"] < 1e-5
@@ -138,7 +139,7 @@ class TestRowSums:
 @pytest.mark.parametrize(
     ("dtype", "sites"),
     [
-        *((torch.bfloat16, (f"delta={delta}",)) for delta in DELTAS),
+        *((torch.bfloat16, (f"delta={delta}",)) for delta in SITES["delta"].choices),
         (torch.bfloat16, ("gradient_accumulator=bf16", "tile_k=32")),
         (torch.bfloat16, ("probabilities=fp32", "inputs=m5", "saved_statistics=max_and_sum")),
         (torch.float32, ("score_gradients=m3", "probabilities=m3", "delta_sum=m6")),

@@ -20,7 +20,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from attention.plan import BACKENDS, PRESETS
+from attention.backends import BACKENDS
+from attention.presets import PRESETS
 from errors import invalid
 from training.intervention import Switch, parse_switch
 from training.telemetry import z_scores

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from attention import registry
+import attention
 from attention.plan import LayerPlan, describe
 from data.batches import open_batches
 from errors import UserError, invalid
@@ -71,7 +71,7 @@ class Session:
 
     def _check_plans(self, plans: tuple[LayerPlan, ...]) -> None:
         model, dtype = self.config.model, self.config.precision.torch_dtype
-        registry.check(
+        attention.check(
             plans, device=self.device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap
         )
 

@@ -1,0 +1,140 @@
+"""The backends by name: what runs, what it needs, and why it cannot run, in words. There is never a silent substitute.
+
+No torch at import: a backend's module is imported when it is called, so that a config is read without torch and a machine without
+Triton runs everything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attention.flash_blocks import HEAD_DIMS, tile_obstacle
+from attention.numerics import Numerics
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backend is asked for: enough to say whether it can."""
+
+    device: str
+    """Type of the device: cpu, cuda."""
+    dtype: str
+    """Format of q: fp32, bf16, fp16."""
+    head_dim: int
+    numerics: Numerics
+    softcap: float
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``run(q, k, v, numerics, *, seed, scale, causal, softcap)``: q, k, v [B, T, H, D], ``numerics`` a key, O [B, T, H, D].
+
+    Sites that it does not have say so themselves (``numerics.site``); ``needs`` says what else it lacks, or None.
+    """
+
+    run: Callable[..., Any]
+    needs: Callable[[Call], str | None] = lambda call: None
+    has_sites: bool = True
+    """False: it rounds as its kernel does, whatever ``Numerics`` says."""
+
+
+def _standard(*qkv: Any, **settings: Any) -> Any:
+    from attention.standard import standard
+
+    return standard(*qkv, **settings)
+
+
+def _standard_triton(*qkv: Any, **settings: Any) -> Any:
+    from attention.standard_triton import standard_triton
+
+    return standard_triton(*qkv, **settings)
+
+
+def _flash(*qkv: Any, **settings: Any) -> Any:
+    from attention.flash_triton import flash
+
+    return flash(*qkv, **settings)
+
+
+def _flash_reference(*qkv: Any, **settings: Any) -> Any:
+    from attention.flash_reference import flash_reference
+
+    return flash_reference(*qkv, **settings)
+
+
+def _triton(call: Call, instead: str) -> str | None:
+    """Why no Triton kernel can serve a call, or None; ``instead``: what can."""
+    if importlib.util.find_spec("triton") is None:
+        return f"it needs triton, which is not installed; {instead}"
+    if call.device != "cuda" and not _interprets():
+        return f"it needs a CUDA device (or TRITON_INTERPRET=1); {instead}"
+    if call.head_dim not in HEAD_DIMS:
+        return f"it takes head dims {', '.join(map(str, HEAD_DIMS))}, not {call.head_dim}; {instead}"
+    return None
+
+
+def _interprets() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _flash_needs(call: Call) -> str | None:
+    instead = "flash_reference runs anywhere (--attention.flash-backend flash_reference)"
+    tiles = tile_obstacle(call.numerics)
+    return _triton(call, instead) or (f"{tiles}; {instead}" if tiles else None)
+
+
+def _standard_triton_needs(call: Call) -> str | None:
+    return _triton(call, "standard runs anywhere")
+
+
+def _sdpa(name: str) -> Backend:
+    def run(*qkv: Any, **settings: Any) -> Any:
+        from attention import sdpa
+
+        return sdpa.run(name, *qkv, **settings)
+
+    def needs(call: Call) -> str | None:
+        if call.softcap:
+            return "torch's kernels have no soft-cap"
+        if name == "sdpa_math":
+            return None
+        if call.device != "cuda":
+            return None if name == "sdpa_flash" else "it needs a CUDA device"
+        if call.dtype == "fp32" and name != "sdpa_efficient":
+            return "it takes bfloat16 or float16 and not float32"
+        if call.head_dim % 8:
+            return f"it takes head dims divisible by 8, not {call.head_dim}"
+        return None
+
+    return Backend(run, needs, has_sites=False)
+
+
+BACKENDS: dict[str, Backend] = {
+    "standard": Backend(_standard),
+    "standard_triton": Backend(_standard_triton, _standard_triton_needs),
+    "sdpa_flash": _sdpa("sdpa_flash"),
+    "sdpa_cudnn": _sdpa("sdpa_cudnn"),
+    "sdpa_efficient": _sdpa("sdpa_efficient"),
+    "sdpa_math": _sdpa("sdpa_math"),
+    "flash": Backend(_flash, _flash_needs),
+    "flash_reference": Backend(_flash_reference),
+}
+
+
+def obstacle(name: str, call: Call) -> str | None:
+    """Why a backend cannot serve a call, or None."""
+    backend = BACKENDS[name]
+    if not backend.has_sites:
+        return backend.needs(call)
+    try:
+        concrete = call.numerics.concrete(call.dtype)
+    except UserError as error:  # sites that exclude each other for q of this dtype
+        return str(error)
+    asked = Call(call.device, call.dtype, call.head_dim, concrete, call.softcap)
+    return concrete.refused_by(name, call.softcap) or backend.needs(asked)

@@ -1,0 +1,136 @@
+"""The presets a user types: a backend, and the sites it changes in the base numerics. Plain Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attention.numerics import BASES, HARDWARE, SITES, Numerics
+
+Sites = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """``sites``: what it changes, in any base or as a function of the base; ``doc``: one line for the table in README.md."""
+
+    backend: str
+    doc: str
+    sites: Sites | Callable[[Numerics], Sites]
+
+    def of(self, base: Numerics) -> Sites:
+        return dict(self.sites) if isinstance(self.sites, dict) else self.sites(base)
+
+
+def _flash(doc: str, sites: Callable[[Numerics], Sites] | None = None, **fixed: Any) -> Preset:
+    return Preset("flash", doc, sites or fixed)
+
+
+def _sdpa(name: str, doc: str, exponent: str) -> Preset:
+    """torch's kernels round as they do; the exponent is for what emulates them: none is folded, as one-hot rows have O = V at any size of
+    the logits. Flash and memory-efficient multiply apart; of cuDNN no more than such rows is known. On a CPU, flash subtracts first."""
+    return Preset(name, doc, {"exponent": exponent})
+
+
+def _standard(base: Numerics) -> Sites:
+    # Eager attention writes S and dP to memory in the input's dtype; a base that rounds S itself keeps its own format.
+    rounds = base in (HARDWARE, BASES["paper"], BASES["published"])
+    eager = {"scores": "input", "probability_gradients": "input"} if rounds else {}
+    lacks = {name: declared.elsewhere for name, declared in SITES.items() if "standard" not in declared.backends}
+    return {**eager, **lacks}
+
+
+def _stochastic_p(base: Numerics) -> Sites:
+    """A base that leaves P_bar unrounded rounds it to the dtype of q here: there has to be something to draw."""
+    rounded = {"probabilities": "input"} if base.probabilities == "fp32" else {}
+    return {**rounded, "probabilities_rounding": "stochastic"}
+
+
+_FP32_ACCUMULATION: Sites = {"tile_product": "fp32", "accumulator": "fp32"}
+
+
+def _stable(**sites: Any) -> Callable[[Numerics], Sites]:
+    """Ties are counted in one tile: on ``hardware`` that of a kernel, 64 columns; other bases have tiles of their own."""
+    return lambda base: {**sites, **({"tile_k": 64} if base == HARDWARE else {})}
+
+
+_STOCHASTIC_O: Sites = {
+    **_FP32_ACCUMULATION,
+    "output_rounding": "stochastic",
+    "delta_output": "output",
+    "delta_rounding": "nearest",
+}
+
+
+PRESETS: dict[str, Preset] = {
+    "standard": Preset("standard", "the control, as eager PyTorch computes it", _standard),
+    "sdpa_flash": _sdpa("sdpa_flash", "torch's flash kernel", "unfused"),
+    "sdpa_cudnn": _sdpa("sdpa_cudnn", "cuDNN's, CUDA only", "unfused"),
+    "sdpa_efficient": _sdpa("sdpa_efficient", "torch's memory-efficient kernel, CUDA only", "unfused"),
+    "sdpa_math": _sdpa("sdpa_math", "torch's plain formula", "subtracted"),
+    "flash": _flash("the run that fails"),
+    "flash_subtracted": _flash("P_bar of a row's maximum is 1", exponent="subtracted"),
+    "flash_unfused": _flash("torch's exponent in our kernels", exponent="unfused"),
+    "flash_rounded_sum": _flash(
+        "weights of V that sum to 1 ([FlashAttention 2721](https://github.com/Dao-AILab/flash-attention/pull/2721))",
+        divisor="rounded",
+    ),
+    "flash_untiled": _flash("is tiling the cause?", tile_q=0, tile_k=0),
+    "flash_stable": _flash(
+        "Algorithm 3, later version: beta 2, ties within 1e-3",
+        _stable(row_max="stabilised", row_max_beta=2.0, row_max_tolerance=1e-3),
+    ),
+    "flash_stable_exact_ties": _flash(
+        "Algorithm 3, first version: beta 7, exact ties",
+        _stable(row_max="stabilised", row_max_beta=7.0, row_max_tolerance=0.0),
+    ),
+    "flash_stable_safe": _flash(
+        "the same with a bounded shift: l >= exp(-7) for scores below 1.5e9",
+        _stable(row_max="stabilised_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
+    ),
+    "flash_fp32_pv": _flash("does the error arise in P V?", probabilities="fp32", **_FP32_ACCUMULATION),
+    "flash_fp32_pv_tf32x3": _flash(
+        "the same by three TF32 products", probabilities="fp32", products="tf32x3", **_FP32_ACCUMULATION
+    ),
+    "flash_fp32_pv_o": _flash(
+        "P V and the O in delta in FP32", probabilities="fp32", delta_output="fp32", **_FP32_ACCUMULATION
+    ),
+    "flash_fp32_o": _flash("the smallest repair: an unrounded O in delta", delta_output="fp32"),
+    "flash_compensated_delta": _flash(
+        "the same to 2^-15 of O, one byte", delta_output="residual8", **_FP32_ACCUMULATION
+    ),
+    "flash_compensated_delta_16": _flash(
+        "the same to 2^-23 of O, two bytes", delta_output="residual16", **_FP32_ACCUMULATION
+    ),
+    "flash_delta_from_p": _flash("standard attention's delta", delta="rowsum_p_dp"),
+    "flash_delta_from_p_subtracted": _flash(
+        "the same, exact at any logit", delta="rowsum_p_dp", exponent="subtracted", saved_statistics="max_and_sum"
+    ),
+    "flash_delta_normalised": _flash(
+        "rows of dS sum to 0 even if rows of P do not sum to 1", delta="rowsum_p_dp_normalised"
+    ),
+    "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ, one product more", row_residual="corrected_rows"),
+    "flash_centred_keys": _flash("the same with the mean key, no product", row_residual="centred_keys"),
+    "flash_recompute_o": _flash("an FP32 O, computed again", delta="recomputed_o"),
+    "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
+    "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),
+    "flash_stochastic_p_o": _flash("both", lambda base: {**_stochastic_p(base), **_STOCHASTIC_O}),
+    "flash_run_a": _flash("delta reads the same stochastic O", **_STOCHASTIC_O),
+    "flash_run_b": _flash(
+        "independently rounded O in delta, to nearest", lambda base: {**_STOCHASTIC_O, "delta_output": base.output}
+    ),
+    "flash_run_c": _flash(
+        "the model reads an unrounded O",
+        lambda base: {**_FP32_ACCUMULATION, "output": "fp32", "delta_output": base.output},
+    ),
+    "flash_run_d": _flash(
+        "independently rounded O in delta, stochastic",
+        lambda base: {
+            **_FP32_ACCUMULATION,
+            "output_rounding": "nearest",
+            "delta_output": base.output,
+            "delta_rounding": "stochastic",
+        },
+    ),
+}

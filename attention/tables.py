@@ -1,0 +1,65 @@
+"""The tables of README.md, made from the declarations: ``python -m attention.tables`` writes them.
+
+Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``); a table is found by the name of its first column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attention.numerics import BASES, DEFAULTS, HARDWARE, SITES, STANDARD, USES
+from attention.plan import AttentionSpec
+from attention.presets import PRESETS
+
+README = Path(__file__).parent / "README.md"
+
+
+def tables() -> dict[str, list[str]]:
+    """Lines of each table by the name of its first column."""
+    return {
+        "site": list(_table(("site", "what it rounds or chooses", "default", "acts in", "not in"), _sites())),
+        "base": list(_table(("base", "for", "differs from `hardware` in"), _bases())),
+        "preset": list(_table(("preset", "changes on `hardware`", "for"), _presets())),
+    }
+
+
+def _sites() -> Iterator[tuple[str, ...]]:
+    for name, declared in SITES.items():
+        default = DEFAULTS[name] if isinstance(DEFAULTS[name], str) else f"{DEFAULTS[name]:.5g}"
+        lacks = "" if set(STANDARD) <= set(declared.backends) else "standard"
+        yield f"`{name}`", declared.doc, default, ", ".join(declared.acts_in), lacks
+
+
+def _bases() -> Iterator[tuple[str, ...]]:
+    for name, base in BASES.items():
+        yield f"`{name}`", USES[name], _listed(base.differences(HARDWARE))
+
+
+def _presets() -> Iterator[tuple[str, ...]]:
+    for name, preset in PRESETS.items():
+        yield f"`{name}`", _listed(AttentionSpec(preset=name).resolve().differences(HARDWARE)), preset.doc
+
+
+def _listed(sites: tuple[str, ...]) -> str:
+    return ", ".join(f"`{site}`" for site in sites) or "nothing"
+
+
+def _table(heads: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[str]:
+    for cells in (heads, ("---",) * len(heads), *rows):
+        yield f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def written(text: str) -> str:
+    """The document with its tables made anew."""
+    lines = text.splitlines()
+    for name, table in tables().items():
+        first = next(number for number, line in enumerate(lines) if line.startswith(f"| {name} |"))
+        last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
+        lines[first:last] = table
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text()))
