@@ -1,4 +1,4 @@
-"""Draw the README's picture from the runs in experiments/fast_failure: ``python experiments/pictures.py``."""
+"""Draw the pictures of the README and of the studies from their CSVs: ``python experiments/pictures.py``."""
 
 from __future__ import annotations
 
@@ -13,22 +13,34 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 EXPERIMENTS = Path(__file__).resolve().parent
-RUNS = EXPERIMENTS / "fast_failure" / "runs"
+FAST_FAILURE, LATE_SWITCHES = EXPERIMENTS / "fast_failure", EXPERIMENTS / "late_switches"
+RUNS = FAST_FAILURE / "runs"
 # Okabe and Ito, "Color Universal Design" (2008).
 ORANGE, BLUE, GREEN, PINK, BLACK, GREY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#6F6F6F"
 FMA_THRESHOLD = 2**16 * np.log(2)
 """Logit from which the FMA exponent is off by more than O's rounding hides: docs/results.md."""
 
 
-def page(width: float, height: float, columns: int, **options: Any) -> tuple[Figure, Any]:
-    """A figure with a row of panels. 9 inches of width are 800 pixels on GitHub, so that 11 points are 14 pixels."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+def page(height: float, rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+    """A figure with panels, [rows, columns]. Its 9 inches are 800 pixels of a page, and 12 points are 15 pixels."""
+    figure = Figure(figsize=(9, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, **options)
-    for axis in np.atleast_1d(axes):
+    panels = figure.subplots(rows, columns, squeeze=False, **options)
+    for axis in panels.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=11)
-    return figure, axes
+    return figure, panels
+
+
+def count_steps(axis: Any, places: range) -> None:
+    axis.set_xticks(places, [f"{step:,}" for step in places])
+    axis.set_xlabel("step", fontsize=11)
+
+
+def write(axis: Any, *labels: tuple[float, float, str, str]) -> None:
+    """Names beside the lines: place, words, colour."""
+    for x, y, words, colour in labels:
+        axis.text(x, y, words, color=colour, fontsize=12)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -58,7 +70,7 @@ def smooth_loss(folder: Path, window: int = 100) -> pd.Series:
 
 def front() -> Figure:
     """Left the training loss, right the largest logit of layer 1, of four attentions on three seeds each."""
-    figure, (left, right) = page(9, 4.2, 2)
+    figure, [[left, right]] = page(4.2, 1, 2)
     for name, colour in (("sdpa_flash", BLACK), ("delta_from_p", GREEN), ("fp32_o", BLUE), ("flash", ORANGE)):
         for seed in ("", "_seed_1", "_seed_2"):
             loss, rows = smooth_loss(RUNS / (name + seed)), probes(RUNS / (name + seed))
@@ -70,9 +82,8 @@ def front() -> Figure:
     left.set_title("training loss", fontsize=12, loc="left")
     right.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
     for axis in (left, right):
-        axis.set_xlabel("step", fontsize=11)
-        axis.set_xticks(range(0, 13_000, 4000), [f"{s:,}" for s in range(0, 13_000, 4000)])
-    for axis, x, y, words, colour in (
+        count_steps(axis, range(0, 13_000, 4000))
+    for axis, *label in (
         (left, 6400, 7.2, "flash:\n3 of 3 explode", ORANGE),
         (left, 6900, 4.1, "torch's SDPA:\n2 of 3 degrade", BLACK),
         (left, 300, 3.2, "delta from P: 3 of 3 stable", GREEN),
@@ -83,12 +94,119 @@ def front() -> Figure:
         (right, 8500, 11, "delta from P", GREEN),
         (right, 200, 6e4, f"{FMA_THRESHOLD:,.0f}", GREY),
     ):
-        axis.text(x, y, words, color=colour, fontsize=12)
+        write(axis, label)
+    return figure
+
+
+def layers() -> Figure:
+    """The largest logit of each layer, in six runs."""
+    figure, panels = page(5.4, 2, 3, sharex=True, sharey=True)
+    titles = {
+        "flash": "flash",
+        "flash_subtracted": "flash, subtract first",
+        "sdpa_flash": "torch's SDPA",
+        "fp32_o": "FP32 O in delta",
+        "delta_from_p": "delta from P",
+        "all_but_layer_1": "delta from P in layer 1 only",
+    }
+    for axis, (run, title) in zip(panels.flat, titles.items(), strict=True):
+        rows = probes(RUNS / run)
+        rows = rows[rows["step"] >= 1000]
+        for layer in (0, *range(4, 12), 1, 2, 3):
+            colour = {1: ORANGE, 2: BLUE, 3: GREEN}.get(layer, "#BBBBBB")
+            axis.plot(
+                rows["step"], rows[f"max_logit_{layer}"], color=colour, linewidth=1.8 if layer in (1, 2, 3) else 0.8
+            )
+        axis.set_title(title, fontsize=12, loc="left")
+        axis.set(yscale="log", ylim=(1, 1e8), xlim=(1000, 13_200))
+    for axis in panels[1]:
+        count_steps(axis, range(4000, 13_000, 4000))
+    figure.supylabel("largest attention logit", fontsize=12)
+    names = (("layer 1", 5e5, ORANGE), ("layer 2", 130, BLUE), ("layer 3", 25, GREEN), ("other layers", 4, GREY))
+    write(panels[0, 0], *((5800, y, words, colour) for words, y, colour in names))
+    return figure
+
+
+def bins(x: pd.Series, y: pd.Series, least: int = 8) -> pd.DataFrame:
+    """Quartiles of y in each factor of 2 of x that has at least so many points."""
+    groups = y.groupby(np.floor(np.log2(x)))
+    table = groups.quantile([0.25, 0.5, 0.75]).unstack()[groups.size() >= least]
+    return table.set_axis(2.0 ** (table.index + 0.5))
+
+
+def large_logits() -> Figure:
+    """The error of delta in one-hot rows and the gradient norm against the largest logit: median and quartiles."""
+    figure, [[left, right]] = page(4.2, 1, 2)
+    heads = pd.read_csv(FAST_FAILURE / "one_hot_heads.csv")
+    kinds = (
+        (("p_unrounded", "subtracted", "unfused"), GREEN),
+        (("torch",), BLACK),
+        (("nearest",), ORANGE),
+    )
+    for names, colour in kinds:
+        chosen = heads[heads["kind"].isin(names)]
+        courses = pd.concat(gradient_norms(RUNS / run) for run in chosen["run"].unique())
+        for axis, x, y in (
+            (left, chosen["max_logit"], chosen["delta_error"].clip(lower=1e-7)),
+            (right, courses["max_logit_1"], courses["grad_norm"]),
+        ):
+            table = bins(x, y)
+            axis.plot(table.index, table[0.5], color=colour, linewidth=1.8)
+            axis.fill_between(table.index, table[0.25], table[0.75], color=colour, alpha=0.18, linewidth=0)
+    for axis in (left, right):
+        axis.set(xscale="log", yscale="log", xlim=(1e3, 2e7))
+        axis.set_xlabel("largest logit", fontsize=11)
+        axis.axvline(FMA_THRESHOLD, color=GREY, linewidth=0.8, linestyle=":")
+    left.set_ylim(7e-8, 6e-3)
+    left.set_title("relative error of delta in one-hot rows", fontsize=12, loc="left")
+    right.set_title("gradient norm", fontsize=12, loc="left")
+    write(left, (1.5e5, 2.5e-3, "FMA exponent", ORANGE), (1.2e6, 1.4e-5, "torch's\nSDPA", BLACK))
+    write(left, (1.2e3, 3.5e-4, "other exponents,\nP not rounded", GREEN), (5.5e4, 9e-8, f"{FMA_THRESHOLD:,.0f}", GREY))
+    write(right, (1.3e5, 300, "FMA\nexponent", ORANGE), (1.2e6, 1.0, "torch's\nSDPA", BLACK), (2e3, 0.45, "all", GREY))
+    return figure
+
+
+def gradient_norms(folder: Path) -> pd.DataFrame:
+    """A row a probe: the largest logit of layer 1, and the median gradient norm of the 100 steps from there on."""
+    table = metrics(folder).dropna(subset=["grad_norm"])
+    medians = table.groupby(table["step"] // 100 * 100)["grad_norm"].median()
+    return probes(folder).set_index("step")[["max_logit_1"]].join(medians, how="inner").loc[1000:]
+
+
+def late_switches() -> Figure:
+    """The largest logit and the gradient norm of ``flash`` and of nine branches whose layer 1 was switched."""
+    figure, [[left, right]] = page(4.4, 1, 2)
+    colours = {"delta_from_p_subtracted": GREEN, "subtracted": BLUE, "delta_from_p": BLACK}
+    folders = [RUNS / "flash", *sorted((LATE_SWITCHES / "runs").iterdir())]
+    for folder in folders:
+        at, colour = 1000, ORANGE
+        if folder.name != "flash":  # switch_at_STEP_PRESET, of which delta_from_p is left out
+            _, _, step, *preset = folder.name.split("_", 3)
+            at, colour = int(step), colours[preset[0] if preset else "delta_from_p"]
+        rows, table = probes(folder), metrics(folder).dropna(subset=["grad_norm"])
+        rows = rows[rows["step"] >= at]
+        norms = table.groupby(table["step"] // 50)["grad_norm"].median()
+        norms = norms.set_axis(norms.index * 50 + 25).loc[at:]
+        left.plot(rows["step"], rows["max_logit_1"], color=colour, linewidth=1.5)
+        right.plot(norms.index, norms, color=colour, linewidth=1.5)
+    left.set(yscale="log", xlim=(1000, 7200))
+    right.set(yscale="log", xlim=(1000, 7200))
+    left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
+    right.set_title("gradient norm", fontsize=12, loc="left")
+    left.axhline(FMA_THRESHOLD, color=GREY, linewidth=0.8, linestyle=":")
+    write(left, (4300, 9e5, "flash", ORANGE), (4870, 1.32e5, "subtract first", BLUE), (5560, 6.5e4, "both", GREEN))
+    write(left, (2650, 1.7e3, "delta from P", BLACK), (5560, 2.7e5, "delta from P", BLACK))
+    write(right, (4400, 5e3, "flash", ORANGE), (5560, 1.5e2, "delta from P\nat 4,000", BLACK))
+    for axis in (left, right):
+        count_steps(axis, range(2000, 7000, 2000))
     return figure
 
 
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
+    save(layers(), FAST_FAILURE / "layers.png")
+    save(large_logits(), FAST_FAILURE / "large_logits.png")
+    save(late_switches(), LATE_SWITCHES / "late_switches.png")
 
 
 if __name__ == "__main__":
