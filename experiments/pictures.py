@@ -14,6 +14,7 @@ from PIL import Image
 
 EXPERIMENTS = Path(__file__).resolve().parent
 FAST_FAILURE, LATE_SWITCHES = EXPERIMENTS / "fast_failure", EXPERIMENTS / "late_switches"
+PAPER_FIGURES = EXPERIMENTS / "paper_figures"
 RUNS = FAST_FAILURE / "runs"
 # Okabe and Ito, "Color Universal Design" (2008).
 ORANGE, BLUE, GREEN, PINK, BLACK, GREY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#6F6F6F"
@@ -202,10 +203,66 @@ def late_switches() -> Figure:
     return figure
 
 
+def heads() -> Figure:
+    """Figure 3 of the paper: the spectral norm of W_Q of the heads of layer 1."""
+    figure, [[left, right]] = page(3.4, 1, 2, sharey=True)
+    for axis, run, step in ((left, "flash", 3000), (right, "paper", 2500)):
+        table = pd.read_csv(PAPER_FIGURES / f"figure_03_{run}_step{step}.csv")
+        axis.bar(table["head"], table["w_q_head_norm"], color=np.where(table["outlier"], ORANGE, "#BBBBBB"))
+        axis.set_title(f"{run}, step {step:,}", fontsize=12, loc="left")
+        axis.set_xticks(table["head"])
+        axis.set_xlabel("head of layer 1", fontsize=11)
+    left.set_ylabel("spectral norm of $W_Q$", fontsize=11)
+    write(right, (1, 28, "orange: 1.5 times the\nmedian or more", ORANGE))
+    return figure
+
+
+def ties() -> Figure:
+    """Figure 13 of the paper: how many rows have two scores within 1e-3 of their maximum."""
+    figure, [[left, right]] = page(3.8, 1, 2)
+    table = pd.read_csv(PAPER_FIGURES / "figure_13.csv")
+    colours = {"delta_from_p": GREEN, "fp32_o": BLUE, "fp32_pv": BLACK, "flash": ORANGE, "paper": PINK}
+    for axis, column, title in (
+        (left, "ties_1e3_mean", "rows with a tied maximum, all heads"),
+        (right, "ties_1e3_max", "the same, largest of all heads"),
+    ):
+        for run, colour in colours.items():
+            rows = table[(table["run"] == run) & (table["column"] == column)]
+            axis.plot(rows["step"], 100 * rows["value"], color=colour, linewidth=1.5)
+        axis.set_title(title, fontsize=12, loc="left")
+        axis.set(yscale="log", ylim=(0.05, 150))
+        axis.yaxis.set_major_formatter("{x:g} %")
+        count_steps(axis, range(0, 13_000, 4000))
+    write(left, (5000, 12, "paper", PINK), (3800, 0.45, "flash", ORANGE), (6000, 0.065, "FP32 O in delta", BLUE))
+    write(left, (6500, 0.27, "P V in FP32", BLACK), (6000, 0.11, "delta from P", GREEN))
+    return figure
+
+
+def norms() -> Figure:
+    """Figure 11 of the paper: the spectral norm of W_Q, layer by layer."""
+    figure, panels = page(4.6, 2, 2, sharex=True, sharey=True)
+    titles = {"flash": "flash", "paper": "paper", "fp32_o": "FP32 O in delta", "delta_from_p": "delta from P"}
+    for axis, (run, title) in zip(panels.flat, titles.items(), strict=True):
+        table = probes(RUNS / run).set_index("step").filter(regex=r"^w_q_norm_\d+$").dropna()
+        mesh = axis.pcolormesh(
+            table.index, range(12), table.to_numpy().T, norm="log", vmin=1, vmax=200, cmap="cividis", shading="nearest"
+        )
+        axis.set_title(title, fontsize=12, loc="left")
+        axis.set(xlim=(0, 13_000), yticks=range(0, 12, 2))
+    for axis in panels[1]:
+        count_steps(axis, range(0, 13_000, 4000))
+    figure.supylabel("layer", fontsize=12)
+    figure.colorbar(mesh, ax=panels, label="spectral norm of $W_Q$")
+    return figure
+
+
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
     save(layers(), FAST_FAILURE / "layers.png")
     save(large_logits(), FAST_FAILURE / "large_logits.png")
+    save(heads(), PAPER_FIGURES / "figure_03.png")
+    save(norms(), PAPER_FIGURES / "figure_11.png")
+    save(ties(), PAPER_FIGURES / "figure_13.png")
     save(late_switches(), LATE_SWITCHES / "late_switches.png")
 
 
