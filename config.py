@@ -1,4 +1,4 @@
-"""The whole configuration of a run: sections beside their consumers, presets as Python files, overrides from the command line."""
+"""Reads configurations: presets as Python files, overrides from the command line, the JSON that a run has written."""
 
 from __future__ import annotations
 
@@ -8,108 +8,30 @@ import importlib.machinery
 import importlib.util
 import io
 import itertools
-import json
-import math
-import re
 import types
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from attention.plan import AttentionConfig
-from data.batches import DataConfig
 from errors import UserError, invalid
-from model import ModelConfig
-from training.alarm import AlarmConfig
-from training.checkpoint import CheckpointConfig
-from training.distributed import DeviceChoice
-from training.evaluate import EvaluationConfig
-from training.metrics import WandbConfig
-from training.nonfinite import NonFiniteConfig
-from training.optim import OptimConfig
-from training.precision import PrecisionConfig
 from training.retired import upgraded
-from training.speed import SpeedConfig
-from training.telemetry import TelemetryConfig
+from training.settings import RunConfig, TrainConfig, to_json
+
+__all__ = [
+    "PRESETS",
+    "RunConfig",
+    "TrainConfig",
+    "from_json",
+    "load",
+    "load_attention",
+    "load_preset",
+    "override",
+    "to_json",
+]
 
 PRESETS = Path(__file__).parent / "configs"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What the run is called, how long it is, and where it runs."""
-
-    name: str = "run"
-    """Folder below run.folder that takes everything the run writes."""
-    folder: str = "runs"
-    """Where runs live."""
-    steps: int = 1000
-    """Optimiser steps."""
-    seed: int = 42
-    """Of the initial weights and of stochastic rounding; the order of the data has its own, data.seed."""
-    device: DeviceChoice = "auto"
-    """cuda, cpu, or auto: cuda where torch sees one."""
-    resume: bool = False
-    """Go on from the newest intact checkpoint of this run."""
-    init_from: str = ""
-    """Local Hugging Face folder of a GPT-2 to start from, in place of random weights."""
-    log_every: int = 1
-    """Steps between two lines of metrics."""
-    peak_tflops: float = 0.0
-    """Peak of one device in TFLOP/s, for the MFU; 0 takes the datasheet's for known GPUs."""
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            raise invalid("run.name", self.name, "letters, digits, '.', '_' and '-', beginning with a letter or digit")
-        if not -(2**63) <= self.seed < 2**64:
-            raise invalid("run.seed", self.seed, "a whole number from -2**63 to 2**64 - 1, as torch takes them")
-        for name in ("steps", "log_every"):
-            if getattr(self, name) < 1:
-                raise invalid(f"run.{name}", getattr(self, name), "a whole number of 1 or more")
-        if not 0 <= self.peak_tflops < math.inf:
-            raise invalid("run.peak_tflops", self.peak_tflops, "0 or a positive number of TFLOP/s")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Everything that decides a run."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    nonfinite: NonFiniteConfig = field(default_factory=NonFiniteConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    alarm: AlarmConfig = field(default_factory=AlarmConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-
-    def __post_init__(self) -> None:
-        if self.data.sequence_length > self.model.block_size:
-            raise invalid(
-                "data.sequence_length", self.data.sequence_length, f"at most model.block_size = {self.model.block_size}"
-            )
-        if self.alarm.response != "log" and not self.telemetry.every:
-            raise invalid(
-                "alarm.response", self.alarm.response, "log while telemetry.every = 0: nothing would raise an alarm"
-            )
-        own = Path(self.run.folder, self.run.name)
-        if self.data.record and Path(self.data.record).resolve().is_relative_to(own.resolve()):
-            # Made first, it would stand where the run is to be new.
-            raise invalid("data.record", self.data.record, f"a folder outside of the run's own, {own}")
-        # Layers and heads named by rules must exist; the error names the rule.
-        self.attention.resolve(self.model.n_layer, self.model.n_head)
-
-
-def to_json(value: Any) -> Any:
-    """A config as JSON gives it back: tuples are lists, so that what was read compares equal to what would be written."""
-    return json.loads(json.dumps(dataclasses.asdict(value)))
 
 
 def from_json(kind: Any, content: Any, where: str = "") -> Any:

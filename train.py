@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,8 +20,12 @@ from config import TrainConfig
 from errors import exit_on_user_error
 from training import distributed, throughput
 from training.distributed import Distributed
-from training.session import Session
-from training.step import Launched, StepResult
+from training.phases import probe, rate_of, recover, switch_attention, take_step, validate
+from training.run import Run, close, open_run, save
+from training.step import Taken
+
+READ_EVERY = {"cpu": 1, "cuda": 16}
+"""Steps whose values are read together, by type of device: a GPU works on while nobody asks; a CPU is done when the step is."""
 
 
 def train(config: TrainConfig) -> None:
@@ -29,7 +34,7 @@ def train(config: TrainConfig) -> None:
     distributed.set_tf32(config.precision.tf32)
     place = distributed.start(config.run.device)
     try:
-        run(config, place)
+        see_through(config, place)
         distributed.barrier()
     except BaseException as error:
         # Its frames hold the model, and DDP must be gone before the group that it talks through.
@@ -39,64 +44,50 @@ def train(config: TrainConfig) -> None:
         distributed.stop()
 
 
-def run(config: TrainConfig, place: Distributed) -> None:
-    """Build the run and see it through; its files are closed whatever happens, a recording as complete only at the end."""
-    session = Session(config, configuration.to_json(config), place)
+def see_through(config: TrainConfig, place: Distributed) -> None:
+    """Build the run and train it; its files are closed whatever happens, a recording as complete only at the end."""
+    run = open_run(config, place)
     try:
-        loop(session)
+        announce(run)
+        loop(run)
     except BaseException:
-        session.close(finished=False)
+        close(run, finished=False)
         raise
-    session.close(finished=True)
+    close(run, finished=True)
 
 
-def loop(session: Session) -> None:
+def loop(run: Run) -> None:
     """Train, measure and save, step by step; one extra pass measures and saves the end."""
-    config = session.config
-    announce(session)
-    interactive = session.place.is_main and sys.stderr.isatty()
-    step, last_saved = session.start_step, session.start_step
-    with tqdm(total=config.run.steps, initial=step, unit="step", disable=not interactive) as bar:
+    config, last = run.config, run.config.run.steps
+    step = saved = run.start_step
+    with tqdm(total=last, initial=step, unit="step", disable=not (run.place.is_main and sys.stderr.isatty())) as bar:
         while True:
-            row: dict[str, float | str | None] = {}
-            session.intervene(step)
-            if due(step, config.evaluation.every, config.run.steps):
-                row["val_loss"] = session.evaluate()
-            if due(step, config.checkpoint.every, config.run.steps, always_last=True) and step > last_saved:
-                session.save(step)
-                last_saved = step
+            row: dict[str, Any] = {}
+            switch_attention(run, step)
+            if due(step, config.evaluation.every, last):
+                row["val_loss"] = validate(run)
+            if due(step, config.checkpoint.every, last, always_last=True) and step > saved:
+                save(run, step)
+                saved = step
             # Behind the checkpoint, where a resumed run comes in: it probes as the uninterrupted one does.
-            if due(step, config.telemetry.every, config.run.steps):
-                row |= session.probe(step)
-            if step == config.run.steps or row.get("alarm") == "stop":
-                session.metrics.log(step, **row)
-                session.say(line(step, row))
+            if due(step, config.telemetry.every, last):
+                row |= probe(run, step)
+            if step == last or row.get("alarm") == "stop":
                 break
-            position, began = session.batches.position, time.perf_counter()
-            done = Launched(step, position, row, session.train_step(step), session.batches.digest(), began)
-            step = finish(session, done, bar)
-            last_saved = min(last_saved, step)
+            taken = Taken(step, row | {"batch": run.batches.position, "lr": rate_of(run, step)}, time.perf_counter())
+            run.pending.add(taken, take_step(run, step))  # the device works on it; nobody waits
+            taken.row["data_digest"] = run.batches.digest()
+            step += 1
+            if must_know(run, step):
+                step = report(run, step, bar)
+                saved = min(saved, step)
             bar.update(step - bar.n)
+    run.metrics.log(step, **row)
+    run.place.say(line(step, row))
     if row.get("alarm") == "stop":
-        session.say(
-            f"step {step}: stopped by the alarm; --run.resume --alarm.response log goes on from the checkpoint of this step"
-        )
+        further = "--run.resume --alarm.response log goes on from the checkpoint of this step"
+        run.place.say(f"step {step}: stopped by the alarm; {further}")
         raise SystemExit(1)
-
-
-def finish(session: Session, launched: Launched, bar: tqdm) -> int:
-    """Read a step's values, log it, follow the policy where it is not finite; the step to go on with."""
-    step, position, row, result = launched.step, launched.position, launched.row, launched.result
-    row |= measurements(session, launched, result)
-    following = step + 1 if result.finite else recover(session, step, position, result, row)
-    if len(row) > len(MEASURED) or step % session.config.run.log_every == 0:
-        session.metrics.log(step, **row)
-        if bar.disable and result.finite:  # recover() has said the rest
-            session.say(line(step, row))
-        bar.set_postfix_str(f"loss {result.loss:.4f}")
-    if row.get("nonfinite") == "stop":
-        raise SystemExit(1)
-    return following
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
@@ -104,55 +95,53 @@ def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
     return (every > 0 and step % every == 0) or (step == last and (every > 0 or always_last))
 
 
-MEASURED = ("batch", "tokens", "train_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds", "data_digest")
+def must_know(run: Run, step: int) -> bool:
+    """Whether what the steps before this one gave is to be read: many of them wait, or what comes now depends on it."""
+    config = run.config
+    every = 1 if config.nonfinite.policy == "rollback" else READ_EVERY[run.place.device.type]
+    often = (every, config.evaluation.every, config.checkpoint.every, config.telemetry.every)
+    return any(due(step, one, config.run.steps, always_last=True) for one in often)
 
 
-def measurements(session: Session, launched: Launched, result: StepResult) -> dict:
-    """The columns of a training step, named by ``MEASURED``, in its order."""
-    data = session.config.data
-    tokens_per_step = data.global_batch * data.sequence_length
-    rate = tokens_per_step / session.lap(launched.began)
-    values = (
-        launched.position,
-        (launched.position + 1) * tokens_per_step,  # a rollback takes steps back, not tokens
-        result.loss,
-        result.grad_norm,
-        session.learning_rate(launched.step),
-        rate,
-        throughput.mfu(rate, session.flops_per_token, session.place.world_size, session.peak),
-        session.seconds(),
-        launched.data_digest,
-    )
-    return dict(zip(MEASURED, values, strict=True))
+def report(run: Run, step: int, bar: tqdm) -> int:
+    """Read and log what the steps before this one gave, follow the policy where it is not finite; the step to go on with."""
+    steps, tokens = run.pending.read(), run.config.data.global_batch * run.config.data.sequence_length
+    rate = len(steps) * tokens / (time.perf_counter() - steps[0].began)
+    for taken in steps:
+        measured = {
+            "tokens": (taken.row["batch"] + 1) * tokens,  # a rollback takes steps back, not tokens
+            "train_loss": taken.loss,
+            "grad_norm": taken.grad_norm,
+            "tokens_per_second": rate,
+            "mfu": throughput.mfu(rate, run.network.flops_per_token, run.place.world_size, run.peak_flops),
+            "seconds": run.seconds(),
+        }
+        special = taken.row.keys() - {"batch", "lr", "data_digest"}
+        taken.row |= measured
+        if not taken.finite():
+            step = recover(run, taken, step)
+        if special or not taken.finite() or taken.step % run.config.run.log_every == 0:
+            run.metrics.log(taken.step, **taken.row)
+            if bar.disable and taken.finite():  # recover() has said the rest
+                run.place.say(line(taken.step, taken.row))
+        if taken.row.get("nonfinite") == "stop":
+            raise SystemExit(1)
+    bar.set_postfix_str(f"loss {steps[-1].loss:.4f}")
+    return step
 
 
-def recover(session: Session, step: int, position: int, result: StepResult, row: dict) -> int:
-    """Follow the config's policy for a loss or gradient that is not finite: note it in ``row``, say it; the step to go on with."""
-    action, following = session.recover(step, result)
-    row["nonfinite"] = action
-    what = {
-        "overflow": f"float16 overflow, {session.guard.overflow_steps} so far; update skipped",
-        "skip": "not finite; update skipped",
-        "continue": "not finite; going on as if it were",
-        "rollback": f"not finite; back to step {following}, the data goes on behind this batch",
-        "stop": f"not finite; stopped. {session.checkpoints.said()}",
-    }[action]
-    session.say(f"step {step}, batch {position}: loss {result.loss}, gradient norm {result.grad_norm}: {what}")
-    return following
-
-
-def announce(session: Session) -> None:
+def announce(run: Run) -> None:
     """Say once what runs."""
-    config, place = session.config, session.place
-    session.say(
-        f"{session.folder}: attention {config.attention.label()}, {session.raw_model.num_parameters() / 1e6:.1f}M parameters, "
-        f"{place.world_size} process(es) on {session.device.type}, {session.batches.accumulation()} micro-step(s) of "
-        f"{config.data.micro_batch} x {config.data.sequence_length} tokens each, from step {session.start_step}"
+    config, place, network = run.config, run.place, run.network
+    place.say(
+        f"{run.folder}: attention {config.attention.label()}, {network.raw.num_parameters() / 1e6:.1f}M parameters, "
+        f"{place.world_size} process(es) on {place.device.type}, {run.batches.accumulation()} micro-step(s) of "
+        f"{config.data.micro_batch} x {config.data.sequence_length} tokens each, from step {run.start_step}"
     )
-    session.say(throughput.explain(session.flops_per_token, session.peak))
+    place.say(throughput.explain(network.flops_per_token, run.peak_flops))
 
 
-def line(step: int, row: dict) -> str:
+def line(step: int, row: dict[str, Any]) -> str:
     """One line for a terminal that is not interactive."""
     shown = ("train_loss", "val_loss", "grad_norm", "lr", "w_q_norm_max", "max_logit_max", "tokens_per_second", "mfu")
     parts = [f"{name} {row[name]:.4g}" for name in shown if row.get(name) is not None]

@@ -45,8 +45,9 @@ from model import GPT
 from scripts.bench_profile import PARTS, Stopwatch, Timed, matmul_rate, products, profile, synchronise
 from scripts.bench_trial import Contender, Trial, write_results
 from training import distributed, optim, step, throughput
+from training.distributed import Distributed
 from training.metrics import Metrics
-from training.session import Session
+from training.run import open_run
 
 WARM_UP = 3
 QUIET = {"evaluation.every": 0, "telemetry.every": 0, "checkpoint.every": 0, "data.verify": "size"}
@@ -117,7 +118,7 @@ def _option(recipe: TrainConfig, key: str, value: Any) -> list[str]:
 
 
 def build(recipe: TrainConfig, text: str, folder: Path) -> Contender:
-    """A session of this repository, ready to train; its globals are set by ``enter`` before every round."""
+    """A run of this repository, ready to train; its globals are set by ``enter`` before every round."""
     name, config, settings = variant(recipe, text, folder)
 
     def enter() -> None:
@@ -131,22 +132,24 @@ def build(recipe: TrainConfig, text: str, folder: Path) -> Contender:
         key.removeprefix("inductor."): json.loads(value) for key, value in settings.items() if "inductor." in key
     }
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, options=of_compile or None)):
-        session = Session(config, configuration.to_json(config), place)
+        built = open_run(config, place)
     said = [""]
-    session.say = lambda text: said.append(text)  # type: ignore[method-assign]
-    session.save = lambda step, **_: None  # type: ignore[method-assign]  # the loop saves its end, and every round has one
 
     def run(count: int) -> None:
-        start = session.start_step
-        session.config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=start + count))
-        try:
-            train.loop(session)
-        except SystemExit as stop:
-            # The policy for a loss that is not finite: the end of a run, but of no other variant's.
-            raise RuntimeError(said[-1]) from stop
-        session.start_step = start + count
+        start = built.start_step
+        built.config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=start + count))
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.object(Distributed, "say", lambda place, text: said.append(text)))
+            # The loop saves its end, and every round has one.
+            patches.enter_context(mock.patch.object(train, "save", return_value=None))
+            try:
+                train.loop(built)
+            except SystemExit as stop:
+                # The policy for a loss that is not finite: the end of a run, but of no other variant's.
+                raise RuntimeError(said[-1]) from stop
+        built.start_step = start + count
 
-    contender = Contender(name, config.data.global_batch * config.data.sequence_length, run, enter, settings, session)
+    contender = Contender(name, config.data.global_batch * config.data.sequence_length, run, enter, settings, built)
     run(WARM_UP)
     synchronise()
     contender.own_bytes = allocated() - before
@@ -219,18 +222,18 @@ def one_round(contender: Contender, steps: int) -> None:
 
 def time_parts(contender: Contender, steps: int) -> None:
     """Milliseconds of a step by part, in a pass of its own: the marks are put around the parts from outside."""
-    session = contender.session
-    if session is None:
+    built = contender.built
+    if built is None:
         return
     watch = Stopwatch()
     contender.enter()
     with contextlib.ExitStack() as patches:
         patch = lambda *a: patches.enter_context(mock.patch.object(*a))  # noqa: E731
-        patch(session.batches, "next", watch.wrap("data", session.batches.next))
-        patch(session, "model", Timed(session.model, watch, "forward"))
+        patch(built.batches, "next", watch.wrap("data", built.batches.next))
+        patch(built.network, "model", Timed(built.network.model, watch, "forward"))
         patch(torch.Tensor, "backward", watch.wrap("backward", torch.Tensor.backward))
         patch(step, "clip_gradients", watch.wrap("clip", optim.clip_gradients))
-        patch(session.optimizer, "step", watch.wrap("optimiser", session.optimizer.step))
+        patch(built.network.optimizer, "step", watch.wrap("optimiser", built.network.optimizer.step))
         patch(Metrics, "log", watch.wrap("logging", Metrics.log))
         contender.run(steps)
     contender.parts = watch.milliseconds(steps)

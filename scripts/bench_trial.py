@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from files import without_folders, write_json
-from training.session import Session
+from training.run import Run
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Contender:
     run: Callable[[int], None]
     enter: Callable[[], None]
     settings: dict[str, Any]
-    session: Session | None = None
+    built: Run | None = None
     build_seconds: float = math.nan
     own_bytes: int = 0
     peak_bytes: int = 0

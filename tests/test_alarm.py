@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from tiny_runs import Place, column, lines, new_place, start_train, train_and_kill, weights
 
+import train
 from config import TrainConfig
 from errors import UserError
 from training.alarm import Alarm, AlarmConfig, Watch, alarms, logit_alarm, loss_alarm
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
-from training.session import Session
+from training.run import Run
 from training.telemetry import TelemetryConfig, read_telemetry
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -327,15 +328,15 @@ def test_a_resume_from_the_checkpoint_of_an_alarm_has_the_same_record(place: Pla
     fields = {**touchy(response="checkpoint", warm_up=3), "checkpoint.every": 0}
     straight = place.folder / "straight_runs/alarmed"
     place.train("alarmed", {**fields, "run.folder": str(straight.parent)})
-    original = Session.train_step
+    original = train.take_step
 
-    def dying(self: Session, step: int) -> Any:
+    def dying(run: Run, step: int) -> Any:
         if step == 8:
             raise OSError("the machine is gone")
-        return original(self, step)
+        return original(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "train_step", dying)
+        patch.setattr(train, "take_step", dying)
         with pytest.raises(OSError, match="the machine is gone"):
             place.train("alarmed", fields)
     run = place.runs / "alarmed"

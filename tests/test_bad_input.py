@@ -21,7 +21,7 @@ from errors import UserError
 from training import distributed
 from training.checkpoint import Checkpoints
 from training.distributed import Distributed
-from training.session import Session
+from training.run import Run
 
 DEBUG = str(ROOT / "configs/debug.py")
 
@@ -233,13 +233,13 @@ def test_batch_that_the_processes_cannot_share(place: Place, monkeypatch: pytest
 def test_a_run_of_the_same_name_that_started_meanwhile_is_left_alone(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Session._settle
+    original = distributed.settle
 
-    def slowly(self: Session) -> None:
-        original(self)
-        (self.folder / "of_the_other").mkdir(parents=True)
+    def slowly(*arguments: Any) -> None:
+        original(*arguments)
+        (place.runs / "twice/of_the_other").mkdir(parents=True)
 
-    monkeypatch.setattr(Session, "_settle", slowly)
+    monkeypatch.setattr(distributed, "settle", slowly)
     with pytest.raises(UserError, match=r"runs/twice exists"):
         place.train("twice", {"data.record": place.recording("twice")})
     assert (place.runs / "twice/of_the_other").is_dir()
@@ -251,19 +251,19 @@ def test_a_run_of_the_same_name_that_started_meanwhile_is_left_alone(
 
 def with_full_disk_at_20(monkeypatch: pytest.MonkeyPatch, also: Callable[[], None] = lambda: None) -> None:
     """From the checkpoint of step 20 on, the kernel refuses to let a file grow past 16 KiB: it breaks in the middle of the model."""
-    original, limits = Session.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    original, limits = train.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save(self: Session, step: int) -> None:
+    def save(run: Run, step: int) -> None:
         if step < 20:
-            return original(self, step)
+            return original(run, step)
         also()
         resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, limits[1]))
         try:
-            return original(self, step)
+            return original(run, step)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(Session, "save", save)
+    monkeypatch.setattr(train, "save", save)
 
 
 def test_full_disk_stops_training_and_leaves_the_last_good_checkpoint(
@@ -296,14 +296,14 @@ def test_what_stopped_the_run_is_told_though_closing_fails_too(place: Place) -> 
     def refuses(self: Recorder) -> None:
         raise UserError("the recording cannot be flushed either")
 
-    original = Session.close
+    original = train.close
     with pytest.MonkeyPatch.context() as patch:
 
-        def close(self: Session, *, finished: bool) -> None:
+        def close(run: Run, *, finished: bool) -> None:
             patch.setattr(Recorder, "flush", refuses)
-            original(self, finished=finished)
+            original(run, finished=finished)
 
-        patch.setattr(Session, "close", close)
+        patch.setattr(train, "close", close)
         with_full_disk_at_20(patch)
         with pytest.raises(UserError, match=r"^checkpoint of step 20 could not be"):
             place.train("full_twice", {"data.record": place.recording("full_twice")})

@@ -17,6 +17,7 @@ import torch
 from tiny_runs import TINY, TRAIN_TOKENS, Place, column, lines, new_place, optimizer, weights
 from torch import Tensor
 
+import train
 from data.batches import random_offsets
 from data.recording import Recording
 from model import GPT
@@ -25,7 +26,8 @@ from training.checkpoint import Checkpoints
 from training.metrics import read_lines
 from training.nonfinite import NonFiniteConfig, NonFiniteGuard
 from training.precision import PrecisionConfig
-from training.session import Session
+from training.run import Run
+from training.step import Taken
 
 ODD = 255
 BAD_BATCH = 14
@@ -212,42 +214,42 @@ def test_rollback_without_a_checkpoint_stops(place: Place) -> None:
 def test_rollback_to_damaged_checkpoints_stops_and_is_on_record(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sound = Session.recover
+    sound = train.recover
 
-    def damaged(self: Session, step: int, result: Any) -> Any:
-        (self.checkpoints.folder / "step_00000010/model.safetensors").write_bytes(b"")
-        return sound(self, step, result)
+    def damaged(run: Run, taken: Taken, following: int) -> int:
+        (run.checkpoints.folder / "step_00000010/model.safetensors").write_bytes(b"")
+        return sound(run, taken, following)
 
-    monkeypatch.setattr(Session, "recover", damaged)
+    monkeypatch.setattr(train, "recover", damaged)
     run = stopped(place, "rollback_damaged", ROLLBACK)
     assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
     assert "step_00000010 is damaged" in capsys.readouterr().out
 
 
 def test_rollback_gives_up_after_so_many(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = Session.train_step
+    sound = train.take_step
 
-    def spoiled(self: Session, step: int) -> Any:
+    def spoiled(run: Run, step: int) -> Any:
         # From batch 12 on nothing is any good.
-        if self.batches.position >= 12:
-            self.raw_model.transformer.ln_f.weight.data.fill_(math.nan)
-        return sound(self, step)
+        if run.batches.position >= 12:
+            run.network.raw.transformer.ln_f.weight.data.fill_(math.nan)
+        return sound(run, step)
 
-    monkeypatch.setattr(Session, "train_step", spoiled)
+    monkeypatch.setattr(train, "take_step", spoiled)
     run = stopped(place, "rollback_always", {**ROLLBACK, "nonfinite.max_rollbacks": 2})
     assert events(run) == [(12, 12, "rollback"), (10, 13, "rollback"), (10, 14, "stop")]
 
 
 def test_rollback_passes_over_a_checkpoint_with_broken_weights(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = Session.save
+    sound = train.save
 
-    def broken_at_20(self: Session, step: int) -> None:
+    def broken_at_20(run: Run, step: int) -> None:
         # As an update can leave them whose gradient was finite: saved before any loss has shown it.
-        if (step, self.batches.position) == (20, 20):
-            self.raw_model.transformer.ln_f.weight.data[0] = math.inf
-        sound(self, step)
+        if (step, run.batches.position) == (20, 20):
+            run.network.raw.transformer.ln_f.weight.data[0] = math.inf
+        sound(run, step)
 
-    monkeypatch.setattr(Session, "save", broken_at_20)
+    monkeypatch.setattr(train, "save", broken_at_20)
     run = place.train("rollback_far", {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5})
     assert events(run) == [(20, 20, "rollback")]
     assert [line["batch"] for line in lines(run) if line["step"] == 10] == [10, 21]
@@ -261,22 +263,22 @@ def test_a_resumed_run_still_tells_of_a_rollback_over_its_checkpoint(place: Plac
     """At step 20 it goes back to step 10 and saves a step 20 of its own; the first one's lines are of no later course than that."""
     switch = AlarmConfig(switches=("20:1:flash_fp32_o",))
     fields = {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5, "alarm": switch}
-    save, train_step = Session.save, Session.train_step
+    save, take_step = train.save, train.take_step
 
-    def broken_at_20(self: Session, step: int) -> None:
-        if (step, self.batches.position) == (20, 20):
-            self.raw_model.transformer.ln_f.weight.data[0] = math.inf
-        save(self, step)
+    def broken_at_20(run: Run, step: int) -> None:
+        if (step, run.batches.position) == (20, 20):
+            run.network.raw.transformer.ln_f.weight.data[0] = math.inf
+        save(run, step)
 
-    def dying(self: Session, step: int) -> Any:
+    def dying(run: Run, step: int) -> Any:
         if step == 25:
             raise OSError("the machine is gone")
-        return train_step(self, step)
+        return take_step(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "save", broken_at_20)
+        patch.setattr(train, "save", broken_at_20)
         straight = place.train("rollback_over", fields)
-        patch.setattr(Session, "train_step", dying)
+        patch.setattr(train, "take_step", dying)
         with pytest.raises(OSError, match="the machine is gone"):
             place.train("rollback_over_killed", fields)
     resumed = place.train("rollback_over_killed", {**fields, **RESUME})

@@ -39,7 +39,7 @@ from training import distributed, record
 from training.alarm import AlarmConfig
 from training.distributed import Distributed
 from training.huggingface import export_gpt2
-from training.session import Session
+from training.run import Run
 
 BF16 = {"precision.dtype": "bfloat16"}
 RESUME = {"run.resume": True}
@@ -294,15 +294,15 @@ def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypa
 
 
 def dead_at_5(place: Place, name: str, fields: dict[str, Any]) -> Path:
-    original = Session.train_step
+    original = train.take_step
 
-    def dying(self: Session, step: int) -> Any:
+    def dying(run: Run, step: int) -> Any:
         if step == 5:
             raise OSError("the machine is gone")
-        return original(self, step)
+        return original(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "train_step", dying)
+        patch.setattr(train, "take_step", dying)
         with pytest.raises(OSError, match="the machine is gone"):
             place.train(name, fields)
     assert not (place.runs / name / "checkpoints").exists()
@@ -398,17 +398,17 @@ def test_a_run_that_another_process_trains_is_left_alone(place: Place, straight:
 
 
 def test_a_run_is_locked_from_its_first_step_to_its_end(place: Place) -> None:
-    original, refusals = Session.train_step, []
+    original, refusals = train.take_step, []
 
-    def meanwhile(self: Session, step: int) -> Any:
+    def meanwhile(run: Run, step: int) -> Any:
         if step in (0, 15):
             with pytest.raises(UserError, match="another process is training"):
-                record.lock(self.folder)
+                record.lock(run.folder)
             refusals.append(step)
-        return original(self, step)
+        return original(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "train_step", meanwhile)
+        patch.setattr(train, "take_step", meanwhile)
         place.train("held", {"run.steps": 10})
         run = place.train("held", RESUME)
     assert refusals == [0, 15]
@@ -467,7 +467,7 @@ def test_all_processes_leave_a_run_that_another_one_trains(place: Place) -> None
         assert tree(run) == before
     assert done.returncode != 0
     assert f"error: run.name = 'busy_for_two': another process is training {run}" in done.stderr
-    assert "training/session.py" not in done.stderr  # torchrun has a traceback of its own
+    assert "training/run.py" not in done.stderr  # torchrun has a traceback of its own
 
 
 def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:

@@ -23,7 +23,7 @@ from errors import UserError
 from scripts import run_variants
 from scripts.run_variants import Variant, visible
 from training.alarm import AlarmConfig
-from training.session import Session
+from training.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +83,15 @@ def test_a_run_killed_before_its_last_checkpoint_is_seen_to_its_end(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     straight = place.train("whole")
     config = place.config("cut", {"run.steps": 20})
-    evaluate = Session.evaluate
+    validate = train.validate
 
-    def dying(self: Session) -> float:
-        if self.batches.position == 20:
+    def dying(run: Run) -> float:
+        if run.batches.position == 20:
             raise OSError("the machine is gone")
-        return evaluate(self)
+        return validate(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "evaluate", dying)
+        patch.setattr(train, "validate", dying)
         with pytest.raises(OSError, match="the machine is gone"):
             train.train(config)
     cut = place.runs / "cut"

@@ -22,7 +22,7 @@ from probes.capture import capture
 from probes.delta_error import delta_errors
 from probes.spectral import spectral_norm
 from training import telemetry
-from training.session import Session
+from training.run import Run, close, open_run
 from training.telemetry import COLUMNS, TelemetryConfig, measure, read_telemetry, summary_columns, to_lists
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -69,24 +69,24 @@ def test_weights_are_the_same_bits_with_a_probe_every_step_and_with_none(place: 
 
 def test_a_probe_leaves_generators_gradients_and_modes_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = Session.probe
+    original = train.probe
 
-    def watched(self: Session, step: int) -> dict[str, Any]:
+    def watched(run: Run, step: int) -> dict[str, Any]:
         def state() -> tuple[Any, ...]:
-            model = self.raw_model
+            model = run.network.raw
             gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
             modes = [module.training for module in model.modules()]
             own = [sorted(vars(module)) for module in model.modules()]
             return torch.get_rng_state(), gradients, modes, own, [len(m._forward_pre_hooks) for m in model.modules()]
 
         before = state()
-        row = original(self, step)
+        row = original(run, step)
         after = state()
         same = [x is y is None or torch.equal(x, y) for x, y in zip(before[1], after[1], strict=True)]
         seen.append((torch.equal(before[0], after[0]), all(same), before[2:] == after[2:], len(same)))
         return row
 
-    monkeypatch.setattr(Session, "probe", watched)
+    monkeypatch.setattr(train, "probe", watched)
     place.train("watched", {**OFTEN, "run.steps": 3, "data.micro_batch": 2})
     assert [entry[:3] for entry in seen] == [(True, True, True)] * 4
 
@@ -296,29 +296,29 @@ def test_nan_is_the_worst_of_all() -> None:
 
 
 def test_a_probe_after_nan_starts_afresh(place: Place) -> None:
-    session = Session(place.config("afresh", {**OFTEN}), {}, train.distributed.start("cpu"))
+    run = open_run(place.config("afresh", {**OFTEN}), train.distributed.start("cpu"))
     try:
-        assert session.telemetry is not None
-        whole = session.raw_model.w_q(0).clone()
+        assert run.telemetry is not None
+        whole = run.network.raw.w_q(0).clone()
         with torch.no_grad():
-            session.raw_model.w_q(0).fill_(math.nan)
-            assert math.isnan(session.telemetry.probe(0, 0)["w_q_norm"][0])
-            session.raw_model.w_q(0).copy_(whole)
-        assert session.telemetry.probe(1, 1)["w_q_norm"][0] == pytest.approx(spectral_norm(whole).item(), rel=0.01)
+            run.network.raw.w_q(0).fill_(math.nan)
+            assert math.isnan(run.telemetry.probe(0, 0)["w_q_norm"][0])
+            run.network.raw.w_q(0).copy_(whole)
+        assert run.telemetry.probe(1, 1)["w_q_norm"][0] == pytest.approx(spectral_norm(whole).item(), rel=0.01)
     finally:
-        session.close(finished=False)
+        close(run, finished=False)
 
 
 @pytest.mark.parametrize(("attention", "differ"), [("flash_run_d", True), ("flash", False)])
 def test_each_probe_draws_its_stochastic_roundings_afresh(place: Place, attention: str, differ: bool) -> None:
     """Of the same weights. Drawn alike, an element's errors of two probes would be correlated, and their sum over probes no walk."""
     fields = {**BF16, **OFTEN, "attention": preset(attention)}
-    session = Session(place.config(f"drawn_{attention}", fields), {}, train.distributed.start("cpu"))
+    run = open_run(place.config(f"drawn_{attention}", fields), train.distributed.start("cpu"))
     try:
-        assert session.telemetry is not None
-        first, second, again = (session.telemetry.probe(step, step) for step in (0, 100, 0))
+        assert run.telemetry is not None
+        first, second, again = (run.telemetry.probe(step, step) for step in (0, 100, 0))
     finally:
-        session.close(finished=False)
+        close(run, finished=False)
     assert (first["delta_error_mean"] != second["delta_error_mean"]) is differ
     assert first["delta_error_mean"] == again["delta_error_mean"]
 

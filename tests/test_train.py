@@ -29,9 +29,10 @@ from data.recording import Recording
 from model import GPT, initialise
 from training import distributed
 from training.checkpoint import Checkpoints
+from training.nonfinite import Withholding
 from training.optim import build_optimizer, learning_rate
 from training.precision import PrecisionConfig
-from training.session import Session
+from training.run import Run
 from training.step import train_step
 
 TOKENS = TINY.data.global_batch * TINY.data.sequence_length
@@ -167,7 +168,7 @@ def gradients(place: Place, micro_batch: int, dtype: torch.dtype) -> torch.Tenso
         device=cpu,
         autocast=lambda: PrecisionConfig(dtype="float32").autocast(cpu),
         grad_clip=0.0,
-        apply_nonfinite=False,
+        withholding=Withholding("stop", cpu),
     )
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
@@ -330,16 +331,16 @@ def test_configs_are_not_changed_by_a_run(place: Place) -> None:
 
 def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     # Freed after its process group, DDP sometimes waits for ever; the frames of an exception would keep it.
-    sessions: list[weakref.ref[Session]] = []
+    runs: list[weakref.ref[Run]] = []
     alive_at_stop: list[bool] = []
 
-    def fails(session: Session) -> None:
-        sessions.append(weakref.ref(session))
+    def fails(run: Run) -> None:
+        runs.append(weakref.ref(run))
         raise SystemExit(1)
 
     def stop() -> None:
         gc.collect()
-        alive_at_stop.append(sessions[0]() is not None)
+        alive_at_stop.append(runs[0]() is not None)
 
     monkeypatch.setattr(train, "loop", fails)
     monkeypatch.setattr(distributed, "stop", stop)

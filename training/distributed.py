@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from errors import UserError, invalid
 
@@ -39,6 +40,11 @@ class Distributed:
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """Print on the main process, above a progress bar if there is one."""
+        if self.is_main:
+            tqdm.write(text)
 
 
 def start(device: DeviceChoice) -> Distributed:

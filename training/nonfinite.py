@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+from torch import Tensor
+
 from errors import invalid
 
 Policy = Literal["stop", "skip", "continue", "rollback"]
@@ -33,6 +36,32 @@ class NonFiniteConfig:
         for name in ("lr_scale_steps", "max_rollbacks"):
             if getattr(self, name) < 0:
                 raise invalid(f"nonfinite.{name}", getattr(self, name), "0 or more")
+
+
+class Withholding:
+    """Decides on the device which updates are left out, as a ``GradScaler`` does: nothing is read back.
+
+    An update is left out where loss or gradient norm is not finite; with the policy ``continue``, in float16 only. With ``stop`` all later
+    ones are left out too: the host learns some steps later of the bad one, and the weights must be those from before it.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device):
+        self._policy = policy
+        self._stopped = torch.zeros((), dtype=torch.bool, device=device)
+
+    def __call__(self, loss: Tensor, norm: Tensor, loss_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(overflow, withheld) of a step, 0.0 or 1.0, float32 scalars on the device; ``loss_scale`` where there is one, as in float16."""
+        bad = ~(loss.isfinite() & norm.isfinite())
+        overflow = torch.zeros_like(bad)
+        if loss_scale is not None:
+            # A gradient that is not finite though the scale adds nothing to it is no overflow: halving would go on for ever.
+            overflow = bad & loss.isfinite() & (loss_scale >= 1.0)
+        if self._policy == "stop":
+            self._stopped = self._stopped | (bad & ~overflow)
+        withheld = bad | self._stopped
+        if self._policy == "continue" and loss_scale is None:
+            withheld = torch.zeros_like(bad)
+        return overflow.float(), withheld.float()
 
 
 class NonFiniteGuard:

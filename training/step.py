@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, gradients exchanged once, clipped, applied if they are sound.
+"""One optimiser step: micro-batches forward and backward, gradients exchanged once, clipped, applied where they are sound.
 
 Legend: B micro-batch, T sequence.
 """
@@ -10,41 +10,65 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from training import distributed
+from training.nonfinite import Withholding
 from training.optim import clip_gradients
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """``loss`` is the mean over the global batch, ``grad_norm`` the global norm before clipping, ``applied`` whether weights moved.
+class StepValues(NamedTuple):
+    """What a step gave, scalars on the device, which nothing has waited for."""
 
-    ``overflow``: the gradient alone is not finite, and float16's loss scale is to blame.
-    """
+    loss: Tensor
+    """Mean over the global batch, nats a token."""
+    grad_norm: Tensor
+    """Global 2-norm before clipping."""
+    overflow: Tensor
+    """1.0 where the gradient alone is not finite and float16's loss scale is to blame."""
+    withheld: Tensor
+    """1.0 where the update was left out."""
 
-    loss: float
-    grad_norm: float
-    finite: bool
-    overflow: bool
-    applied: bool
 
+@dataclass
+class Taken:
+    """A step that was taken: ``row`` is its line of the metrics so far, ``began`` when it did (``perf_counter``).
 
-@dataclass(frozen=True)
-class Launched:
-    """A step that the device works on, and what is known of it: its place in the data, when it began (``perf_counter``); ``row``
-    are the measurements before it.
+    Loss and gradient norm are NaN, and ``overflow`` false, until they are read.
     """
 
     step: int
-    position: int
-    row: dict[str, float | str | None]
-    result: StepResult
-    data_digest: str
+    row: dict[str, Any]
     began: float
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    overflow: bool = False
+
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Pending:
+    """Steps whose values have not been read."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Taken, Tensor]] = []
+
+    def add(self, taken: Taken, values: StepValues) -> None:
+        """Keep a step. Nothing waits for its values."""
+        self._steps.append((taken, torch.stack([values.loss, values.grad_norm, values.overflow])))
+
+    def read(self) -> list[Taken]:
+        """All steps since the last time, in order, with their values. Waits for the device, once."""
+        steps, self._steps = self._steps, []
+        if steps:
+            for (taken, _), values in zip(steps, torch.stack([values for _, values in steps]).tolist(), strict=True):
+                taken.loss, taken.grad_norm, taken.overflow = values[0], values[1], bool(values[2])
+        return [taken for taken, _ in steps]
 
 
 def rounding_seed(run_seed: int, position: int, micro_batch: int) -> int:
@@ -63,12 +87,12 @@ def train_step(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[object]],
     grad_clip: float,
-    apply_nonfinite: bool,
-) -> StepResult:
+    withholding: Withholding,
+) -> StepValues:
     """Train on this process's micro-batches (inputs_BT, targets_BT), int64 on the CPU; ``seeds`` has one rounding seed for each.
 
-    DDP exchanges gradients in the last ``backward``. The update is left out when loss or gradient is not finite, unless
-    ``apply_nonfinite``; float16's loss scale then shrinks.
+    DDP exchanges gradients in the last ``backward``. The update is left out where ``withholding`` says so, and float16's loss scale then
+    shrinks. On CUDA the host launches all of it and waits for none of it (Muon apart, see ``step_unless``).
     """
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=device)
@@ -83,15 +107,24 @@ def train_step(
             scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
-    mean_loss, grad_norm = distributed.all_reduce_mean(total).item(), clip_gradients(model, grad_clip).item()
-    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-    # A gradient that is not finite though the scale adds nothing to it is no overflow: halving would go on for ever.
-    overflow = not finite and math.isfinite(mean_loss) and scaler.is_enabled() and scaler.get_scale() >= 1.0
-    if finite or apply_nonfinite:
-        scaler.step(optimizer)
+    loss_mean, norm = distributed.all_reduce_mean(total), clip_gradients(model, grad_clip)
+    loss_scale = scaler.scale(torch.ones((), device=device)) if scaler.is_enabled() else None
+    overflow, withheld = withholding(loss_mean, norm, loss_scale)
+    step_unless(optimizer, withheld)
     scaler.update()
-    applied = finite or (apply_nonfinite and not scaler.is_enabled())
-    return StepResult(mean_loss, grad_norm, finite, overflow, applied)
+    return StepValues(loss_mean, norm, overflow, withheld)
+
+
+def step_unless(optimizer: Optimizer, withheld: Tensor) -> None:
+    """One update of ``optimizer`` unless ``withheld``, a scalar on its device, is 1.0.
+
+    A fused AdamW looks at it on the device, as it does for a ``GradScaler``. For any other the host has to wait, as a ``GradScaler`` does.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = withheld  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not withheld.item():
+        optimizer.step()
 
 
 def throwaway_backward(

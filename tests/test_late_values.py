@@ -1,0 +1,179 @@
+"""Values that stay on the device for some steps: no bit of a run changes, and the host says later which step was not finite."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from test_nonfinite import BAD_BATCH, events, place, stopped  # noqa: F401  (place: data whose batch 14 gives a NaN)
+from tiny_runs import Place, column, lines, optimizer, start_train, weights
+from torch import nn
+
+import train
+from training.nonfinite import Withholding
+from training.run import Run
+from training.step import Pending, StepValues, Taken, step_unless, train_step
+
+FUSED = {"optim.fused": "on"}
+
+
+def run_of(place: Place, name: str, fields: dict[str, Any]) -> Any:  # noqa: F811
+    """Its lines and what its checkpoints hold, whether it ends or is stopped."""
+    with contextlib.suppress(SystemExit):
+        place.train(name, fields)
+    run = place.runs / name
+    steps = [int(path.name.removeprefix("step_")) for path in sorted((run / "checkpoints").glob("step_*"))]
+    return lines(run), [(step, weights(run, step), optimizer(run, step)) for step in steps]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "skip": {"nonfinite.policy": "skip", "telemetry.every": 4, "data.micro_batch": 2},
+    "continue": {"nonfinite.policy": "continue"},
+    "stop": {},
+    "rollback": {"nonfinite.policy": "rollback"},
+    "fused": {**FUSED, "nonfinite.policy": "skip"},
+    "float16": {"precision.dtype": "float16", "nonfinite.policy": "skip", "model.qk_clip_tau": 0.1},
+    "muon": {"optim.optimizer": "muon", "nonfinite.policy": "skip", "model.qk_clip_tau": 0.1},
+    "sparse": {"run.log_every": 5, "nonfinite.policy": "skip", "evaluation.every": 0, "telemetry.every": 0},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_late_values_change_no_bit_and_no_line(place: Place, name: str) -> None:  # noqa: F811
+    """Across a step that is not finite, measurements and checkpoints."""
+    fields = {"checkpoint.every": 6, **SETTINGS[name]}
+    at_once = run_of(place, f"{name}_at_once", fields)
+    assert BAD_BATCH in [batch for _, batch, _ in events(place.runs / f"{name}_at_once")]
+    for every in (2, 7):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "READ_EVERY", {"cpu": every})
+            assert run_of(place, f"{name}_late_{every}", fields) == at_once
+
+
+def test_a_resume_reads_at_other_steps_and_has_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(train, "READ_EVERY", {"cpu": 7})
+    fields = {"nonfinite.policy": "skip"}
+    straight = place.train("late_straight", fields)
+    place.train("late_resumed", {**fields, "run.steps": 10})
+    resumed = place.train("late_resumed", {**fields, "run.resume": True})
+    assert lines(resumed) == lines(straight)
+    assert weights(resumed, 20) == weights(straight, 20)
+
+
+def test_a_stop_that_is_found_late_leaves_the_weights_of_before(
+    place: Place,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    runs: list[Run] = []
+    sound = train.take_step
+
+    def watched(run: Run, step: int) -> StepValues:
+        seen.append({name: tensor.clone() for name, tensor in run.network.raw.state_dict().items()})
+        runs.append(run)
+        return sound(run, step)
+
+    monkeypatch.setattr(train, "READ_EVERY", {"cpu": 9})
+    monkeypatch.setattr(train, "take_step", watched)
+    run = stopped(place, "late_stop", FUSED)
+    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
+    assert "step 14, batch 14: loss nan" in capsys.readouterr().out
+    # The steps up to the next reading were taken, and their updates withheld: their losses are finite.
+    assert len(seen) == 18
+    final = runs[-1].network.raw.state_dict()
+    assert all(torch.equal(final[name], seen[BAD_BATCH][name]) for name in final)
+    assert not torch.equal(final["lm_head.weight"], seen[BAD_BATCH - 1]["lm_head.weight"])
+    assert max(line["step"] for line in lines(run)) == BAD_BATCH
+
+
+def test_rates_of_steps_that_are_read_together_are_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(train, "READ_EVERY", {"cpu": 5})
+    run = place.train("rates", {"run.steps": 10, "telemetry.every": 0})
+    rates = column(run, "tokens_per_second")
+    assert len(set(rates[:5])) == len(set(rates[5:])) == 1
+    assert rates[0] != rates[5]
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_what_was_not_finite(place: Place) -> None:  # noqa: F811
+    """The bad byte is in one process's share of the batch."""
+    fields = {"data.micro_batch": 2, "nonfinite.policy": "skip", **FUSED}
+    alone = place.train("agree_alone", fields)
+    config = place.config("agree_two", fields)
+    done = start_train([str(place.preset_file(config))], processes=2)
+    assert done.returncode == 0, done.stderr
+    assert len(lines(place.runs / "agree_two")) == len(lines(alone))
+
+
+# ---- the parts
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("policy", "moves"), [("stop", [0]), ("skip", [0, 2]), ("continue", [0, 1, 2])])
+def test_an_update_is_withheld_as_the_policy_says(
+    policy: Any, moves: list[int], fused: bool, device: torch.device
+) -> None:
+    """Three steps, the second with a norm that is not finite."""
+    weight = nn.Parameter(torch.ones(4, device=device))
+    adamw = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    withholding = Withholding(policy, device)
+    moved = []
+    for step, norm in enumerate((1.0, torch.inf, 1.0)):
+        weight.grad = torch.ones_like(weight)
+        before = weight.detach().clone()
+        overflow, withheld = withholding(torch.tensor(2.0, device=device), torch.tensor(norm, device=device), None)
+        step_unless(adamw, withheld)
+        assert not overflow.item()
+        if not torch.equal(weight.detach(), before):
+            moved.append(step)
+    assert moved == moves
+    assert adamw.state[weight]["step"].item() == len(moves)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "continue", "rollback"])
+@pytest.mark.parametrize(
+    ("loss", "norm", "scale", "overflow"),
+    [(2.0, torch.nan, 4.0, 1.0), (2.0, torch.inf, 0.5, 0.0), (torch.nan, torch.nan, 4.0, 0.0)],
+)
+def test_an_overflow_is_a_gradient_alone_that_the_loss_scale_enlarged(
+    policy: Any, loss: float, norm: float, scale: float, overflow: float
+) -> None:
+    withholding = Withholding(policy, torch.device("cpu"))
+    found, withheld = withholding(torch.tensor(loss), torch.tensor(norm), torch.tensor(scale))
+    assert (found.item(), withheld.item()) == (overflow, 1.0)
+    _, withheld = withholding(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(scale))
+    # Only what the loss scale does not explain stops for good.
+    assert withheld.item() == float(policy == "stop" and not overflow)
+
+
+def test_pending_steps_keep_the_values_of_their_time(device: torch.device) -> None:
+    pending, loss, zero = Pending(), torch.tensor(1.5, device=device), torch.zeros((), device=device)
+    for step in range(2):
+        pending.add(Taken(step, {}, 0.0), StepValues(loss, loss * torch.nan, zero, zero))
+        loss.add_(1)
+    first, second = pending.read()
+    assert (first.step, first.loss, second.loss, first.overflow, first.finite()) == (0, 1.5, 2.5, False, False)
+    assert first.grad_norm != first.grad_norm
+    assert pending.read() == []
+
+
+def test_the_rounding_seed_reaches_the_model_whole(device: torch.device) -> None:
+    """All 63 bits of it: it is filled in on the device, not copied."""
+    seen = []
+
+    class Listener(nn.Linear):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor, seed: torch.Tensor) -> Any:  # type: ignore[override]
+            seen.append(seed)
+            return None, super().forward(tokens.float()).sum()
+
+    model = Listener(4, 1).to(device)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, zeros = torch.amp.GradScaler(device.type, enabled=False), torch.zeros(2, 4, dtype=torch.int64)
+    seeds = [2**63 - 1, 2**62 + 1]
+    settings: dict[str, Any] = {"device": device, "autocast": contextlib.nullcontext, "grad_clip": 1.0}
+    train_step(model, sgd, scaler, [(zeros, zeros)] * 2, seeds, **settings, withholding=Withholding("stop", device))
+    assert [seed.item() for seed in seen] == seeds
+    assert all(seed.dtype == torch.int64 and seed.device.type == device.type for seed in seen)

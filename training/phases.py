@@ -1,0 +1,112 @@
+"""What a run does around a training step: switch attention, validate, probe, take the step, recover from one that is not finite."""
+
+from __future__ import annotations
+
+import torch
+
+from training import distributed
+from training.alarm import Alarm
+from training.evaluate import evaluate
+from training.optim import learning_rate, set_learning_rate
+from training.qk_clip import clip_qk
+from training.run import Run, roll_back, save
+from training.step import StepValues, Taken, rounding_seed, train_step
+from training.telemetry import summary_columns
+
+
+def switch_attention(run: Run, step: int) -> None:
+    """Make the attention what it is to be in training step ``step``."""
+    changes = run.interventions.advance(step, run.batches.position)
+    if changes and run.config.precision.compile:
+        # Another plan is another graph, with and without gradients; past its limit dynamo would go on uncompiled.
+        torch._dynamo.config.recompile_limit += 2
+    run.network.raw.set_plans(run.interventions.plans)
+    for sentence in changes:
+        run.place.say(sentence)
+
+
+def validate(run: Run) -> float:
+    """Validation loss on the fixed batches, nats a token."""
+    device = run.place.device
+    seed = torch.tensor(rounding_seed(run.config.run.seed, 0, 0), device=device)
+    return evaluate(run.network.evaluated, run.batches, device, run.config.precision.autocast(device), seed)
+
+
+def probe(run: Run, step: int) -> dict[str, float | str]:
+    """Telemetry of the weights as they are, by the main process (the others hold the same weights); what an alarm asks for is done.
+
+    The columns for ``metrics.jsonl``; where there was an alarm, ``alarm`` is the response, on all processes unless it is log.
+    """
+    columns: dict[str, float | str] = {}
+    alarms: list[Alarm] = []
+    if run.telemetry is not None:
+        measured = run.telemetry.probe(step, run.batches.position)
+        columns |= summary_columns(measured)
+        alarms = run.watch.update(measured)
+    for alarm in alarms:
+        run.place.say(alarm.sentence())
+        run.interventions.record(step, run.batches.position, **alarm.record())
+    return columns | respond(run, step, {alarm.layer for alarm in alarms})
+
+
+def respond(run: Run, step: int, accused: set[int]) -> dict[str, str]:
+    """Do what ``alarm.response`` says about the accused layers. All processes take part unless it is log."""
+    response = run.config.alarm.response
+    if response != "log":
+        flags_L = torch.zeros(run.config.model.n_layer, device=run.place.device)
+        flags_L[sorted(accused)] = 1.0
+        accused = set(distributed.all_reduce_max(flags_L).nonzero().flatten().tolist())
+    if not accused:
+        return {}
+    if response == "switch":
+        for layer in sorted(accused):
+            run.interventions.add(run.config.alarm.switch(step + 1, layer))
+    elif response != "log":
+        save(run, step, probed=True)
+    return {"alarm": response}
+
+
+def rate_of(run: Run, step: int) -> float:
+    """The schedule's learning rate, lowered for a while after a rollback."""
+    return learning_rate(step, run.config.optim) * run.guard.lr_factor(step)
+
+
+def take_step(run: Run, step: int) -> StepValues:
+    """Draw the next batch and train on it; QK-clip follows the update where it is on."""
+    config, place, network, position = run.config, run.place, run.network, run.batches.position
+    micro_batches = run.batches.next()
+    order = range(place.rank, place.world_size * len(micro_batches), place.world_size)
+    set_learning_rate(network.optimizer, rate_of(run, step))
+    values = train_step(
+        network.model,
+        network.optimizer,
+        network.scaler,
+        micro_batches,
+        [rounding_seed(config.run.seed, position, index) for index in order],
+        device=place.device,
+        autocast=lambda: config.precision.autocast(place.device),
+        grad_clip=config.optim.grad_clip,
+        withholding=run.withholding,
+    )
+    if config.model.qk_clip_tau:
+        clip_qk(network.raw, values.withheld)
+    return values
+
+
+def recover(run: Run, taken: Taken, following: int) -> int:
+    """Follow the config's policy for a step that was not finite: note it in its row, say it; the step to go on with, or ``following``."""
+    action = run.guard.decide(taken.overflow)
+    if action == "rollback":
+        back = roll_back(run)
+        action, following = ("stop", following) if back is None else (action, back)
+    taken.row["nonfinite"] = action
+    what = {
+        "overflow": f"float16 overflow, {run.guard.overflow_steps} so far; update skipped",
+        "skip": "not finite; update skipped",
+        "continue": "not finite; going on as if it were",
+        "rollback": f"not finite; back to step {following}, the data goes on behind this batch",
+        "stop": f"not finite; stopped. {run.checkpoints.said()}",
+    }[action]
+    where = f"step {taken.step}, batch {taken.row['batch']}"
+    run.place.say(f"{where}: loss {taken.loss}, gradient norm {taken.grad_norm}: {what}")
+    return following

@@ -1,0 +1,361 @@
+"""A run: built from its config or gone on with, saved, taken back, closed. Functions over one record of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import attention
+from attention.plan import LayerPlan, describe
+from data.batches import Batches, open_batches
+from errors import UserError, invalid
+from model import GPT, initialise
+from training import distributed, huggingface, record, speed, throughput
+from training.alarm import Watch
+from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
+from training.distributed import Distributed
+from training.intervention import Interventions, parse_switch
+from training.metrics import Metrics, Reached, import_wandb, start_wandb
+from training.nonfinite import NonFiniteGuard, Withholding
+from training.optim import build_optimizer, learning_rate
+from training.qk_clip import forget_logits
+from training.retired import upgraded
+from training.settings import TrainConfig, to_json
+from training.step import Pending, rounding_seed, throwaway_backward
+from training.telemetry import Telemetry, probe_batch
+
+
+@dataclass
+class Network:
+    """The model and what trains it."""
+
+    raw: GPT
+    """As it is saved and probed."""
+    model: nn.Module
+    """Compiled and in DDP as the config says: what is trained."""
+    evaluated: nn.Module
+    """Compiled, outside DDP."""
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+    flops_per_token: int
+
+
+@dataclass
+class Run:
+    """The parts of a run that is ready to train."""
+
+    config: TrainConfig
+    place: Distributed
+    folder: Path
+    batches: Batches
+    network: Network
+    interventions: Interventions
+    guard: NonFiniteGuard
+    withholding: Withholding
+    checkpoints: Checkpoints
+    metrics: Metrics
+    telemetry: Telemetry | None
+    """On the main process, where probes are asked for."""
+    watch: Watch
+    start_step: int
+    began: float
+    """When it would have begun (``time.monotonic``) had it never been interrupted."""
+    peak_flops: float | None
+    held: contextlib.ExitStack
+    """The lock on its folder."""
+    pending: Pending = field(default_factory=Pending)
+
+    def seconds(self) -> float:
+        """Wall time so far, earlier sessions of a resumed run included."""
+        return time.monotonic() - self.began
+
+
+# ---- build and resume
+
+
+def open_run(config: TrainConfig, place: Distributed) -> Run:
+    """Build the run of ``config``, or go on with it; what is new on disk is taken back where it cannot start.
+
+    Raises ``UserError`` when anything asked for is missing, foreign or impossible.
+    """
+    folder = Path(config.run.folder) / config.run.name
+    plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
+    check = functools.partial(check_plans, config, place.device)
+    check(plans)
+    if config.wandb.mode != "disabled":
+        import_wandb(config.wandb)  # its absence must show before anything is written
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    with contextlib.ExitStack() as undo:
+        held = undo.enter_context(contextlib.ExitStack())
+        loaded = checkpoint_to_resume(config, place, folder, checkpoints, held, undo)
+        resumed = None if loaded is None else Reached(loaded.step, loaded.position)
+        interventions = Interventions(
+            plans,
+            [parse_switch(text) for text in config.alarm.switches],
+            check,
+            folder if place.is_main else None,
+            resumed=resumed,
+            known=() if loaded is None else loaded.extra.get("switches", ()),
+        )
+        if config.alarm.response == "switch":
+            check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
+        batches = open_data(config, place, loaded, undo)
+        network = build_network(config, place, interventions.plans, loaded)
+        wandb_run = open_folder(config, place, folder, plans, batches, loaded, held, undo)
+        interventions.open()
+        run = Run(
+            config=config,
+            place=place,
+            folder=folder,
+            batches=batches,
+            network=network,
+            interventions=interventions,
+            guard=NonFiniteGuard(config.nonfinite),
+            withholding=Withholding(config.nonfinite.policy, place.device),
+            checkpoints=checkpoints,
+            metrics=Metrics(folder, wandb_run, resumed=resumed, enabled=place.is_main),
+            telemetry=None,
+            watch=Watch(config.alarm, config.optim.warmup_steps),
+            start_step=0 if loaded is None else loaded.step,
+            began=time.monotonic() - (0.0 if loaded is None else loaded.extra["seconds"]),
+            peak_flops=throughput.peak_flops(place.device, config.run.peak_tflops),
+            held=held,
+        )
+        if loaded is not None:
+            run.guard.load_state(loaded.extra["guard"])
+        open_telemetry(run, loaded, resumed)
+        undo.pop_all()
+    return run
+
+
+def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPlan, ...]) -> None:
+    """Raise ``UserError`` for an attention that this machine cannot compute."""
+    dtype, head_dim, softcap = config.precision.torch_dtype, config.model.head_width, config.model.attention_softcap
+    attention.check(plans, device=device, dtype=dtype, head_dim=head_dim, softcap=softcap)
+
+
+def checkpoint_to_resume(
+    config: TrainConfig,
+    place: Distributed,
+    folder: Path,
+    checkpoints: Checkpoints,
+    held: contextlib.ExitStack,
+    undo: contextlib.ExitStack,
+) -> Loaded | None:
+    """The checkpoint to go on from; None for a new run, and for one that has ended before its first. The folder is locked then."""
+    if not config.run.resume:
+        if folder.exists():
+            raise record.taken(folder)
+        return None
+    held.enter_context(record.lock_everywhere(folder, place.is_main, undo))
+    record.check_logs(folder)
+    loaded = checkpoints.load_newest()
+    if loaded is None:
+        record.check_restart(folder, checkpoints.folder)
+        return None
+    saved = upgraded(loaded.config_json, goes_on_from=loaded.path)
+    record.check_settings(saved, to_json(config), to_json(TrainConfig()), loaded.path)
+    if config.run.steps < loaded.step:
+        expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
+        raise invalid("run.steps", config.run.steps, expected)
+    if len(loaded.rng) != place.world_size:
+        raise UserError(f"run.resume: {loaded.path} is of {len(loaded.rng)} processes, not {place.world_size}")
+    return loaded
+
+
+def open_data(config: TrainConfig, place: Distributed, loaded: Loaded | None, undo: contextlib.ExitStack) -> Batches:
+    """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
+    resume_at = loaded.position if loaded is not None else 0 if config.run.resume else None
+    new_recording = place.is_main and config.data.record and not Path(config.data.record).exists()
+    batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
+    if new_recording:
+        undo.callback(shutil.rmtree, config.data.record)
+    if batches.vocabulary_size > config.model.vocab_size:
+        raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
+    if place.is_main and config.telemetry.every:
+        probe_batch(batches, config.telemetry.sequences)
+    if loaded is not None and batches.digest() != loaded.extra["data_digest"]:
+        source = "replay" if config.data.replay else "dataset"
+        expected = f"the data that {loaded.path} was trained on: this gives other batches"
+        raise invalid(f"data.{source}", getattr(config.data, source), expected)
+    # After a rollback a step's row is not the step's number.
+    ahead = 0 if loaded is None else loaded.position - loaded.step
+    if batches.steps_available is not None and batches.steps_available - ahead < config.run.steps:
+        longest = batches.steps_available - ahead
+        expected = f"at most {longest}: {config.data.replay} ends there; or record a longer one"
+        raise invalid("run.steps", config.run.steps, expected)
+    return batches
+
+
+def build_network(
+    config: TrainConfig, place: Distributed, plans: tuple[LayerPlan, ...], loaded: Loaded | None
+) -> Network:
+    """The model with its weights, from the checkpoint, a folder or drawn, and its optimiser."""
+    device = place.device
+    # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
+    torch.manual_seed(config.run.seed)
+    raw = GPT(config.model, plans, speed.loss_chunk(config.speed, device))
+    if loaded is None and config.run.init_from:
+        huggingface.load_weights(raw, Path(config.run.init_from))
+    elif loaded is None:
+        initialise(raw, config.run.seed)
+    raw.to(device)
+    optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
+    if loaded is not None:
+        restore(raw, optimizer, scaler, loaded, place)
+    model, evaluated = speed.wrapped(raw, config.precision.compile, place)
+    shape, autocast = (config.data.micro_batch, config.data.sequence_length), config.precision.autocast
+    distributed.settle(model, lambda: throwaway_backward(model, shape, device, lambda: autocast(device)))
+    forget_logits(raw)
+    return Network(raw, model, evaluated, optimizer, scaler, raw.flops_per_token(config.data.sequence_length))
+
+
+def open_folder(
+    config: TrainConfig,
+    place: Distributed,
+    folder: Path,
+    plans: tuple[LayerPlan, ...],
+    batches: Batches,
+    loaded: Loaded | None,
+    held: contextlib.ExitStack,
+    undo: contextlib.ExitStack,
+) -> Any:
+    """The run's folder, locked, with its config.json; the W&B run where one is asked for, else None."""
+    made_with = record.environment(place.device, place.world_size)
+    content = {"config": to_json(config), **made_with, "batches": batches.identity}
+    content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
+    if place.is_main:
+        if not config.run.resume:
+            record.make_folder(folder)
+            held.enter_context(record.lock(folder))
+            undo.callback(shutil.rmtree, folder)
+        content["sessions"] = record.sessions(folder, 0 if loaded is None else loaded.step, made_with)
+    # What may fail to start comes before anything that is there is changed.
+    wandb_run = start_wandb(
+        folder,
+        config.wandb,
+        config_json=content,
+        recording=batches.recording_name,
+        attention_name=config.attention.label(),
+        resumed=loaded is not None,
+        enabled=place.is_main,
+    )
+    if place.is_main:
+        if config.run.resume and loaded is None:
+            place.say(f"{folder}: no checkpoint yet; starting from step 0")
+            record.clear(folder)
+        elif loaded is not None and loaded.step == config.run.steps:
+            place.say(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
+        record.write_record(folder, content)
+    return wandb_run
+
+
+def open_telemetry(run: Run, loaded: Loaded | None, resumed: Reached | None) -> None:
+    """Make the probes, on the main process, and show the alarm what they have measured before."""
+    config = run.config
+    if not run.place.is_main or not config.telemetry.every:
+        return
+    # A switch that is made only now makes it another probe.
+    probed = loaded is not None and loaded.extra.get("probed", False) and not run.interventions.changes(loaded.step)
+    run.telemetry = Telemetry(
+        config.telemetry,
+        run.network.raw,
+        run.batches,
+        run.folder,
+        device=run.place.device,
+        precision=config.precision,
+        rounding_seed=functools.partial(rounding_seed, config.run.seed, micro_batch=0),
+        rate=functools.partial(learning_rate, config=config.optim),
+        resumed=resumed,
+        probed=probed,
+    )
+    for earlier in run.telemetry.earlier():
+        run.watch.update(earlier)
+
+
+# ---- checkpoints
+
+
+def save(run: Run, step: int, *, probed: bool = False) -> None:
+    """Write the checkpoint of ``step`` (rank 0), the recording flushed before it; ``probed``: behind the probe of that step."""
+    if run.telemetry is not None:
+        run.telemetry.forget()
+    states = distributed.gather_bytes(rng_state(run.place.device))
+    failure = None
+    try:
+        run.batches.flush()
+        if run.place.is_main:
+            run.checkpoints.save(
+                step,
+                model_state=run.network.raw.state_dict(),
+                optimizer_state=run.network.optimizer.state_dict(),
+                scaler_state=run.network.scaler.state_dict(),
+                rng=states,
+                position=run.batches.position,
+                config_json=to_json(run.config),
+                extra={
+                    "guard": run.guard.state(),
+                    "seconds": run.seconds(),
+                    "data_digest": run.batches.digest(),
+                    "switches": run.interventions.state(step),
+                    "probed": probed,
+                },
+            )
+    except UserError as error:
+        failure = error
+    # All processes leave together: one that waits for a dead rank 0 would hang.
+    if distributed.any_rank(failure is not None):
+        raise failure or UserError(f"checkpoint of step {step}: rank 0 could not write it")
+
+
+def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, place: Distributed) -> None:
+    """Put what the checkpoint holds into the model, its optimiser, the loss scale and the generators."""
+    model.load_state_dict(loaded.model_state)
+    optimizer.load_state_dict(loaded.optimizer_state)
+    scaler.load_state_dict(loaded.scaler_state)
+    set_rng_state(loaded.rng[place.rank], place.device)
+
+
+def roll_back(run: Run) -> int | None:
+    """Restore the newest checkpoint that is intact and finite, keeping the place in the data; its step, or None where there is none."""
+    try:
+        loaded = run.checkpoints.load_newest()
+        # Weights that an update broke are saved before the next loss shows it.
+        while loaded is not None and not all(bool(t.isfinite().all()) for t in loaded.model_state.values()):
+            loaded = run.checkpoints.load_newest(before=loaded.step)
+    except UserError as damage:
+        run.place.say(str(damage))
+        return None
+    if loaded is None:
+        run.place.say("no checkpoint to roll back to")
+        return None
+    if run.telemetry is not None:
+        run.telemetry.forget()
+    restore(run.network.raw, run.network.optimizer, run.network.scaler, loaded, run.place)
+    run.guard.rolled_back(loaded.step)
+    return loaded.step
+
+
+def close(run: Run, *, finished: bool) -> None:
+    """Close the files; a recording counts as complete only when the run ended by itself."""
+    try:
+        if finished:
+            run.batches.close()
+        else:
+            # What stopped the run is the news, not that a full disk takes no flush either: the rows so far stay valid.
+            with contextlib.suppress(UserError):
+                run.batches.flush()
+    finally:
+        run.metrics.close(exit_code=0 if finished else 1)
+        if run.telemetry is not None:
+            run.telemetry.close()
+        run.held.close()
