@@ -16,7 +16,6 @@ from torch import nn
 
 from errors import UserError
 from training import distributed
-from training.distributed import Distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLD = 3
@@ -86,35 +85,6 @@ def test_one_process_needs_no_wrapper() -> None:
     with distributed.no_sync(model, last=False):
         model(torch.ones(2)).sum().backward()
     assert model.weight.grad is not None
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[Distributed]:
-    """A group in which DDP can be built, and the place of the first of two processes."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield Distributed(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
-    distributed.stop()
-
-
-def buckets(place: Distributed, *bucket_mb: int) -> list[int]:
-    """How many matrices of 0.75 MiB each are in each bucket that DDP has settled on, in the order of their exchange."""
-    model = nn.Sequential(*[nn.Linear(*shape, bias=False) for shape in [(384, 512), (512, 384)] * 4])
-    parallel = distributed.wrap(model, place, *bucket_mb)
-    parallel(torch.ones(1, 384)).sum().backward()
-    parallel(torch.ones(1, 384))  # lays them out in the order of the backward pass
-    return [bucket.buffer().numel() // (384 * 512) for bucket in parallel.reducer._get_zeros_like_grad_buckets()]  # type: ignore[operator, union-attr]
-
-
-@pytest.mark.parametrize(("bucket_mb", "expected"), [(1, [2, 2, 2, 2]), (2, [3, 3, 2]), (100, [8])])
-def test_buckets_are_exchanged_once_they_are_full(
-    group_of_one: Distributed, bucket_mb: int, expected: list[int]
-) -> None:
-    assert buckets(group_of_one, bucket_mb) == expected
-
-
-def test_the_default_buckets_are_those_of_ddp_itself(group_of_one: Distributed) -> None:
-    """The first is a small one, which DDP makes only where it is not told a size."""
-    assert buckets(group_of_one) == buckets(group_of_one, 25) == [2, 6]
 
 
 @pytest.fixture
