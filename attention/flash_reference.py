@@ -8,7 +8,9 @@ Legend: B batch, H heads, T sequence, D head dim; tiles have R rows and C column
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,6 +173,33 @@ def _backward_tile(
     return dq, dk, dv
 
 
+class _RowSums(NamedTuple):
+    """Sums over the keys, for a tile of rows: [B, H, R, 1], and P K [B, H, R, D]. dS is taken before the soft-cap."""
+
+    ds: Tensor
+    """Of dS as ``score_gradients`` rounds it."""
+    ds_unrounded: Tensor
+    p: Tensor
+    p_rounded: Tensor
+    """Of P as ``probabilities`` rounds it."""
+    pk: Tensor
+    """P K with P so rounded."""
+
+
+def _row_sums(problem: Problem, rows: slice, do: Tensor, saved: Tensor, delta: Tensor) -> _RowSums:
+    sites, exponent = problem.sites, exponent_of(problem)
+    nothing = [torch.zeros_like(delta) for _ in range(4)]
+    sums = _RowSums(nothing[0], nothing[1], nothing[2], nothing[3], torch.zeros_like(problem.q[:, :, rows]))
+    for columns in problem.column_tiles(rows):
+        p = probabilities(exponent, exponent.scores(rows, columns), saved)
+        dp = sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
+        ds, p_rounded, k = p * (dp - delta), sites.probabilities(p), problem.k[:, :, columns]
+        parts = (*(x.sum(dim=-1, keepdim=True) for x in (sites.score_gradients(ds), ds, p, p_rounded)), p_rounded @ k)
+        for total, part in zip(sums, parts, strict=True):
+            total += part
+    return sums
+
+
 def _row_residual(
     problem: Problem, rows: slice, do: Tensor, saved: Tensor, delta: Tensor
 ) -> tuple[Tensor | None, Tensor]:
@@ -179,18 +208,11 @@ def _row_residual(
     sites, chosen = problem.sites, problem.sites.numerics.row_residual
     if chosen == "kept":
         return None, delta
-    residual, residual_unrounded, row_sum = (torch.zeros_like(delta) for _ in range(3))
-    pk = torch.zeros_like(problem.q[:, :, rows])
-    for columns in problem.column_tiles(rows):
-        p, ds = _score_gradients(problem, rows, columns, do, saved, delta)
-        residual += sites.score_gradients(ds).sum(dim=-1, keepdim=True)
-        residual_unrounded += ds.sum(dim=-1, keepdim=True)
-        row_sum += p.sum(dim=-1, keepdim=True)
-        pk += sites.probabilities(p) @ problem.k[:, :, columns]
+    sums = _row_sums(problem, rows, do, saved, delta)
     if chosen == "centred_keys":
-        return problem.scale * (residual * problem.k.mean(dim=2, keepdim=True)), delta
-    excess = problem.scale * (_over_row_sum(residual, row_sum) * pk)
-    return excess, sites.delta_sum(delta + _over_row_sum(residual_unrounded, row_sum))
+        return problem.scale * (sums.ds * problem.k.mean(dim=2, keepdim=True)), delta
+    excess = problem.scale * (_over_row_sum(sums.ds, sums.p) * sums.pk)
+    return excess, sites.delta_sum(delta + _over_row_sum(sums.ds_unrounded, sums.p))
 
 
 @torch.library.custom_op("attention::flash_reference_backward", mutates_args=())
@@ -263,18 +285,56 @@ def row_deltas(
 
     A probe: it records no graph.
     """
-    key = numerics.key()
-    with torch.no_grad():
-        o, delta_output, saved = _forward(q_BTHD, k_BTHD, v_BTHD, seed, key, scale, causal, softcap)
-        with exact_float32(q_BTHD.device):
-            problem = make_problem(q_BTHD, k_BTHD, v_BTHD, key, scale, causal, softcap)
-            do = problem.sites.output_gradient(do_BTHD.transpose(1, 2).float())
-            o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
-            rows = [
-                _delta_rows(problem, rows, do[:, :, rows], o_BHTD[:, :, rows], saved_rows(saved, rows))
-                for rows in problem.row_tiles()
-            ]
-    return torch.cat(rows, dim=2).squeeze(-1)
+    with torch.no_grad(), exact_float32(q_BTHD.device):
+        tiles = _delta_tiles(q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap)
+        return torch.cat([delta for *_, delta in tiles], dim=2).squeeze(-1)
+
+
+def row_residuals(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    do_BTHD: Tensor,
+    numerics: Numerics,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool = True,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """r = rowsum(dS) as dQ keeps it after ``row_residual``, [B, H, T], and the mean key (P K) / rowsum(P), [B, H, T, D], float32.
+
+    In exact arithmetic r is 0; an error e of delta leaves -e rowsum(P), and r times the mean key in dQ / scale. With a soft-cap dS is
+    the gradient behind it. A probe: it records no graph.
+    """
+    residuals, keys = [], []
+    with torch.no_grad(), exact_float32(q_BTHD.device):
+        for problem, rows, do, saved, delta in _delta_tiles(
+            q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap
+        ):
+            sums = _row_sums(problem, rows, do, saved, delta)
+            taken = {
+                "kept": torch.zeros_like(sums.ds),
+                "centred_keys": sums.ds,
+                "corrected_rows": _over_row_sum(sums.ds, sums.p) * sums.p_rounded,
+            }
+            residuals.append(sums.ds - taken[problem.sites.numerics.row_residual])
+            keys.append(_over_row_sum(sums.pk, sums.p_rounded))
+    return torch.cat(residuals, dim=2).squeeze(-1), torch.cat(keys, dim=2)
+
+
+def _delta_tiles(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, key: str, seed: Tensor, scale: float, causal: bool, softcap: float
+) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor]]:
+    """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z] and delta [B, H, R, 1]."""
+    o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap)
+    problem = make_problem(q, k, v, key, scale, causal, softcap)
+    do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
+    o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
+    for rows in problem.row_tiles():
+        kept = saved_rows(saved, rows)
+        delta = _delta_rows(problem, rows, do_BHTD[:, :, rows], o_BHTD[:, :, rows], kept)
+        yield problem, rows, do_BHTD[:, :, rows], kept, delta
 
 
 def flash_reference(

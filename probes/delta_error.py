@@ -28,6 +28,7 @@ from torch import Tensor
 from attention.exact import exact_float32
 from attention.exponent import exponent_of, probabilities, saved_rows
 from attention.flash_reference import row_deltas
+from attention.flash_reference import row_residuals as reference_row_residuals
 from attention.heads import head_index
 from attention.numerics import FP32, Numerics, numerics_from_key
 from attention.plan import HeadGroup
@@ -123,6 +124,25 @@ def feature_errors(
         return _do(layer, group) * (_low_output(layer, group) - _high(layer, group, reference, high_BHTD))
 
     return over_groups(layer, products)
+
+
+@torch.no_grad()
+def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
+    """r = rowsum(dS) that dQ keeps, [B, H, T], in the units of delta, and each row's mean key P K / rowsum(P), [B, H, T, D], float32.
+
+    Exact arithmetic has r = 0. As ``attention.flash_reference.row_residuals`` has it with the roundings of each head; kernels of torch's
+    as they are emulated.
+    """
+
+    def measured(group: HeadGroup) -> Tensor:
+        q, k, v, _, do = layer.heads(group)
+        r_BHT, key_BHTD = reference_row_residuals(
+            q, k, v, do, effective_numerics(group), seed=layer.rounding_seed, scale=layer.scale, softcap=layer.softcap
+        )
+        return torch.cat((r_BHT[..., None], key_BHTD), dim=-1)
+
+    both = over_groups(layer, measured)
+    return both[..., 0], both[..., 1:]
 
 
 def output_errors(layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None) -> Tensor:

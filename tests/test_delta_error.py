@@ -11,6 +11,7 @@ from layer_captures import make_layer, random_layer, tied_layer
 
 from attention import AttentionRule, AttentionSpec
 from attention.flash_reference import row_deltas
+from probes.capture import LayerCapture
 from probes.delta_error import (
     DeltaError,
     delta_errors,
@@ -18,6 +19,7 @@ from probes.delta_error import (
     feature_errors,
     high_outputs,
     output_errors,
+    row_residuals,
     summarise,
 )
 
@@ -188,3 +190,31 @@ def test_an_o_that_is_known_gives_the_same() -> None:
     assert torch.equal(delta_errors(layer, high_BHTD=high).high_BHT, delta_errors(layer).high_BHT)
     assert torch.equal(feature_errors(layer, high_BHTD=high), feature_errors(layer))
     assert torch.equal(output_errors(layer, high_BHTD=high), output_errors(layer))
+
+
+def test_the_row_residual_is_what_dq_has_of_it() -> None:
+    """dQ with r kept, less dQ of corrected rows, is scale * r * the mean key; after the correction hardly any r is left."""
+    exact = ("output=m3", "score_gradients=fp32", "probabilities=fp32")
+    kept, corrected = (
+        random_layer(spec=AttentionSpec(sites=(*exact, f"row_residual={name}"))) for name in ("kept", "corrected_rows")
+    )
+    r_BHT, key_BHTD = row_residuals(kept)
+    difference = _dq(kept) - _dq(corrected)
+    torch.testing.assert_close(kept.scale * r_BHT[..., None] * key_BHTD, difference, rtol=1e-3, atol=1e-5)
+    assert row_residuals(corrected)[0].abs().max() < 1e-4 * r_BHT.abs().max()
+
+
+def test_an_error_of_delta_leaves_its_negative_as_the_row_residual() -> None:
+    layer = random_layer(spec=AttentionSpec(sites=("output=m3", "score_gradients=fp32")))
+    torch.testing.assert_close(row_residuals(layer)[0], -delta_errors(layer).error_BHT, rtol=1e-3, atol=1e-5)
+
+
+def _dq(layer: LayerCapture) -> torch.Tensor:
+    """[B, H, T, D] float32."""
+    q, k, v, do = (x.float() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
+    (group,) = layer.plan.groups
+    n = effective_numerics(group)
+    q.requires_grad_()
+    operator = torch.ops.attention.flash_reference_forward
+    o, *_ = operator(q, k, v, layer.rounding_seed, n.key(), layer.scale, True, layer.softcap)
+    return torch.autograd.grad(o, q, do)[0].transpose(1, 2)

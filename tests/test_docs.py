@@ -1,12 +1,15 @@
-"""attention/README.md: its tables against the code, its examples by running them."""
+"""attention/README.md: its tables against the code, its examples by running them; the example of docs/diagnosis.md likewise."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
 import config
 from attention.numerics import SITES
@@ -40,6 +43,20 @@ def test_python_examples_of_attention_run() -> None:
     assert examples
     for example in examples:
         exec(compile(example, str(ATTENTION), "exec"), {})
+
+
+def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
+    names: dict[str, Any] = {}
+    exec(compile(blocks(ROOT / "docs" / "diagnosis.md", "python")[0], "diagnosis.md", "exec"), names)
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    q[0, 3, 4], k[0, 1, 4], k[0, 1, 2] = 3.0, 5.0, 2.0
+    k[0, 0, 4] = 100 * q[0, 0, 0]  # a key that row 0 may not see
+    functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    visible = [
+        max((q[0, h, i] @ k[0, h // 2, j] / 8**0.5).item() for i in range(5) for j in range(i + 1)) for h in range(4)
+    ]
+    torch.testing.assert_close(names["largest"][0], torch.tensor(visible))
 
 
 def training_commands() -> list[list[str]]:

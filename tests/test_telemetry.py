@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_and_kill, weights
 
+import attention
 import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.batches import open_batches
@@ -223,9 +225,38 @@ def test_the_two_errors_agree_where_delta_uses_the_o_handed_on() -> None:
     torch.testing.assert_close(torch.tensor(record["o_delta_error_mean"]), torch.tensor(record["delta_error_mean"]))
 
 
+def test_the_growth_of_w_q_by_the_row_residual_is_what_corrected_rows_take_out() -> None:
+    """-u^T (dW_Q with r kept, less dW_Q of corrected rows) v, all layers' heads put back together, by the gradients of q in FP32."""
+    exact = ("output=m3", "score_gradients=fp32", "probabilities=fp32", "inputs=fp32")
+    kept, corrected = (
+        tiny(
+            AttentionConfig(
+                flash_backend="flash_reference", default=AttentionSpec(sites=(*exact, f"row_residual={name}"))
+            )
+        )
+        for name in ("kept", "corrected_rows")
+    )
+    measured = [to_lists(measure(model, *batch(4), contextlib.nullcontext())[0]) for model in (kept, corrected)]
+    for layer in range(2):
+        _, u_C, v_C = top_singular_vectors(kept.w_q(layer))
+        gradients = []
+        for model in (kept, corrected):
+            captured = capture(model, *batch(4)[:2], [layer], autocast=contextlib.nullcontext())[0]
+            q = captured.q_BTHD.clone().requires_grad_()
+            o = attention.run(q, captured.k_BTHD, captured.v_BTHD, captured.plan, rounding_seed=batch()[2])
+            (dq,) = torch.autograd.grad(o, q, captured.do_BTHD)
+            gradients.append(torch.einsum("bthd,btc->hdc", dq, captured.x_BTC))
+        r_HDC = gradients[0] - gradients[1]
+        expected_H = -torch.einsum("hd,hdc,c->h", u_C.view(2, -1), r_HDC, v_C)
+        found_H = torch.tensor(measured[0]["row_residual_growth"][layer])
+        torch.testing.assert_close(found_H, expected_H, rtol=0.02, atol=1e-3 * expected_H.abs().max().item())
+        for name in ("row_residual_rms", "row_residual_growth"):
+            assert abs(measured[1][name][layer][0]) < 1e-3 * abs(measured[0][name][layer][0])
+
+
 def test_a_loss_scale_changes_nothing_but_the_range() -> None:
     plain, scaled = (probe_of(tiny(preset("flash")), 4, loss_scale=scale) for scale in (1.0, 1024.0))
-    for name in ("delta_error_mean", "delta_error_se", "delta_rms", "o_delta_error_mean"):
+    for name in ("delta_error_mean", "delta_error_se", "delta_rms", "o_delta_error_mean", "row_residual_rms"):
         torch.testing.assert_close(torch.tensor(scaled[name]), torch.tensor(plain[name]), rtol=1e-5, atol=1e-12)
 
 

@@ -32,7 +32,8 @@ from probes.accumulation import one_signed_share
 from probes.alignment import sign_diversity, spectral_alignment
 from probes.attention_statistics import attention_statistics
 from probes.capture import LayerCapture, capture
-from probes.delta_error import delta_errors, effective_numerics, summarise
+from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarise
+from probes.low_rank import unrotated
 from probes.spectral import SpectralState, attention_norms
 from training.cuda_graph import CudaRecorder
 from training.evaluate import ValidationBatches
@@ -73,6 +74,9 @@ COLUMNS = {
     "delta_rms": "[L][H] root mean square of delta with an FP32 O: what the error is an error of",
     "o_delta_error_mean": "[L][H] as delta_error_mean, for the O handed on to the next layer, whatever O the run's delta uses",
     "o_delta_error_se": "[L][H] its standard error",
+    "row_residual_mean": "[L][H] mean over rows of r = rowsum(dS) that dQ keeps, 0 in exact arithmetic, in the units of delta",
+    "row_residual_rms": "[L][H] root mean square of r: what delta_rms is to be compared with",
+    "row_residual_growth": "[L][H] -u^T G v, G the sum that r adds to dW_Q, (u, v) W_Q's top singular pair: above 0 it makes W_Q grow",
 }
 """Columns of ``telemetry.jsonl``. Besides them: ``step``; ``batch``, the next to be drawn; ``lr_sum``, the scheduled learning rates of
 all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standard errors; and, with ``telemetry.details``, ``top_k_2``
@@ -256,13 +260,20 @@ def measure(
     # W^T u is the input-side vector of the pair, but for its length, where u is what the power iteration ends in.
     with exact_float32(tokens_BT.device):
         v_LC = (w_q_LCC.mT @ state.whole[0][..., None]).squeeze(-1)
+        x_LBTC = torch.stack([layer.x_BTC.float() for layer in layers])
+        read_LBT = torch.einsum("lbtc,lc->lbt", x_LBTC, torch.nn.functional.normalize(v_LC, dim=-1))
+    u_LHD = state.whole[0].float().view(L, H, -1)
     cosine_LBT = spectral_alignment(torch.stack([layer.x_BTC for layer in layers]), v_LC)
     measured |= {"alignment": cosine_LBT.abs().mean(dim=(-2, -1)), "sign_diversity": sign_diversity(cosine_LBT)}
     places: list[int] = []
     parts: list[dict[str, Tensor]] = []
     units = 0
     for members in alike(layers):
-        part, units = _measure_heads(stacked(members), loss_scale, top_k)
+        heads = stacked(members)
+        part, units = _measure_heads(heads, loss_scale, top_k)
+        u_ND = torch.cat([u_LHD[layer.layer, head_index(group.heads, u_LHD.device)] for layer, group in members])
+        read_NBT = torch.cat([read_LBT[layer.layer].expand(len(group.heads), -1, -1) for layer, group in members])
+        part |= _measure_row_residuals(heads, loss_scale, u_ND, read_NBT)
         parts.append(part)
         places += [layer.layer * H + head for layer, group in members for head in group.heads]
     back = head_index(tuple(sorted(range(L * H), key=places.__getitem__)), tokens_BT.device)
@@ -338,6 +349,20 @@ def _measure_heads(heads: LayerCapture, loss_scale: float, top_k: Sequence[int])
         **{f"top_k_{k}": sums_N for k, sums_N in zip(top_k, statistics.top_k.unbind(dim=-1), strict=True)},
     }
     return measured, error.units
+
+
+def _measure_row_residuals(heads: LayerCapture, loss_scale: float, u_ND: Tensor, read_NBT: Tensor) -> dict[str, Tensor]:
+    """The columns of r, each [N]. ``u_ND``: the heads' rows of their layer's u; ``read_NBT``: x^T v of their layer's tokens."""
+    r_BNT, key_BNTD = row_residuals(heads)
+    r_BNT = r_BNT / loss_scale
+    with exact_float32(r_BNT.device):
+        along_BNT = torch.einsum("bntd,nd->bnt", unrotated(heads, key_BNTD), u_ND)
+    terms_BNT = heads.scale * r_BNT * along_BNT * read_NBT.transpose(0, 1)
+    return {
+        "row_residual_mean": r_BNT.mean(dim=(0, 2)),
+        "row_residual_rms": r_BNT.square().mean(dim=(0, 2)).sqrt(),
+        "row_residual_growth": -terms_BNT.sum(dim=(0, 2)),
+    }
 
 
 def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:

@@ -1,17 +1,20 @@
 """Runs of the table in README.md, one after the other, one row of runs.csv each: python experiments/invariant/run.py SEED [SEED ...]
 
-From the repository's root, after ``python scripts/prepare_data.py stdlib``. A cell that has a row already is left out.
+From the repository's root, after ``python scripts/prepare_data.py stdlib``. A run whose folder is there is not made again; without a seed
+only runs.csv is written, from the folders.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 STEPS = 1000
@@ -28,32 +31,64 @@ DELTAS = {
     "normalised": ("delta=rowsum_p_dp_normalised",),
     "corrected_rows": ("row_residual=corrected_rows",),
 }
-COLUMNS = ("world", "delta", "seed", "exploded_at", "w_q_above_10_at", "largest_w_q_norm", "largest_logit", "val_loss")
+COLUMNS = (
+    "world",
+    "delta",
+    "seed",
+    "exploded_at",
+    "stopped_at",
+    "w_q_above_10_at",
+    "largest_w_q_norm",
+    "largest_logit",
+    "val_loss",
+)
 
 
 def main() -> None:
-    table = FOLDER / "runs.csv"
-    done = set()
-    if table.exists():
-        with table.open(newline="") as file:
-            done = {(row["world"], row["delta"], int(row["seed"])) for row in csv.DictReader(file)}
-    else:
-        table.write_text(",".join(COLUMNS) + "\n")
     for seed in map(int, sys.argv[1:]):
-        for world in WORLDS:
-            for delta in DELTAS:
-                if (world, delta) not in PUBLISHED and (world, delta, seed) not in done:
-                    row = endpoints(train(world, delta, seed))
-                    with table.open("a", newline="") as file:
-                        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(
-                            {"world": world, "delta": delta, "seed": seed, **row}
-                        )
+        for world, delta in itertools.product(WORLDS, DELTAS):
+            if (world, delta) not in PUBLISHED and not metrics(world, delta, seed).exists():
+                train(world, delta, seed)
+    write_table()
+    print_summary()
 
 
-def train(world: str, delta: str, seed: int) -> list[dict[str, float]]:
-    """Every line that the run logged."""
+def metrics(world: str, delta: str, seed: int) -> Path:
+    return Path("runs", f"invariant_{world}_{delta}_s{seed}", "metrics.jsonl")
+
+
+def write_table() -> None:
+    """runs.csv, a row of every run in the folder ``runs`` that came to its end."""
+    with (FOLDER / "runs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for world, delta, seed in itertools.product(WORLDS, DELTAS, range(100)):
+            path = metrics(world, delta, seed)
+            if path.exists() and (row := endpoints([json.loads(line) for line in path.read_text().splitlines()])):
+                writer.writerow({"world": world, "delta": delta, "seed": seed, **row})
+
+
+def print_summary() -> None:
+    """The table of README.md."""
+    with (FOLDER / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    print("| world | delta | n | exploded | at step | W_Q norm above 10 | largest logit | validation loss |")
+    print("| --- | --- | ---: | ---: | --- | ---: | ---: | ---: |")
+    for world, delta in itertools.product(WORLDS, DELTAS):
+        cell = [row for row in rows if (row["world"], row["delta"]) == (world, delta)]
+        at = [row["exploded_at"] for row in cell if row["exploded_at"]]
+        left = sum(bool(row["w_q_above_10_at"]) for row in cell)
+        spans = (span([float(row[name]) for row in cell if row[name]]) for name in ("largest_logit", "val_loss"))
+        print(f"| `{world}` | {delta} | {len(cell)} | {len(at)} | {', '.join(at)} | {left} |", " | ".join(spans), "|")
+
+
+def span(values: list[float]) -> str:
+    return " - ".join(f"{x:g}" for x in sorted({min(values), max(values)})) if values else ""
+
+
+def train(world: str, delta: str, seed: int) -> None:
     base, coarse = WORLDS[world]
-    name = f"invariant_{world}_{delta}_s{seed}"
+    name = metrics(world, delta, seed).parent.name
     options = {
         "--run.name": name,
         "--run.steps": STEPS,
@@ -71,33 +106,40 @@ def train(world: str, delta: str, seed: int) -> list[dict[str, float]]:
     subprocess.run(
         command, env=environment, stdout=subprocess.DEVNULL, check=False
     )  # a NaN loss ends a run with an error
-    return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
 
 
-def endpoints(lines: list[dict[str, float]]) -> dict[str, float | str]:
+def endpoints(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of every line that a run logged; empty where it is not at its end. A gradient that is not finite stops a run."""
     norms = [(line["step"], line["w_q_norm_max"]) for line in lines if "w_q_norm_max" in line]
+    stopped = next((line["step"] for line in lines if "nonfinite" in line), "")
+    losses = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
+    last = next((line["val_loss"] for line in lines if line["step"] == STEPS and "val_loss" in line), None)
+    if stopped == "" and last is None:
+        return {}
     return {
-        "exploded_at": explosion([(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]),
+        "exploded_at": explosion(losses, ended=stopped != ""),
+        "stopped_at": stopped,
         "w_q_above_10_at": next((step for step, norm in norms if not norm <= 10), ""),
         "largest_w_q_norm": f"{max(norm for _, norm in norms):.4g}",
         "largest_logit": f"{max(line['max_logit_max'] for line in lines if 'max_logit_max' in line):.4g}",
-        "val_loss": next(
-            (f"{line['val_loss']:.4f}" for line in reversed(lines) if line["step"] == STEPS and "val_loss" in line), ""
-        ),
+        "val_loss": "" if last is None else f"{last:.4f}",
     }
 
 
-def explosion(losses: list[tuple[float, float]], margin: float = 0.5, patience: int = 50) -> float | str:
-    """First step of ``patience`` whose loss (nats) stays above the best before by ``margin``, or is not finite; "" if there is none."""
+def explosion(losses: list[tuple[int, float]], *, ended: bool, margin: float = 0.5, patience: int = 50) -> int | str:
+    """First step of ``patience`` whose loss (nats) stays above the best before by ``margin``; "" if there is none.
+
+    ``ended``: a gradient that is not finite ended the run, and with it an excursion that was not so long yet.
+    """
     best, start = math.inf, None
     for step, loss in losses:
-        if loss is not None and math.isfinite(loss) and loss <= best + margin:
+        if loss <= best + margin:
             best, start = min(best, loss), None
             continue
         start = step if start is None else start
-        if loss is None or not math.isfinite(loss) or step - start >= patience:
+        if step - start >= patience:
             return start
-    return ""
+    return start if ended and start is not None else ""
 
 
 if __name__ == "__main__":
