@@ -94,7 +94,7 @@ def main() -> None:
     report = Report(subject=subject, findings=findings, changes=changes, seconds=time.perf_counter() - began)
     print(text(report, every_head=False), end="")
     if arguments.out is not None:
-        from autopsy.pictures import pictures
+        from autopsy.plots import pictures
 
         files.write_text(arguments.out / "autopsy.txt", text(report))
         files.write_text(arguments.out / "autopsy.html", page(report, pictures(findings, changes)))

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from figures import canvas, delta, heads, keys, loss, similarity
+from figures import canvas, delta, head_norms, keys, loss, similarity
 from figures.canvas import Drawn
 from figures.inputs import Inputs
 from probes.accumulation import accumulate
@@ -27,9 +27,9 @@ from probes.accumulation import accumulate
 
 def _figure_3(inputs: Inputs) -> Drawn:
     layer = inputs.layer
-    return heads.draw_heads(
+    return head_norms.draw_heads(
         [
-            heads.head_norms(opened.model.w_q(layer), opened.model.config.n_head, layer=layer, label=opened.label)
+            head_norms.head_norms(opened.model.w_q(layer), opened.model.config.n_head, layer=layer, label=opened.label)
             for opened in inputs.checkpoints()
         ]
     )

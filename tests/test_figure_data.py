@@ -10,7 +10,7 @@ import torch
 from layer_captures import make_layer, random_layer, tied_layer
 
 from attention import AttentionSpec
-from figures import canvas, delta, heads, keys, loss, similarity
+from figures import canvas, delta, head_norms, keys, loss, similarity
 from probes.accumulation import Accumulation, accumulate, count_ones
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors
@@ -34,7 +34,7 @@ def run(
 def test_head_norms_are_those_of_the_heads_rows() -> None:
     w_q = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
     w_q[4:8] *= 5
-    norms = heads.head_norms(w_q, 3, layer=1, label="m")
+    norms = head_norms.head_norms(w_q, 3, layer=1, label="m")
     exact = [torch.linalg.matrix_norm(rows.double(), 2).item() for rows in w_q.split(4)]
     assert norms.norms == pytest.approx(exact, rel=1e-6)
     assert norms.outliers == (1,)
