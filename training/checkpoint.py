@@ -11,20 +11,19 @@ Names that begin with a dot are work in progress (``.tmp``) or a checkpoint abou
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from errors import UserError, invalid
@@ -33,18 +32,6 @@ from files import sha256_file, sync_folder
 FORMAT_VERSION = 1
 _FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
 _FOLDER = re.compile(r"(?:step_(\d{8,})|\.step_(\d{8,})\.old)")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +114,19 @@ class Checkpoints:
             "extra": extra,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        contents = {
-            "model.safetensors": _safetensors(model),
-            "optimizer.safetensors": _safetensors(tensors),
-            "rng.safetensors": _safetensors({f"rank.{rank}": value for rank, value in enumerate(rng)}),
-            "state.json": iter([json.dumps(state, indent=2).encode() + b"\n"]),
+        contents: dict[str, bytes | dict[str, Tensor]] = {
+            "model.safetensors": model,
+            "optimizer.safetensors": tensors,
+            "rng.safetensors": {f"rank.{rank}": value for rank, value in enumerate(rng)},
+            "state.json": json.dumps(state, indent=2).encode() + b"\n",
         }
         aside = self.folder / f".{_name(step)}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
             aside.mkdir()
-            sums = {name: _write(aside / name, chunks) for name, chunks in contents.items()}
-            _write(aside / "SHA256SUMS", ["".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()])
+            sums = {name: _write(aside / name, content) for name, content in contents.items()}
+            _write(aside / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
             sync_folder(aside)
             path = self._put_in_place(aside, step)
         except BaseException as error:
@@ -241,43 +228,22 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
-    """Write and flush a file; returns the SHA-256 of what was meant to be written, not of what a disk made of it."""
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-        file.flush()
+def _write(path: Path, content: bytes | dict[str, Tensor]) -> str:
+    """Write text, or tensors as a safetensors file, and flush it; returns its SHA-256. Raises ``OSError`` when the disk refuses."""
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        try:
+            save_file({name: tensor.detach().contiguous() for name, tensor in content.items()}, path)
+        except SafetensorError as error:
+            # It tells of the system's error in words only: "... No space left on device (os error 28)".
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, one tensor at a time: no second copy of the model in memory.
-
-    Layout: 8-byte little-endian header length, JSON header padded to 8 bytes, then the values without gaps; wider
-    dtypes first, so that each tensor is aligned to its own dtype.
-
-    Raises:
-        TypeError: a dtype that the format does not know.
-    """
-    header: dict[str, Any] = {}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name}: {tensor.dtype} has no place in a checkpoint")
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+    return sha256_file(path)
 
 
 def _untied(model_state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
