@@ -56,7 +56,6 @@ def test_an_option_that_there_is_not_is_one_line(
             "optim.lrr = '1': expected one of",
         ),
         ("bench_train", [DEBUG, "--variants", "plain", "plain"], "'plain plain': expected each name once"),
-        ("bench_train", [DEBUG, "--profile-variants", "plan"], "--profile-variants = 'plan': expected one of plain"),
         ("bench_train", [DEBUG, "--json", "nowhere/b.json"], "nowhere/b.json: no folder nowhere"),
         ("branch_run", ["run"], "the following arguments are required: out"),
         ("branch_run", ["nowhere", "new"], "nowhere: no such folder"),
