@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from layer_captures import tied_layer
 from planted_models import healthy, plant, subject
@@ -98,12 +96,6 @@ def test_a_head_whose_p_bar_is_drawn_has_its_changes_measured() -> None:
     assert {"flash", "flash_fp32_pv"} <= {change.name for change in found.presets}
 
 
-def test_presets_that_a_dtype_contradicts_are_not_tried() -> None:
-    spec = AttentionSpec()
-    left_out = set(preset_changes(spec, spec.resolve(), "bf16")) - set(preset_changes(spec, spec.resolve(), "fp32"))
-    assert left_out == {"flash_stochastic_p", "flash_stochastic_p_o"}
-
-
 def change(name: str, left: float) -> Change:
     nothing = Bias(mean=0.0, standard_error=0.0, rms=0.0, positive=0.5, relative=0.0, units=8)
     return Change(name=name, bias=nothing, left=left)
@@ -129,10 +121,3 @@ def test_a_model_is_looked_into_head_by_head() -> None:
     assert (found.layer, found.head) == (1, 3)
     assert found.before.ratio > 0.3
     assert "flash_recompute_o" in names(found.presets)
-
-
-def test_no_head_no_work() -> None:
-    def refuse(batch: int, layers: object) -> list[object]:
-        raise AssertionError
-
-    assert try_changes(dataclasses.replace(subject(healthy(0), 0), capture=refuse), []) == []  # type: ignore[arg-type]

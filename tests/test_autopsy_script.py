@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from planted_models import PAPER, SHAPE, healthy, plant
-from tiny_runs import ROOT, Place, command, environment, make_data, new_place, preset
+from tiny_runs import Place, make_data, new_place, preset
 
 import config as configuration
 from attention import AttentionConfig
@@ -151,18 +150,6 @@ def test_a_backend_that_cannot_run_here_is_replaced_aloud(
     assert "computed by: flash_reference in place of sdpa_cudnn, which cannot run here" in printed
 
 
-def test_as_a_user_starts_it(run: Path) -> None:
-    done = subprocess.run(
-        command(ROOT / "scripts/autopsy.py", [str(run), "--device", "cpu", "--batches", "2"]),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Autopsy of" in done.stdout
-
-
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such folder" in refused(capsys, monkeypatch, tmp_path / "nowhere")
 
@@ -195,16 +182,6 @@ def test_a_checkpoint_of_another_shape(
     assert re.search(rf"{re.escape(words)} \(\d+ tensors do not fit\)$", message.strip())
 
 
-def test_a_checkpoint_of_other_layers_than_its_config(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fewer than there are weights of, and more."""
-    fewer, more = (changed_checkpoint(run, tmp_path / str(n), n_layer=n) for n in (1, 3))
-    left = "transformer.h.1.attn.c_attn.weight has shape [48, 16], the config has no such layer (6 tensors do not fit)"
-    assert left in refused(capsys, monkeypatch, fewer)
-    assert "transformer.h.2.ln_1.weight is missing, expected [16]" in refused(capsys, monkeypatch, more)
-
-
 def test_a_page_that_cannot_be_written_is_told_before_the_work(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,12 +189,6 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(
     monkeypatch.setattr(autopsy, "examine", None)
     message = refused(capsys, monkeypatch, run, "--out", tmp_path / "a_file/page")
     assert "cannot be made (Not a directory)" in message
-
-
-def test_a_field_that_this_version_does_not_know(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "mixture" in refused(capsys, monkeypatch, changed_checkpoint(run, tmp_path, mixture=3))
 
 
 def test_weights_that_are_not_finite(
@@ -263,10 +234,6 @@ def test_what_cannot_be_asked(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert message in refused(capsys, monkeypatch, *arguments)
-
-
-def test_too_little_data(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "tokens for 4000 sequences of 16" in refused(capsys, monkeypatch, run, "--batches", 1000)
 
 
 def test_a_hugging_face_folder_on_a_text(

@@ -15,13 +15,11 @@ from tiny_runs import Place, lines, new_place, optimizer, preset, tree, weights
 from data.recording import Recording
 from errors import UserError
 from scripts import branch_run as script
-from scripts.compare_runs import load_run
 from training.alarm import AlarmConfig
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
 from training.weights import read_checkpoint
 
-C = 16
 BEFORE, STEP, LAST = 10, 20, 30
 # Both layers are accused at step 4; a switch before the checkpoint and one of its very step.
 ALARM = AlarmConfig(
@@ -135,13 +133,6 @@ def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None
     assert Recording.open(Path(place.recording("old"))).complete
 
 
-def test_a_branch_of_a_recording_run_goes_beyond_its_recording(place: Place) -> None:
-    longer = {**FIELDS, **RESUME, "run.steps": LAST + 5}
-    run = branch(place, "longer", of=checkpoint(place, "old", LAST))
-    place.train("longer", longer)
-    assert lines(run)[-1]["step"] == LAST + 5
-
-
 # ---- what it starts with
 
 
@@ -174,16 +165,6 @@ def test_logs_end_before_the_checkpoint(place: Place) -> None:
     ]
 
 
-def test_a_branch_can_be_compared_before_it_goes_on(place: Place) -> None:
-    assert load_run(branch(place, "compared")).batches["recording"] == ""
-
-
-def test_a_relative_checkpoint_knows_its_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(checkpoint(place, "old").parent)
-    run = branch(place, "relative", of=Path(f"step_{STEP:08d}"))
-    assert len(lines(run)) == STEP // 2
-
-
 # ---- the record
 
 
@@ -196,24 +177,6 @@ def test_the_record_says_where_it_comes_from_also_after_it_went_on(place: Place)
         (STEP, {"run": "old", "step": STEP}),
         (STEP, None),
     ]
-
-
-def test_a_branch_of_a_branch_names_both(place: Place) -> None:
-    branch(place, "first")
-    run = branch(place, "second", of=place.runs / "first")
-    sessions = record_of(run)["sessions"]
-    assert [one.get("branched_from") for one in sessions] == [
-        None,
-        {"run": "old", "step": STEP},
-        {"run": "first", "step": STEP},
-    ]
-
-
-def test_sessions_behind_the_checkpoint_are_not_the_branch_s(place: Place) -> None:
-    place.train("parts", {**FIELDS, "run.steps": STEP})
-    place.train("parts", {**FIELDS, **RESUME})
-    run = branch(place, "of_parts", of=checkpoint(place, "parts"))
-    assert [one["from_step"] for one in record_of(run)["sessions"]] == [0, STEP]
 
 
 # ---- changed on its way
@@ -295,12 +258,3 @@ def test_what_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(Checkpoints, "save", fails)
     arguments = [str(checkpoint(place, "old")), str(place.runs / "full")]
     refused(place, arguments, "runs/full: cannot be made (No space left on device)", capsys)
-
-
-def test_it_says_what_was_made_and_how_it_goes_on(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    run = branch(place, "told")
-    made, on, otherwise = capsys.readouterr().out.splitlines()
-    assert made == f"wrote {run}: step 20 of old"
-    assert f"train.py RECIPE --run.name told --run.folder {place.runs} --run.resume --run.steps N, N above 20" in on
-    assert on.endswith("as for old but without --data.record and --data.record-tokens")
-    assert otherwise.endswith("--alarm.switches 20:LAYER:PRESET")

@@ -83,20 +83,6 @@ def test_x_is_what_c_attn_reads() -> None:
         torch.testing.assert_close(v_BTHD, layer.v_BTHD)
 
 
-def test_a_chosen_layer_is_the_same_as_among_all() -> None:
-    model = make(BASE)
-    (alone,) = captured(model, layers=[1])
-    together = captured(model)[1]
-    assert alone.layer == together.layer == 1
-    for field in ("x_BTC", "q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD"):
-        assert torch.equal(getattr(alone, field), getattr(together, field))
-
-
-def test_a_layer_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="layer 3"):
-        captured(make(BASE), layers=[3])
-
-
 def test_the_loss_scale_is_a_factor_of_do() -> None:
     model = make(BASE)
     for one, scaled in zip(captured(model), captured(model, loss_scale=2.0**10), strict=True):

@@ -22,30 +22,6 @@ def figure(*drawn: courses.Course) -> Any:
     return courses.course_figure(drawn)
 
 
-def titles(drawn: Any) -> list[str]:
-    return [axes.get_title(loc="left") for axes in drawn.axes]
-
-
-def test_panels_are_those_with_data() -> None:
-    flat = np.ones(STEPS)
-    assert titles(figure(course(), course("b", max_logit_max=flat))) == ["training loss", "largest attention logit"]
-
-
-def test_a_panel_of_nothing_finite_is_left_out() -> None:
-    assert titles(figure(course(max_logit_max=np.full(STEPS, np.nan)))) == ["training loss"]
-
-
-def test_all_four_panels_in_order() -> None:
-    flat = np.ones(STEPS)
-    drawn = figure(course(max_logit_max=flat, grad_norm=flat, val_loss=flat))
-    assert [title.split(",")[0] for title in titles(drawn)] == [
-        "training loss",
-        "largest attention logit",
-        "gradient norm",
-        "validation loss",
-    ]
-
-
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_a_picture_of_four_panels_is_at_most_as_tall_as_wide(count: int) -> None:
     flat = np.ones(STEPS)
@@ -91,28 +67,9 @@ def test_the_first_value_that_is_not_finite_is_marked() -> None:
     assert [list(line.get_xdata()) for line in crosses] == [[80]]
 
 
-def test_a_run_of_nan_only_is_drawn_beside_others() -> None:
-    drawn = figure(course(), course("b", train_loss=np.full(STEPS, np.nan), exploded_at=0))
-    assert np.isfinite(drawn.axes[0].get_ylim()).all()
-
-
 def test_an_explosion_does_not_stretch_the_loss_axis() -> None:
     losses = np.where(np.arange(STEPS) < 60, 3.0, 1e6)
     assert figure(course(), course("b", train_loss=losses)).axes[0].get_ylim()[1] < 6
-
-
-def test_curves_that_lie_on_each_other_can_be_told_apart() -> None:
-    widths = [courses.style(i)["linewidth"] for i in range(4)]
-    assert widths == sorted(widths, reverse=True)
-    assert len(set(widths)) == 4
-
-
-def test_styles_differ_for_many_runs() -> None:
-    assert len({(courses.style(i)["color"], courses.style(i)["linestyle"]) for i in range(40)}) == 40
-
-
-def test_smoothing_leaves_short_curves_alone() -> None:
-    assert [courses.smoothing_window(count) for count in (10, 1000, 10**6)] == [1, 16, 200]
 
 
 @pytest.mark.parametrize(("name", "head"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])

@@ -36,14 +36,6 @@ def test_a_rollback_also_drops_columns_that_do_not_come_again() -> None:
     assert curves.column(records, "val_loss") == ([], [])
 
 
-def test_rollbacks_are_counted() -> None:
-    assert curves.rollbacks([{"step": s} for s in (0, 1, 1, 2, 1, 2, 3, 0)]) == 2
-
-
-def test_common_steps() -> None:
-    assert curves.common_steps(run([1.0] * 5), run([1.0] * 5, first=3)) == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("a", "b", "step"),
     [
@@ -57,11 +49,6 @@ def test_common_steps() -> None:
 )
 def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int | None) -> None:
     assert curves.first_divergence(run(a), run(b)) == step
-
-
-def test_first_divergence_of_another_column() -> None:
-    a, b = ([{"step": s, "data_digest": digest} for s, digest in enumerate(word)] for word in ("aab", "abb"))
-    assert curves.first_divergence(a, b, "data_digest") == 1
 
 
 @pytest.mark.parametrize(
@@ -118,16 +105,8 @@ def test_best_skips_what_is_not_finite_and_takes_the_first() -> None:
     assert curves.best([0, 5, 6, 7], [NAN, 2.0, 2.0, -INF]) == (5, 2.0)
 
 
-def test_best_of_nothing_finite() -> None:
-    assert curves.best([0], [NAN]) is None
-
-
 def test_final_is_the_mean_of_the_last() -> None:
     assert curves.final([9.0, 1.0, 2.0], last=2) == 1.5
-
-
-def test_final_shows_a_nan() -> None:
-    assert math.isnan(curves.final([1.0, NAN, 1.0], last=2))
 
 
 def test_trailing_mean_of_a_short_start_averages_what_there_is() -> None:
@@ -136,12 +115,3 @@ def test_trailing_mean_of_a_short_start_averages_what_there_is() -> None:
 
 def test_trailing_mean_starts_afresh_after_a_gap() -> None:
     np.testing.assert_array_equal(curves.trailing_mean([4.0, 2.0, NAN, 6.0, 8.0], 3), [4.0, 3.0, NAN, 6.0, 7.0])
-
-
-def test_trailing_mean_forgets_a_huge_value() -> None:
-    assert curves.trailing_mean([1.0, 1e30, 1.0, 2.0], 2)[-1] == 1.5
-
-
-def test_trailing_mean_refuses_an_empty_window() -> None:
-    with pytest.raises(ValueError, match="window"):
-        curves.trailing_mean([1.0], 0)

@@ -57,36 +57,6 @@ def test_more_processes_than_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -
         distributed.start("cuda")
 
 
-def test_collectives_of_one_process_are_copies() -> None:
-    tensor = torch.tensor([1.5, -2.0])
-    for collective in (distributed.all_reduce_sum, distributed.all_reduce_mean, distributed.all_reduce_max):
-        result = collective(tensor)
-        assert torch.equal(result, tensor)
-        assert result.data_ptr() != tensor.data_ptr()
-    assert [distributed.any_rank(True), distributed.any_rank(False)] == [True, False]
-    distributed.barrier()
-
-
-def test_one_process_gathers_its_own_bytes() -> None:
-    (gathered,) = distributed.gather_bytes(torch.tensor([1, 255], dtype=torch.uint8))
-    assert gathered.tolist() == [1, 255]
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(2), torch.zeros(2, 2, dtype=torch.uint8)])
-def test_only_flat_bytes_are_gathered(tensor: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="1-D uint8"):
-        distributed.gather_bytes(tensor)
-
-
-@pytest.mark.usefixtures("alone")
-def test_one_process_needs_no_wrapper() -> None:
-    model = nn.Linear(2, 2)
-    assert distributed.wrap(model, distributed.start("cpu")) is model
-    with distributed.no_sync(model, last=False):
-        model(torch.ones(2)).sum().backward()
-    assert model.weight.grad is not None
-
-
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Global switches as they were, afterwards."""
@@ -201,10 +171,6 @@ def test_every_process_knows_its_place(facts: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("sum", [3.0, 27.0]), ("mean", [1.0, 9.0]), ("max", [2.0, 10.0])])
 def test_reductions_agree_on_every_rank(facts: list[dict[str, Any]], name: str, expected: list[float]) -> None:
     assert [fact[name] for fact in facts] == [expected] * WORLD
-
-
-def test_reductions_leave_their_argument_alone(facts: list[dict[str, Any]]) -> None:
-    assert [fact["untouched"] for fact in facts] == [[float(r), 10.0 - r] for r in range(WORLD)]
 
 
 def test_any_rank_hears_the_one_that_says_yes(facts: list[dict[str, Any]]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from layer_captures import make_layer, random_layer, tied_layer
+from layer_captures import random_layer, tied_layer
 
 from attention import AttentionSpec
-from figures import canvas, delta, head_norms, keys, loss, similarity
-from probes.accumulation import Accumulation, accumulate, count_ones
+from figures import delta, head_norms, keys, loss, similarity
+from probes.accumulation import Accumulation, accumulate
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors
 from probes.low_rank import weighted_keys
@@ -60,21 +59,6 @@ def test_features_of_one_token_add_up_to_its_error() -> None:
     assert error.product_D.sum().item() == pytest.approx(error.error_BT[1, 9].item(), rel=1e-3, abs=1e-6)
 
 
-def test_the_largest_error_is_the_largest() -> None:
-    layer = random_layer()
-    batch, token = delta.largest_error(layer, 0)
-    error_BT = delta_errors(layer).error_BHT[:, 0]
-    assert error_BT[batch, token].item() == pytest.approx(error_BT[:, 10:].max().item(), rel=1e-3)
-    assert delta.largest_error_in(layer, 0, batch) == token
-
-
-def test_no_token_of_the_first_quarter_is_picked() -> None:
-    layer = random_layer()
-    layer.do_BTHD[:, :10] *= 1000
-    assert delta.largest_error(layer, 0)[1] >= 10
-    assert keys.choose_row(layer, 0)[1] >= 10
-
-
 def test_a_planted_head_has_a_biased_sum_and_its_neighbours_have_not() -> None:
     """V of one sign below zero and dO above: the error of delta is negative, by many standard errors."""
     layer = tied_layer(spec=PAPER)
@@ -93,19 +77,6 @@ def test_the_row_chosen_for_figure_6_has_two_unit_probabilities() -> None:
 def keys_of(layer: LayerCapture, batch: int, token: int, feature: int) -> Accumulation:
     """Of head 1, the planted one."""
     return accumulate(layer, batch, 1, token, feature)
-
-
-def test_a_row_with_two_unit_probabilities_is_taken_before_one_with_a_larger_error() -> None:
-    """In sequence 0 two keys are the same, and win in some rows; in sequence 1 none are, and dO is a thousand times larger."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v, do = (torch.randn(2, 24, 1, 8, generator=generator) for _ in range(4))
-    k[0, 1] = k[0, 0] = 3 * k[0, 0]
-    do[1] *= 1000
-    layer = make_layer(q, k, v, do)
-    ones_BT = count_ones(layer).ones_BHT[:, 0]
-    assert ones_BT[1].max() == 1
-    batch, token, _ = keys.choose_row(layer, 0)
-    assert (batch, int(ones_BT[batch, token])) == (0, 2)
 
 
 def test_figure_6_tells_every_key() -> None:
@@ -128,51 +99,12 @@ def test_rows_with_a_repeated_maximum_are_found_and_come_first() -> None:
     assert rows[0].p_S.sum() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_tied_row_is_taken_before_a_sharper_one() -> None:
-    """Query 5 spreads over two equal keys and others, the other queries are certain of one key."""
-    q = torch.zeros(1, 8, 1, 4)
-    q[0, :, 0, 1] = 50
-    q[0, 5, 0] = torch.tensor([1.0, 0, 0, 0])
-    k = torch.zeros(1, 8, 1, 4)
-    k[0, :2, 0, 0] = 1
-    k[0, :, 0, 1] = torch.arange(8.0)
-    (row,) = keys.attention_rows([make_layer(q, k, k, q)])
-    assert (row.query, row.tied_S.tolist()) == (5, [True, True, False, False, False, False])
-
-
-def test_no_row_is_found_tied_where_none_is() -> None:
-    q = torch.ones(1, 6, 1, 4)
-    k = torch.arange(6.0).reshape(1, 6, 1, 1).expand(1, 6, 1, 4)
-    rows = keys.attention_rows([make_layer(q, k, k, q)])
-    assert rows[0].tied_S.sum() == 1
-
-
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
     layer = random_layer()
     row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
     products = torch.einsum("td,tc->tdc", weighted_keys(layer)[0, 0], layer.x_BTC[0].float()).flatten(1)
     units = torch.nn.functional.normalize(products, dim=-1)
     assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx((units @ units.T)[3, 7].item(), abs=1e-5)
-
-
-def test_the_features_shown_are_the_largest() -> None:
-    layer = random_layer()
-    layer.x_BTC[..., 11] += 100
-    layer.x_BTC[..., 40] -= 50
-    row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
-    assert similarity.shown_features([row], 2).tolist() == [11, 40]
-    assert len(similarity.shown_features([row], 10_000)) == layer.x_BTC.shape[-1]
-
-
-def test_a_feature_that_a_matrix_has_not_is_empty() -> None:
-    """Features of the head and of the input share the columns of their numbers."""
-    table = similarity.table_of([("m", "P K", 3, {0: 1.0, 1: -2.0}), ("m", "X", 3, {1: 0.5, 40: 7.0})])
-    assert table.csv() == "of,matrix,row,0,1,40\nm,P K,3,1,-2,\nm,X,3,,0.5,7\n"
-
-
-def test_tokens_shown_span_the_sequence() -> None:
-    assert similarity.shown_tokens(1024)[[0, -1]].tolist() == [0, 1023]
-    assert similarity.shown_tokens(5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_table_of_losses_is_what_was_logged() -> None:
@@ -187,12 +119,6 @@ def test_a_long_curve_is_told_by_means_and_ranges_of_its_parts() -> None:
     assert drawn.steps.tolist() == [1, 3, 5]
     assert drawn.mean.tolist() == [1.5, 3.5, math.inf]
     assert (drawn.low.tolist(), drawn.high.tolist()) == ([1.0, 3.0, 5.0], [2.0, 4.0, math.inf])
-
-
-def test_the_longest_run_decides_how_many_values_make_a_place() -> None:
-    short, long = run(train_loss=[1.0] * 30), run(train_loss=[1.0] * (3 * loss.PLACES - 1))
-    assert loss.place_size([short, long], "train_loss") == 3
-    assert loss.place_size([short], "train_loss") == 1
 
 
 def test_a_panel_for_each_group_of_figure_7() -> None:
@@ -234,8 +160,3 @@ def test_the_sum_over_probes_leaves_out_what_is_not_finite() -> None:
     records = [{"step": 0, "delta_error_sum": [[1.0]]}, {"step": 5, "delta_error_sum": [[math.nan]]}]
     steps, sums = delta.steps_of(records, 0, 0)
     assert (steps.tolist(), sums.tolist()) == ([0, 5], [1.0, 0.0])
-
-
-def test_csv_says_what_is_not_finite() -> None:
-    text = canvas.table(("a", "b"), [(1, math.nan), (np.int64(2), -math.inf), ("x, y", 0.1)]).csv()
-    assert text == 'a,b\n1,nan\n2,-inf\n"x, y",0.1\n'

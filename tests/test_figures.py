@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT, TINY, Place, column, new_place
+from tiny_runs import TINY, Place, column, new_place
 
 from figures import canvas
 from scripts import figures
@@ -65,19 +65,10 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return streams.err
 
 
-def test_the_figures_are_those_asked_for() -> None:
-    assert list(REGISTRY) == [2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13]
-
-
 @pytest.mark.parametrize("number", REGISTRY)
 def test_each_figure_is_a_png_an_svg_and_a_csv_with_rows(out: Path, number: int) -> None:
     assert all((out / f"figure_{number:02d}.{ending}").stat().st_size > 40 for ending in WRITTEN)
     assert rows(out, number)
-
-
-def test_figures_go_to_a_folder_here_that_git_ignores() -> None:
-    assert figures.parse(["2"])[2].out == Path("pictures")
-    assert {"/pictures/", "/compare.png"} <= set((ROOT / ".gitignore").read_text().splitlines())
 
 
 def test_nothing_else_is_written(out: Path) -> None:
@@ -180,24 +171,6 @@ def test_two_checkpoints_are_drawn_side_by_side(place: Place, tmp_path: Path) ->
     figures.main(["3", "4", "--checkpoint", *both, "--device", "cpu", "--out", str(tmp_path)])
     assert {r["model"] for r in rows(tmp_path, 3)} == {"failing step 8", "fixed step 8"}
     assert {r["of"] for r in rows(tmp_path, 4)} == {"failing step 8, sequence 0", "fixed step 8, sequence 0"}
-
-
-def test_models_with_other_numbers_of_heads_stand_side_by_side(place: Place, tmp_path: Path) -> None:
-    both = [str(checkpoint(place)), str(checkpoint(place, "narrow", 1))]
-    figures.main(["3", "--checkpoint", *both, "--layer", "0", "--device", "cpu", "--out", str(tmp_path)])
-    assert [r["model"] for r in rows(tmp_path, 3)] == ["failing step 8"] * 2 + ["narrow step 1"] * 4
-
-
-def test_runs_of_several_shapes_are_drawn_where_they_need_not_be_alike(place: Place, tmp_path: Path) -> None:
-    runs = [str(place.runs / name) for name in ("failing", "narrow")]
-    figures.main(["2", "7", "11", "13", "--runs", *runs, "--out", str(tmp_path)])
-    assert len(list(tmp_path.glob("*.png"))) == 4
-
-
-def test_token_head_and_feature_can_be_chosen(place: Place, tmp_path: Path) -> None:
-    chosen = ["--layer", "0", "--head", "1", "--sequence", "2", "--token", "7", "--feature", "3"]
-    figures.main(["6", *given(place), *chosen, "--out", str(tmp_path)])
-    assert [r["key"] for r in rows(tmp_path, 6)] == [str(key) for key in range(8)]
 
 
 def test_a_hugging_face_folder_is_read(place: Place, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from attention import AttentionSpec
 from errors import UserError
-from figures.inputs import tokenised
 from probes import hf_causal
 from probes.low_rank import high_dw_q
 
@@ -109,10 +108,6 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    assert "no config.json" in refusal(tmp_path / "nowhere")
-
-
 def test_a_folder_with_no_weights(tmp_path: Path) -> None:
     gpt2().config.save_pretrained(tmp_path)
     assert "no weights" in refusal(tmp_path)
@@ -128,25 +123,7 @@ def test_weights_that_lack_a_tensor(tmp_path: Path) -> None:
     assert "lack" in refusal(tmp_path)
 
 
-def test_weights_of_another_shape(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    settings = transformers.LlamaConfig.from_pretrained(tmp_path)
-    settings.hidden_size, settings.head_dim = 64, 16
-    settings.save_pretrained(tmp_path)
-    assert "cannot be loaded" in refusal(tmp_path)
-
-
 def test_another_family(tmp_path: Path) -> None:
     config = transformers.GPTNeoXConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=16, vocab_size=64)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
     assert "model_type = 'gpt_neox'" in refusal(tmp_path)
-
-
-def test_a_folder_without_a_tokenizer_is_told(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("so much to read")
-    for read in (
-        lambda: hf_causal.tokenise(folder, tmp_path / "text.txt"),
-        lambda: tokenised(folder, "so much to read"),
-    ):
-        with pytest.raises(UserError, match=r": no tokenizer in it, to read a text with; --data DATASET takes tokens"):
-            read()

@@ -64,12 +64,6 @@ def test_equation_3_has_the_sign_of_the_paper() -> None:
     assert (direct * predicted).sum() > 0
 
 
-def test_rounding_ds_adds_an_error_of_its_own() -> None:
-    layer = random_layer()
-    exact, kernel = direct_dw_q_error(layer), direct_dw_q_error(layer, score_gradients="input")
-    assert (exact - kernel).norm() > 1e-2 * exact.norm()
-
-
 def test_a_delta_without_an_o_has_no_such_error() -> None:
     with pytest.raises(ValueError, match="rowsum_p_dp"):
         direct_dw_q_error(random_layer(spec=AttentionSpec(preset="flash_delta_from_p")))
@@ -95,26 +89,6 @@ def test_coherence_is_that_of_the_outer_products() -> None:
     other_pk, other_x = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 3, 5, generator=generator)
     across = (outer(pk, x) @ outer(other_pk, other_x).mT).mean(dim=(-2, -1))
     torch.testing.assert_close(cross_coherence(coherence(pk, x), coherence(other_pk, other_x)), across)
-
-
-def test_coherence_of_like_and_of_random_products() -> None:
-    generator = torch.Generator().manual_seed(1)
-    size = 1 + torch.rand(1, 1, 64, 1, generator=generator)
-    alike = coherence(size * torch.randn(4, generator=generator), torch.ones(1, 64, 5))
-    assert alike.within_H.item() == pytest.approx(1)
-    random = coherence(torch.randn(1, 1, 512, 16, generator=generator), torch.randn(1, 512, 48, generator=generator))
-    assert abs(random.within_H.item()) < 0.01
-
-
-def test_terms_pull_together_only_with_one_sign_and_one_direction() -> None:
-    generator = torch.Generator().manual_seed(2)
-    T = 400
-    signs = torch.randn(1, 1, T, generator=generator)
-    alike, random = torch.ones(1, 1, T, 8), torch.randn(1, 1, T, 8, generator=generator)
-    x = torch.ones(1, T, 8)
-    assert pull(signs.abs(), alike, x).item() == pytest.approx(1, abs=1e-5)
-    assert pull(signs, alike, x).item() < 0.1
-    assert pull(signs.abs(), random, torch.randn(1, T, 8, generator=generator)).item() < 0.1
 
 
 def test_planted_bias_pulls_in_one_direction() -> None:

@@ -1,7 +1,6 @@
 """scripts/prepare_data.py: the command line, and what a kill leaves."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -39,23 +38,10 @@ def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
     assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
 
 
-def test_what_was_written_is_printed(tmp_path, text):
-    result = run(*bytes_options(text), cwd=tmp_path)
-    assert re.search(r"train\s+2 tokens \(bytes, uint8\) of 1 documents", result.stdout)
-
-
 def test_existing_set_needs_force(tmp_path, text):
     run(*bytes_options(text), cwd=tmp_path)
     assert run(*bytes_options(text), cwd=tmp_path).returncode == 2
     assert run(*bytes_options(text), "--force", cwd=tmp_path).returncode == 0
-
-
-def test_stdlib_twice_is_already_prepared(tmp_path):
-    first = run("stdlib", "--out", tmp_path / "sets", cwd=tmp_path)
-    again = run("stdlib", "--out", tmp_path / "sets", cwd=tmp_path)
-    assert (first.returncode, again.returncode) == (0, 0)
-    assert "already prepared" not in first.stdout
-    assert "already prepared" in again.stdout
 
 
 @pytest.mark.parametrize(

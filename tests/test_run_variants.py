@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from tiny_runs import ROOT, Place, changed, column, environment, lines, new_place, start_train, weights
+from tiny_runs import ROOT, Place, changed, column, lines, new_place, start_train, weights
 
 import config
 import train
@@ -57,25 +53,6 @@ def test_a_run_that_explodes_is_stopped_and_the_others_end(
     assert lines(place.runs / "quiet") == again
 
 
-@pytest.mark.slow
-def test_a_run_is_stopped_on_the_way_and_keeps_its_planned_steps(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = "long: --run.steps 1000000 --checkpoint.every 0 --run.log-every 1"
-    start(place, "--variants", planned.replace("long:", "longer@40:"), planned, "--until", "10", "--slots", "0", "1")
-    said = capsys.readouterr().out
-    assert "long    stopped at step" in said
-    assert "longer  stopped at step" in said
-    assert len(lines(place.runs / "longer")) > 40
-    record = json.loads((place.runs / "long" / "config.json").read_text())
-    assert record["config"]["run"]["steps"] == 1_000_000
-    reached = lines(place.runs / "long")
-    assert len(reached) > 10
-    start(place, "--variants", planned, "--until", "10", "--resume")
-    assert "long  was over already" in capsys.readouterr().out
-    assert lines(place.runs / "long") == reached
-
-
 def test_a_run_killed_before_its_last_checkpoint_is_seen_to_its_end(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,42 +91,6 @@ def test_a_finished_run_is_over_although_its_last_step_was_not_logged(
     start(place, "--run.log-every", "8", "--variants", "sparse: --run.steps 25", "--resume")
     assert "sparse  ended at step" in capsys.readouterr().out
     assert (run / "metrics.jsonl").stat().st_mtime_ns > before
-
-
-@pytest.mark.parametrize("arguments", [[], ["--resume"]])
-def test_a_variant_may_not_be_called_as_the_folder_of_logs(
-    place: Place, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    recipe = str(place.preset_file(place.config("recipe")))
-    logs = place.runs / "prints"
-    with pytest.raises(SystemExit) as stop:
-        run_variants.main([recipe, "--variants", "a", "prints", "--logs", str(logs), *arguments])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert said == (
-        f"error: --variants = 'prints': expected another name, or another --logs: what the runs print goes to {logs}\n"
-    )
-    assert not logs.exists()
-
-
-@pytest.mark.slow
-def test_runs_stop_although_the_shell_ignores_interrupts(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics = place.runs / "endless/metrics.jsonl"
-
-    def clock() -> float:
-        """An hour later once the run trains, however long a busy machine takes to start it."""
-        return time.monotonic() + 3600 * (metrics.exists() and metrics.stat().st_size > 0)
-
-    monkeypatch.setattr(run_variants, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    monkeypatch.setattr(run_variants, "PATIENCE_FOR_AN_END", 20)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        start(place, "--variants", "endless: --run.steps 1000000 --checkpoint.every 0", "--minutes", "4")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "endless  stopped at step" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_by_itself_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,17 +163,6 @@ def test_a_refusal_stops_what_is_to_come_only_where_nothing_has_trained(
 ) -> None:
     by_name = {f"run_{number}": program for number, program in enumerate(programs)}
     assert started(place, tmp_path, monkeypatch, slots, **by_name) == list(by_name)[:expected]
-
-
-def test_what_an_earlier_start_measured_is_no_beginning(tmp_path: Path) -> None:
-    variant = Variant("a", [], tmp_path, 20)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "train_loss": 1.0}\n')
-    variant.look()
-    variant.log, variant.first = open(os.devnull, "wb"), variant.step  # noqa: SIM115
-    variant.process = subprocess.Popen([sys.executable, "-c", REFUSED])
-    variant.process.wait()
-    variant.end()
-    assert variant.refused
 
 
 @pytest.mark.parametrize(
@@ -312,14 +242,6 @@ def test_a_run_that_its_alarm_stopped_has_not_failed(place: Place, capsys: pytes
     assert f"alarmed: stopped by its alarm at step {step}\n" in capsys.readouterr().out
 
 
-def test_an_alarm_of_an_earlier_start_does_not_explain_a_failure(tmp_path: Path) -> None:
-    variant = Variant("a", [], tmp_path, 20)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "alarm": "stop"}\n')
-    assert variant.alarm_step() == 7
-    variant.written = variant.metrics_written()
-    assert variant.alarm_step() is None
-
-
 # ---- Ctrl-C
 
 # Where the tests themselves run in the background of a script, a child would begin with SIGINT ignored.
@@ -353,39 +275,6 @@ def test_an_interrupt_ends_the_runs_and_is_one_line(
     assert started[0].wait(timeout=10) == -ending
 
 
-@pytest.mark.slow
-def test_an_interrupt_of_the_real_command_leaves_no_run_behind(place: Place) -> None:
-    recipe = str(place.preset_file(place.config("endless")))
-    logs = place.folder / "logs"
-    command = [sys.executable, str(ROOT / "scripts/run_variants.py"), recipe, "--logs", str(logs), "--every", "0.2"]
-    command += ["--run.steps", "1000000", "--checkpoint.every", "0", "--variants", "left"]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env=environment() | {"PYTHONUNBUFFERED": ""},  # what a run says comes in order all the same
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        start_new_session=True,
-    )
-    try:
-        for _ in range(600):
-            if (place.runs / "left/metrics.jsonl").exists():
-                break
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        # The run of a million steps, if it is still there.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert (process.returncode, stderr) == (130, "interrupted\n")
-    said = (logs / "left.log").read_text()
-    assert said.endswith("interrupted\n")
-    assert "Traceback" not in said
-
-
 # ---- what is asked for
 
 
@@ -405,9 +294,3 @@ def test_an_existing_run_is_not_touched_without_resume(place: Place) -> None:
     with pytest.raises(SystemExit):
         start(place, "--variants", "there")
     assert (folder / "metrics.jsonl").read_text() == ""
-
-
-def test_user_errors_are_one_line(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        start(place, "--variants", "a", "a")
-    assert capsys.readouterr().err.strip().count("\n") == 0

@@ -22,12 +22,6 @@ def test_it_is_numpys_largest_singular_value(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(spectral_norm(weight).numpy(), expected, rtol=10 * max(shape) * 2**-53)
 
 
-def test_a_known_value() -> None:
-    # Singular values of a rank-one matrix u v^T: |u| |v| = 5 * 13.
-    weight = torch.outer(torch.tensor([3.0, 4.0]), torch.tensor([5.0, 12.0]))
-    assert spectral_norm(weight).item() == pytest.approx(65.0, rel=2**-23)
-
-
 def test_bfloat16_weights_lose_nothing() -> None:
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(spectral_norm(weight), spectral_norm(weight.float()))
@@ -44,25 +38,11 @@ def test_squares_neither_overflow_nor_underflow(scale: float) -> None:
     assert spectral_norm(scale * torch.eye(3, dtype=torch.float64)).item() == pytest.approx(scale, rel=2**-50)
 
 
-def test_zero_has_norm_zero() -> None:
-    assert spectral_norm(torch.zeros(3, 4)).item() == 0.0
-
-
 @pytest.mark.parametrize("entry", [torch.nan, torch.inf])
 def test_only_the_matrix_that_is_not_finite_is_nan(entry: float) -> None:
     weight = torch.stack([torch.eye(3), torch.eye(3)])
     weight[0, 1, 2] = entry
     assert spectral_norm(weight).isnan().tolist() == [True, False]
-
-
-def test_no_gradient_is_recorded() -> None:
-    assert not spectral_norm(torch.eye(2, requires_grad=True)).requires_grad
-
-
-@pytest.mark.parametrize("shape", [(3,), (0, 3), (2, 3, 0)])
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="matrices"):
-        spectral_norm(torch.zeros(shape))
 
 
 # ---- power iteration
@@ -93,18 +73,6 @@ def test_power_iteration_keeps_its_bound(gap: float, iterations: int) -> None:
     norm, _ = power_iteration(matrix, start, iterations)
     lost = 1 - (norm.item() / 3.0) ** 2
     assert -NOISE <= lost <= (1 / cosine**2 - 1) * gap ** (4 * iterations) + NOISE
-
-
-def test_an_iteration_is_a_product_with_w_w_transposed() -> None:
-    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(3))
-    start = start_vector(24, torch.device("cpu"))
-    norm, vector = power_iteration(matrix, start, 2)
-    expected = start.double()
-    for _ in range(2):
-        expected = matrix.double() @ (matrix.double().T @ expected)
-    expected /= expected.norm()
-    torch.testing.assert_close(vector.double(), expected, rtol=0, atol=NOISE)
-    assert norm.item() == pytest.approx((matrix.double().T @ expected).norm().item(), rel=NOISE)
 
 
 def test_more_iterations_never_estimate_less() -> None:
@@ -167,18 +135,7 @@ def test_norms_of_heads_are_those_of_their_rows() -> None:
     torch.testing.assert_close(norms.qk_head, spectral_norm(heads_q.mT @ heads_k), rtol=0.01, atol=0)
 
 
-def test_a_zero_matrix_has_norm_zero_in_power_iteration() -> None:
-    norms, _ = attention_norms(torch.zeros(1, 8, 8), torch.zeros(1, 8, 8), 2)
-    assert all((norm == 0).all() for norm in norms)
-
-
 def test_only_the_layer_that_is_not_finite_is_nan_in_power_iteration() -> None:
     w_q = torch.stack([torch.eye(8), torch.eye(8)])
     w_q[1, 0, 0] = torch.inf
     assert attention_norms(w_q, w_q.clone(), 2)[0].w_q.isfinite().tolist() == [True, False]
-
-
-def test_power_iteration_moves_no_generator() -> None:
-    before = torch.get_rng_state()
-    attention_norms(torch.eye(8)[None], torch.eye(8)[None], 2)
-    assert torch.equal(torch.get_rng_state(), before)

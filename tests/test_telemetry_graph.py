@@ -16,7 +16,6 @@ from tiny_runs import Place, new_place, preset
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
-from attention.heads import head_index
 from attention.plan import switched
 from model import GPT, ModelConfig, initialise
 from probes.spectral import SpectralState
@@ -77,35 +76,11 @@ def test_a_probe_that_starts_afresh_runs_op_by_op_and_the_graph_is_kept() -> Non
     assert machine.say(3) == ["cold", "replay", "replay"]
 
 
-def test_forgetting_before_the_graph_only_postpones_it() -> None:
-    machine = Machine()
-    said = machine.say(1)
-    machine.probe.forget()
-    assert said + machine.say(3) == ["cold", "cold", "warm", "capture"]
-
-
 def test_another_identity_is_measured_op_by_op_then_captured_anew() -> None:
     machine = Machine()
     machine.say(4)
     machine.identity = "b"
     assert machine.say(3) == ["warm", "capture", "replay"]
-
-
-def test_going_back_before_another_capture_goes_on_with_the_graph() -> None:
-    machine = Machine()
-    machine.say(4)
-    machine.identity = "b"
-    machine.say(1)
-    machine.identity = "a"
-    assert machine.say(2) == ["warm", "replay"]
-
-
-def test_forgetting_and_another_identity_at_once() -> None:
-    machine = Machine()
-    machine.say(4)
-    machine.identity = "b"
-    machine.probe.forget()
-    assert machine.say(4) == ["cold", "warm", "capture", "replay"]
 
 
 def test_every_probe_goes_on_from_the_one_before() -> None:
@@ -356,14 +331,6 @@ def test_plans_mode_and_places_of_the_weights_identify_a_pass() -> None:
     assert len(set(seen)) == 4
 
 
-def test_the_switch_of_the_config_and_the_device_choose_the_recorder() -> None:
-    probe = a_probe(tiny(preset("flash")), "bfloat16", graph=False)
-    assert probe._recorder is None
-    config, batch = TelemetryConfig(), (torch.zeros(1, 4, dtype=torch.int64),) * 2
-    built = build_probe(config, tiny(preset("flash")), batch, torch.device("cpu"), PrecisionConfig(), torch.tensor(0))
-    assert built._recorder is None
-
-
 @pytest.mark.parametrize(
     "wait",
     [lambda x: x.sum().item(), lambda x: x[[0, 2]], lambda x: x[x > 0], lambda x: x + torch.tensor([1.0, 2.0, 3.0])],
@@ -371,9 +338,3 @@ def test_the_switch_of_the_config_and_the_device_choose_the_recorder() -> None:
 def test_the_tape_refuses_what_a_capture_refuses(wait: Callable[[Tensor], Any]) -> None:
     with pytest.raises(RuntimeError, match="capturing"), Tape():
         wait(torch.ones(3))
-
-
-def test_an_index_of_heads_is_made_once() -> None:
-    index = head_index((2, 0), torch.device("cpu"))
-    assert index.tolist() == [2, 0]
-    assert head_index((2, 0), torch.device("cpu")) is index

@@ -88,23 +88,10 @@ def test_pieces_of_a_long_document_encode_as_the_whole(text, piece_bytes):
     assert np.concatenate([*parts, whole[:0]]).tolist() == whole.tolist()
 
 
-def test_long_documents_are_cut():
-    pieces = list(split_documents(io.BytesIO(b"word " * 1000), 100))
-    assert max(len(text) for text, _ in pieces) < 200
-
-
 def test_each_document_is_followed_by_one_separator(tmp_path):
     source = tmp_path / "t.txt"
     source.write_bytes(b"a\n<|endoftext|>\nb\n<|endoftext|>\nc\n<|endoftext|>\nd\n")
     assert prepare(tmp_path, source) == {"train": b"a\0c\0", "val": b"b\0d\0"}
-
-
-def test_gpt2_documents_end_in_50256(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: small_gpt2())
-    source = tmp_path / "t.txt"
-    source.write_bytes(b"ab\n<|endoftext|>\nb")
-    prepare_text(source, tmp_path / "out", val_fraction=0.5, workers=1)
-    assert TokenFile.open(tmp_path / "out", "train").tokens.tolist() == [256 + MERGES.index(b"ab"), 50256]
 
 
 def test_held_out_part_is_spread_evenly(tmp_path):
@@ -131,13 +118,6 @@ def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name + "\n")
     assert prepare(tmp_path, source) == {"train": b"a.txt\0b/2.txt\0", "val": b"b/1.txt\0c.txt\0"}
-
-
-def test_counts_of_documents_are_reported(tmp_path):
-    source = tmp_path / "t.txt"
-    source.write_bytes(b"\n<|endoftext|>\n".join([b"x"] * 10))
-    prepared = prepare_text(source, tmp_path / "out", vocabulary="bytes", val_fraction=0.2, workers=1)
-    assert prepared.documents == {"train": 8, "val": 2}
 
 
 def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
@@ -173,17 +153,6 @@ def test_damaged_xz_is_one_line(tmp_path, damage):
     source.write_bytes(damage(lzma.compress(b"a" * 1000)))
     with pytest.raises(UserError, match=r"t.xz: not a whole .xz file"):
         prepare(tmp_path, source)
-
-
-def test_missing_source_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="no such file or folder"):
-        prepare(tmp_path, tmp_path / "nothing")
-
-
-def test_folder_without_files_is_one_line(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="a folder without files"):
-        prepare(tmp_path, tmp_path / "empty")
 
 
 def test_held_out_text_must_not_be_trained_on(tmp_path):

@@ -41,13 +41,6 @@ def test_tokens_come_back(tmp_path):
     assert TokenFile.open(tmp_path, "train").tokens.tolist() == [1, 2, 50256]
 
 
-def test_pieces_are_joined_in_order(tmp_path):
-    with TokenWriter(tmp_path, "train", **FACTS) as writer:
-        for piece in ([1, 2], [], [3]):
-            writer.write(np.array(piece, np.int64))
-    assert TokenFile.open(tmp_path, "train").tokens.tolist() == [1, 2, 3]
-
-
 def test_file_is_little_endian(tmp_path):
     write(tmp_path, tokens=[0x0102])
     assert (tmp_path / "train.bin").read_bytes() == b"\x02\x01"
@@ -70,11 +63,6 @@ def test_header_says_what_was_written(tmp_path):
         "sha256": digest,
         "source": "a test",
     }
-
-
-def test_writer_hands_out_the_header_that_is_read_back(tmp_path):
-    writer = write(tmp_path)
-    assert writer.header == TokenFile.open(tmp_path, "train").header
 
 
 def test_tokens_cannot_be_written_to(tmp_path):
@@ -105,12 +93,6 @@ def test_nothing_is_in_place_before_the_end(tmp_path):
         assert names(tmp_path) == ["train.bin.tmp"]
 
 
-def test_no_tokens_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="no tokens"):
-        write(tmp_path, tokens=np.array([], np.int64))
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("token", [-1, 50257, 65536 + 5])
 def test_token_outside_the_vocabulary_is_refused(tmp_path, token):
     with pytest.raises(ValueError, match="in a vocabulary of 50257"):
@@ -123,24 +105,9 @@ def test_only_integer_vectors_are_written(tmp_path, tokens):
         write(tmp_path, tokens=tokens)
 
 
-def test_vocabulary_that_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="does not fit uint8"):
-        write(tmp_path, dtype="uint8")
-
-
-def test_unknown_split_is_refused(tmp_path):
-    with pytest.raises(UserError, match="expected one of train, val"):
-        write(tmp_path, split="test")
-
-
 def test_missing_data_set_names_the_command(tmp_path):
     with pytest.raises(UserError, match=r"no such data set; .* scripts/prepare_data.py text FILE --name mine"):
         TokenFile.open(tmp_path / "mine", "train")
-
-
-def test_missing_default_data_set_names_its_own_command(tmp_path):
-    with pytest.raises(UserError, match=r"scripts/prepare_data.py stdlib"):
-        TokenFile.open(tmp_path / "stdlib", "train")
 
 
 def test_missing_header_is_an_error(tmp_path):
@@ -210,12 +177,6 @@ def test_new_dataset_appears_when_the_block_ends(tmp_path):
         assert not (tmp_path / "a").exists()
     assert TokenFile.open(tmp_path / "a", "train").header.count == 3
     assert names(tmp_path) == ["a"]
-
-
-def test_new_dataset_leaves_nothing_when_the_block_fails(tmp_path):
-    with pytest.raises(ValueError, match="vocabulary"), new_dataset(tmp_path / "a") as staging:
-        write(staging, tokens=[60000])
-    assert names(tmp_path) == []
 
 
 def test_existing_data_set_is_kept(tmp_path):

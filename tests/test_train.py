@@ -6,13 +6,10 @@ terms in another order; N is the number of tokens whose losses a step averages.
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import json
 import math
 import shutil
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,12 +178,6 @@ def test_accumulated_gradients_are_as_exact_as_those_of_one_batch(place: Place, 
     assert torch.linalg.norm(accumulated - exact) <= 2 * torch.linalg.norm(whole - exact)
 
 
-def test_clipping_off_equals_a_bound_that_is_never_met(place: Place) -> None:
-    off, unmet = (place.train(f"clip_{clip}", {"optim.grad_clip": clip}) for clip in (0.0, 1e6))
-    assert lines(off) == lines(unmet)
-    assert weights(off, 20) == weights(unmet, 20)
-
-
 def test_clipping_changes_the_course_where_it_is_met(place: Place) -> None:
     met = place.train("clip_met", {"optim.grad_clip": 0.1})
     assert max(column(met, "grad_norm")) > 0.1
@@ -253,11 +244,6 @@ def test_mfu_is_known_where_the_peak_is(place: Place) -> None:
     assert mfus == [rate * model.flops_per_token(TINY.data.sequence_length) / 0.5e12 for rate in rates]
 
 
-def test_fewer_lines_on_request(place: Place) -> None:
-    run = place.train("sparse", {"run.log_every": 4, "evaluation.every": 10, "telemetry.every": 0})
-    assert column(run, "step") == [0, 4, 8, 10, 12, 16, 20]
-
-
 def test_record_of_a_run_is_complete(recorded: Path) -> None:
     record = json.loads((recorded / "config.json").read_text())
     assert set(record) == {
@@ -297,36 +283,6 @@ def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeyp
     assert tree(place.data) == before
     logs = {"metrics.jsonl", "telemetry.jsonl"}
     assert {path.name for path in run.iterdir()} == {"config.json", *logs, "checkpoints", "lock"}
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_one_line_a_step_where_there_is_no_terminal(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    place.train("spoken", {"run.steps": 3})
-    printed = capsys.readouterr()
-    assert [line.split()[:2] for line in printed.out.splitlines()[2:]] == [["step", str(n)] for n in range(4)]
-    assert printed.out.count("mfu = tokens/s x ") == 1
-    assert printed.err == ""
-
-
-def test_progress_bar_on_a_terminal(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    place.train("drawn", {"run.steps": 3})
-    assert "3/3" in terminal.getvalue()
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [["step", "3"]]
-
-
-def test_configs_are_not_changed_by_a_run(place: Place) -> None:
-    config = place.config("unchanged", {"run.steps": 1})
-    before = copy.deepcopy(config)
-    train.train(config)
-    assert config == before
 
 
 def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,643 @@
+"""Mutations: small faults, each of which the tests named beside it must find. One or more for every rounding site, and for what recording,
+replay, resume, policies and refusals promise.
+
+    python tests/mutations.py                 run all: several minutes; writes tests/mutations.txt
+    python tests/mutations.py --only delta    those whose name contains a word
+    python tests/mutations.py --dry           say only whether each still applies
+
+A fault is text of one product file that is replaced; the file is the one that holds the text, wherever it was moved. A mutation that
+no longer applies is to be written anew with the code, not deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "tests/mutations.txt"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old`` becomes ``new``; ``tests`` are arguments of pytest, in Triton's interpreter where ``kernel``.
+
+    Those of test_sites.py run in both ways, as the reference is what the kernels are held to.
+    """
+
+    name: str
+    old: str
+    new: str
+    tests: str
+    kernel: bool = False
+
+
+def site(name: str, old: str, new: str, *, of: str = "") -> Mutation:
+    return Mutation(f"site {name}", old, new, f"tests/test_sites.py -k {of or name.split()[0]}")
+
+
+def kernel(name: str, old: str, new: str, *, of: str = "") -> Mutation:
+    return Mutation(f"kernel {name}", old, new, f"tests/test_sites.py -k {of or name.split()[0]}", kernel=True)
+
+
+GOLDEN = "tests/test_golden.py -k reference"
+SITES = [
+    site("inputs", "sites.inputs(x.transpose(1, 2).float())", "x.transpose(1, 2).float()"),
+    site("scores", "self._masked(self.sites.scores(s), rows, columns)", "self._masked(s, rows, columns)"),
+    site(
+        "statistics of m",
+        "sites.statistics(torch.maximum(m, exponent.row_max(s)))",
+        "torch.maximum(m, exponent.row_max(s))",
+    ),
+    site("statistics of l", "row_sum = sites.statistics(rescale * row_sum", "row_sum = (rescale * row_sum"),
+    site("logsumexp", "return sites.logsumexp(m + log_l)", "return m + log_l"),
+    Mutation(
+        "site saved_statistics",
+        "return torch.cat((m, log_l), dim=-1)",
+        "return torch.cat((m + log_l, 0 * log_l), dim=-1)",
+        "tests/test_exponent.py -k apart",
+    ),
+    site(
+        "exponent unfused",
+        'if n.exponent == "folded" else Unfused(problem)',
+        "if n.exponent else Unfused(problem)",
+        of="exponent",
+    ),
+    Mutation(
+        "site exponent folded",
+        "difference = s.double().mul_(self.c).sub_(m).float()",
+        "difference = s.mul(self.c).sub_(m)",
+        "tests/test_exponent.py -k 'not kernels'",
+    ),
+    site("probabilities forward", "return self.sites.probabilities(p_bar_BHRC)", "return p_bar_BHRC"),
+    site(
+        "probabilities backward",
+        "dv = sites.probabilities(p).transpose(-1, -2) @ do\n    return",
+        "dv = p.transpose(-1, -2) @ do\n    return",
+    ),
+    site("probabilities_rounding", "n.probabilities_rounding, bits)", '"nearest", bits)'),
+    Mutation(
+        "site probabilities_rounding: draws by tile",
+        "B * H, rows, columns).view",
+        "B * H, rows, slice(0, columns.stop - columns.start)).view",
+        "tests/test_weights.py",
+    ),
+    Mutation(
+        "site products",
+        "return a_high @ b_low + a_low @ b_high + a_high @ b_high",
+        "return a_high @ b_low + a_high @ b_high",
+        f"{GOLDEN} tests/test_attention.py",
+    ),
+    site(
+        "divisor",
+        "divisor = sites.statistics(rescale * divisor + weights.sum",
+        "divisor = sites.statistics(rescale * divisor + p_bar.sum",
+    ),
+    site("tile_product", "+ sites.tile_product(product))", "+ product)"),
+    site(
+        "accumulator",
+        "o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))",
+        "o_bar = rescale * o_bar + sites.tile_product(product)",
+    ),
+    site("output", "output = round_output(o, n.output,", 'output = round_output(o, "fp32",'),
+    site(
+        "output_rounding",
+        "output = round_output(o, n.output, n.output_rounding,",
+        'output = round_output(o, n.output, "nearest",',
+    ),
+    site(
+        "output_gradient",
+        "do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())",
+        "do_BHTD = do.transpose(1, 2).float()",
+    ),
+    Mutation(
+        "site delta normalised",
+        "total = _over_row_sum(total, row_sum)",
+        "total = total * 1.0",
+        "tests/test_row_residual.py",
+    ),
+    Mutation(
+        "site delta from P",
+        "total += (p * dp).sum(dim=-1, keepdim=True)",
+        "total += (problem.sites.probabilities(p) * dp).sum(dim=-1, keepdim=True)",
+        f"{GOLDEN} tests/test_delta_error.py",
+    ),
+    Mutation("site delta recomputed", "recomputed += p @", "recomputed += problem.sites.probabilities(p) @", GOLDEN),
+    Mutation(
+        "site delta_output",
+        "delta_output = round_output(o_exact, n.delta_output,",
+        "delta_output = round_output(output.float(), n.delta_output,",
+        "tests/test_sites.py -k delta_output",
+    ),
+    Mutation(
+        "site delta_rounding: a stream of its own",
+        "n.delta_rounding, seed, DELTA_STREAM",
+        "n.delta_rounding, seed, OUTPUT_STREAM",
+        GOLDEN,
+    ),
+    site(
+        "delta_sum",
+        "return problem.sites.delta_sum((do * o).sum(dim=-1, keepdim=True))",
+        "return (do * o).sum(dim=-1, keepdim=True)",
+    ),
+    site(
+        "probability_gradients",
+        "dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))\n    return",
+        "dp = do @ problem.v[:, :, columns].transpose(-1, -2)\n    return",
+    ),
+    site("score_gradients in dQ", "problem.scale * (sites.score_gradients(ds) @", "problem.scale * (ds @"),
+    site("score_gradients in dK", "sites.score_gradients(ds_of_keys).transpose", "ds_of_keys.transpose"),
+    Mutation(
+        "site row_residual centred",
+        "residual * problem.k.mean(dim=2, keepdim=True)",
+        "residual * problem.k[:, :, :1]",
+        "tests/test_row_residual.py",
+    ),
+    Mutation(
+        "site row_residual corrected",
+        "sites.delta_sum(delta + _over_row_sum(residual_unrounded, row_sum))",
+        "delta",
+        "tests/test_row_residual.py tests/test_sites.py -k row_residual",
+    ),
+    site(
+        "gradient_accumulator",
+        "total[:, :, where] = add(total[:, :, where] + part)",
+        "total[:, :, where] = total[:, :, where] + part",
+    ),
+    Mutation(
+        "site row_max",
+        "tied = (close.sum(dim=-1, keepdim=True) > 1)",
+        "tied = (close.sum(dim=-1, keepdim=True) > 2)",
+        "tests/test_stabilise.py",
+    ),
+    site("row_max_tolerance", "numerics.row_max_tolerance / scale", "0.0 / scale"),
+    Mutation(
+        "site row_max_cap",
+        "numerics.row_max_cap * unit / scale",
+        "numerics.row_max_cap",
+        "tests/test_exponent.py -k cap",
+        kernel=True,
+    ),
+    Mutation(
+        "site row_sum_floor",
+        "p_bar.sum(dim=-1, keepdim=True).clamp(min=least))\n        weights",
+        "p_bar.sum(dim=-1, keepdim=True))\n        weights",
+        "tests/test_row_sum_floor.py",
+    ),
+    site("hidden_tiles", 'hidden=n.hidden_tiles == "visited"', "hidden=False"),
+    site(
+        "tile_k",
+        "_slices(self.k.shape[2], self.sites.numerics.tile_k)",
+        "_slices(self.k.shape[2], self.sites.numerics.tile_q)",
+    ),
+    site(
+        "in standard attention",
+        "dp = sites.probability_gradients(do_BHTD @ problem.v.transpose(-1, -2))",
+        "dp = do_BHTD @ problem.v.transpose(-1, -2)",
+        of="probability_gradients",
+    ),
+    Mutation(
+        "sites survive a compiler: autocast",
+        "torch.autocast(device.type, enabled=False)",
+        "torch.autocast(device.type)",
+        "tests/test_attention.py -k autocast",
+    ),
+    Mutation(
+        "input is the format of q",
+        'if getattr(self, name) == "input"}',
+        'if getattr(self, name) == "inputs"}',
+        "tests/test_sites.py -k input_is",
+    ),
+]
+KERNELS = [
+    kernel("scores", "b_s = round_to(b_s, SCORES)", "b_s = b_s * 1.0"),
+    kernel(
+        "statistics",
+        "b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)\n        b_m = b_m_new",
+        "b_l = b_alpha * b_l + b_sum\n        b_m = b_m_new",
+    ),
+    kernel(
+        "accumulator",
+        "b_scaled = round_to(b_alpha[:, None] * b_acc, ACCUMULATOR)",
+        "b_scaled = round_to(b_acc, ACCUMULATOR)",
+    ),
+    kernel(
+        "delta_sum",
+        "b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), DELTA_SUM)",
+        "b_delta = tl.sum(b_do.to(tl.float32) * b_o, 1)",
+    ),
+    kernel(
+        "delta_output residual",
+        "b_o += b_r.to(tl.float32) * residual_unit(b_o, OUTPUT, RESIDUAL, False)",
+        "b_o += b_r.to(tl.float32) * 0.0",
+        of="residual",
+    ),
+    kernel(
+        "delta normalised",
+        "b_delta = tl.div_rn(b_delta, b_row_sum)",
+        "b_delta = b_delta * 1.0",
+        of="delta-or-delta=rowsum_p_dp_normalised",
+    ),
+    kernel(
+        "probabilities backward",
+        "b_dv_part = dot(operand(b_p, PROBABILITIES, DTYPE), b_do, b_dv_part)",
+        "b_dv_part = dot(operand(b_p, FP32, DTYPE), b_do, b_dv_part)",
+        of="probabilities",
+    ),
+    kernel(
+        "score_gradients",
+        "b_dk_part = dot(operand(b_ds, SCORE_GRADIENTS, DTYPE), b_q, b_dk_part)",
+        "b_dk_part = dot(operand(b_ds, FP32, DTYPE), b_q, b_dk_part)",
+    ),
+    kernel(
+        "gradient_accumulator",
+        "b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, GRADIENT_ACCUMULATOR), b_dv)",
+        "b_dv = tl.where(m_full, b_dv + b_dv_part, b_dv)",
+    ),
+    Mutation(
+        "kernel draws of P_bar by head",
+        "o_zero + STREAM, o_zero + i_bh, _ROUNDS",
+        "o_zero + STREAM, o_zero, _ROUNDS",
+        "tests/test_kernels.py -k p_bar_draws",
+        kernel=True,
+    ),
+    kernel("row_residual", "b_share = tl.div_rn(b_r, b_row_sum)", "b_share = b_r", of="row_residual"),
+]
+ROUNDING = [
+    Mutation(
+        "ties go to even",
+        "raised = pattern + ((pattern >> cut) & 1) + ((1 << (cut - 1)) - 1)",
+        "raised = pattern + ((1 << (cut - 1)) - 1)",
+        "tests/test_rounding.py",
+    ),
+    Mutation(
+        "stochastic rounding is unbiased",
+        "return random_bits >> (RANDOM_BITS - cut)",
+        "return random_bits >> (RANDOM_BITS - cut + 1)",
+        "tests/test_rounding.py",
+    ),
+    Mutation(
+        "a residual restores what was lost",
+        "largest = 2 ** (bits - 1) - 1",
+        "largest = 2 ** (bits - 2) - 1",
+        "tests/test_rounding.py",
+    ),
+    Mutation("Philox has seven rounds", "ROUNDS = 7", "ROUNDS = 6", "tests/test_rounding.py"),
+]
+DISPATCH = [
+    Mutation(
+        "heads come back in their places",
+        "back = tuple(order.index(head) for head in range(plan.n_head))",
+        "back = tuple(order)",
+        "tests/test_attention.py -k mixture",
+    ),
+    Mutation(
+        "layers draw apart",
+        "offset = (plan.layer * plan.n_head + group.heads[0] + 1)",
+        "offset = (group.heads[0] + 1)",
+        "tests/test_attention.py -k stochastic",
+    ),
+    Mutation(
+        "a layout for torch is refused",
+        "if x.ndim != 4 or x.shape[2] != plan.n_head:",
+        "if x.ndim != 4:",
+        "tests/test_attention.py -k laid_out",
+    ),
+    Mutation(
+        "a seed is an int64 scalar",
+        "if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:",
+        "if not isinstance(rounding_seed, Tensor):",
+        "tests/test_attention.py -k seed_that",
+    ),
+    Mutation(
+        "overlapping rules are refused",
+        "if (layer, head) in owner:",
+        "if (layer, head) in owner and rule is None:",
+        "tests/test_plan.py",
+    ),
+    Mutation(
+        "an L to round and no L are refused together",
+        'if self.saved_statistics != "logsumexp" and self.logsumexp not in ("fp32", "input"):',
+        'if self.saved_statistics == "none":',
+        "tests/test_exponent.py -k 'refused and not kernels'",
+    ),
+    Mutation(
+        "drawing what is not rounded is refused",
+        'if self.probabilities_rounding != "nearest" and self.probabilities == "fp32":',
+        'if self.probabilities_rounding == "none":',
+        "tests/test_plan.py",
+    ),
+]
+RECORDING = [
+    Mutation(
+        "an altered recording is found",
+        "if checksum != stored:",
+        "if checksum == b'':",
+        "tests/test_recording.py -k 'byte or swapped'",
+    ),
+    Mutation(
+        "a resumed recording is cut",
+        "self._file.truncate(self._start(rows))",
+        "self._file.truncate(max(self._start(rows), self._file.seek(0, 2)))",
+        "tests/test_recording.py -k 'resum' tests/test_batches.py",
+    ),
+    Mutation(
+        "a recording is not overwritten",
+        "if os.path.lexists(folder):",
+        "if not folder.parent:",
+        "tests/test_recording.py -k overwritten tests/test_batches.py",
+    ),
+    Mutation(
+        "a resume beyond the last row is refused",
+        "if found.steps < steps:",
+        "if found.steps < 0:",
+        "tests/test_recording.py -k resum",
+    ),
+    Mutation(
+        "an unfinished recording does not call itself complete",
+        '{"chain_start": start, "steps": steps, "complete": complete}',
+        '{"chain_start": start, "steps": steps, "complete": True}',
+        "tests/test_recording.py",
+    ),
+    Mutation(
+        "another format version is refused",
+        "if version != FORMAT_VERSION:",
+        "if version is None:",
+        "tests/test_recording.py -k version",
+    ),
+    Mutation(
+        "another run's recording is not resumed",
+        "if value != getattr(header, name):",
+        "if name is None:",
+        "tests/test_recording.py -k another_runs",
+    ),
+    Mutation(
+        "a step counts when its tokens are there",
+        "self._tokens.put_last(self.steps, tokens_GT.tobytes())",
+        "self._tokens.put_last(max(self.steps - 1, 0), tokens_GT.tobytes())",
+        "tests/test_recording.py",
+    ),
+    Mutation(
+        "rank 0 alone records",
+        "(rank == 0 if recorder_on is None else recorder_on)",
+        "(rank >= 0)",
+        "tests/test_batches.py -k rank",
+    ),
+    Mutation(
+        "any split sees the same micro-batches",
+        "[(m * self._world_size + self._rank) * size for m",
+        "[(self._rank * self.accumulation() + m) * size for m",
+        "tests/test_batches.py -k split",
+    ),
+    Mutation(
+        "a replay ends with its recording",
+        "if self.steps_available is not None and step >= self.steps_available:",
+        "if self.steps_available is None and step < 0:",
+        "tests/test_batches.py -k ends",
+    ),
+    Mutation(
+        "a replay on other data is refused",
+        "if file.header.sha256 != recorded:",
+        "if file.header.sha256 == '':",
+        "tests/test_batches.py -k other_data",
+    ),
+    Mutation(
+        "a replay of other sizes is refused",
+        "if recorded != asked:",
+        "if recorded == 0:",
+        "tests/test_batches.py -k other_sizes",
+    ),
+    Mutation(
+        "each step has its own digest",
+        "self._digest = next_checksum(self._digest, offsets_G)",
+        "self._digest = next_checksum(self._digest, offsets_G[:0])",
+        "tests/test_batches.py -k digest",
+    ),
+    Mutation(
+        "each step draws anew",
+        "counter=[0, 0, 0, position]",
+        "counter=[0, 0, 0, position // 2]",
+        "tests/test_batches.py -k 'draws or pinned'",
+    ),
+    Mutation(
+        "carried validation is checked",
+        "!= header.validation_windows_sha256:",
+        "== '':",
+        "tests/test_batches.py -k altered tests/test_recording.py",
+    ),
+]
+RESUME = [
+    Mutation(
+        "a resume has the optimizer's state",
+        "self.optimizer.load_state_dict(loaded.optimizer_state)",
+        "self.optimizer.state_dict()",
+        "tests/test_resume.py -k equals_straight",
+    ),
+    Mutation(
+        "a resume has the generators' state",
+        "set_rng_state(loaded.rng[self.place.rank], self.device)",
+        "rng_state(self.device)",
+        "tests/test_resume.py -k random_states",
+    ),
+    Mutation(
+        "a resume goes on in the data after a rollback",
+        "resume_at = loaded.position if",
+        "resume_at = loaded.step if",
+        "tests/test_nonfinite.py -k resumed",
+    ),
+    Mutation(
+        "a resume keeps the lowered rate",
+        'self.guard.load_state(loaded.extra["guard"])',
+        "self.guard.state()",
+        "tests/test_nonfinite.py",
+    ),
+    Mutation(
+        "another setting is refused",
+        "record.check_settings(upgraded",
+        "(lambda *_: None)(upgraded",
+        "tests/test_resume.py -k another_setting",
+    ),
+    Mutation(
+        "another number of processes is refused",
+        "if len(loaded.rng) != self.place.world_size:",
+        "if len(loaded.rng) == 0:",
+        "tests/test_resume.py -k processes",
+    ),
+    Mutation(
+        "other data are refused",
+        'batches.digest() != loaded.extra["data_digest"]',
+        'batches.digest() == ""',
+        "tests/test_resume.py -k other_data",
+    ),
+    Mutation(
+        "a damaged checkpoint is passed over",
+        "            damage = _damage(path)\n            if damage is None:",
+        "            damage = None\n            if damage is None:",
+        "tests/test_checkpoint.py -k falls",
+    ),
+    Mutation(
+        "checkpoints of a course that was left go",
+        "if step > newest or not",
+        "if not",
+        "tests/test_checkpoint.py -k abandoned",
+    ),
+    Mutation(
+        "the last k stay",
+        "[-self.config.keep_last :]",
+        "[-self.config.keep_last - 1 :]",
+        "tests/test_checkpoint.py -k stay",
+    ),
+    Mutation(
+        "tied weights are stored once",
+        "if first.setdefault(place, name) == name:",
+        "if first.setdefault(place, name):",
+        "tests/test_checkpoint.py -k tied",
+    ),
+    Mutation(
+        "a rollback passes over broken weights",
+        "not all(bool(t.isfinite().all()) for t in loaded.model_state.values())",
+        "not loaded.model_state",
+        "tests/test_nonfinite.py -k broken",
+    ),
+    Mutation(
+        "a rollback gives up after so many",
+        "self.rollbacks >= self.config.max_rollbacks",
+        "self.rollbacks > 10 ** 6",
+        "tests/test_nonfinite.py -k gives_up",
+    ),
+    Mutation(
+        "a run that another process trains is left alone",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "tests/test_resume.py -k another_process",
+    ),
+]
+REFUSALS = [
+    Mutation(
+        "an existing run is not overwritten",
+        "            if self.folder.exists():\n                raise record.taken",
+        "            if not self.folder.name:\n                raise record.taken",
+        "tests/test_bad_input.py",
+    ),
+    Mutation(
+        "a vocabulary that is too small is refused",
+        "if batches.vocabulary_size > config.model.vocab_size:",
+        "if batches.vocabulary_size > 10 ** 9:",
+        "tests/test_bad_input.py",
+    ),
+    Mutation(
+        "a backend that cannot run is refused",
+        "            if reason:\n",
+        "            if reason is True:\n",
+        "tests/test_attention.py -k refused",
+    ),
+    Mutation(
+        "torch's kernels take no sites",
+        'and (self.numerics != "hardware" or self.sites)',
+        'and self.numerics != "hardware"',
+        "tests/test_plan.py",
+    ),
+    Mutation(
+        "standard attention refuses a divisor",
+        'if n.divisor != "unrounded":',
+        'if n.divisor == "none":',
+        "tests/test_sites.py -k divisor",
+    ),
+    Mutation(
+        "an unknown field is refused",
+        "(unknown := sorted(content.keys() - hints.keys()))",
+        "(unknown := [])",
+        "tests/test_config.py tests/test_bad_input.py",
+    ),
+    Mutation(
+        "a user's error is exit code 2",
+        "raise SystemExit(2)",
+        "raise SystemExit(1)",
+        "tests/test_bad_input.py tests/test_errors.py",
+    ),
+]
+ALL = [*SITES, *KERNELS, *ROUNDING, *DISPATCH, *RECORDING, *RESUME, *REFUSALS]
+
+
+def product_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [Path(line) for line in listed.splitlines() if not line.startswith(("tests/", "experiments/"))]
+
+
+def find(mutation: Mutation, files: list[Path]) -> list[Path]:
+    """Files that hold ``old``, once for each time."""
+    return [file for file in files for _ in range((ROOT / file).read_text().count(mutation.old))]
+
+
+def copied(folder: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if not name.startswith("experiments/") and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def passes(folder: Path, mutation: Mutation, *, interpreted: bool) -> bool:
+    """Whether the tests of a mutation pass in a copy; one test at least must have run."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["TRITON_INTERPRET"] = "1" if interpreted else "0"
+    command = f'"{sys.executable}" -m pytest -q -x -p no:cacheprovider -m "not gpu and not slow" {mutation.tests}'
+    deselected = " --deselect tests/test_sites.py::test_the_kernels_in_tritons_interpreter"
+    done = subprocess.run(command + deselected, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(
+            f"{mutation.name}: pytest ended with {done.returncode}: {done.stdout[-1500:]}{done.stderr[-500:]}"
+        )
+    return done.returncode == 0
+
+
+def survives(folder: Path, mutation: Mutation) -> bool:
+    ways = (True,) if mutation.kernel else (False, True) if "test_sites" in mutation.tests else (False,)
+    return all(passes(folder, mutation, interpreted=way) for way in ways)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="part of a name")
+    parser.add_argument("--dry", action="store_true")
+    arguments = parser.parse_args()
+    chosen = [mutation for mutation in ALL if arguments.only in mutation.name]
+    files = product_files()
+    places = {mutation.name: find(mutation, files) for mutation in chosen}
+    lost = [f"{name}: found {len(where)} times" for name, where in places.items() if len(where) != 1]
+    print("\n".join(lost) or f"all {len(chosen)} apply")
+    if arguments.dry:
+        return bool(lost)
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copied(folder)
+        for mutation in chosen:
+            if len(places[mutation.name]) != 1:
+                lines.append(f"does not apply  {mutation.name}")
+                continue
+            began = time.monotonic()
+            path = folder / places[mutation.name][0]
+            original = path.read_text()
+            path.write_text(original.replace(mutation.old, mutation.new))
+            outcome = "NOT CAUGHT" if survives(folder, mutation) else "caught"
+            path.write_text(original)
+            lines.append(f"{outcome:14}  {mutation.name}  [{places[mutation.name][0]}; {mutation.tests}]")
+            print(f"{lines[-1]}  {time.monotonic() - began:.0f} s", flush=True)
+    caught = sum(line.startswith("caught") for line in lines)
+    summary = f"{caught} of {len(lines)} mutations caught"
+    print(summary)
+    if not arguments.only:
+        REPORT.write_text("\n".join([summary, "", *lines]) + "\n")
+    return caught != len(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
