@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Install what the tests need into .venv and run everything: format, lint, types, tests. Arguments go to pytest.
+# Install what the tests need into .venv and run format, lint, types and the quick tests. Arguments go to pytest.
 #   bash scripts/test.sh [-k NAME ...]
+#   bash scripts/test.sh -m "not gpu"   the slow tests too (CONTRIBUTING.md names them)
 #   bash scripts/test.sh -n 0 --pdb     one process, in which a debugger works
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,4 +13,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # A worker for each CPU this process may use; eight at most, as each imports torch (half a gigabyte) and the longest file bounds them.
 workers=$(.venv/bin/python -c "from data.parallel import worker_count; print(min(8, worker_count(0)))")
 # Whole files, as their fixtures are runs that their tests share, in conftest.py's order and not by their numbers of tests.
-.venv/bin/python -m pytest -m "not gpu" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+.venv/bin/python -m pytest -m "not gpu and not slow" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

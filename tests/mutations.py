@@ -114,8 +114,8 @@ SITES = [
     ),
     site(
         "output_gradient",
-        "do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())",
-        "do_BHTD = do.transpose(1, 2).float()",
+        "do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())\n        o_BHTD",
+        "do_BHTD = do.transpose(1, 2).float()\n        o_BHTD",
     ),
     Mutation(
         "site delta normalised",
@@ -156,14 +156,14 @@ SITES = [
     site("score_gradients in dK", "sites.score_gradients(ds_of_keys).transpose", "ds_of_keys.transpose"),
     Mutation(
         "site row_residual centred",
-        "residual * problem.k.mean(dim=2, keepdim=True)",
-        "residual * problem.k[:, :, :1]",
+        "sums.ds * problem.k.mean(dim=2, keepdim=True)",
+        "sums.ds * problem.k[:, :, :1]",
         "tests/test_row_residual.py",
     ),
     Mutation(
         "site row_residual corrected",
-        "sites.delta_sum(delta + _over_row_sum(residual_unrounded, row_sum))",
-        "delta",
+        "return excess, sites.delta_sum(delta + _over_row_sum(sums.ds_unrounded, sums.p))",
+        "return excess, delta",
         "tests/test_row_residual.py tests/test_sites.py -k row_residual",
     ),
     site(
@@ -324,14 +324,14 @@ DISPATCH = [
     ),
     Mutation(
         "an L to round and no L are refused together",
-        'if self.saved_statistics != "logsumexp" and self.logsumexp not in ("fp32", "input"):',
-        'if self.saved_statistics == "none":',
+        'lambda n: n.saved_statistics != "logsumexp" and n.logsumexp not in ("fp32", "input"),',
+        'lambda n: n.saved_statistics == "none",',
         "tests/test_exponent.py -k 'refused and not kernels'",
     ),
     Mutation(
         "drawing what is not rounded is refused",
-        'if self.probabilities_rounding != "nearest" and self.probabilities == "fp32":',
-        'if self.probabilities_rounding == "none":',
+        'lambda n: n.probabilities_rounding != "nearest" and n.probabilities == "fp32",',
+        'lambda n: n.probabilities_rounding == "none",',
         "tests/test_plan.py",
     ),
 ]
@@ -436,14 +436,14 @@ RECORDING = [
 RESUME = [
     Mutation(
         "a resume has the optimizer's state",
-        "self.optimizer.load_state_dict(loaded.optimizer_state)",
-        "self.optimizer.state_dict()",
+        "optimizer.load_state_dict(loaded.optimizer_state)",
+        "optimizer.state_dict()",
         "tests/test_resume.py -k equals_straight",
     ),
     Mutation(
         "a resume has the generators' state",
-        "set_rng_state(loaded.rng[self.place.rank], self.device)",
-        "rng_state(self.device)",
+        "set_rng_state(loaded.rng[place.rank], place.device)",
+        "rng_state(place.device)",
         "tests/test_resume.py -k random_states",
     ),
     Mutation(
@@ -454,19 +454,19 @@ RESUME = [
     ),
     Mutation(
         "a resume keeps the lowered rate",
-        'self.guard.load_state(loaded.extra["guard"])',
-        "self.guard.state()",
+        'run.guard.load_state(loaded.extra["guard"])',
+        "run.guard.state()",
         "tests/test_nonfinite.py",
     ),
     Mutation(
         "another setting is refused",
-        "record.check_settings(upgraded",
-        "(lambda *_: None)(upgraded",
+        "record.check_settings(saved, ",
+        "(lambda *_: None)(saved, ",
         "tests/test_resume.py -k another_setting",
     ),
     Mutation(
         "another number of processes is refused",
-        "if len(loaded.rng) != self.place.world_size:",
+        "if len(loaded.rng) != place.world_size:",
         "if len(loaded.rng) == 0:",
         "tests/test_resume.py -k processes",
     ),
@@ -522,8 +522,8 @@ RESUME = [
 REFUSALS = [
     Mutation(
         "an existing run is not overwritten",
-        "            if self.folder.exists():\n                raise record.taken",
-        "            if not self.folder.name:\n                raise record.taken",
+        "        if folder.exists():\n            raise record.taken",
+        "        if not folder.name:\n            raise record.taken",
         "tests/test_bad_input.py",
     ),
     Mutation(
@@ -534,8 +534,8 @@ REFUSALS = [
     ),
     Mutation(
         "a backend that cannot run is refused",
-        "            if reason:\n",
-        "            if reason is True:\n",
+        "            if reason is None:\n                continue",
+        "            if True:\n                continue",
         "tests/test_attention.py -k refused",
     ),
     Mutation(
@@ -545,10 +545,10 @@ REFUSALS = [
         "tests/test_plan.py",
     ),
     Mutation(
-        "standard attention refuses a divisor",
-        'if n.divisor != "unrounded":',
-        'if n.divisor == "none":',
-        "tests/test_sites.py -k divisor",
+        "a backend refuses a site that it has not",
+        "if backend not in declared.backends and value != declared.elsewhere:",
+        "if backend == name:",
+        "tests/test_sites.py -k refuses",
     ),
     Mutation(
         "an unknown field is refused",

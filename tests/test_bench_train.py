@@ -13,6 +13,8 @@ from tiny_runs import ROOT, TINY, Place, environment
 
 from scripts.bench_train import of_variant
 
+pytestmark = pytest.mark.slow
+
 # What bench_train.py uses of nanoGPT's model.py.
 NANOGPT = """
 import torch

@@ -393,6 +393,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     mount = [
         "unshare",

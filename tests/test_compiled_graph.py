@@ -29,6 +29,7 @@ class Watch(CustomGraphPass):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_gradients_of_q_k_and_v_are_joined_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MODEL_PRESETS["debug"]
     plan = AttentionConfig(default=AttentionSpec(preset="flash")).resolve(config.n_layer, config.n_head)[0]

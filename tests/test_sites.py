@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import magnitudes, make, oracle, relative_errors, run
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
-from sites import CASES, CHOICES, DEFAULT, FIELDS, PLAIN, SITES, Case, is_format
+from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, Case, is_format
 from torch import Tensor
 
 import attention
@@ -58,6 +58,14 @@ def apart(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], device: str) 
 @here
 def test_every_site_has_a_row() -> None:
     assert tuple(SITES) == FIELDS
+
+
+@here
+@cases(CASES)
+def test_a_site_is_declared_for_the_passes_and_backends_that_it_reaches(case: Case) -> None:
+    needed = [case.site, *(site.partition("=")[0] for site in case.row.beside)]
+    assert "o" not in case.row.moves.split() or "forward" in DECLARED[case.site].acts_in
+    assert all("standard" in DECLARED[site].backends for site in needed) == (case.row.standard is not None)
 
 
 @here
