@@ -9,10 +9,6 @@ with # (configs/reproduction.txt). As many run at once as there are slots (GPUs,
 order. What a run prints goes to LOGS/NAME.log. A run is stopped ``--after`` steps behind its explosion (loss above its best + 0.5 for 200
 steps, or not finite), each at step ``--until`` though more are planned, and all of them when ``--minutes`` are over; the same command with
 ``--resume`` goes on from their checkpoints. The exit code is 0 unless a run failed by itself; Ctrl-C stops all.
-
-A run that ends with a user's error (exit code 2: no such data set, no GPU) before it has measured a step may have a cause that all have.
-So nothing more is started while others are under way and have not measured one; then one more is tried, and behind a second such end
-nothing. What trains goes on, and behind a run that has trained an error in one variant's own flags costs the others nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +38,6 @@ from training.metrics import METRICS_FILE, read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_FOR_AN_END = 60.0
 """Seconds that a run has between the interrupt and the kill: to flush its recording and close its files."""
-USER_ERROR = 2
-"""Exit code of ``errors.exit_on_user_error``."""
 
 
 @dataclass
@@ -66,12 +60,6 @@ class Variant:
     interrupted: float | None = None
     finished: bool = False
     """Has seen its end: the line of the step behind the last one, which follows the last evaluation and checkpoint."""
-    first: int = -1
-    """Its last step when it was started here."""
-    begun: bool = False
-    """Has measured a step behind that."""
-    refused: bool = False
-    """Ended with a user's error and had not begun."""
     outcome: str = ""
     failed: bool = False
 
@@ -86,7 +74,6 @@ class Variant:
         if steps:
             self.step, self.loss = steps[-1], losses[-1]
             self.exploded = curves.explosion_step(losses, steps=steps)
-            self.begun |= self.process is not None and self.step > self.first
 
     def metrics_written(self) -> float:
         """When the metrics were last written; 0 where there are none."""
@@ -97,7 +84,7 @@ class Variant:
         """Start or resume the run. ``gpu`` is what its CUDA_VISIBLE_DEVICES is to be; None leaves it as it is."""
         resume = ["--run.resume"] if self.folder.exists() else []
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        self.written, self.first = self.metrics_written(), self.step
+        self.written = self.metrics_written()
         self.slot, self.log = slot, open(logs / f"{self.name}.log", "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-u", str(ROOT / "train.py"), *self.arguments, *resume],  # a log is read while it grows
@@ -133,7 +120,6 @@ class Variant:
             self.outcome = f"{explosion}ended at step {self.step}"
         else:
             self.outcome, self.failed = f"failed with exit code {code}; see {self.log.name}", True
-            self.refused = code == USER_ERROR and not self.begun
 
     def alarm_step(self) -> int | None:
         """The step at which this start of the run was stopped by its alarm (``--alarm.response stop``), if it was."""
@@ -211,7 +197,7 @@ def variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
 def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) -> None:
     """See them all through. ``gpus``: for each slot the GPU that its run sees; empty on a CPU."""
     began, said = time.monotonic(), 0.0
-    waiting, active, held = list(queue), list[Variant](), False
+    waiting, active = list(queue), list[Variant]()
     for variant in queue if args.resume else []:
         variant.look()
         if variant.exploded is not None or variant.finished or 0 < variant.until <= variant.step:
@@ -220,7 +206,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
     while waiting or active:
         over = args.minutes > 0 and time.monotonic() - began > 60 * args.minutes
         free = [slot for slot in args.slots if slot not in [variant.slot for variant in active]]
-        while waiting and free and not over and not held:
+        while waiting and free and not over:
             active.append(waiting.pop(0))
             slot = free.pop(0)
             active[-1].start(slot, gpus.get(slot), args.logs)
@@ -235,13 +221,7 @@ def run(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) ->
                 print(f"{variant.name}: {variant.outcome}", flush=True)
             elif spent or over:
                 variant.stop()
-        refused = [variant.name for variant in queue if variant.refused]
-        hopeless = len(refused) > 1 and not any(variant.begun for variant in queue)
-        held = hopeless or (bool(refused and active) and not any(variant.begun for variant in queue))
-        if hopeless and waiting and not active:
-            names = " and ".join(refused[:2])
-            print(f"no more are started: {names} ended with a user's error, and no run has measured a step")
-        if over or (hopeless and not active):
+        if over:
             for variant in waiting:
                 variant.outcome = "not started"
             waiting = []
