@@ -32,7 +32,7 @@ class Blocks:
     heads: int = 1
 
 
-# (kernel, head dim up to) where every product reads 2-byte operands. Measured on one H200: docs/performance.md, experiments/kernels/sweep.csv.
+# (kernel, head dim up to) where every product reads 2-byte operands. Measured on one H200: experiments/kernels/sweep.csv.
 _NARROW = {
     ("forward", 64): Blocks(64, 64, 4, 3, registers=112, one_loop=True, heads=48),
     ("forward", 128): Blocks(64, 64, 4, 3, descriptors=True),
