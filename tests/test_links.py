@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,15 @@ def test_training_commands_of_the_readme_are_understood(monkeypatch: pytest.Monk
     assert found
     for arguments in found:
         assert config.load(arguments) != config.load(arguments[:1])
+
+
+def test_the_python_example_of_the_readme_gives_gradients() -> None:
+    names: dict[str, Any] = {}
+    (example,) = [body for language, body in _FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
+    exec(compile(example, "README.md", "exec"), names)
+    names["o"].float().square().sum().backward()
+    assert names["o"].shape == names["q"].shape
+    assert names["q"].grad.abs().max() > 0
 
 
 def test_a_heading_that_is_not_there_is_told(tmp_path: Path) -> None:
