@@ -8,6 +8,9 @@ pass outside; ``eager``; ``eager, exact products``, the same with every product 
 far it is from itself under another order of sums; and ``compiled, head dim permuted``, the same question for the compiled code.
 Numbers are ||a - b|| / ||b||. On a CPU, autocast keeps no list of FP32 operators: there ``compiled`` and ``eager`` have CUDA's casts
 written out, and ``cpu compiled`` and ``cpu eager`` are what a CPU makes of the code.
+
+``written out`` are the compiled code's roundings tile by tile. Two of them are no sites of ``published``: each tile's part of dQ, dK and
+dV is rounded to BF16, and whether l is rounded depends on where the compiler cuts its kernels (``ROUNDED_L``).
 """
 
 from __future__ import annotations
@@ -36,6 +39,14 @@ from errors import UserError, invalid  # noqa: E402
 NAMES = ("o", "dq", "dk", "dv")
 SIZES = {"small": (2, 2, 1024, 64), "gpt2": (8, 12, 1024, 64)}  # batch, heads, sequence, head dim
 CASES = ("plain", "large", "one_signed", "tied", "tied_large")
+# Where l is rounded to BF16, in rows of the first tile and of those after: after a tile that is not the last, as O reads it, as L does.
+ROUNDED_L = {
+    "torch 2.6": ((1, 0), (1, 0), (1, 0)),  # read from the code it makes for CUDA
+    "torch 2.13": ((0, 0), (0, 1), (1, 1)),  # found by fitting
+    "always": ((1, 1), (1, 1), (1, 1)),
+    "never": ((0, 0), (0, 0), (0, 0)),
+}
+TILE = 512
 SITES: dict[str, tuple[str, ...]] = {
     "": (),
     "statistics": ("statistics=fp32",),
@@ -136,6 +147,56 @@ def ours(inputs: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in results)
 
 
+def written_out(
+    inputs: tuple[Tensor, ...], *, stable: bool, rounded_l: tuple[tuple[int, int], ...]
+) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV with the roundings of the compiled code; ``rounded_l`` is a row of ``ROUNDED_L``."""
+    q, k, v, do = (x.float() for x in inputs)
+    scale, lowest = q.shape[-1] ** -0.5, torch.finfo(torch.bfloat16).min
+    o, lse = torch.zeros_like(q), q.new_zeros((*q.shape[:3], 1))
+    tiles = [slice(start, start + TILE) for start in range(0, q.shape[2], TILE)]
+    position = torch.arange(q.shape[2], device=q.device)
+
+    def scores(rows: slice, columns: slice, hidden: float) -> Tensor:
+        s = _bf16(_bf16(q[:, :, rows] @ k[:, :, columns].mT) * scale)
+        return s.masked_fill(position[columns] > position[rows][:, None], hidden)
+
+    for rows in tiles:
+        between, in_o, in_lse = (which[min(rows.start, 1)] for which in rounded_l)
+        m = torch.full_like(lse[:, :, rows], lowest)
+        row_sum, o_bar = torch.zeros_like(m), torch.zeros_like(q[:, :, rows])
+        for columns in tiles:
+            s = scores(rows, columns, lowest)
+            r = s.amax(dim=-1, keepdim=True)
+            if stable:
+                tied = (s >= r - 1e-3).sum(dim=-1, keepdim=True) > 1
+                r = torch.where(tied, torch.where(r > 0, 2 * r, r.clamp(min=0)), r)
+            m_new = torch.maximum(m, r)
+            p_bar, alpha = torch.exp(s - m_new), torch.exp(m - m_new)
+            row_sum = alpha * row_sum + p_bar.sum(dim=-1, keepdim=True).clamp(min=1e-10)
+            if between and columns is not tiles[-1]:
+                row_sum = _bf16(row_sum)
+            o_bar = alpha * o_bar + _bf16(_bf16(p_bar) @ v[:, :, columns])
+            m = m_new
+        o[:, :, rows] = _bf16(o_bar / (_bf16(row_sum) if in_o else row_sum))
+        lse[:, :, rows] = m + torch.log(_bf16(row_sum) if in_lse else row_sum)
+    delta = (do * o).sum(dim=-1, keepdim=True)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for rows in tiles:
+        for columns in tiles[: tiles.index(rows) + 1]:
+            p = torch.exp(scores(rows, columns, -torch.inf) - lse[:, :, rows])
+            dp = _bf16(do[:, :, rows] @ v[:, :, columns].mT)
+            ds = _bf16(scale * p * (dp - delta[:, :, rows]))
+            dq[:, :, rows] += _bf16(ds @ k[:, :, columns])
+            dk[:, :, columns] += _bf16(ds.mT @ q[:, :, rows])
+            dv[:, :, columns] += _bf16(_bf16(p).mT @ do[:, :, rows])
+    return o, *(_bf16(x) for x in (dq, dk, dv))
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
 def exact(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Softmax attention in FP64, one head at a time."""
     parts = []
@@ -218,6 +279,8 @@ def compare(ways: Published, inputs: tuple[Tensor, ...], *, stable: bool, every:
         if not name.endswith(("permuted", "products"))
     }
     reference = exact(inputs)
+    for name, rounded_l in ROUNDED_L.items():
+        found[f"written out, l as {name}"] = written_out(inputs, stable=stable, rounded_l=rounded_l)
     for name, spec in candidates(inputs[0].device, stable=stable, every=every):
         found[name] = ours(inputs, spec)
     return [
