@@ -256,6 +256,37 @@ def norms() -> Figure:
     return figure
 
 
+def published_fix() -> Figure:
+    """Left the largest logit of layer 1, right the validation loss, of the published numerics and of what repairs delta."""
+    figure, [[left, right]] = page(4.6, 1, 2)
+    arms = {
+        "published_l_bf16": ("published, L in BF16", BLACK, 4.4e4, None),
+        "published_stable_beta_2": ("published, Algorithm 3", ORANGE, 1.6e4, 4.69),
+        "published": ("published", GREY, 6.6e3, None),
+        "published_delta_from_p": ("published, delta from P", PINK, 2.9e3, None),
+        "published_scaled": ("published, floor alone", "#E69F00", 1.45e3, 4.535),
+        "published_delta_normalised": ("published, delta*", GREEN, 620, None),
+        "flash_delta_normalised": ("flash, delta*", "#56B4E9", 270, None),
+        "flash_corrected_rows": ("flash, corrected rows", BLUE, 110, None),
+    }
+    for name, (words, colour, height, loss) in arms.items():
+        folder = EXPERIMENTS / "published_fix" / "runs" / name
+        rows, losses = probes(folder), metrics(folder).dropna(subset=["val_loss"])
+        left.plot(rows["step"], rows["max_logit_1"], color=colour, linewidth=1.5)
+        write(left, (2450, height, words, colour))
+        right.plot(losses["step"], losses["val_loss"], color=colour, linewidth=1.5, marker="o", markersize=3)
+        if loss:
+            write(right, (2430, loss, words.removeprefix("published, "), colour))
+    write(right, (1620, 5.0, "L in BF16", BLACK), (2430, 4.4, "the others", GREY))
+    left.set(yscale="log", ylim=(1, 2e5), xlim=(0, 4300))
+    right.set(ylim=(4.3, 5.25), xlim=(950, 3150))
+    left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
+    right.set_title("validation loss", fontsize=12, loc="left")
+    for axis in (left, right):
+        count_steps(axis, range(0 if axis is left else 1000, 2500, 1000 if axis is left else 500))
+    return figure
+
+
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
     save(layers(), FAST_FAILURE / "layers.png")
@@ -263,6 +294,7 @@ def main() -> None:
     save(heads(), PAPER_FIGURES / "figure_03.png")
     save(norms(), PAPER_FIGURES / "figure_11.png")
     save(ties(), PAPER_FIGURES / "figure_13.png")
+    save(published_fix(), EXPERIMENTS / "published_fix" / "curves.png")
     save(late_switches(), LATE_SWITCHES / "late_switches.png")
 
 
