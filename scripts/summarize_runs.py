@@ -40,7 +40,8 @@ LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
 NEAR = 60
 """Steps behind a large gradient norm that do not count: a published run has more rows there than elsewhere."""
-LAST_STEPS = 50
+LAST_STEPS, LAST_SHARE = 50, 10
+"""train_loss_end is the mean of so many of the last logged losses, at most a tenth of all."""
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -151,7 +152,7 @@ def summarize(folder: Path, layer: int, at: Sequence[int], patience: int) -> dic
         "exploded_at": exploded,
         "last_step": int(losses.index[-1]),
         "grad_norm_above_20_at": first_large_norm(norms),
-        "train_loss_end": curves.final([float(loss) for loss in losses], LAST_STEPS),
+        "train_loss_end": curves.final(list(losses), max(1, min(LAST_STEPS, len(losses) // LAST_SHARE))),
         "val_loss_best": validation.min() if len(validation) else None,
         "val_loss_end": validation.iloc[-1] if len(validation) else None,
     }
