@@ -252,7 +252,20 @@ HARDWARE = Numerics()
 folded into the exponential."""
 
 PAPER = Numerics(scores="input", statistics="input", exponent="subtracted", tile_product="input", accumulator="input")
-"""The published code of arXiv 2510.04212: S, m, l, tile products and O_bar kept in the input's dtype, tiles of 512."""
+"""What arXiv 2510.04212 says of its code: S, m, l, tile products and O_bar kept in the input's dtype, tiles of 512."""
+
+PUBLISHED = Numerics(
+    scores="input",
+    statistics="input",
+    exponent="subtracted",
+    tile_product="input",
+    probability_gradients="input",
+    row_sum_floor=1e-10,
+    hidden_tiles="visited",
+)
+"""The published code of arXiv 2510.04212 as its authors ran it: compiled, forward and backward pass under CUDA's BF16 autocast, where
+exp, log and sum give FP32. S, the tile products and dP are stored in BF16 between kernels; O_bar, L and delta never are, as
+torch.compile fuses what makes them. l is, of some rows. ``experiments/paper_fix/check_published.py`` holds it against that code."""
 
 FP32 = Numerics(
     exponent="subtracted",
@@ -277,4 +290,10 @@ MICROCOSM = Numerics(
 )
 """The CPU microcosm in FP32 tensors: Q, K, V, S, P, m, l at BF16's 7 bits, O_bar and O at a single mantissa bit."""
 
-BASES: dict[str, Numerics] = {"hardware": HARDWARE, "paper": PAPER, "fp32": FP32, "microcosm": MICROCOSM}
+BASES: dict[str, Numerics] = {
+    "hardware": HARDWARE,
+    "paper": PAPER,
+    "published": PUBLISHED,
+    "fp32": FP32,
+    "microcosm": MICROCOSM,
+}

@@ -46,8 +46,10 @@ def _fixed(**sites: Any) -> Callable[[Numerics], dict[str, Any]]:
 
 def _standard_sites(base: Numerics) -> dict[str, Any]:
     # Eager attention writes S and dP to memory in the input's dtype; a base that rounds S itself keeps its own format.
-    eager = {"scores": "input", "probability_gradients": "input"} if base in (HARDWARE, BASES["paper"]) else {}
-    unused = {"statistics": "fp32", "tile_product": "fp32", "accumulator": "fp32", "delta_output": "output"}
+    rounds = base in (HARDWARE, BASES["paper"], BASES["published"])
+    eager = {"scores": "input", "probability_gradients": "input"} if rounds else {}
+    unused: dict[str, Any] = dict.fromkeys(("statistics", "tile_product", "accumulator"), "fp32")
+    unused |= {"delta_output": "output", "row_sum_floor": 0.0, "hidden_tiles": "skipped"}
     # torch's softmax subtracts the row maximum first.
     return {**eager, **unused, "exponent": "subtracted", "delta": "rowsum_p_dp", "tile_q": 0, "tile_k": 0}
 
@@ -171,7 +173,7 @@ class AttentionSpec:
     preset: str = "flash"
     """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md)."""
     numerics: str = "hardware"
-    """Base roundings: hardware (as GPU kernels), paper (as the published code), fp32, microcosm."""
+    """Base roundings: hardware (as GPU kernels), paper (as the paper says), published (as the paper's code runs), fp32, microcosm."""
     sites: tuple[str, ...] = ()
     """Single sites changed after that, as site=value, for example accumulator=m1."""
     backend: str = ""

@@ -150,8 +150,8 @@ def get(name: str) -> Backend:
 
 def _serves(name: str, call: Call) -> bool:
     """Whether a backend could stand in on this machine, with the roundings of its own first preset."""
-    # flash_reference has no presets of its own: it computes those of the kernels.
-    preset = next((preset for preset in PRESETS if PRESETS[preset].backend == name), "flash")
+    # flash_reference and standard_triton have no presets of their own: they compute those of flash and standard.
+    preset = next((preset for preset in PRESETS if PRESETS[preset].backend == name), name.partition("_")[0])
     own = dataclasses.replace(call, numerics=AttentionSpec(preset=preset).resolve())
     return get(name).obstacle(own) is None
 

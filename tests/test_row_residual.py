@@ -167,9 +167,11 @@ def test_at_the_size_of_training_kernels_agree_and_repeat(preset: str, length: i
     """BF16, head dim 64: dQ of kernel and reference are as near FP64, and two calls give the same bits."""
     p = moved(common_keys((2, length, 4, 64), logit=100.0), on("cuda"))
     exact, unit = oracle(p), magnitudes(p)
-    found, again = (run(p, AttentionSpec(preset=preset, backend="flash")) for _ in range(2))
+    # The kernels' own blocks for the reference too: P_bar is rounded relative to the maximum so far.
+    sites = ("tile_q=64", "tile_k=64")
+    found, again = (run(p, AttentionSpec(preset=preset, sites=sites, backend="flash")) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-    expected = run(p, AttentionSpec(preset=preset, backend="flash_reference"))
+    expected = run(p, AttentionSpec(preset=preset, sites=sites, backend="flash_reference"))
     own = relative_errors(expected, exact, unit)
     apart = relative_errors(found, tuple(x.double() for x in expected), unit)
     assert all(a <= limit / 4 for a, limit in zip(apart, own, strict=True)), (apart, own)

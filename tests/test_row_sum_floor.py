@@ -121,6 +121,24 @@ def test_kernels_have_the_references_gradients(backend: str, form: str, tile: in
         assert (a.double() - b.double()).norm() < 2e-3 * b.double().norm()
 
 
+@pytest.mark.parametrize(
+    "preset",
+    ["flash", "flash_stable", "flash_stable_exact_ties", "flash_stable_safe", "flash_delta_from_p", "flash_fp32_o"],
+)
+@pytest.mark.parametrize("backend", [*BACKENDS[1:], ON_GPU])
+def test_kernels_have_the_published_numerics(backend: str, preset: str) -> None:
+    p = tied_rows()
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    p = Problem(*(x.to(device, torch.bfloat16) for x in (p.q, p.k, p.v, p.do)))
+    found, expected = (
+        run(p, AttentionSpec(preset=preset, numerics="published", sites=("tile_k=16", "tile_q=16"), backend=name))
+        for name in (backend, "flash_reference")
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.isfinite(b).all()
+        assert (a.double() - b.double()).norm() < 2e-3 * b.double().norm()
+
+
 def test_without_shifts_and_hidden_tiles_the_floor_does_nothing() -> None:
     """l is at least 1 where m is the row maximum: 1e-10 is below its rounding."""
     p = tied_rows()
