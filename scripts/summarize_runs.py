@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,12 +205,22 @@ def cell(name: str, value: Any) -> str:
     )
 
 
+def heading(name: str) -> str:
+    """A column's name in words."""
+    words = [(r"max_logit_(\d+)", r"largest logit of layer \1"), (r"w_q_norm_(\d+)", r"W_Q norm of layer \1")]
+    words += [("(W_Q.*)_largest", r"largest \1"), ("_largest", "")]
+    words += [("train_loss", "training loss"), ("val_loss", "validation loss"), ("grad_norm", "gradient norm")]
+    for pattern, text in words:
+        name = re.sub(pattern, text, name)
+    return re.sub(r"\d{4,}", lambda step: f"{int(step[0]):,}", name.replace("_", " ").replace("W Q", "W_Q"))
+
+
 def markdown(table: pd.DataFrame) -> str:
     """The table in Markdown, without what ``ended`` says already."""
     names = [name for name in table if name not in ("exploded_at", "last_step", "val_loss_end")]
     text = [name in ("run", "attention", "ended") for name in names]
     lines = [
-        "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "| " + " | ".join(heading(name) for name in names) + " |",
         "| " + " | ".join("---" if is_text else "---:" for is_text in text) + " |",
     ]
     lines += ["| " + " | ".join(cell(name, row[name]) for name in names) + " |" for _, row in table.iterrows()]
