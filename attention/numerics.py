@@ -300,8 +300,7 @@ class Numerics:
 
         Raises ``UserError`` where sites contradict each other in that format.
         """
-        changes: dict[str, Any] = {name: dtype for name in SITES if getattr(self, name) == "input"}
-        return dataclasses.replace(self, **changes)
+        return _concrete(self, dtype)
 
     def key(self) -> str:
         """Canonical text, equal for equal values: what the custom operators carry. Inverse: ``numerics_from_key``."""
@@ -326,6 +325,12 @@ class Numerics:
 SITES: dict[str, Site] = {field.name: field.metadata["site"] for field in dataclasses.fields(Numerics)}
 """Every declaration by its name, in the order of the table."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Numerics)}
+
+
+@functools.lru_cache(maxsize=256)  # every launch of a kernel asks
+def _concrete(n: Numerics, dtype: str) -> Numerics:
+    changes: dict[str, Any] = {name: dtype for name in SITES if getattr(n, name) == "input"}
+    return dataclasses.replace(n, **changes)
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,17 +18,20 @@ from torch import Tensor
 from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks, two_pass_blocks
 from attention.flash_triton import _backward
-from attention.numerics import ROUNDINGS, Numerics, numerics_from_key
+from attention.numerics import FORWARD, Numerics, numerics_from_key
 from attention.rounding import storage_dtype
 from attention.tiles import FORMAT_OF, OUTPUT_STREAM
 from attention.triton_backward import apart
 from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
 from attention.triton_numerics import (
+    SCALED,
     STOCHASTIC,
+    Scalars,
+    Shape,
+    Strides,
     dot,
-    exponent_code,
     exponential,
-    format_code,
+    kernel_sites,
     operand,
     probabilities,
     random_words,
@@ -42,36 +45,49 @@ _OUTPUT_STREAM = tl.constexpr(OUTPUT_STREAM)
 
 @triton.jit
 def standard_kernel(
-    p_q, p_k, p_v, p_o, p_saved, p_seed, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_ks,
-    stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, scale, unit, softcap, INPUTS: tl.constexpr,
-    SCORES: tl.constexpr, PROBABILITIES: tl.constexpr, OUTPUT: tl.constexpr, OUTPUT_ROUNDING: tl.constexpr,
-    SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_o,
+    p_saved,
+    p_seed,
+    H,
+    T,
+    S,
+    strides_q,
+    strides_k,
+    strides_v,
+    scalars,
+    SITES: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
     """O, m and log2 l of one block of rows."""
+    BT: tl.constexpr = SHAPE.BT
+    BS: tl.constexpr = SHAPE.BS
+    D: tl.constexpr = SHAPE.D
+    FOLD: tl.constexpr = SITES.exponent
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
-    i_bh, i_t = place(blocks, HEADS)
-    if CAUSAL:
+    i_bh, i_t = place(blocks, SHAPE.HEADS)
+    if SHAPE.CAUSAL:
         i_t = blocks - 1 - i_t
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
     # [BT, D]
-    b_q = load_rows(p_q, i_bh, H, row, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, True, False)
-    b_q = operand(b_q, INPUTS, DTYPE)
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, D, True, False)
+    b_q = operand(b_q, SITES.inputs, DTYPE)
     b_m = tl.full([BT], -float("inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
-    last = tl.minimum(row + BT, S) if CAUSAL else S
-    middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
+    last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
+    middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
     for MASKED in tl.static_range(2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, _ = block_scores(
-                b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
-                SCORES, SOFTCAP, FOLD, CAUSAL, MASKED == 1, DTYPE, TMA, BT, BS, D,
-            )  # fmt: skip
+                b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
+            )
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-            b_sum = tl.sum(exponential(b_s, b_m_new[:, None], unit, FOLD), 1)
-            b_l = rescaling(b_m, b_m_new, unit, FOLD) * b_l + b_sum
+            b_sum = tl.sum(exponential(b_s, b_m_new[:, None], scalars.unit, FOLD), 1)
+            b_l = rescaling(b_m, b_m_new, scalars.unit, FOLD) * b_l + b_sum
             b_m = b_m_new
     b_log_l = tl.log2(b_l)
     p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
@@ -81,19 +97,18 @@ def standard_kernel(
     for MASKED in tl.static_range(2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, _ = block_scores(
-                b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
-                SCORES, SOFTCAP, FOLD, CAUSAL, MASKED == 1, DTYPE, TMA, BT, BS, D,
-            )  # fmt: skip
+                b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
+            )
             # [BS, D]
-            b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED == 1, TMA)
-            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], unit, FOLD, True)
-            b_acc = dot(operand(b_p, PROBABILITIES, DTYPE), operand(b_v, INPUTS, DTYPE), b_acc)
+            b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED == 1, SHAPE.TMA)
+            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, True)
+            b_acc = dot(operand(b_p, SITES.probabilities, DTYPE), operand(b_v, SITES.inputs, DTYPE), b_acc)
     b_words = 0
-    if OUTPUT_ROUNDING == STOCHASTIC:
+    if SITES.output_rounding == STOCHASTIC:
         # Rows of the whole output in order; the random bits belong to them.
         o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
         b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, D)
-    b_o = round_output(b_acc, OUTPUT, OUTPUT_ROUNDING, b_words, BT, D)
+    b_o = round_output(b_acc, SITES.output, SITES.output_rounding, b_words, BT, D)
     store_rows(p_o, b_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
 
 
@@ -118,37 +133,32 @@ def launch(
     """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
     (B, T, H, D), S = q.shape, k.shape[1]
     o, saved = empty_outputs(q, n)
-    fold = exponent_code(n, scale, softcap)
+    sites = kernel_sites(n, (FORWARD,), scale, softcap, causal, inputs=stored_code(n.inputs, q.dtype))
     tma = blocks.descriptors and takes_descriptor(k, v)
     standard_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
-        q,
-        rows_source(k, blocks.columns, tma),
-        rows_source(v, blocks.columns, tma),
-        o,
-        saved,
-        seed,
-        H,
-        T,
-        S,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        scale=scale,
-        unit=log2_scale(scale) if fold else 1.0,
-        softcap=softcap,
-        INPUTS=stored_code(n.inputs, q.dtype),
-        SCORES=format_code(n.scores),
-        PROBABILITIES=format_code(n.probabilities),
-        OUTPUT=format_code(n.output),
-        OUTPUT_ROUNDING=ROUNDINGS.index(n.output_rounding),
-        SOFTCAP=softcap > 0,
-        FOLD=fold,
-        CAUSAL=causal,
-        TMA=tma,
-        HEADS=blocks.heads,
-        BT=blocks.rows,
-        BS=blocks.columns,
-        D=D,
+        p_q=q,
+        p_k=rows_source(k, blocks.columns, tma),
+        p_v=rows_source(v, blocks.columns, tma),
+        p_o=o,
+        p_saved=saved,
+        p_seed=seed,
+        H=H,
+        T=T,
+        S=S,
+        strides_q=Strides(*q.stride()),
+        strides_k=Strides(*k.stride()),
+        strides_v=Strides(*v.stride()),
+        scalars=Scalars(scale, log2_scale(scale) if sites.exponent != SCALED.value else 1.0, softcap),
+        SITES=sites,
+        SHAPE=Shape(
+            BT=blocks.rows,
+            BS=blocks.columns,
+            D=D,
+            HEADS=blocks.heads,
+            TMA=tma,
+            CAUSAL=causal,
+            SOFTCAP=softcap > 0,
+        ),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.registers,

@@ -9,8 +9,6 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +16,11 @@ from torch import Tensor
 
 from attention.exponent import log2_scale
 from attention.flash_blocks import Blocks
-from attention.numerics import RESIDUALS, SITES, Numerics
+from attention.numerics import BACKWARD, DELTA, Numerics
 from attention.rounding import round_to as round_tensor
 from attention.triton_blocks import (
     block_scores,
+    load_output_rows,
     load_rows,
     load_statistics,
     place,
@@ -30,12 +29,24 @@ from attention.triton_blocks import (
     takes_descriptor,
 )
 from attention.triton_numerics import (
+    CENTRED_KEYS,
+    CORRECTED_ROWS,
     FP32,
     FUSED,
     LATER,
+    LOADED,
+    MAX_AND_SUM,
+    OUTPUT_ITSELF,
+    RECOMPUTED_O,
+    ROWSUM_DO_O,
+    ROWSUM_P_DP,
+    ROWSUM_P_DP_NORMALISED,
+    SCALED,
+    Scalars,
+    Shape,
+    Strides,
     dot,
-    exponent_code,
-    format_code,
+    kernel_sites,
     operand,
     probabilities,
     residual_unit,
@@ -44,58 +55,69 @@ from attention.triton_numerics import (
     stored_code,
 )
 
-ROWSUM_DO_O = tl.constexpr(SITES["delta"].choices.index("rowsum_do_o"))
-ROWSUM_P_DP = tl.constexpr(SITES["delta"].choices.index("rowsum_p_dp"))
-ROWSUM_P_DP_NORMALISED = tl.constexpr(SITES["delta"].choices.index("rowsum_p_dp_normalised"))
-RECOMPUTED_O = tl.constexpr(SITES["delta"].choices.index("recomputed_o"))
-LOADED = tl.constexpr(len(SITES["delta"].choices))
-CENTRED_KEYS = tl.constexpr(SITES["row_residual"].choices.index("centred_keys"))
-CORRECTED_ROWS = tl.constexpr(SITES["row_residual"].choices.index("corrected_rows"))
-
 
 @triton.jit
 def query_kernel(
-    p_q, p_k, p_v, p_do, p_o, p_residual, p_saved, p_delta, p_centre, p_dq, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd,
-    stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt,
-    stride_dh, stride_dd, stride_gb, stride_gr, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
-    OUTPUT_GRADIENT: tl.constexpr, OUTPUT: tl.constexpr, RESIDUAL: tl.constexpr, DELTA: tl.constexpr,
-    DELTA_SUM: tl.constexpr, PROBABILITIES: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr,
-    SCORE_GRADIENTS: tl.constexpr, ROW_RESIDUAL: tl.constexpr, GRADIENT_ACCUMULATOR: tl.constexpr,
-    SOFTCAP: tl.constexpr, FOLD: tl.constexpr, APART: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
-    HEADS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_do,
+    p_o,
+    p_residual,
+    p_saved,
+    p_delta,
+    p_centre,
+    p_dq,
+    H,
+    T,
+    S,
+    strides_q,
+    strides_k,
+    strides_v,
+    strides_do,
+    stride_gb,
+    stride_gr,
+    scalars,
+    tile,
+    SITES: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
-    DELTA is one of ``DELTAS``. Those made from P take two launches: one that makes delta only, and one for dQ, with DELTA = LOADED.
-    ROW_RESIDUAL is one of ``ROW_RESIDUALS``; CORRECTED_ROWS hands the corrected delta on. ``p_centre``: c of CENTRED_KEYS, [B, H, D].
+    A delta made from P takes two launches: one that makes delta only, and one for dQ, with delta LOADED. CORRECTED_ROWS passes the
+    corrected delta on. ``p_centre``: c of CENTRED_KEYS, [B, H, D].
     """
-    FROM_P: tl.constexpr = DELTA == ROWSUM_P_DP or DELTA == ROWSUM_P_DP_NORMALISED
-    ONLY_DELTA: tl.constexpr = FROM_P or DELTA == RECOMPUTED_O
+    FROM_P: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALISED
+    ONLY_DELTA: tl.constexpr = FROM_P or SITES.delta == RECOMPUTED_O
+    BT: tl.constexpr = SHAPE.BT
+    BS: tl.constexpr = SHAPE.BS
+    D: tl.constexpr = SHAPE.D
+    FOLD: tl.constexpr = SITES.exponent
+    APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
-    i_bh, i_t = place(blocks, HEADS)
-    if CAUSAL:
+    i_bh, i_t = place(blocks, SHAPE.HEADS)
+    if SHAPE.CAUSAL:
         i_t = blocks - 1 - i_t
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
     p_row = i_bh.to(tl.int64) * T + o_t
     # [BT, D]
-    b_q = load_rows(p_q, i_bh, H, row, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, True, False)
-    b_q = operand(b_q, INPUTS, DTYPE)
-    b_do = load_rows(p_do, i_bh, H, row, T, stride_db, stride_dt, stride_dh, stride_dd, BT, D, True, False)
-    b_do = operand(b_do, OUTPUT_GRADIENT, DTYPE)
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, D, True, False)
+    b_q = operand(b_q, SITES.inputs, DTYPE)
+    b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, D, True, False)
+    b_do = operand(b_do, SITES.output_gradient, DTYPE)
     # [BT]
-    b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, APART)
-    if DELTA == LOADED:
+    b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
+    if SITES.delta == LOADED:
         b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
-    elif DELTA == ROWSUM_DO_O:
-        b_o = load_rows(p_o, i_bh, H, row, T, tl.cast(T, tl.int64) * H * D, H * D, D, 1, BT, D, True, False)
-        b_o = b_o.to(tl.float32)
-        if RESIDUAL:
-            b_r = load_rows(p_residual, i_bh, H, row, T, tl.cast(T, tl.int64) * H * D, H * D, D, 1, BT, D, True, False)
-            b_o += b_r.to(tl.float32) * residual_unit(b_o, OUTPUT, RESIDUAL, False)
-        b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), DELTA_SUM)
-        if ROW_RESIDUAL != CORRECTED_ROWS:
+    elif SITES.delta == ROWSUM_DO_O:
+        b_o = load_output_rows(p_o, i_bh, H, row, T, SHAPE).to(tl.float32)
+        if SITES.delta_output < OUTPUT_ITSELF:
+            b_r = load_output_rows(p_residual, i_bh, H, row, T, SHAPE)
+            b_o += b_r.to(tl.float32) * residual_unit(b_o, SITES.output, -SITES.delta_output, False)
+        b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), SITES.delta_sum)
+        if SITES.row_residual != CORRECTED_ROWS:
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
         b_delta = tl.zeros([BT], tl.float32)
@@ -106,126 +128,144 @@ def query_kernel(
     b_row_sum = tl.zeros([BT], tl.float32)
     b_r = tl.zeros([BT], tl.float32)
     b_r_unrounded = tl.zeros([BT], tl.float32)
-    last = tl.minimum(row + BT, S) if CAUSAL else S
-    middle = tl.minimum(row + 1, S) // BS * BS if CAUSAL else S // BS * BS
+    last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
+    middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
     for MASKED in tl.static_range(2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, b_k = block_scores(
-                b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS,
-                SCORES, SOFTCAP, FOLD, CAUSAL, MASKED == 1, DTYPE, TMA, BT, BS, D,
-            )  # fmt: skip
-            b_v = load_rows(p_v, i_bh, H, start, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, MASKED == 1, TMA)
-            b_v = operand(b_v, INPUTS, DTYPE)
-            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], unit, FOLD, APART)
-            if DELTA == RECOMPUTED_O:
+                b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
+            )
+            b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED == 1, SHAPE.TMA)
+            b_v = operand(b_v, SITES.inputs, DTYPE)
+            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART)
+            if SITES.delta == RECOMPUTED_O:
                 b_part = dot(b_p, b_v, b_part)
             else:
                 b_dp = dot(b_do, tl.trans(b_v), tl.zeros([BT, BS], tl.float32))
-                b_dp = round_to(b_dp, PROBABILITY_GRADIENTS)
+                b_dp = round_to(b_dp, SITES.probability_gradients)
                 if ONLY_DELTA:
                     b_delta += tl.sum(b_p * b_dp, 1)
-                    if DELTA == ROWSUM_P_DP_NORMALISED:
+                    if SITES.delta == ROWSUM_P_DP_NORMALISED:
                         b_row_sum += tl.sum(b_p, 1)
                 else:
                     b_ds = b_p * (b_dp - b_delta[:, None])
-                    if SOFTCAP:
-                        b_t = b_s / softcap
+                    if SHAPE.SOFTCAP:
+                        b_t = b_s / scalars.softcap
                         b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
-                    if ROW_RESIDUAL == CORRECTED_ROWS:
+                    if SITES.row_residual == CORRECTED_ROWS:
                         b_r_unrounded += tl.sum(b_ds, 1)
                         b_row_sum += tl.sum(b_p, 1)
-                        b_pk = dot(operand(b_p, PROBABILITIES, DTYPE), b_k, b_pk)
-                    b_ds = operand(b_ds, SCORE_GRADIENTS, DTYPE)
-                    if ROW_RESIDUAL == CENTRED_KEYS or ROW_RESIDUAL == CORRECTED_ROWS:
+                        b_pk = dot(operand(b_p, SITES.probabilities, DTYPE), b_k, b_pk)
+                    b_ds = operand(b_ds, SITES.score_gradients, DTYPE)
+                    if SITES.row_residual == CENTRED_KEYS or SITES.row_residual == CORRECTED_ROWS:
                         b_r += tl.sum(b_ds.to(tl.float32), 1)
                     b_part = dot(b_ds, b_k, b_part)
-                    if GRADIENT_ACCUMULATOR != FP32:
+                    if SITES.gradient_accumulator != FP32:
                         m_full = (start + BS) % tile == 0
-                        b_sum = round_to(b_acc + scale * b_part, GRADIENT_ACCUMULATOR)
+                        b_sum = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
                         b_acc = tl.where(m_full, b_sum, b_acc)
                         b_part = tl.where(m_full, 0.0, b_part)
     # A row whose P is 0 throughout has sums of 0.
     b_row_sum = tl.where(b_row_sum == 0, 1.0, b_row_sum)
     if not ONLY_DELTA:
-        b_dq = round_to(b_acc + scale * b_part, GRADIENT_ACCUMULATOR)
-        if ROW_RESIDUAL == CENTRED_KEYS:
+        b_dq = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
+        if SITES.row_residual == CENTRED_KEYS:
             b_c = tl.load(p_centre + i_bh.to(tl.int64) * D + tl.arange(0, D))
-            b_dq = round_to(b_dq - scale * (b_r[:, None] * b_c[None, :]), GRADIENT_ACCUMULATOR)
-        if ROW_RESIDUAL == CORRECTED_ROWS:
+            b_dq = round_to(b_dq - scalars.scale * (b_r[:, None] * b_c[None, :]), SITES.gradient_accumulator)
+        if SITES.row_residual == CORRECTED_ROWS:
             b_share = tl.div_rn(b_r, b_row_sum)
-            b_dq = round_to(b_dq - scale * (b_share[:, None] * b_pk), GRADIENT_ACCUMULATOR)
-            b_delta = round_to(b_delta + tl.div_rn(b_r_unrounded, b_row_sum), DELTA_SUM)
+            b_dq = round_to(b_dq - scalars.scale * (b_share[:, None] * b_pk), SITES.gradient_accumulator)
+            b_delta = round_to(b_delta + tl.div_rn(b_r_unrounded, b_row_sum), SITES.delta_sum)
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
         store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, D)
     else:
-        if DELTA == RECOMPUTED_O:
+        if SITES.delta == RECOMPUTED_O:
             b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
-        elif DELTA == ROWSUM_P_DP_NORMALISED:
+        elif SITES.delta == ROWSUM_P_DP_NORMALISED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
-        tl.store(p_delta + p_row, round_to(b_delta, DELTA_SUM), mask=o_t < T)
+        tl.store(p_delta + p_row, round_to(b_delta, SITES.delta_sum), mask=o_t < T)
 
 
 @triton.jit
 def key_kernel(
-    p_q, p_k, p_v, p_do, p_saved, p_delta, p_dk, p_dv, H, T, S, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb,
-    stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_db, stride_dt, stride_dh,
-    stride_dd, stride_gb, stride_gr, scale, unit, softcap, tile, INPUTS: tl.constexpr, SCORES: tl.constexpr,
-    PROBABILITIES: tl.constexpr, OUTPUT_GRADIENT: tl.constexpr, PROBABILITY_GRADIENTS: tl.constexpr,
-    SCORE_GRADIENTS: tl.constexpr, GRADIENT_ACCUMULATOR: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr,
-    APART: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, HEADS: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_do,
+    p_saved,
+    p_delta,
+    p_dk,
+    p_dv,
+    H,
+    T,
+    S,
+    strides_q,
+    strides_k,
+    strides_v,
+    strides_do,
+    stride_gb,
+    stride_gr,
+    scalars,
+    tile,
+    SITES: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
     """dK and dV of one block of columns; scores are held transposed [BS, BT], so that they are left operands of both products."""
+    BT: tl.constexpr = SHAPE.BT
+    BS: tl.constexpr = SHAPE.BS
+    D: tl.constexpr = SHAPE.D
+    FOLD: tl.constexpr = SITES.exponent
+    APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     blocks = tl.cdiv(S, BS)
-    i_bh, i_s = place(blocks, HEADS)
+    i_bh, i_s = place(blocks, SHAPE.HEADS)
     column = i_s * BS
     o_s = column + tl.arange(0, BS)
     # [BS, D]
-    b_k = load_rows(p_k, i_bh, H, column, S, stride_kb, stride_ks, stride_kh, stride_kd, BS, D, True, False)
-    b_v = load_rows(p_v, i_bh, H, column, S, stride_vb, stride_vs, stride_vh, stride_vd, BS, D, True, False)
-    b_k, b_v = operand(b_k, INPUTS, DTYPE), operand(b_v, INPUTS, DTYPE)
+    b_k = load_rows(p_k, strides_k, i_bh, H, column, S, BS, D, True, False)
+    b_v = load_rows(p_v, strides_v, i_bh, H, column, S, BS, D, True, False)
+    b_k, b_v = operand(b_k, SITES.inputs, DTYPE), operand(b_v, SITES.inputs, DTYPE)
     b_dk = tl.zeros([BS, D], tl.float32)
     b_dv = tl.zeros([BS, D], tl.float32)
     b_dk_part = tl.zeros([BS, D], tl.float32)
     b_dv_part = tl.zeros([BS, D], tl.float32)
     # Rows before ``first`` see none of these columns; from ``middle`` on, all of them.
-    first = column // BT * BT if CAUSAL else 0
-    middle = tl.cdiv(column + BS - 1, BT) * BT if CAUSAL else 0
+    first = column // BT * BT if SHAPE.CAUSAL else 0
+    middle = tl.cdiv(column + BS - 1, BT) * BT if SHAPE.CAUSAL else 0
     for MASKED in tl.static_range(1, -1, -1):
         for start in range(first if MASKED else middle, tl.minimum(middle, T) if MASKED else T, BT):
             o_t = start + tl.arange(0, BT)
             p_row = i_bh.to(tl.int64) * T + o_t
             # [BT, D]
-            b_q = load_rows(p_q, i_bh, H, start, T, stride_qb, stride_qt, stride_qh, stride_qd, BT, D, not EVEN, TMA)
-            b_q = operand(b_q, INPUTS, DTYPE)
-            b_do = load_rows(p_do, i_bh, H, start, T, stride_db, stride_dt, stride_dh, stride_dd, BT, D, not EVEN, TMA)
-            b_do = operand(b_do, OUTPUT_GRADIENT, DTYPE)
+            b_q = load_rows(p_q, strides_q, i_bh, H, start, T, BT, D, not SHAPE.EVEN, SHAPE.TMA)
+            b_q = operand(b_q, SITES.inputs, DTYPE)
+            b_do = load_rows(p_do, strides_do, i_bh, H, start, T, BT, D, not SHAPE.EVEN, SHAPE.TMA)
+            b_do = operand(b_do, SITES.output_gradient, DTYPE)
             # [BT]
-            b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, EVEN, APART)
-            if EVEN:
+            b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
+            if SHAPE.EVEN:
                 b_delta = tl.load(p_delta + p_row)
             else:
                 b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
             b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
             m_s = o_s[:, None] <= o_t[None, :]
-            b_s = round_scores(b_s, m_s, scale, softcap, SCORES, SOFTCAP, FOLD, MASKED == 1)
-            b_p = probabilities(b_s, b_m[None, :], b_log_l[None, :], unit, FOLD, APART)
-            b_dv_part = dot(operand(b_p, PROBABILITIES, DTYPE), b_do, b_dv_part)
+            b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
+            b_p = probabilities(b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART)
+            b_dv_part = dot(operand(b_p, SITES.probabilities, DTYPE), b_do, b_dv_part)
             b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
-            b_ds = b_p * (round_to(b_dp, PROBABILITY_GRADIENTS) - b_delta[None, :])
-            if SOFTCAP:
-                b_t = b_s / softcap
+            b_ds = b_p * (round_to(b_dp, SITES.probability_gradients) - b_delta[None, :])
+            if SHAPE.SOFTCAP:
+                b_t = b_s / scalars.softcap
                 b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
-            b_dk_part = dot(operand(b_ds, SCORE_GRADIENTS, DTYPE), b_q, b_dk_part)
-            if GRADIENT_ACCUMULATOR != FP32:
+            b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)
+            if SITES.gradient_accumulator != FP32:
                 m_full = (start + BT) % tile == 0
-                b_dk = tl.where(m_full, round_to(b_dk + scale * b_dk_part, GRADIENT_ACCUMULATOR), b_dk)
-                b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, GRADIENT_ACCUMULATOR), b_dv)
+                b_dk = tl.where(m_full, round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator), b_dk)
+                b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, SITES.gradient_accumulator), b_dv)
                 b_dk_part = tl.where(m_full, 0.0, b_dk_part)
                 b_dv_part = tl.where(m_full, 0.0, b_dv_part)
-    b_dk = round_to(b_dk + scale * b_dk_part, GRADIENT_ACCUMULATOR)
-    b_dv = round_to(b_dv + b_dv_part, GRADIENT_ACCUMULATOR)
+    b_dk = round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator)
+    b_dv = round_to(b_dv + b_dv_part, SITES.gradient_accumulator)
     store_rows(p_dk, b_dk, i_bh, column, S, H, stride_gb, stride_gr, BS, D)
     store_rows(p_dv, b_dv, i_bh, column, S, H, stride_gb, stride_gr, BS, D)
 
@@ -264,10 +304,6 @@ def launch_backward(
     """
     (B, T, H, D), S = q.shape, k.shape[1]
     of_keys, of_queries = blocks
-    fold, apart = exponent_code(n, scale, softcap), n.saved_statistics == "max_and_sum"
-    if fold == LATER.value and not apart:
-        # The rounding of L, which comes first, is as large and common to a row, folded or subtracted.
-        fold = FUSED.value
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
     centred = n.row_residual == "centred_keys"
     centre = round_tensor(k.float(), n.inputs).mean(dim=1).contiguous() if centred else delta
@@ -275,83 +311,88 @@ def launch_backward(
     dq, dk, dv = gradients.split(H, dim=2)
     by_columns = of_queries.descriptors and takes_descriptor(k, v)
     by_rows = of_keys.descriptors and takes_descriptor(q, do)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride(), *gradients.stride()[:2])
-    shared: dict[str, Any] = {
-        "scale": scale,
-        "unit": log2_scale(scale) if fold else 1.0,
-        "softcap": softcap,
-        "INPUTS": stored_code(n.inputs, q.dtype),
-        "SCORES": format_code(n.scores),
-        "OUTPUT_GRADIENT": stored_code(n.output_gradient, do.dtype),
-        "PROBABILITIES": format_code(n.probabilities),
-        "PROBABILITY_GRADIENTS": format_code(n.probability_gradients),
-        "SCORE_GRADIENTS": format_code(n.score_gradients),
-        "GRADIENT_ACCUMULATOR": format_code(n.gradient_accumulator),
-        "SOFTCAP": softcap > 0,
-        "FOLD": fold,
-        "APART": apart,
-        "CAUSAL": causal,
-        "D": D,
+    known = {
+        "inputs": stored_code(n.inputs, q.dtype),
+        "output_gradient": stored_code(n.output_gradient, do.dtype),
     }
+    sites = kernel_sites(n, (BACKWARD,), scale, softcap, causal, **known)
+    if sites.exponent == LATER.value and n.saved_statistics == "logsumexp":
+        # The rounding of L, which comes first, is as large and common to a row, folded or subtracted.
+        known["exponent"] = FUSED.value
+        sites = sites._replace(**known)
+    scalars = Scalars(scale, log2_scale(scale) if sites.exponent != SCALED.value else 1.0, softcap)
+    query_sites = kernel_sites(n, (DELTA, BACKWARD), scale, softcap, causal, **known)
 
-    def queries(kind: int) -> None:
+    def shape(blocks: Blocks, tma: bool, even: bool = False) -> Shape:
+        return Shape(
+            BT=blocks.rows,
+            BS=blocks.columns,
+            D=D,
+            HEADS=blocks.heads,
+            TMA=tma,
+            CAUSAL=causal,
+            SOFTCAP=softcap > 0,
+            EVEN=even,
+        )
+
+    def queries(delta_code: int) -> None:
         query_kernel[(B * H * triton.cdiv(T, of_queries.rows),)](
-            q,
-            rows_source(k, of_queries.columns, by_columns),
-            rows_source(v, of_queries.columns, by_columns),
-            do,
-            o,
-            counts,
-            saved,
-            delta,
-            centre,
-            dq,
-            H,
-            T,
-            S,
-            *strides,
+            p_q=q,
+            p_k=rows_source(k, of_queries.columns, by_columns),
+            p_v=rows_source(v, of_queries.columns, by_columns),
+            p_do=do,
+            p_o=o,
+            p_residual=counts,
+            p_saved=saved,
+            p_delta=delta,
+            p_centre=centre,
+            p_dq=dq,
+            H=H,
+            T=T,
+            S=S,
+            strides_q=Strides(*q.stride()),
+            strides_k=Strides(*k.stride()),
+            strides_v=Strides(*v.stride()),
+            strides_do=Strides(*do.stride()),
+            stride_gb=gradients.stride(0),
+            stride_gr=gradients.stride(1),
+            scalars=scalars,
             tile=n.tile_k or 2**30,
-            OUTPUT=format_code(n.output),
-            RESIDUAL=RESIDUALS[n.delta_output] if counts.numel() else 0,
-            DELTA=kind,
-            DELTA_SUM=format_code(n.delta_sum),
-            ROW_RESIDUAL=SITES["row_residual"].choices.index(n.row_residual),
-            TMA=by_columns,
-            HEADS=of_queries.heads,
-            BT=of_queries.rows,
-            BS=of_queries.columns,
+            SITES=query_sites._replace(delta=delta_code),
+            SHAPE=shape(of_queries, by_columns),
             num_warps=of_queries.warps,
             num_stages=of_queries.stages,
             maxnreg=of_queries.registers,
-            **shared,
         )
 
     # The dQ kernel comes first: it has dO of its rows on chip and writes delta for the other.
-    queries(SITES["delta"].choices.index(n.delta))
+    queries(query_sites.delta)
     if n.delta != "rowsum_do_o":
         queries(LOADED.value)
     key_kernel[(B * H * triton.cdiv(S, of_keys.columns),)](
-        rows_source(q, of_keys.rows, by_rows),
-        k,
-        v,
-        rows_source(do, of_keys.rows, by_rows),
-        saved,
-        delta,
-        dk,
-        dv,
-        H,
-        T,
-        S,
-        *strides,
+        p_q=rows_source(q, of_keys.rows, by_rows),
+        p_k=k,
+        p_v=v,
+        p_do=rows_source(do, of_keys.rows, by_rows),
+        p_saved=saved,
+        p_delta=delta,
+        p_dk=dk,
+        p_dv=dv,
+        H=H,
+        T=T,
+        S=S,
+        strides_q=Strides(*q.stride()),
+        strides_k=Strides(*k.stride()),
+        strides_v=Strides(*v.stride()),
+        strides_do=Strides(*do.stride()),
+        stride_gb=gradients.stride(0),
+        stride_gr=gradients.stride(1),
+        scalars=scalars,
         tile=n.tile_q or 2**30,
-        TMA=by_rows,
-        HEADS=of_keys.heads,
-        BT=of_keys.rows,
-        BS=of_keys.columns,
+        SITES=sites,
+        SHAPE=shape(of_keys, by_rows, even=T % of_keys.rows == 0),
         num_warps=of_keys.warps,
         num_stages=of_keys.stages,
         maxnreg=of_keys.registers,
-        EVEN=T % of_keys.rows == 0,
-        **shared,
     )
     return gradients

@@ -12,7 +12,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.triton_numerics import BF16, INTERPRETED, NEAREST, dot, operand, round_mantissa, round_scores
+from attention.triton_numerics import (
+    BF16,
+    INTERPRETED,
+    MAX_AND_SUM,
+    NEAREST,
+    Strides,
+    dot,
+    operand,
+    round_mantissa,
+    round_scores,
+)
 
 
 @triton.jit
@@ -31,23 +41,38 @@ def place(blocks, HEADS: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    p_x, i_bh, H, start, length, stride_b, stride_t, stride_h, stride_d, ROWS: tl.constexpr, D: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    strides,
+    i_bh,
+    H,
+    start,
+    length,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Rows [start, start + ROWS) of one head; MASKED: those from ``length`` on are 0. TMA: p_x is a descriptor, which sees to that."""
     if TMA:
         b_x = p_x.load([i_bh // H, i_bh % H, start, 0]).reshape(ROWS, D)
     else:
-        p_head = head_pointer(p_x, i_bh, H, stride_b, stride_h) + tl.cast(start, tl.int64) * stride_t
+        p_head = head_pointer(p_x, i_bh, H, strides.b, strides.h) + tl.cast(start, tl.int64) * strides.t
         o_r = tl.arange(0, ROWS).to(tl.int64)
         o_d = tl.arange(0, D).to(tl.int64)
         # [ROWS, D]
-        p_block = p_head + (o_r[:, None] * stride_t + o_d[None, :] * stride_d)
+        p_block = p_head + (o_r[:, None] * strides.t + o_d[None, :] * strides.d)
         if MASKED:
             b_x = tl.load(p_block, mask=(start + tl.arange(0, ROWS) < length)[:, None], other=0.0)
         else:
             b_x = tl.load(p_block)
     return b_x
+
+
+@triton.jit
+def load_output_rows(p_x, i_bh, H, row, T, SHAPE: tl.constexpr):
+    """Rows [row, row + BT) of one head of a contiguous [B, T, H, D]."""
+    strides = Strides(tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, SHAPE.D, 1)
+    return load_rows(p_x, strides, i_bh, H, row, T, SHAPE.BT, SHAPE.D, True, False)
 
 
 @triton.jit
@@ -64,8 +89,9 @@ def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.co
 
 
 @triton.jit
-def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, APART: tl.constexpr):
-    """What was kept of the rows o_t [BT]: APART m and log2 l, or L in the place of both. EVEN: there are no rows past the end."""
+def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, SAVED_STATISTICS: tl.constexpr):
+    """What was kept of the rows o_t [BT]: m and log2 l, or L in the place of both. EVEN: there are no rows past the end."""
+    APART: tl.constexpr = SAVED_STATISTICS == MAX_AND_SUM
     o_row = i_bh.to(tl.int64) * (2 * T if APART else T) + o_t
     m_t = o_t < T
     # Rows past the end get m or L = inf, hence P = 0.
@@ -84,16 +110,28 @@ def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, APART: tl.constex
 
 @triton.jit
 def block_scores(
-    b_q, p_k, i_bh, H, o_t, start, S, stride_kb, stride_ks, stride_kh, stride_kd, scale, softcap, INPUTS: tl.constexpr,
-    SCORES: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    DTYPE: tl.constexpr, TMA: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    b_q,
+    p_k,
+    strides_k,
+    i_bh,
+    H,
+    o_t,
+    start,
+    S,
+    scalars,
+    SITES: tl.constexpr,
+    SHAPE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """S of one block [BT, BS], and K of its columns [BS, D]."""
-    b_k = load_rows(p_k, i_bh, H, start, S, stride_kb, stride_ks, stride_kh, stride_kd, BS, D, MASKED, TMA)
-    b_k = operand(b_k, INPUTS, DTYPE)
+    BT: tl.constexpr = SHAPE.BT
+    BS: tl.constexpr = SHAPE.BS
+    b_k = load_rows(p_k, strides_k, i_bh, H, start, S, BS, SHAPE.D, MASKED, SHAPE.TMA)
+    b_k = operand(b_k, SITES.inputs, DTYPE)
     b_s = dot(b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
-    m_s = visible(o_t, start, S, CAUSAL, False, BS)
-    return round_scores(b_s, m_s, scale, softcap, SCORES, SOFTCAP, FOLD, MASKED), b_k
+    m_s = visible(o_t, start, S, SHAPE.CAUSAL, False, BS)
+    return round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED), b_k
 
 
 @triton.jit

@@ -11,20 +11,36 @@ copies, which is exact, and rounding is integer arithmetic.
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from attention.numerics import LARGEST_SCALE, Numerics, folds
+from attention.flash_blocks import boundaries_matter
+from attention.numerics import (
+    BACKWARD,
+    DELTA,
+    FORWARD,
+    LARGEST_SCALE,
+    RESIDUALS,
+    ROUNDINGS,
+    SITES,
+    Numerics,
+    folds,
+)
 from attention.rounding import RANDOM_BITS, ROUNDS
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)
 FP32 = tl.constexpr(23)
-NEAREST, TOWARD_ZERO, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SCALED, FUSED, LATER, UNFUSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-PLAIN, STABILISED, STABILISED_SAFE, SCALED_DOWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+OUTPUT_ITSELF = tl.constexpr(-1)
+"""The O in delta where it is the output; a residual of so many bits is minus that number."""
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(LARGEST_SCALE)
@@ -32,9 +48,29 @@ _DRAW = tl.constexpr(RANDOM_BITS)
 _ROUNDS = tl.constexpr(ROUNDS)
 
 
+def _codes(values: Iterable[str]) -> list[tl.constexpr]:
+    return [tl.constexpr(code) for code, _ in enumerate(values)]
+
+
+NEAREST, TOWARD_ZERO, STOCHASTIC = _codes(ROUNDINGS)
+PLAIN, STABILISED, STABILISED_SAFE, SCALED_DOWN = _codes(SITES["row_max"].choices)
+LOGSUMEXP, MAX_AND_SUM = _codes(SITES["saved_statistics"].choices)
+EXACT, TF32X3 = _codes(SITES["products"].choices)
+UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
+SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
+KEPT, CENTRED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
+ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALISED, RECOMPUTED_O = _codes(SITES["delta"].choices)
+LOADED = tl.constexpr(len(SITES["delta"].choices))
+"""delta that an earlier launch made."""
+SCALED, FUSED, LATER, UNFUSED = _codes(("scaled", "fused", "later", "unfused"))
+"""Where the scale comes in exp(S - m): see ``exponential``."""
+
+
 def format_code(fmt: str) -> int:
     """The number by which kernels know a format of ``attention.numerics``."""
-    named = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+    named = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "output": OUTPUT_ITSELF}
+    if fmt in RESIDUALS:
+        return -RESIDUALS[fmt]
     return named[fmt].value if fmt in named else int(fmt[1:])
 
 
@@ -50,6 +86,94 @@ def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
     if not folds(n, scale, softcap):
         return SCALED.value
     return {"folded": FUSED, "subtracted": LATER, "unfused": UNFUSED}[n.exponent].value
+
+
+def _code(name: str, value: str) -> int:
+    declared = SITES[name]
+    if declared.is_format:
+        return format_code(value)
+    return ROUNDINGS.index(value) if value in ROUNDINGS else declared.choices.index(value)
+
+
+def _sites_in(*passes: str) -> Any:
+    return namedtuple(
+        "Sites", [name for name, d in SITES.items() if d.choices and not set(passes).isdisjoint(d.acts_in)]
+    )
+
+
+_SITES_OF: dict[tuple[str, ...], Any] = {
+    passes: _sites_in(*passes) for passes in ((FORWARD,), (DELTA, BACKWARD), (BACKWARD,))
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_sites(n: Numerics, passes: tuple[str, ...], scale: float, softcap: float, causal: bool, **known: int) -> Any:
+    """The sites declared to act in these passes as a NamedTuple of numbers, one constexpr of a kernel: a kernel that reads another one does
+    not compile. ``n`` is concrete; ``exponent`` is ``exponent_code``; ``known``: sites whose number the launch knows better.
+
+    Sites that cannot act beside the others have their default, so that what differs in nothing is compiled once.
+    """
+    unused: dict[str, Any] = {}
+    if n.delta != "rowsum_do_o":
+        unused["delta_output"] = "output"
+    if n.probabilities != "fp32":
+        unused["products"] = "exact"
+    if not (causal and boundaries_matter(n)):
+        unused["hidden_tiles"] = "skipped"
+    n = replace(n, **unused)
+    sites = _SITES_OF[passes]
+    codes = {name: _code(name, getattr(n, name)) for name in sites._fields}
+    return sites(**codes | {"exponent": exponent_code(n, scale, softcap)} | known)
+
+
+class Shape(NamedTuple):
+    """What a launch decides besides the sites: one constexpr of a kernel."""
+
+    BT: int
+    """Rows (queries) of a block."""
+    BS: int
+    """Columns (keys) of a block."""
+    D: int
+    HEADS: int
+    """Heads that programs walk side by side."""
+    TMA: bool
+    """Blocks that the loop walks are loaded through descriptors."""
+    CAUSAL: bool
+    SOFTCAP: bool
+    EVEN: bool = False
+    """There are no columns (dK/dV kernel: rows) past the end of the last block."""
+    ONE_LOOP: bool = False
+    """One loop walks blocks on the diagonal and the others."""
+    TILED: bool = False
+    """A tile of ``Numerics`` is many blocks."""
+    FLOOR: bool = False
+    """``row_sum_floor`` is above 0."""
+
+
+class Strides(NamedTuple):
+    """Of a tensor [B, T, H, D], in elements."""
+
+    b: int
+    t: int
+    h: int
+    d: int
+
+
+class Scalars(NamedTuple):
+    """``unit``: scale log2(e) where the exponential takes the scale, else 1."""
+
+    scale: float
+    unit: float
+    softcap: float
+
+
+class Limits(NamedTuple):
+    """Numbers of the row normaliser, the second and third in the unit of what they are compared with."""
+
+    beta: float
+    tolerance: float
+    cap: float
+    floor: float
 
 
 @triton.jit
@@ -103,14 +227,22 @@ def tile_words(seed, i_bh, o_t, start, STREAM: tl.constexpr, BS: tl.constexpr):
 
 @triton.jit
 def weights(
-    b_p, seed, i_bh, o_t, start, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, STREAM: tl.constexpr,
-    DTYPE: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
+    b_p,
+    seed,
+    i_bh,
+    o_t,
+    start,
+    SITES: tl.constexpr,
+    STREAM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BT: tl.constexpr,
+    BS: tl.constexpr,
+):
     """P_bar of a block [BT, BS] as operand of P_bar V; drawn with the bits of ``rounding.tile_random_bits``. ``start`` divides by 8."""
-    if ROUNDING == STOCHASTIC:
+    if SITES.probabilities_rounding == STOCHASTIC:
         b_words = tile_words(seed, i_bh, o_t, start, STREAM, BS)
-        b_p = round_output(b_p, FORMAT, ROUNDING, b_words, BT, BS)
-    return operand(b_p, FORMAT, DTYPE)
+        b_p = round_output(b_p, SITES.probabilities, SITES.probabilities_rounding, b_words, BT, BS)
+    return operand(b_p, SITES.probabilities, DTYPE)
 
 
 @triton.jit
@@ -210,17 +342,15 @@ def three_parts(b_x):
 
 
 @triton.jit
-def round_scores(
-    b_s, m_s, scale, softcap, SCORES: tl.constexpr, SOFTCAP: tl.constexpr, FOLD: tl.constexpr, MASKED: tl.constexpr
-):
+def round_scores(b_s, m_s, scalars, SITES: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """S from Q K^T: scaled, soft-capped, rounded, masked. But for SCALED the scale is left to the exponential."""
-    if FOLD == SCALED:
-        b_s = scale * b_s
+    if SITES.exponent == SCALED:
+        b_s = scalars.scale * b_s
         if SOFTCAP:
-            b_t = tl.exp2(tl.abs(b_s / softcap) * (-2 * LOG2_E))
-            b_t = softcap * ((1 - b_t) / (1 + b_t))
+            b_t = tl.exp2(tl.abs(b_s / scalars.softcap) * (-2 * LOG2_E))
+            b_t = scalars.softcap * ((1 - b_t) / (1 + b_t))
             b_s = tl.where(b_s < 0, -b_t, b_t)
-        b_s = round_to(b_s, SCORES)
+        b_s = round_to(b_s, SITES.scores)
     if MASKED:
         b_s = tl.where(m_s, b_s, -float("inf"))
     return b_s
@@ -330,34 +460,32 @@ def several_close(b_s, b_top, tolerance):
 
 
 @triton.jit
-def shifted_row_max(b_r, m_tied, beta, cap, ROW_MAX: tl.constexpr):
-    """``stabilise.tile_row_max`` from the row maximum r and whether it is tied; any unit of S, if ``cap`` is in it too."""
-    b_shift = tl.where(b_r > 0, (beta - 1) * b_r, -b_r)
+def shifted_row_max(b_r, m_tied, limits, ROW_MAX: tl.constexpr):
+    """``stabilise.tile_row_max`` from the row maximum r and whether it is tied; any unit of S, if ``limits.cap`` is in it too."""
+    b_shift = tl.where(b_r > 0, (limits.beta - 1) * b_r, -b_r)
     if ROW_MAX == STABILISED_SAFE:
-        b_shift = tl.minimum(b_shift, cap)
+        b_shift = tl.minimum(b_shift, limits.cap)
     return tl.where(m_tied & (b_r > -float("inf")), b_r + b_shift, b_r)
 
 
 @triton.jit
-def hidden_row_max(b_r, ROW_MAX: tl.constexpr, VISITED: tl.constexpr):
+def hidden_row_max(b_r, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
     """The row normaliser [BT] of a tile, 0 where the row sees none of it, VISITED and STABILISED (``stabilise.tile_row_max``)."""
-    if VISITED and ROW_MAX == STABILISED:
+    if HIDDEN_TILES == VISITED and ROW_MAX == STABILISED:
         b_r = tl.where(b_r == -float("inf"), 0.0, b_r)
     return b_r
 
 
 @triton.jit
-def least_row_sum(
-    b_f, b_r, m_tied, b_m, floor, beta, cap, unit, ROW_MAX: tl.constexpr, STATISTICS: tl.constexpr,
-    VISITED: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
+def least_row_sum(b_f, b_r, m_tied, b_m, limits, unit, SITES: tl.constexpr):
     """``flash_reference._RowSumFloor.of_tile`` [BT] from the plain row maximum r, whether it is tied, and the new m; and the running m
     that STABILISED would have, b_f, which counts where rows are SCALED_DOWN."""
-    b_least = tl.full(b_r.shape, floor, tl.float32)
-    if ROW_MAX == SCALED_DOWN:
-        b_shifted = hidden_row_max(shifted_row_max(b_r, m_tied, beta, cap, STABILISED), STABILISED, VISITED)
-        b_f = round_to(tl.maximum(b_f, b_shifted), STATISTICS)
-        b_least *= tl.minimum(rescaling(b_f, b_m, unit, FOLD), LARGEST)
-    if not VISITED:
+    b_least = tl.full(b_r.shape, limits.floor, tl.float32)
+    if SITES.row_max == SCALED_DOWN:
+        b_shifted = shifted_row_max(b_r, m_tied, limits, STABILISED)
+        b_shifted = hidden_row_max(b_shifted, STABILISED, SITES.hidden_tiles)
+        b_f = round_to(tl.maximum(b_f, b_shifted), SITES.statistics)
+        b_least *= tl.minimum(rescaling(b_f, b_m, unit, SITES.exponent), LARGEST)
+    if SITES.hidden_tiles == SKIPPED:
         b_least = tl.where(b_r > -float("inf"), b_least, 0.0)
     return b_f, b_least
