@@ -307,7 +307,7 @@ def on_a_gpu(steps: int, folder: str, options: list[str]) -> int:
         "--run.steps": steps,
         "--run.log-every": 1,
     }
-    command = [sys.executable, "train.py", "configs/fast_failure.py", *options]
+    command = [sys.executable, "train.py", "configs/fast_failure.py", "--speed.reference", *options]
     done = subprocess.run([*command, *(str(x) for pair in arguments.items() for x in pair)], cwd=ROOT)
     if done.returncode:
         return done.returncode
