@@ -36,7 +36,7 @@ PRESETS = Path(__file__).parent / "configs"
 
 def from_json(kind: Any, content: Any, where: str = "") -> Any:
     """The config that ``to_json`` wrote, of dataclass ``kind``. Raises ``UserError`` for unknown keys or values of another type."""
-    if kind is TrainConfig and isinstance(content, dict) and "reference" not in (content.get("speed") or {"reference"}):
+    if kind is TrainConfig and isinstance(content, dict):
         content = upgraded(content)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
@@ -139,6 +139,7 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     """``config`` with fields replaced as typed on the command line."""
     if not arguments:
         return config
+    arguments = list(itertools.chain(*map(_switched, arguments, [*arguments[1:], "--"])))
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -147,6 +148,14 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
         if not stop.code:
             raise
         raise _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
+
+
+def _switched(argument: str, following: str) -> list[str]:
+    """``--run.resume`` was a switch, and by itself still says yes."""
+    if argument == "--run.no-resume":
+        return ["--run.resume", "no"]
+    bare = argument == "--run.resume" and following.startswith("--")
+    return [argument, "yes"] if bare else [argument]
 
 
 def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:

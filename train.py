@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -22,6 +22,7 @@ from training import distributed, throughput
 from training.distributed import Distributed
 from training.phases import probe, rate_of, recover, switch_attention, take_step, validate
 from training.run import Run, close, open_run, save
+from training.signals import EXIT_GO_ON, Leaving
 from training.step import Taken
 
 READ_EVERY = {"cpu": 1, "cuda": 16}
@@ -49,15 +50,16 @@ def see_through(config: TrainConfig, place: Distributed) -> None:
     run = open_run(config, place)
     try:
         announce(run)
-        loop(run)
+        with Leaving() as leaving:
+            loop(run, leaving)
     except BaseException:
         close(run, finished=False)
         raise
     close(run, finished=True)
 
 
-def loop(run: Run) -> None:
-    """Train, measure and save, step by step; one extra pass measures and saves the end."""
+def loop(run: Run, leaving: Leaving) -> None:
+    """Train, measure and save, step by step; one extra pass measures and saves the end. Asked to leave, it saves and exits."""
     config, last = run.config, run.config.run.steps
     step = saved = run.start_step
     with tqdm(total=last, initial=step, unit="step", disable=not (run.place.is_main and sys.stderr.isatty())) as bar:
@@ -78,14 +80,16 @@ def loop(run: Run) -> None:
             run.pending.add(taken, take_step(run, step))  # the device works on it; nobody waits
             taken.row["data_digest"] = run.batches.digest()
             step += 1
-            if must_know(run, step):
+            if must_know(run, step) or (leaving.asked and run.place.world_size == 1):
                 step = report(run, step, bar)
                 saved = min(saved, step)
+                if step < last and distributed.any_rank(bool(leaving.asked)):
+                    leave(run, step, step > saved)
             bar.update(step - bar.n)
     run.metrics.log(step, **row)
     run.place.say(line(step, row))
     if row.get("alarm") == "stop":
-        further = "--run.resume --alarm.response log goes on from the checkpoint of this step"
+        further = "--run.resume yes --alarm.response log goes on from the checkpoint of this step"
         run.place.say(f"step {step}: stopped by the alarm; {further}")
         raise SystemExit(1)
 
@@ -128,6 +132,14 @@ def report(run: Run, step: int, bar: tqdm) -> int:
             raise SystemExit(1)
     bar.set_postfix_str(f"loss {steps[-1].loss:.4f}")
     return step
+
+
+def leave(run: Run, step: int, unsaved: bool) -> NoReturn:
+    """Save, if that is still to be done, and exit with the code that says: start me again. Every rank must call it."""
+    if unsaved:
+        save(run, step)
+    run.place.say(f"step {step}: asked to leave; saved, and --run.resume yes goes on from here")
+    raise SystemExit(EXIT_GO_ON)
 
 
 def announce(run: Run) -> None:

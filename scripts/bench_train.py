@@ -42,6 +42,7 @@ from model import GPT
 from training import distributed, throughput
 from training.distributed import Distributed
 from training.run import open_run
+from training.signals import Leaving
 
 WARM_UP, PROFILED = 3, 5
 QUIET = {"evaluation.every": 0, "telemetry.every": 0, "checkpoint.every": 0, "data.verify": "size"}
@@ -158,7 +159,7 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
                 mock.patch.object(train, "save", return_value=None),  # the loop saves its end, and every round has one
             ):
                 try:
-                    train.loop(built)
+                    train.loop(built, Leaving())
                 except SystemExit as stop:
                     # The policy for a loss that is not finite: the end of a run, but of no other variant's.
                     raise RuntimeError(said[-1]) from stop

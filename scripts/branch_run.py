@@ -1,7 +1,7 @@
 """A new run that goes on from a checkpoint of another one: what would have become of that, had something been changed there?
 
     python scripts/branch_run.py runs/flash/checkpoints/step_00003000 runs/late
-    python train.py RECIPE --run.name late --run.resume --run.steps 4500 --alarm.switches 3000:1:flash_subtracted
+    python train.py RECIPE --run.name late --run.resume yes --run.steps 4500 --alarm.switches 3000:1:flash_subtracted
 
 The new run has the checkpoint (of a run's folder, the newest) and what was logged before its step, as a resume of the old run would
 keep it: metrics, telemetry and interventions. Left alone it goes on to the same bits. RECIPE and options are the old run's, or
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     without += " and --data.record-tokens" if data["record_tokens"] else ""
     print(f"wrote {args.out}: step {loaded.step} of {old}")
     print(
-        f"it goes on with: python train.py RECIPE --run.name {args.out.name}{place} --run.resume --run.steps N, "
+        f"it goes on with: python train.py RECIPE --run.name {args.out.name}{place} --run.resume yes --run.steps N, "
         f"N above {loaded.step}, RECIPE and other options as for {old}{without}"
     )
     print(f"another attention of a layer from here on: --alarm.switches {loaded.step}:LAYER:PRESET")

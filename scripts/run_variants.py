@@ -82,7 +82,7 @@ class Variant:
 
     def start(self, slot: int, gpu: str | None, logs: Path) -> None:
         """Start or resume the run. ``gpu`` is what its CUDA_VISIBLE_DEVICES is to be; None leaves it as it is."""
-        resume = ["--run.resume"] if self.folder.exists() else []
+        resume = ["--run.resume", "yes"] if self.folder.exists() else []
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.written = self.metrics_written()
         self.slot, self.log = slot, open(logs / f"{self.name}.log", "ab")  # noqa: SIM115

@@ -272,7 +272,7 @@ def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, qui
     loaded = Checkpoints(run / "checkpoints", place.config("stopped").checkpoint).load_newest()
     assert loaded is not None
     assert loaded.step == 9
-    place.train("stopped", {**touchy(), "run.resume": True})
+    place.train("stopped", {**touchy(), "run.resume": "yes"})
     assert weights(run, 20) == weights(quiet, 20)
 
 
@@ -301,7 +301,7 @@ def test_a_resume_from_the_checkpoint_of_an_alarm_has_the_same_record(place: Pla
             place.train("alarmed", fields)
     run = place.runs / "alarmed"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000006"]
-    place.train("alarmed", {**fields, "run.resume": True})
+    place.train("alarmed", {**fields, "run.resume": "yes"})
     assert measured(run) == measured(straight)
 
 
@@ -337,7 +337,7 @@ def test_a_replay_with_the_recorded_switches_has_the_same_bits(place: Place, swi
 def test_a_killed_and_resumed_run_has_the_same_alarms_and_switches(place: Place, switched: Path) -> None:
     fields = touchy(response="switch", switch_to="flash_delta_from_p")
     assert train_and_kill(place, place.config("killed", fields)) == -9
-    killed = place.train("killed", {**fields, "run.resume": True})
+    killed = place.train("killed", {**fields, "run.resume": "yes"})
     assert list(read_lines(killed / "interventions.jsonl")) == list(read_lines(switched / "interventions.jsonl"))
     assert lines(killed) == lines(switched)
     assert weights(killed, 20) == weights(switched, 20)

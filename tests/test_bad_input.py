@@ -112,8 +112,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--run.folder {place}/a_file",
         r"run\.folder: cannot make .*a_file/new \(Not a directory\)",
     ),
-    "resume_without_a_run": ("--run.resume", r"run\.resume = True: expected a checkpoint in .*runs/new/checkpoints"),
-    "resume_without_checkpoint": ("--run.name empty --run.resume", r"run\.resume = True: expected a checkpoint in"),
+    "resume_without_a_run": ("--run.resume", r"run\.resume = 'yes': expected a checkpoint in .*runs/new/checkpoints"),
+    "resume_without_checkpoint": ("--run.name empty --run.resume", r"run\.resume = 'yes': expected a checkpoint in"),
     "resume_with_another_setting": (
         "--run.name plain --data.record {place}/recordings/plain --run.resume --optim.lr 0.5",
         r"optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010",
@@ -286,7 +286,7 @@ def test_full_disk_stops_training_and_leaves_the_last_good_checkpoint(
     assert loaded.step == 10
     assert Recording.open(Path(place.recording("full"))).steps == 20
 
-    place.train("full", {**fields, "run.resume": True})
+    place.train("full", {**fields, "run.resume": "yes"})
     straight = place.train("not_full", {"run.steps": 30})
     assert lines(place.runs / "full") == lines(straight)
     assert weights(place.runs / "full", 30) == weights(straight, 30)

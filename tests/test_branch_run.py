@@ -38,7 +38,7 @@ FIELDS: dict[str, Any] = {
     "checkpoint.keep_last": 9,
     "run.log_every": 2,
 }
-RESUME = {"run.resume": True}
+RESUME = {"run.resume": "yes"}
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,7 @@ def test_a_killed_and_resumed_run_switches_once(place: Place, step: int) -> None
     fields = {**BF16, "alarm.switches": (f"{step}:1:flash_delta_from_p",)}
     straight = place.train(f"straight_{step}", fields)
     assert train_and_kill(place, place.config(f"killed_{step}", fields)) == -9
-    killed = place.train(f"killed_{step}", {**fields, "run.resume": True})
+    killed = place.train(f"killed_{step}", {**fields, "run.resume": "yes"})
     assert lines(killed) == lines(straight)
     assert weights(killed, 20) == weights(straight, 20)
     assert optimizer(killed, 20) == optimizer(straight, 20)
@@ -168,7 +168,7 @@ def test_a_killed_and_resumed_run_switches_once(place: Place, step: int) -> None
 
 def test_a_resumed_run_knows_the_switch_by_its_checkpoint(place: Place, switched_run: Path) -> None:
     place.train("forgetful", {**BF16, **SWITCH, "run.steps": 10})
-    forgetful = place.train("forgetful", {**BF16, "run.resume": True})
+    forgetful = place.train("forgetful", {**BF16, "run.resume": "yes"})
     assert weights(forgetful, 20) == weights(switched_run, 20)
 
 
@@ -176,7 +176,7 @@ def test_a_run_may_be_resumed_into_a_later_switch(place: Place) -> None:
     late = {"alarm.switches": ("10:1:flash_delta_from_p",)}
     straight = place.train("late_straight", {**BF16, **late})
     place.train("late", {**BF16, "run.steps": 10})
-    resumed = place.train("late", {**BF16, **late, "run.resume": True})
+    resumed = place.train("late", {**BF16, **late, "run.resume": "yes"})
     assert weights(resumed, 20) == weights(straight, 20)
     assert interventions(resumed) == interventions(straight)
 
@@ -184,7 +184,7 @@ def test_a_run_may_be_resumed_into_a_later_switch(place: Place) -> None:
 def test_a_switch_in_the_past_of_a_resumed_run_is_refused(place: Place) -> None:
     place.train("past", {**BF16, "run.steps": 10})
     with pytest.raises(UserError, match=r"7:1:flash_delta_from_p.*a step from 10 on"):
-        place.train("past", {**BF16, **SWITCH, "run.resume": True})
+        place.train("past", {**BF16, **SWITCH, "run.resume": "yes"})
 
 
 def test_a_rollback_goes_back_behind_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:

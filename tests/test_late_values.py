@@ -57,7 +57,7 @@ def test_a_resume_reads_at_other_steps_and_has_the_same_bits(place: Place, monke
     fields = {"nonfinite.policy": "skip"}
     straight = place.train("late_straight", fields)
     place.train("late_resumed", {**fields, "run.steps": 10})
-    resumed = place.train("late_resumed", {**fields, "run.resume": True})
+    resumed = place.train("late_resumed", {**fields, "run.resume": "yes"})
     assert lines(resumed) == lines(straight)
     assert weights(resumed, 20) == weights(straight, 20)
 

@@ -31,7 +31,7 @@ from training.step import Taken
 
 ODD = 255
 BAD_BATCH = 14
-RESUME = {"run.resume": True}
+RESUME = {"run.resume": "yes"}
 
 
 def place_of(batch: int) -> int:

@@ -42,7 +42,7 @@ from training.huggingface import export_gpt2
 from training.run import Run
 
 BF16 = {"precision.dtype": "bfloat16"}
-RESUME = {"run.resume": True}
+RESUME = {"run.resume": "yes"}
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_replay_that_is_too_short_to_go_on_is_refused(place: Place) -> None:
 def test_record_of_a_resumed_run_says_so(place: Place) -> None:
     run = place.train("said", {"run.steps": 10})
     place.train("said", RESUME)
-    assert json.loads((run / "config.json").read_text())["config"]["run"]["resume"] is True
+    assert json.loads((run / "config.json").read_text())["config"]["run"]["resume"] == "yes"
 
 
 def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

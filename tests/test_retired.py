@@ -52,7 +52,7 @@ def test_a_published_config_with_the_chunked_loss_reads_as_todays_default() -> N
 def test_a_config_from_before_there_was_speed_is_of_the_reference_operators() -> None:
     content = configuration.to_json(TrainConfig())
     del content["speed"]
-    assert upgraded(content)["speed"] == {"reference": True}
+    assert upgraded(content, goes_on_from="step_8")["speed"] == {"reference": True}
 
 
 def test_what_is_written_today_stays_as_it_is() -> None:
@@ -125,12 +125,12 @@ def test_a_run_from_before_goes_on_to_the_same_bits(place: Place) -> None:
     with pytest.raises(
         UserError, match=r"^speed\.reference = False: expected True, as in the checkpoint .*step_00000010$"
     ):
-        place.train("before", {"run.resume": True})
-    place.train("before", {"run.resume": True, "speed.reference": True})
+        place.train("before", {"run.resume": "yes"})
+    place.train("before", {"run.resume": "yes", "speed.reference": True})
     assert weights(run, 20) == weights(straight, 20)
 
 
 def test_a_run_of_an_operator_that_is_gone_is_refused(place: Place) -> None:
     aged(place.train("operator", {"run.steps": 10}), fused_norm=True)
     with pytest.raises(UserError, match=r"^speed\.fused_norm = True: expected False to go on from .*step_00000010"):
-        place.train("operator", {"run.resume": True, "speed.reference": True})
+        place.train("operator", {"run.resume": "yes", "speed.reference": True})

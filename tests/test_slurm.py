@@ -47,4 +47,4 @@ def test_torchrun_is_told_the_nodes_and_where_to_meet(told: list[str]) -> None:
 def test_the_arguments_are_train_pys(told: list[str]) -> None:
     args = get_args_parser().parse_args(told)
     assert Path(args.training_script) == ROOT / "train.py"
-    assert args.training_script_args == ["configs/gpt2_paper.py", "--run.name", "two words"]
+    assert args.training_script_args == ["configs/gpt2_paper.py", "--run.name", "two words", "--run.resume", "auto"]

@@ -339,7 +339,7 @@ def test_a_killed_and_resumed_run_has_the_telemetry_of_a_straight_one(place: Pla
     fields = {**BF16, "telemetry.every": 3}
     straight = place.train("straight", fields)
     assert train_and_kill(place, place.config("killed", fields)) == -9
-    killed = place.train("killed", {**fields, "run.resume": True})
+    killed = place.train("killed", {**fields, "run.resume": "yes"})
     assert timeless(killed) == timeless(straight)
     assert lines(killed) == lines(straight)
 

@@ -290,7 +290,7 @@ def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.M
     runs: list[weakref.ref[Run]] = []
     alive_at_stop: list[bool] = []
 
-    def fails(run: Run) -> None:
+    def fails(run: Run, leaving: object) -> None:
         runs.append(weakref.ref(run))
         raise SystemExit(1)
 

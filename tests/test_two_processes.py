@@ -106,7 +106,7 @@ def test_killed_and_resumed_equals_straight(place: Place, two: Path) -> None:
     assert train_and_kill(place, config_of(place, "run", "runs", {}), processes=2) != 0
     killed = place.runs / "run"
     assert not (killed / "checkpoints/step_00000020").exists()
-    torchrun(place, "run", "runs", {"run.resume": True})
+    torchrun(place, "run", "runs", {"run.resume": "yes"})
     assert lines(killed) == lines(two)
     assert weights(killed, 30) == weights(two, 30)
     assert optimizer(killed, 30) == optimizer(two, 30)

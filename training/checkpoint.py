@@ -123,7 +123,7 @@ class Checkpoints:
         aside = self.folder / f".{_name(step)}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
+            self.clear()
             aside.mkdir()
             sums = {name: _write(aside / name, content) for name, content in contents.items()}
             _write(aside / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
@@ -185,8 +185,8 @@ class Checkpoints:
                 found[int(match[1] or match[2])] = path
         return found
 
-    def _clear(self) -> None:
-        """Remove what a killed save left. Loading does not: the folder may be another, living process's."""
+    def clear(self) -> None:
+        """Remove what a killed save or deletion left. Loading does not: the folder may be another, living process's."""
         counted = set(self._found().values())
         for path in (*self.folder.glob(".step_*.tmp"), *self.folder.glob(".step_*.old")):
             if path not in counted:

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,10 +25,12 @@ from errors import UserError, invalid
 from files import write_json
 from training import distributed
 from training.intervention import INTERVENTIONS_FILE
-from training.metrics import METRICS_FILE, read_lines
+from training.metrics import METRICS_FILE, WANDB_ID_FILE, read_lines
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
+# What a start may leave in a run's folder before its config.json is there.
+_OF_A_START = (LOCK_FILE, "config.json.tmp", "wandb", WANDB_ID_FILE, f"{WANDB_ID_FILE}.tmp")
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
 # A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
 # What is computed stays as it was; that a data set in another place is the same one, its digest shows.
@@ -88,7 +91,7 @@ def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[s
     earlier: list[dict[str, Any]] = []
     if path.is_file():
         found = _read_record(path)
-        resumed = found["config"]["run"]["resume"]
+        resumed = found["config"]["run"]["resume"] in (True, "yes")
         before = {"from_step": None if resumed else 0, **{name: found.get(name) for name in facts}}
         earlier = found.get("sessions", [before])
     return [*earlier, {"from_step": from_step, **facts}]
@@ -120,7 +123,7 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
     if not path.is_file():
         first = f"remove {folder} and " if folder.exists() else ""
         raise invalid(
-            "run.resume", True, f"a checkpoint in {checkpoints}, and there is none: {first}start the run anew"
+            "run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {first}start the run anew"
         )
     config = _read_record(path)["config"]
     # The line of a step follows its checkpoint.
@@ -129,7 +132,7 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
     last = max((row["step"] for row in read_lines(metrics)), default=0) if metrics.exists() else 0
     if last >= due:
         gone = f"a checkpoint in {checkpoints}; they are gone, while {metrics} goes to step {last}"
-        raise invalid("run.resume", True, f"{gone}: choose another name, or remove {folder} and start the run anew")
+        raise invalid("run.resume", "yes", f"{gone}: choose another name, or remove {folder} and start the run anew")
 
 
 def check_logs(folder: Path) -> None:
@@ -154,9 +157,34 @@ def _read_record(path: Path) -> dict[str, Any]:
     return content
 
 
+def exists(folder: Path, is_main: bool) -> bool:
+    """Whether a run has begun in ``folder``, as rank 0 sees it: the answer of all ranks. What a kill left of a start is removed.
+
+    Raises ``UserError`` for a folder that no run has made. Every rank must call it.
+    """
+    failure, there = None, False
+    try:
+        there = is_main and folder.exists() and not _removed_as_half_made(folder)
+    except UserError as error:
+        failure = error
+    if distributed.any_rank(failure is not None):
+        raise failure or UserError(f"run.name = {folder.name!r}: rank 0 cannot use {folder}")
+    return distributed.any_rank(there)
+
+
+def _removed_as_half_made(folder: Path) -> bool:
+    if any((folder / name).exists() for name in ("config.json", "checkpoints")):
+        return False
+    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in _OF_A_START):
+        raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is none, with {foreign[0]} in it")
+    with lock(folder):  # refused where another process is about to train it
+        shutil.rmtree(folder)
+    return True
+
+
 def taken(folder: Path) -> UserError:
     """What to tell somebody whose new run would go where another one is."""
-    return UserError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume to go on")
+    return UserError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
 
 
 def make_folder(folder: Path) -> None:

@@ -36,9 +36,11 @@ def upgraded(content: dict[str, Any], goes_on_from: object = None) -> dict[str, 
     Raises ``UserError`` for a value that today's code does not compute with.
     """
     result = {name: dict(section) if isinstance(section, dict) else section for name, section in content.items()}
+    speed, run = result.get("speed"), result.get("run")
+    plain = not (isinstance(speed, dict) and speed.get("loss_chunk"))
     for field, alike in RETIRED.items():
         section, name = field.split(".")
-        if name not in (result.get(section) or {}):
+        if not (isinstance(result.get(section), dict) and name in result[section]):
             continue
         value = result[section].pop(name)
         if goes_on_from is not None and alike is not ANY and value not in alike:
@@ -46,8 +48,10 @@ def upgraded(content: dict[str, Any], goes_on_from: object = None) -> dict[str, 
             raise invalid(
                 field, value, f"{expected} to go on from {goes_on_from}: commit c487be1 has what else it could be"
             )
-    speed = result.setdefault("speed", {}) if isinstance(result.get("speed", {}), dict) else {}
-    if "reference" not in speed:
-        plain = not (content.get("speed") or {}).get("loss_chunk", 0)
-        speed["reference"] = plain
+    if goes_on_from is not None:
+        speed = result.setdefault("speed", {})
+    if isinstance(speed, dict):
+        speed.setdefault("reference", plain)
+    if isinstance(run, dict) and isinstance(run.get("resume"), bool):  # it was a switch
+        run["resume"] = "yes" if run["resume"] else "no"
     return result

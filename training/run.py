@@ -94,9 +94,13 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
     if config.wandb.mode != "disabled":
         import_wandb(config.wandb)  # its absence must show before anything is written
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    resume = config.run.resume
+    goes_on = record.exists(folder, place.is_main) if resume == "auto" else resume == "yes"
     with contextlib.ExitStack() as undo:
         held = undo.enter_context(contextlib.ExitStack())
-        loaded = checkpoint_to_resume(config, place, folder, checkpoints, held, undo)
+        loaded = checkpoint_to_resume(config, place, folder, checkpoints, held, undo) if goes_on else None
+        if not goes_on and folder.exists():
+            raise record.taken(folder)
         resumed = None if loaded is None else Reached(loaded.step, loaded.position)
         interventions = Interventions(
             plans,
@@ -110,7 +114,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
             check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
         batches = open_data(config, place, loaded, undo)
         network = build_network(config, place, interventions.plans, loaded)
-        wandb_run = open_folder(config, place, folder, plans, batches, loaded, held, undo)
+        wandb_run = open_folder(config, place, folder, plans, batches, checkpoints, goes_on, loaded, held, undo)
         interventions.open()
         run = Run(
             config=config,
@@ -151,11 +155,7 @@ def checkpoint_to_resume(
     held: contextlib.ExitStack,
     undo: contextlib.ExitStack,
 ) -> Loaded | None:
-    """The checkpoint to go on from; None for a new run, and for one that has ended before its first. The folder is locked then."""
-    if not config.run.resume:
-        if folder.exists():
-            raise record.taken(folder)
-        return None
+    """The checkpoint that a run goes on from; None where it has ended before its first. Its folder is locked."""
     held.enter_context(record.lock_everywhere(folder, place.is_main, undo))
     record.check_logs(folder)
     loaded = checkpoints.load_newest()
@@ -174,7 +174,8 @@ def checkpoint_to_resume(
 
 def open_data(config: TrainConfig, place: Distributed, loaded: Loaded | None, undo: contextlib.ExitStack) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
-    resume_at = loaded.position if loaded is not None else 0 if config.run.resume else None
+    # At 0 a recording that this run had begun is begun again.
+    resume_at = loaded.position if loaded is not None else None if config.run.resume == "no" else 0
     new_recording = place.is_main and config.data.record and not Path(config.data.record).exists()
     batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
     if new_recording:
@@ -225,6 +226,8 @@ def open_folder(
     folder: Path,
     plans: tuple[LayerPlan, ...],
     batches: Batches,
+    checkpoints: Checkpoints,
+    goes_on: bool,
     loaded: Loaded | None,
     held: contextlib.ExitStack,
     undo: contextlib.ExitStack,
@@ -234,7 +237,7 @@ def open_folder(
     content = {"config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     if place.is_main:
-        if not config.run.resume:
+        if not goes_on:
             record.make_folder(folder)
             held.enter_context(record.lock(folder))
             undo.callback(shutil.rmtree, folder)
@@ -250,7 +253,9 @@ def open_folder(
         enabled=place.is_main,
     )
     if place.is_main:
-        if config.run.resume and loaded is None:
+        if goes_on:
+            checkpoints.clear()
+        if goes_on and loaded is None:
             place.say(f"{folder}: no checkpoint yet; starting from step 0")
             record.clear(folder)
         elif loaded is not None and loaded.step == config.run.steps:

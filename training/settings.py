@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from attention.plan import AttentionConfig
 from data.batches import DataConfig
@@ -25,6 +25,8 @@ from training.precision import PrecisionConfig
 from training.speed import SpeedConfig
 from training.telemetry import TelemetryConfig
 
+Resume = Literal["no", "yes", "auto"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -40,8 +42,8 @@ class RunConfig:
     """Of the initial weights and of stochastic rounding; the order of the data has its own, data.seed."""
     device: DeviceChoice = "auto"
     """cuda, cpu, or auto: cuda where torch sees one."""
-    resume: bool = False
-    """Go on from the newest intact checkpoint of this run."""
+    resume: Resume = "no"
+    """no: a new run; yes: go on from the newest intact checkpoint; auto: whichever of them fits what is there, whatever a kill has left."""
     init_from: str = ""
     """Local Hugging Face folder of a GPT-2 to start from, in place of random weights."""
     log_every: int = 1
@@ -54,6 +56,8 @@ class RunConfig:
             raise invalid("run.name", self.name, "letters, digits, '.', '_' and '-', beginning with a letter or digit")
         if not -(2**63) <= self.seed < 2**64:
             raise invalid("run.seed", self.seed, "a whole number from -2**63 to 2**64 - 1, as torch takes them")
+        if self.resume not in get_args(Resume):
+            raise invalid("run.resume", self.resume, get_args(Resume))
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise invalid(f"run.{name}", getattr(self, name), "a whole number of 1 or more")

@@ -1,0 +1,283 @@
+"""One command that starts a run or goes on with it, whatever a kill has left; a run that is asked to leave saves first."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import ROOT, Place, command, environment, lines, new_place, optimizer, train_and_kill, tree, weights
+
+import config as configuration
+import train
+from config import TrainConfig
+from errors import UserError
+from training import record
+from training.run import Run
+from training.signals import EXIT_GO_ON, SIGNALS, Leaving
+
+AUTO = {"run.resume": "auto"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def straight(place: Place) -> Path:
+    """Never interrupted; its recording is ``straight``."""
+    fields = {"run.folder": str(place.folder / "elsewhere"), "data.record": place.recording("straight")}
+    place.train("run", fields)
+    return place.folder / "elsewhere/run"
+
+
+def assert_same_run(place: Place, run: Path, straight: Path, recording: str) -> None:
+    assert lines(run) == lines(straight)
+    assert (weights(run, 20), optimizer(run, 20)) == (weights(straight, 20), optimizer(straight, 20))
+    assert tree(Path(place.recording(recording))) == tree(Path(place.recording("straight")))
+
+
+def fields_of(place: Place, case: str) -> dict[str, Any]:
+    """Of a run called ``run``, as its recording's header has it, in folders of the case's."""
+    return {**AUTO, "run.folder": str(place.folder / case), "data.record": place.recording(case)}
+
+
+# ---- auto
+
+
+def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place, straight: Path) -> None:
+    fields = fields_of(place, "new")
+    place.train("run", fields)
+    run = place.folder / "new/run"
+    assert_same_run(place, run, straight, "new")
+    before = lines(run), weights(run, 20), tree(Path(fields["data.record"]))
+    place.train("run", fields)
+    assert (lines(run), weights(run, 20), tree(Path(fields["data.record"]))) == before
+
+
+def test_auto_goes_on_with_a_killed_run(place: Place, straight: Path) -> None:
+    fields = fields_of(place, "killed")
+    elsewhere = Place.__new__(Place)
+    elsewhere.folder, elsewhere.runs, elsewhere.data = place.folder, place.folder / "killed", place.data
+    assert train_and_kill(elsewhere, place.config("run", fields)) == -9
+    place.train("run", fields)
+    assert_same_run(place, place.folder / "killed/run", straight, "killed")
+
+
+@pytest.mark.parametrize("left", ["recording", "folder", "lock", "config", "first_step"])
+def test_auto_starts_again_whatever_a_start_has_left(
+    place: Place, straight: Path, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = fields_of(place, left)
+    run = place.folder / left / "run"
+
+    def dies(*arguments: Any, **named: Any) -> None:
+        os._exit(9)
+
+    # A child that dies at the place in question leaves what a kill there leaves.
+    where: dict[str, tuple[Any, str]] = {
+        "recording": (record, "make_folder"),
+        "folder": (record, "lock"),
+        "lock": (record, "write_record"),
+        "config": (train, "announce"),
+        "first_step": (train, "take_step"),
+    }
+    child = os.fork()
+    if child == 0:
+        setattr(*where[left], dies)
+        place.train("run", fields)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert Path(fields["data.record"]).exists()
+    assert run.exists() is (left != "recording")
+    assert (run / "config.json").exists() is (left in ("config", "first_step"))
+    place.train("run", fields)
+    assert_same_run(place, run, straight, left)
+
+
+def test_auto_leaves_a_folder_alone_that_no_run_has_made(place: Place) -> None:
+    (place.runs / "papers").mkdir(parents=True)
+    (place.runs / "papers/thesis.tex").write_text("so far")
+    with pytest.raises(UserError, match=r"^run\.name = 'papers': expected a new name, or a run's: .*thesis\.tex in it"):
+        place.train("papers", AUTO)
+    assert (place.runs / "papers/thesis.tex").read_text() == "so far"
+
+
+def test_auto_leaves_a_run_alone_that_another_process_is_about_to_train(place: Place) -> None:
+    (place.runs / "raced").mkdir(parents=True)
+    with record.lock(place.runs / "raced"), pytest.raises(UserError, match="another process is training"):
+        place.train("raced", AUTO)
+
+
+def test_auto_leaves_a_finished_recording_alone(place: Place, straight: Path) -> None:
+    before = tree(Path(place.recording("straight")))
+    fields = {**fields_of(place, "thief"), "data.record": place.recording("straight")}
+    with pytest.raises(UserError, match=r"straight: a finished recording, and this run starts from step 0"):
+        place.train("run", fields)
+    assert tree(Path(place.recording("straight"))) == before
+
+
+def test_what_a_killed_deletion_left_goes_with_the_next_start(place: Place) -> None:
+    run = place.train("pruned")
+    (run / "checkpoints/.step_00000005.tmp").mkdir()
+    place.train("pruned", AUTO)
+    assert not (run / "checkpoints/.step_00000005.tmp").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "resume"),
+    [("--run.resume", "yes"), ("--run.no-resume", "no"), ("--run.resume auto", "auto"), ("--run.resume=no", "no")],
+)
+def test_the_switch_of_before_still_says_yes(typed: str, resume: str) -> None:
+    for words in (typed.split(), [*typed.split(), "--run.steps", "3"]):
+        assert configuration.override(TrainConfig(), words).run.resume == resume
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, "yes"), (False, "no")])
+def test_a_config_with_the_switch_of_before_is_read(before: bool, now: str) -> None:
+    content = configuration.to_json(TrainConfig())
+    content["run"]["resume"] = before
+    del content["speed"]
+    assert configuration.from_json(TrainConfig, content).run.resume == now
+
+
+# ---- asked to leave
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_run_that_is_asked_to_leave_saves_and_goes_on_to_the_same_bits(
+    place: Place, straight: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {**fields_of(place, number.name), "telemetry.every": 0}
+    original = train.take_step
+
+    def asked(run: Run, step: int) -> Any:
+        if step == 7:
+            os.kill(os.getpid(), number)
+        return original(run, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "take_step", asked)
+        with pytest.raises(SystemExit) as left:
+            place.train("run", fields)
+    assert left.value.code == EXIT_GO_ON == 75
+    run = place.folder / number.name / "run"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000008"]
+    assert lines(run)[-1]["step"] == 7
+    assert "step 8: asked to leave; saved" in capsys.readouterr().out
+    place.train("run", fields)
+    assert weights(run, 20) == weights(straight, 20)
+    assert [line["train_loss"] for line in lines(run)[:-1]] == [line["train_loss"] for line in lines(straight)[:-1]]
+    assert tree(Path(fields["data.record"])) == tree(Path(place.recording("straight")))
+
+
+def test_a_run_at_its_last_step_ends_as_ever(place: Place) -> None:
+    original = train.take_step
+
+    def asked(run: Run, step: int) -> Any:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "take_step", asked)
+        run = place.train("at_its_end", {"run.steps": 5})
+    assert (run / "checkpoints/step_00000005").is_dir()
+
+
+TWICE = """
+import os, signal
+from training.signals import Leaving
+with Leaving() as leaving:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(leaving.asked, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("never")
+"""
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "SIGTERM\n")
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Leaving():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+ASKED = """
+import os, signal
+import train
+
+original = train.take_step
+
+def asked(run, step):
+    if step == 7 and run.place.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original(run, step)
+
+train.take_step = asked
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_leave_after_the_same_step(place: Place, tmp_path: Path) -> None:
+    """One of two is asked; the other learns of it."""
+    config = place.config("asked_one", {"data.micro_batch": 2, **AUTO})
+    (tmp_path / "asked.py").write_text(ASKED)
+    preset = str(place.preset_file(config))
+    done = subprocess.run(
+        command(tmp_path / "asked.py", [preset], 2), capture_output=True, text=True, env=environment(), timeout=120
+    )
+    assert done.returncode != 0
+    assert done.stdout.count("asked to leave; saved") == 1, done.stderr
+    assert [path.name for path in (place.runs / "asked_one/checkpoints").iterdir()] == ["step_00000008"]
+    again = subprocess.run(
+        command(ROOT / "train.py", [preset], 2), capture_output=True, text=True, env=environment(), timeout=120
+    )
+    assert again.returncode == 0, again.stderr
+    straight = place.config("asked_none", {"data.micro_batch": 2})
+    arguments = [str(place.preset_file(straight))]
+    subprocess.run(command(ROOT / "train.py", arguments, 2), check=True, env=environment(), timeout=120)
+    assert weights(place.runs / "asked_one", 20) == weights(place.runs / "asked_none", 20)
+
+
+@pytest.mark.slow
+def test_one_command_in_a_loop_comes_to_the_end(place: Place, straight: Path) -> None:
+    """Killed at random moments, from the start of the process on, until it ends by itself."""
+    fields = {**fields_of(place, "supervised"), "checkpoint.every": 1, "evaluation.every": 10}
+    arguments = command(ROOT / "train.py", [str(place.preset_file(place.config("run", fields)))])
+    began, kills = time.monotonic(), 0
+    subprocess.run([sys.executable, "-c", "import train"], check=True, env=environment(), cwd=ROOT)
+    start = time.monotonic() - began
+    generator = random.Random(1)
+    for _ in range(200):
+        with subprocess.Popen(
+            arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment()
+        ) as process:
+            try:
+                code = process.wait(timeout=start * generator.uniform(0.8, 2.0) + 0.1 * min(kills, 20))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                kills += 1
+                continue
+            assert process.stderr is not None
+            assert code == 0, process.stderr.read().decode()
+            break
+    assert kills > 3
+    run = place.folder / "supervised/run"
+    assert weights(run, 20) == weights(straight, 20)
+    assert tree(Path(fields["data.record"])) == tree(Path(place.recording("straight")))
