@@ -6,22 +6,20 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from attention.user_error import UserError, invalid
 
-class UserError(Exception):
-    """Something the user can mend. The message is one line and stands without a traceback."""
-
-    def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
-
-
-def invalid(field: str, value: object, expected: str | Iterable[object]) -> UserError:
-    """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices."""
-    choices = expected if isinstance(expected, str) else "one of " + ", ".join(str(e) for e in expected)
-    return UserError(f"{field} = {value!r}: expected {choices}")
+__all__ = [
+    "OneLineParser",
+    "UserError",
+    "check_place",
+    "exit_on_user_error",
+    "first_line",
+    "invalid",
+]
 
 
 def check_place(path: Path, option: str) -> None:

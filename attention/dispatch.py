@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.backends import BACKENDS
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
-from errors import UserError
+from attention.user_error import UserError
 
 
 def run(

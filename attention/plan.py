@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attention.backends import BACKENDS, Call, obstacle
 from attention.numerics import BASES, FLASH, Numerics, numerics_from_key, parse_site
 from attention.presets import PRESETS
-from errors import UserError, invalid
+from attention.user_error import UserError, invalid
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +205,7 @@ def check(
     """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can."""
     import torch
 
-    from attention.tiles import FORMAT_OF
+    from attention.reference.tiles import FORMAT_OF
 
     kind, fmt = torch.device(device).type, FORMAT_OF[dtype]
     for plan in plans:

@@ -16,7 +16,7 @@ import torch
 from attention.numerics import Numerics
 from attention.plan import AttentionSpec
 from attention.presets import PRESETS
-from attention.tiles import FORMAT_OF
+from attention.reference.tiles import FORMAT_OF
 from autopsy.measure import Subject
 from autopsy.verdict import Bias, dithered_errors, head_with, measure_bias
 from errors import UserError

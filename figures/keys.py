@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.exact import exact_float32
+from attention.reference.exact import exact_float32
 from attention.rounding import round_to
 from figures import canvas
 from figures.canvas import Drawn

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from attention.triton_numerics import BF16, INTERPRETED, LOG2_E, NEAREST, round_mantissa
+from attention.triton.arithmetic import BF16, INTERPRETED, LOG2_E, NEAREST, round_mantissa
 
 
 @triton.jit

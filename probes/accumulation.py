@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
-from attention.exponent import exponent_of
 from attention.plan import HeadGroup
+from attention.reference.exact import exact_float32
+from attention.reference.exponent import exponent_of
+from attention.reference.stabilise import tile_row_max
+from attention.reference.tiles import Problem
 from attention.rounding import round_to
-from attention.stabilise import tile_row_max
-from attention.tiles import Problem
 from probes.capture import LayerCapture
 from probes.delta_error import effective_numerics, group_of, over_groups, problem_of
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
+from attention.reference.exact import exact_float32
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
+from attention.reference.exact import exact_float32
 from attention.rounding import round_to
 
 TIE_TOLERANCES = (0.0, 1e-3, 2.0**-9)
@@ -95,7 +95,7 @@ def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
     """Maximum, ties [X, 3] and underflow of each row, of the scores rounded to a format."""
     s_BHRS = round_to(s_BHRS, scores_format)
     max_X = s_BHRS.amax(dim=-1)
-    # The comparison of ``attention.stabilise``, in FP32.
+    # The comparison of ``attention.reference.stabilise``, in FP32.
     ties = [(s_BHRS >= (max_X - tolerance)[..., None]).sum(dim=-1) > 1 for tolerance in TIE_TOLERANCES]
     # m = 2 r_m for r_m > 0 and 0 for r_m < 0: a shift of |r_m| either way.
     underflow_X = ties[1] & (max_X.abs() > FP32_RANGE)

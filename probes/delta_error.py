@@ -25,14 +25,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
-from attention.exponent import exponent_of, probabilities, saved_rows
-from attention.flash_reference import row_deltas
-from attention.flash_reference import row_residuals as reference_row_residuals
 from attention.heads import head_index
 from attention.numerics import FP32, Numerics, numerics_from_key
 from attention.plan import HeadGroup
-from attention.tiles import FORMAT_OF, Problem, Sites, make_problem, o_for_delta
+from attention.reference.exact import exact_float32
+from attention.reference.exponent import exponent_of, probabilities, saved_rows
+from attention.reference.flash import row_deltas
+from attention.reference.flash import row_residuals as reference_row_residuals
+from attention.reference.tiles import FORMAT_OF, Problem, Sites, make_problem, o_for_delta
 from probes.capture import LayerCapture
 
 Reference = Literal["backward", "fp32", "fp64"]
@@ -100,7 +100,7 @@ def delta_errors(
     """delta in low and high precision for each token and head of a layer (arXiv 2510.04212, section 3.2, Figure 5a).
 
     Low precision is, head by head, what the layer's plan says: rowsum(dO * O) with the O that was produced where that O is
-    the one in delta; otherwise what ``attention.flash_reference.row_deltas`` makes of the same q, k, v (a stochastic rounding
+    the one in delta; otherwise what ``attention.reference.flash.row_deltas`` makes of the same q, k, v (a stochastic rounding
     of a separate O is drawn anew: same distribution, other bits than the run's).
     """
     return DeltaError(
@@ -130,7 +130,7 @@ def feature_errors(
 def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
     """r = rowsum(dS) that dQ keeps, [B, H, T], in the units of delta, and each row's mean key P K / rowsum(P), [B, H, T, D], float32.
 
-    Exact arithmetic has r = 0. As ``attention.flash_reference.row_residuals`` has it with the roundings of each head; kernels of torch's
+    Exact arithmetic has r = 0. As ``attention.reference.flash.row_residuals`` has it with the roundings of each head; kernels of torch's
     as they are emulated.
     """
 

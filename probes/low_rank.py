@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
-from attention.exponent import exponent_of
 from attention.plan import HeadGroup
-from attention.tiles import FORMAT_OF
+from attention.reference.exact import exact_float32
+from attention.reference.exponent import exponent_of
+from attention.reference.tiles import FORMAT_OF
 from probes.capture import LayerCapture
 from probes.delta_error import (
     Reference,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from attention.exact import exact_float32
+from attention.reference.exact import exact_float32
 
 FRESH_ITERATIONS, WARM_ITERATIONS = 100, 10
 """Power iterations from a vector that knows nothing, and from that of a probe some steps ago (see ``power_iteration`` for the errors)."""

@@ -211,31 +211,31 @@ SITES = [
     ),
     Mutation(
         "input is the format of q",
-        'if getattr(self, name) == "input"}',
-        'if getattr(self, name) == "inputs"}',
+        'if getattr(n, name) == "input"}',
+        'if getattr(n, name) == "inputs"}',
         "tests/test_sites.py -k input_is",
     ),
 ]
 KERNELS = [
-    kernel("scores", "b_s = round_to(b_s, SCORES)", "b_s = b_s * 1.0"),
+    kernel("scores", "b_s = round_to(b_s, SITES.scores)", "b_s = b_s * 1.0"),
     kernel(
         "statistics",
-        "b_l = round_to(b_alpha * b_l + b_sum, STATISTICS)\n        b_m = b_m_new",
+        "b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)\n        b_m = b_m_new",
         "b_l = b_alpha * b_l + b_sum\n        b_m = b_m_new",
     ),
     kernel(
         "accumulator",
-        "b_scaled = round_to(b_alpha[:, None] * b_acc, ACCUMULATOR)",
-        "b_scaled = round_to(b_acc, ACCUMULATOR)",
+        "b_scaled = round_to(b_alpha[:, None] * b_acc, SITES.accumulator)",
+        "b_scaled = round_to(b_acc, SITES.accumulator)",
     ),
     kernel(
         "delta_sum",
-        "b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), DELTA_SUM)",
+        "b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), SITES.delta_sum)",
         "b_delta = tl.sum(b_do.to(tl.float32) * b_o, 1)",
     ),
     kernel(
         "delta_output residual",
-        "b_o += b_r.to(tl.float32) * residual_unit(b_o, OUTPUT, RESIDUAL, False)",
+        "b_o += b_r.to(tl.float32) * residual_unit(b_o, SITES.output, -SITES.delta_output, False)",
         "b_o += b_r.to(tl.float32) * 0.0",
         of="residual",
     ),
@@ -247,18 +247,18 @@ KERNELS = [
     ),
     kernel(
         "probabilities backward",
-        "b_dv_part = dot(operand(b_p, PROBABILITIES, DTYPE), b_do, b_dv_part)",
+        "b_dv_part = dot(operand(b_p, SITES.probabilities, DTYPE), b_do, b_dv_part)",
         "b_dv_part = dot(operand(b_p, FP32, DTYPE), b_do, b_dv_part)",
         of="probabilities",
     ),
     kernel(
         "score_gradients",
-        "b_dk_part = dot(operand(b_ds, SCORE_GRADIENTS, DTYPE), b_q, b_dk_part)",
+        "b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)",
         "b_dk_part = dot(operand(b_ds, FP32, DTYPE), b_q, b_dk_part)",
     ),
     kernel(
         "gradient_accumulator",
-        "b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, GRADIENT_ACCUMULATOR), b_dv)",
+        "b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, SITES.gradient_accumulator), b_dv)",
         "b_dv = tl.where(m_full, b_dv + b_dv_part, b_dv)",
     ),
     Mutation(

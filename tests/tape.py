@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from attention import flash_reference, standard
+from attention.reference import flash as flash_reference
+from attention.reference import standard
 from training.telemetry_graph import Measurement
 
 ILLEGAL = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::is_nonzero"}

@@ -264,12 +264,12 @@ def test_autocast_and_tf32_settings_do_not_reach_inside(preset: str, device: tor
 
 @pytest.mark.parametrize("preset", ["standard", "flash", "flash_fp32_o"])
 def test_operators_pass_torchs_own_checks(preset: str) -> None:
-    from attention import flash_reference, standard
+    from attention.reference import flash, standard
 
     p = make("random", torch.float32, torch.device("cpu"), (1, 6, 2, 4))
     key = replace(AttentionSpec(preset=preset).resolve(), tile_q=0, tile_k=0).key()
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
-    op = standard._forward if preset == "standard" else flash_reference._forward
+    op = standard._forward if preset == "standard" else flash._forward
     torch.library.opcheck(op, (q, k, v, torch.tensor(0), key, 0.5, True, 0.0))
 
 
@@ -333,7 +333,7 @@ def test_microcosm_numerics_put_o_on_a_one_bit_grid_and_the_fixes_leave_it_there
 
 @pytest.mark.parametrize(("preset", "shrinks"), [("flash_compensated_delta", 64), ("flash_compensated_delta_16", 4096)])
 def test_a_residual_takes_os_rounding_out_of_delta(preset: str, shrinks: int) -> None:
-    from attention.flash_reference import row_deltas
+    from attention.reference.flash import row_deltas
 
     p = make("random", torch.bfloat16, torch.device("cpu"), (2, 64, 3, 32))
     deltas = {

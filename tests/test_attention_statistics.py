@@ -98,9 +98,9 @@ def test_a_row_beyond_the_range_that_is_not_tied_does_not_underflow() -> None:
 
 
 def test_underflow_is_where_the_stabiliser_loses_a_row() -> None:
-    # Against attention/stabilise.py itself: the rows whose exp(S - m) are all below the smallest normal number.
+    # Against attention/reference/stabilise.py itself: the rows whose exp(S - m) are all below the smallest normal number.
     from attention.numerics import Numerics
-    from attention.stabilise import tile_row_max
+    from attention.reference.stabilise import tile_row_max
 
     q, k, _ = operands(seed=5, spread=40.0)
     k[:, 1::2] = k[:, :-1:2]  # pairs of equal keys, so that many rows tie

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.flash_reference import row_deltas
+from attention.reference.flash import row_deltas
 
 TOPS = torch.arange(0x3F00, 0x4180, dtype=torch.int16).view(torch.bfloat16).float()
 N, K, D = 4 * len(TOPS), 8, 64

@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from attention import AttentionConfig, AttentionSpec
 from model import MODEL_PRESETS, CausalSelfAttention
 
-flash_triton = pytest.importorskip("attention.flash_triton")
+ops = pytest.importorskip("attention.triton.ops")
 
 
 class Watch(CustomGraphPass):
@@ -34,10 +34,8 @@ def test_gradients_of_q_k_and_v_are_joined_without_a_copy(monkeypatch: pytest.Mo
     config = MODEL_PRESETS["debug"]
     plan = AttentionConfig(default=AttentionSpec(preset="flash")).resolve(config.n_layer, config.n_head)[0]
     layer = CausalSelfAttention(config, plan)
-    monkeypatch.setattr(flash_triton, "launch_forward", lambda q, k, v, seed, n, *_: flash_triton.empty_outputs(q, n))
-    monkeypatch.setattr(
-        flash_triton, "launch_backward", lambda do, q, k, *_: flash_triton.empty_gradients(q, k).zero_()
-    )
+    monkeypatch.setattr(ops, "launch_forward", lambda q, k, v, seed, n, *_: ops.empty_outputs(q, n))
+    monkeypatch.setattr(ops, "launch_backward", lambda do, q, k, *_: ops.empty_gradients(q, k).zero_())
     # In the kernels' place, tensors of their outputs' shapes: only the graph around them matters.
     watch = Watch()
     x_BTC = torch.randn(2, 16, config.n_embd, requires_grad=True)

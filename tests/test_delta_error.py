@@ -10,7 +10,7 @@ import torch
 from layer_captures import make_layer, random_layer, tied_layer
 
 from attention import AttentionRule, AttentionSpec
-from attention.flash_reference import row_deltas
+from attention.reference.flash import row_deltas
 from probes.capture import LayerCapture
 from probes.delta_error import (
     DeltaError,

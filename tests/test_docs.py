@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import config
 from attention.numerics import SITES
-from attention.tables import written
+from attention.readme import written
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTENTION = ROOT / "attention" / "README.md"
@@ -26,7 +26,7 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def test_the_tables_are_those_that_the_declarations_make() -> None:
-    """``python -m attention.tables`` writes them."""
+    """``python -m attention.readme`` writes them."""
     assert written(ATTENTION.read_text()) == ATTENTION.read_text()
 
 

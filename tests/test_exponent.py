@@ -24,10 +24,10 @@ from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.exponent import Folded, Subtracted, Unfused, exponent_of
-from attention.flash_reference import row_deltas
 from attention.numerics import SITES, numerics_from_key
-from attention.tiles import make_problem
+from attention.reference.exponent import Folded, Subtracted, Unfused, exponent_of
+from attention.reference.flash import row_deltas
+from attention.reference.tiles import make_problem
 from errors import UserError
 
 THRESHOLD = 2**16 * math.log(2)
@@ -265,7 +265,7 @@ def test_sites_that_fit_act_in_kernels_as_in_the_reference_and_others_are_refuse
     chosen: dict[str, str], scale: float, softcap: float
 ) -> None:
     """Refused with the site, in one line: only an L that is rounded and not there. Formed in S' only where S, m, l and L are FP32."""
-    numerics = pytest.importorskip("attention.triton_numerics")
+    numerics = pytest.importorskip("attention.triton.arithmetic")
     spec = partial(AttentionSpec, preset="flash_unfused", sites=tuple(f"{k}={v}" for k, v in chosen.items()))
     if chosen["saved_statistics"] == "max_and_sum" and chosen["logsumexp"] != "fp32":
         refused = "^attention numerics saved_statistics = 'max_and_sum': expected logsumexp where .*$"

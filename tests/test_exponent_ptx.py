@@ -13,7 +13,7 @@ from kernel_tests import INTERPRETED
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 compiler = pytest.importorskip("triton.compiler")
-numerics = pytest.importorskip("attention.triton_numerics")
+numerics = pytest.importorskip("attention.triton.arithmetic")
 
 probabilities, rescaling, row_normaliser = numerics.probabilities, numerics.rescaling, numerics.row_normaliser
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled, though not run")

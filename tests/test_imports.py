@@ -23,9 +23,9 @@ ORDER = [
     "data",
     "model",
     "fused",
-    "attention",
     "files",
     "errors",
+    "attention",
 ]
 
 

@@ -138,7 +138,7 @@ def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
 
 
 @in_interpreter
-def test_the_two_faults_of_the_interpreter_that_triton_numerics_works_around() -> None:
+def test_the_two_faults_of_the_interpreter_that_the_kernels_work_around() -> None:
     """If this fails because Triton mended one, drop the workaround."""
     import triton.language as tl
 
@@ -285,14 +285,14 @@ def test_blocks_fetched_through_descriptors_are_the_same(
     preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of Hopper's copy engine, which the interpreter can walk: lengths that no block divides, and head dim 64."""
-    from attention import standard_triton, triton_backward, triton_forward
+    from attention.triton import backward, forward, two_pass
 
     p = problem("random", device, shape=(1, 70, 1, 64))
     backend = "standard_triton" if preset == "standard" else "flash"
     asked = spec(preset, sites=("tile_q=64", "tile_k=32"), backend=backend)
     plain = run(p, asked)
     allowed = Mock(return_value=True)
-    for module in (triton_forward, triton_backward, standard_triton):
+    for module in (forward, backward, two_pass):
         monkeypatch.setattr(module, "takes_descriptor", allowed)
     through = run(p, asked)
     assert allowed.call_count > 1
@@ -346,11 +346,11 @@ def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None
 
 @pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtracted", "standard"])
 def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> None:
-    from attention import flash_triton, standard_triton
+    from attention.triton import ops, two_pass
 
     p = problem("random", device, shape=(1, 6, 1, 16))
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
-    operator = standard_triton._forward if preset == "standard" else flash_triton._forward
+    operator = two_pass._forward if preset == "standard" else ops._forward
     arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(operator, arguments, test_utils=tests)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.numerics import FORMATS
+from attention.reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM
 from attention.rounding import (
     mantissa_bits,
     philox_4x32,
@@ -21,7 +22,6 @@ from attention.rounding import (
     storage_dtype,
     tile_random_bits,
 )
-from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM
 
 
 def all_patterns(seed: int, count: int = 200_000) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Rows of dS sum to zero in exact arithmetic: ``delta=rowsum_p_dp_normalised`` restores it, ``row_residual`` takes out what is left.
 
-A feature of K that is 1 in every key shows the sum: dQ has scale * rowsum(dS) there. Kernels run as in ``test_flash_triton``.
+A feature of K that is 1 in every key shows the sum: dQ has scale * rowsum(dS) there. Kernels run as in ``test_kernels``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kernel_tests import INTERPRETED, pass_in_the_interpreter, poison_new_tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.flash_blocks import backward_blocks
 from attention.numerics import SITES, Numerics
+from attention.triton.block_sizes import backward_blocks
 from errors import UserError
 
 BLOCKS = ("tile_q=16", "tile_k=16")
@@ -148,7 +148,7 @@ class TestRowSums:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_kernels_agree_with_the_reference(dtype: torch.dtype, sites: tuple[str, ...], chosen: str, device: str) -> None:
-    """By less than a quarter of the reference's own rounding error, or by FP32 noise, as in ``test_flash_triton``."""
+    """By less than a quarter of the reference's own rounding error, or by FP32 noise, as in ``test_kernels``."""
     p = moved(common_keys((1, 70, 2, 16), logit=10.0, dtype=dtype), on(device))
     sites = (*BLOCKS, *sites, f"row_residual={chosen}")
     found, expected = (run(p, AttentionSpec(sites=sites, backend=b)) for b in ("flash", "flash_reference"))

@@ -1,6 +1,6 @@
 """``row_sum_floor``, ``hidden_tiles`` and ``row_max=scaled``: PyTorch and the kernels against Algorithm 3 with a floor, in FP64.
 
-The kernels run in Triton's interpreter, in a pytest of its own, or on a GPU (see ``test_flash_triton``).
+The kernels run in Triton's interpreter, in a pytest of its own, or on a GPU (see ``test_kernels``).
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention.flash_reference import _forward
 from attention.numerics import HARDWARE, PAPER, Numerics
 from attention.plan import AttentionSpec
-from attention.stabilise import tile_row_max
+from attention.reference.flash import _forward
+from attention.reference.stabilise import tile_row_max
 
 PAPER_V2 = AttentionSpec(preset="flash_stable").resolve()
 PAPER_V1 = AttentionSpec(preset="flash_stable_exact_ties").resolve()

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
-from attention.tiles import FORMAT_OF, Sites
+from attention.reference.exact import exact_float32
+from attention.reference.tiles import FORMAT_OF, Sites
 from errors import invalid
 from model import GPT
 from probes.accumulation import one_signed_share

@@ -1,11 +1,11 @@
-"""Rounding sites inside Triton kernels: the device functions that ``flash_triton`` rounds, multiplies and normalises with.
+"""Rounding sites inside Triton kernels: the device functions by which they round, multiply and normalise.
 
 A format is a number, because kernels cannot read text: its explicit mantissa bits, 23 for FP32 (nothing to do), and ``FP16`` for the
 one format whose exponents differ too. Values stay float32 blocks on the coarser grid, as in ``attention/rounding.py``, until a
 product reads them.
 
 Two faults of Triton's CPU interpreter (seen in 3.6.0, 3.8.0 and 3.9.0; tests/test_kernels.py pins both) are met here and in
-``triton_blocks.store_rows``: its product of two BF16 blocks is wrong, and its cast to BF16 truncates. There products read FP32
+``rows.store_rows``: its product of two BF16 blocks is wrong, and its cast to BF16 truncates. There products read FP32
 copies, which is exact, and rounding is integer arithmetic.
 """
 
@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.flash_blocks import boundaries_matter
 from attention.numerics import (
     BACKWARD,
     DELTA,
@@ -34,6 +33,7 @@ from attention.numerics import (
     folds,
 )
 from attention.rounding import RANDOM_BITS, ROUNDS
+from attention.triton.block_sizes import boundaries_matter
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 FP16 = tl.constexpr(0)
@@ -478,7 +478,7 @@ def hidden_row_max(b_r, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
 
 @triton.jit
 def least_row_sum(b_f, b_r, m_tied, b_m, limits, unit, SITES: tl.constexpr):
-    """``flash_reference._RowSumFloor.of_tile`` [BT] from the plain row maximum r, whether it is tied, and the new m; and the running m
+    """``flash._RowSumFloor.of_tile`` [BT] from the plain row maximum r, whether it is tied, and the new m; and the running m
     that STABILISED would have, b_f, which counts where rows are SCALED_DOWN."""
     b_least = tl.full(b_r.shape, limits.floor, tl.float32)
     if SITES.row_max == SCALED_DOWN:

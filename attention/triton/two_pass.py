@@ -1,8 +1,8 @@
-"""Standard attention in Triton without its matrices: P normalised before the product, rounded where ``standard.py`` rounds it.
+"""Standard attention in Triton without its matrices: P normalised before the product, rounded where ``reference/standard.py`` rounds it.
 
 The forward kernel walks the keys twice: once for m and l of a row, once for O = probabilities(P) V with P = exp(S - m) / l. The backward
-pass is that of ``triton_backward``, with m and log l kept apart and delta = rowsum(P * dP). Sums associate otherwise than in
-``standard.py``; every rounding site is the same.
+pass is that of ``backward``, with m and log l kept apart and delta = rowsum(P * dP). Sums associate otherwise than in
+``reference/standard.py``; every rounding site is the same.
 
 Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns of a block; ``p_`` pointers, ``b_`` blocks on chip,
 ``o_`` offsets, ``m_`` masks.
@@ -15,15 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.exponent import log2_scale
-from attention.flash_blocks import Blocks, two_pass_blocks
-from attention.flash_triton import _backward
 from attention.numerics import FORWARD, Numerics, numerics_from_key
+from attention.reference.exponent import log2_scale
+from attention.reference.tiles import FORMAT_OF, OUTPUT_STREAM
 from attention.rounding import storage_dtype
-from attention.tiles import FORMAT_OF, OUTPUT_STREAM
-from attention.triton_backward import apart
-from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
-from attention.triton_numerics import (
+from attention.triton.arithmetic import (
     SCALED,
     STOCHASTIC,
     Scalars,
@@ -39,6 +35,10 @@ from attention.triton_numerics import (
     round_output,
     stored_code,
 )
+from attention.triton.backward import apart
+from attention.triton.block_sizes import Blocks, two_pass_blocks
+from attention.triton.loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
+from attention.triton.ops import _backward
 
 _OUTPUT_STREAM = tl.constexpr(OUTPUT_STREAM)
 

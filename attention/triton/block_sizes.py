@@ -43,7 +43,7 @@ _NARROW = {
     ("queries", 64): Blocks(64, 64, 4, 3, descriptors=True),
     ("queries", 128): Blocks(64, 64, 4, 2, descriptors=True),
 }
-# An operand in float32 against one in BF16 is three products of BF16 operands (``triton_numerics.dot``).
+# An operand in float32 against one in BF16 is three products of BF16 operands (``arithmetic.dot``).
 _SPLIT = {
     "forward": Blocks(64, 64, 4, 2, descriptors=True),
     "tiled": Blocks(64, 32, 4, 2, descriptors=True),

@@ -1,6 +1,6 @@
 """FlashAttention-2 in Triton, with every rounding site of ``Numerics`` a compile-time switch: operators and public function.
 
-The same algorithm, site for site, is in ``flash_reference.py``; the kernels are in ``triton_forward.py`` and ``triton_backward.py``. The
+The same algorithm, site for site, is in ``reference/flash.py``; the kernels are in ``triton/forward.py`` and ``triton/backward.py``. The
 default numerics compile to code with no trace of the others. Both directions are opaque custom operators, so that a compiler that
 fuses casts away never sees them, and use no atomics, so that results repeat to the bit.
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.flash_blocks import backward_blocks, forward_blocks
-from attention.flash_reference import _setup_context
 from attention.numerics import numerics_from_key
-from attention.tiles import FORMAT_OF
-from attention.triton_backward import apart, empty_gradients, launch_backward
-from attention.triton_forward import empty_outputs, launch_forward
+from attention.reference.flash import _setup_context
+from attention.reference.tiles import FORMAT_OF
+from attention.triton.backward import apart, empty_gradients, launch_backward
+from attention.triton.block_sizes import backward_blocks, forward_blocks
+from attention.triton.forward import empty_outputs, launch_forward
 
 
 @torch.library.custom_op("attention::flash_forward", mutates_args=())
@@ -51,7 +51,7 @@ def _backward(
     causal: bool,
     softcap: float,
 ) -> Tensor:
-    """dQ, dK and dV in one tensor (``triton_backward.empty_gradients``). ``o`` and ``counts`` are ``tiles.delta_operands``,
+    """dQ, dK and dV in one tensor (``backward.empty_gradients``). ``o`` and ``counts`` are ``tiles.delta_operands``,
     ``saved`` is L, or m and log2 l."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])

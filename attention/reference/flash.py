@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
-from attention.exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
 from attention.numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
-from attention.rounding import residual, storage_dtype
-from attention.tiles import (
+from attention.reference.exact import exact_float32
+from attention.reference.exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
+from attention.reference.tiles import (
     DELTA_STREAM,
     FORMAT_OF,
     OUTPUT_STREAM,
@@ -33,6 +32,7 @@ from attention.tiles import (
     round_output,
     saved_shape,
 )
+from attention.rounding import residual, storage_dtype
 
 
 class _RowSumFloor:

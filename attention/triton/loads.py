@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.triton_numerics import (
+from attention.triton.arithmetic import (
     BF16,
     INTERPRETED,
     MAX_AND_SUM,

@@ -1,4 +1,4 @@
-"""The tables of README.md, made from the declarations: ``python -m attention.tables`` writes them.
+"""The tables of README.md, made from the declarations: ``python -m attention.readme`` writes them.
 
 Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``); a table is found by the name of its first column.
 """

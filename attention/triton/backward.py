@@ -1,4 +1,4 @@
-"""Backward kernels (Algorithm 2 of FlashAttention-2, arXiv 2307.08691) and their launches; sites as in ``flash_reference._backward_tile``.
+"""Backward kernels (Algorithm 2 of FlashAttention-2, arXiv 2307.08691) and their launches; sites as in ``flash._backward_tile``.
 
 No atomics: one kernel sums dK and dV of a block of columns over the rows, one sums dQ of a block of rows over the columns, so that
 every element is summed by one program in one order. That costs two of seven products more than a joint kernel.
@@ -14,21 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.exponent import log2_scale
-from attention.flash_blocks import Blocks
 from attention.numerics import BACKWARD, DELTA, Numerics
+from attention.reference.exponent import log2_scale
 from attention.rounding import round_to as round_tensor
-from attention.triton_blocks import (
-    block_scores,
-    load_output_rows,
-    load_rows,
-    load_statistics,
-    place,
-    rows_source,
-    store_rows,
-    takes_descriptor,
-)
-from attention.triton_numerics import (
+from attention.triton.arithmetic import (
     CENTRED_KEYS,
     CORRECTED_ROWS,
     FP32,
@@ -53,6 +42,17 @@ from attention.triton_numerics import (
     round_scores,
     round_to,
     stored_code,
+)
+from attention.triton.block_sizes import Blocks
+from attention.triton.loads import (
+    block_scores,
+    load_output_rows,
+    load_rows,
+    load_statistics,
+    place,
+    rows_source,
+    store_rows,
+    takes_descriptor,
 )
 
 

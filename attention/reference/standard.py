@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.exact import exact_float32
 from attention.numerics import numerics_from_key
+from attention.reference.exact import exact_float32
+from attention.reference.tiles import FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
 from attention.rounding import storage_dtype
-from attention.tiles import FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
 
 
 def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:

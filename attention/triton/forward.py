@@ -1,4 +1,4 @@
-"""Forward kernel (Algorithm 1 of FlashAttention-2, arXiv 2307.08691) and its launch; sites as in ``flash_reference._forward_rows``.
+"""Forward kernel (Algorithm 1 of FlashAttention-2, arXiv 2307.08691) and its launch; sites as in ``flash._forward_rows``.
 
 Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns of a block; ``p_`` pointers, ``b_`` blocks on chip,
 ``o_`` offsets, ``m_`` masks.
@@ -11,13 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.exponent import log2_scale
-from attention.flash_blocks import Blocks, walks_tiles
 from attention.numerics import FORWARD, Numerics
+from attention.reference.exponent import log2_scale
+from attention.reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
 from attention.rounding import storage_dtype
-from attention.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
-from attention.triton_blocks import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
-from attention.triton_numerics import (
+from attention.triton.arithmetic import (
     FP32,
     FUSED,
     INTERPRETED,
@@ -57,6 +55,8 @@ from attention.triton_numerics import (
     stored_code,
     weights,
 )
+from attention.triton.block_sizes import Blocks, walks_tiles
+from attention.triton.loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
 _PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)

@@ -1,0 +1,1 @@
+"""The backends in PyTorch: every rounding by name, on any device."""
