@@ -122,7 +122,9 @@ def report(run: Run, step: int, bar: tqdm) -> int:
         }
         special = taken.row.keys() - {"batch", "lr", "data_digest"}
         taken.row |= measured
-        if not taken.finite():
+        if taken.finite():
+            run.guard.finite()
+        else:
             step = recover(run, taken, step)
         if special or not taken.finite() or taken.step % run.config.run.log_every == 0:
             run.metrics.log(taken.step, **taken.row)

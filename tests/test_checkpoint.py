@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import training.checkpoint as checkpoint
 from errors import UserError
+from files import sha256_file
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded, rng_state, set_rng_state
 from training.optim import OptimConfig, build_optimizer
 
@@ -294,6 +295,27 @@ def test_loading_a_damaged_one_by_name_is_refused(tmp_path: Path) -> None:
     flip_a_byte(path / "state.json")
     with pytest.raises(UserError, match=r"step_00000001 is damaged \(the SHA-256 of state\.json differs\)"):
         Checkpoints.load(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("state.json", b"[]"),
+        ("state.json", b'{"format_version": 1}'),
+        ("state.json", b"\xff"),
+        ("model.safetensors", b"12345678"),
+    ],
+)
+def test_what_is_signed_and_cannot_be_read_falls_back_like_what_is_damaged(
+    tmp_path: Path, file: str, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = make(tmp_path, 1, 2)
+    path = checkpoints.folder / "step_00000002"
+    (path / file).write_bytes(content)
+    sums = [f"{sha256_file(path / name)}  {name}\n" for name in checkpoint._FILES]
+    (path / "SHA256SUMS").write_text("".join(sums))
+    assert newest(checkpoints).step == 1
+    assert "its sums are right, and it cannot be read" in capsys.readouterr().err
 
 
 def test_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,60 @@ def test_rollback_passes_over_a_checkpoint_with_broken_weights(place: Place, mon
     assert all(tensor.isfinite().all() for tensor in loaded.model_state.values())
 
 
+def test_rollback_passes_over_a_checkpoint_whose_finite_weights_give_what_is_not(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = train.save
+
+    def huge_at_20(run: Run, step: int) -> None:
+        if (step, run.batches.position) == (20, 20):
+            run.network.raw.transformer.ln_f.weight.data.fill_(3e38)
+        sound(run, step)
+
+    monkeypatch.setattr(train, "save", huge_at_20)
+    run = place.train("rollback_huge", {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5})
+    assert events(run) == [(20, 20, "rollback"), (20, 21, "rollback")]
+    assert [line["batch"] for line in lines(run) if line["step"] == 10] == [10, 22]
+
+
+def spoil_from(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    sound = train.take_step
+
+    def spoiled(run: Run, step: int) -> Any:
+        if run.batches.position == batch:
+            run.network.raw.transformer.ln_f.weight.data.fill_(math.nan)
+        return sound(run, step)
+
+    monkeypatch.setattr(train, "take_step", spoiled)
+
+
+def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_from(monkeypatch, 5)
+    fields = {"nonfinite.policy": "skip", "nonfinite.max_skips": 6, "checkpoint.every": 1, "checkpoint.keep_last": 2}
+    run = stopped(place, "skip_always", fields)
+    assert events(run) == [(step, step, "skip") for step in range(5, 11)] + [(11, 11, "stop")]
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept[:2] == ["step_00000004", "step_00000005"]
+
+
+def test_skips_in_a_row_are_counted_across_a_resume(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_from(monkeypatch, 5)
+    fields = {"nonfinite.policy": "skip", "nonfinite.max_skips": 6, "checkpoint.every": 1}
+    place.train("skip_resumed", {**fields, "run.steps": 8})
+    run = stopped(place, "skip_resumed", {**fields, **RESUME})
+    assert events(run)[-1] == (11, 11, "stop")
+
+
+def test_skips_that_are_not_in_a_row_are_forgotten() -> None:
+    guard = NonFiniteGuard(NonFiniteConfig(policy="skip", max_skips=1))
+    for _ in range(3):
+        assert guard.decide(overflow=False) == "skip"
+        guard.finite()
+    assert [guard.decide(overflow=False), guard.decide(overflow=False)] == ["skip", "stop"]
+
+
 def test_a_resumed_run_still_tells_of_a_rollback_over_its_checkpoint(place: Place) -> None:
     """At step 20 it goes back to step 10 and saves a step 20 of its own; the first one's lines are of no later course than that."""
     switch = AlarmConfig(switches=("20:1:flash_fp32_o",))

@@ -254,6 +254,24 @@ def test_a_damaged_line_is_found_before_anything_is_changed(place: Place, name: 
     assert (tree(run), tree(Path(fields["data.record"]))) == before
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
+def test_a_log_that_takes_no_line_is_found_before_anything_is_changed(
+    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place.train(f"immutable_{name}", {"run.steps": 10})
+    before = tree(run)
+
+    def refuses(path: Any, *mode: Any) -> Any:
+        if Path(path).name == name:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return open(path, *mode)
+
+    monkeypatch.setattr(record, "open", refuses, raising=False)
+    with pytest.raises(UserError, match=rf"{name}: cannot be written \(Operation not permitted\)"):
+        place.train(f"immutable_{name}", RESUME)
+    assert tree(run) == before
+
+
 def test_another_number_of_processes_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.train("alone", {"run.steps": 10})
     two = Distributed(rank=0, local_rank=0, world_size=2, device=distributed.start("cpu").device)

@@ -71,6 +71,10 @@ class Loaded:
     extra: dict[str, Any]
 
 
+class DamagedCheckpointError(UserError):
+    """A checkpoint that is not as it was written, or was written by something else."""
+
+
 class Checkpoints:
     """The checkpoints of one run. One process saves; any number may load, also while it does."""
 
@@ -89,8 +93,9 @@ class Checkpoints:
         position: int,
         config_json: dict[str, Any],
         extra: dict[str, Any],
+        prune: bool = True,
     ) -> Path:
-        """Write the checkpoint of ``step``, then delete what the policy no longer keeps; returns its folder.
+        """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps; returns its folder.
 
         ``optimizer_state`` is a torch optimiser's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
         other dicts must be plain JSON. One of the same step is replaced. Those of later steps belong to a course that
@@ -135,13 +140,14 @@ class Checkpoints:
                 needed = sum(tensor.nbytes for tensor in (*model.values(), *tensors.values(), *rng))
                 raise self._refused(step, needed, error) from error
             raise
-        self._prune(step)
+        if prune:
+            self._prune(step)
         return path
 
     def load_newest(self, before: int | None = None) -> Loaded | None:
         """The newest intact checkpoint (of a step below ``before``, if given), or None where there is none at all.
 
-        Every file's SHA-256 is verified. Damaged ones are passed over, with a warning on stderr that names both.
+        Every file's SHA-256 is verified. DamagedCheckpointError ones are passed over, with a warning on stderr that names both.
 
         Raises:
             UserError: there are checkpoints, and all of them are damaged.
@@ -150,12 +156,14 @@ class Checkpoints:
         for step, path in sorted(self._found().items(), reverse=True):
             if before is not None and step >= before:
                 continue
-            damage = _damage(path)
-            if damage is None:
-                for line in damaged:
-                    print(f"warning: checkpoint {line}; falling back to {path}", file=sys.stderr)
-                return _read(path)
-            damaged.append(f"{path} is damaged ({damage})")
+            try:
+                loaded = Checkpoints.load(path)
+            except DamagedCheckpointError as damage:
+                damaged.append(str(damage))
+                continue
+            for line in damaged:
+                print(f"warning: {line}; falling back to {path}", file=sys.stderr)
+            return loaded
         if damaged:
             raise UserError("no intact checkpoint: " + "; ".join(damaged) + "; start a new run or restore one of them")
         return None
@@ -173,8 +181,14 @@ class Checkpoints:
         """
         damage = _damage(path)
         if damage is not None:
-            raise UserError(f"checkpoint {path} is damaged ({damage})")
-        return _read(path)
+            raise DamagedCheckpointError(f"checkpoint {path} is damaged ({damage})")
+        try:
+            return _read(path)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
+            what = f"{type(error).__name__}: {error}"[:200]
+            raise DamagedCheckpointError(
+                f"checkpoint {path} is damaged (its sums are right, and it cannot be read: {what})"
+            ) from error
 
     def _found(self) -> dict[int, Path]:
         """Step -> folder; an ``.old`` one counts where a kill came before its replacement was in place."""

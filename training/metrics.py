@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import secrets
 import shutil
 import warnings
@@ -108,6 +109,10 @@ class JsonLines:
         if written != len(line):
             raise UserError(f"{self.path}: the disk took only part of the line of step {record['step']}: is it full?")
 
+    def sync(self) -> None:
+        """Bring every line so far to the disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -144,6 +149,11 @@ class Metrics:
         record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
         self._file.append(record)
         self._log_to_wandb(record)
+
+    def sync(self) -> None:
+        """Bring every line so far to the disk, as a checkpoint behind them is."""
+        if self._file is not None:
+            self._file.sync()
 
     def _log_to_wandb(self, record: dict[str, Any]) -> None:
         if self._wandb_run is None:
@@ -215,7 +225,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def drop_lines(path: Path, resumed: Reached, keep: Callable[[dict[str, Any]], bool] = lambda record: False) -> None:
     """Rewrite a file of ``JsonLines`` without the records from behind ``resumed``, less those to ``keep``."""
     kept = [record for record in read_lines(path) if resumed.after(record) or keep(record)]
-    files.write_text(path, "".join(map(_line, kept)))
+    try:
+        files.write_text(path, "".join(map(_line, kept)))
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be rewritten without the lines behind the checkpoint ({error.strerror})"
+        ) from error
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -27,13 +27,15 @@ class NonFiniteConfig:
     """rollback: ... for so many steps after the checkpoint."""
     max_rollbacks: int = 3
     """rollback: after so many, the next one stops the run."""
+    max_skips: int = 100
+    """skip: after so many in a row, the next one stops the run."""
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise invalid("nonfinite.policy", self.policy, get_args(Policy))
         if not 0 < self.lr_scale <= 1:
             raise invalid("nonfinite.lr_scale", self.lr_scale, "above 0, at most 1")
-        for name in ("lr_scale_steps", "max_rollbacks"):
+        for name in ("lr_scale_steps", "max_rollbacks", "max_skips"):
             if getattr(self, name) < 0:
                 raise invalid(f"nonfinite.{name}", getattr(self, name), "0 or more")
 
@@ -72,7 +74,9 @@ class NonFiniteGuard:
         self.nonfinite_steps = 0
         self.overflow_steps = 0
         self.rollbacks = 0
+        self.skips_in_a_row = 0
         self.lr_scaled_until = 0
+        self.went_back_to = -1
 
     def lr_factor(self, step: int) -> float:
         """Factor on the scheduled learning rate of ``step``."""
@@ -84,17 +88,25 @@ class NonFiniteGuard:
             self.overflow_steps += 1
             return "overflow"
         self.nonfinite_steps += 1
-        given_up = self.config.policy == "rollback" and self.rollbacks >= self.config.max_rollbacks
-        return "stop" if given_up else self.config.policy
+        policy, skips = self.config.policy, self.skips_in_a_row
+        given_up = policy == "rollback" and self.rollbacks >= self.config.max_rollbacks
+        given_up |= policy == "skip" and skips >= self.config.max_skips
+        self.skips_in_a_row = skips + 1 if policy == "skip" else 0
+        return "stop" if given_up else policy
+
+    def finite(self) -> None:
+        """Note a step that was finite."""
+        self.skips_in_a_row = 0
 
     def rolled_back(self, to_step: int) -> None:
         """Note a rollback: the learning rate is lowered from ``to_step`` on."""
+        self.went_back_to = to_step
         self.rollbacks += 1
         self.lr_scaled_until = to_step + self.config.lr_scale_steps
 
     def state(self) -> dict[str, int]:
         """Plain numbers for a checkpoint."""
-        names = ("nonfinite_steps", "overflow_steps", "rollbacks", "lr_scaled_until")
+        names = ("nonfinite_steps", "overflow_steps", "rollbacks", "skips_in_a_row", "lr_scaled_until")
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:

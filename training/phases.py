@@ -97,7 +97,7 @@ def recover(run: Run, taken: Taken, following: int) -> int:
     """Follow the config's policy for a step that was not finite: note it in its row, say it; the step to go on with, or ``following``."""
     action = run.guard.decide(taken.overflow)
     if action == "rollback":
-        back = roll_back(run)
+        back = roll_back(run, taken.step)
         action, following = ("stop", following) if back is None else (action, back)
     taken.row["nonfinite"] = action
     what = {

@@ -136,10 +136,14 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
 
 
 def check_logs(folder: Path) -> None:
-    """Raise ``UserError`` for a damaged line in what a run has measured: a resume rewrites these files one after the other."""
+    """Raise ``UserError`` for what a run has measured and is damaged or cannot be written: a resume rewrites one file after the other."""
     for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
         if (folder / name).exists():
             collections.deque(read_lines(folder / name), maxlen=0)
+            try:
+                open(folder / name, "ab").close()
+            except OSError as error:
+                raise UserError(f"{folder / name}: cannot be written ({error.strerror})") from error
 
 
 def clear(folder: Path) -> None:

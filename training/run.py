@@ -314,7 +314,10 @@ def save(run: Run, step: int, *, probed: bool = False) -> None:
                     "switches": run.interventions.state(step),
                     "probed": probed,
                 },
+                # While every step is skipped, the weights may be what is wrong: those from before stay.
+                prune=not run.guard.skips_in_a_row,
             )
+            run.metrics.sync()
     except UserError as error:
         failure = error
     # All processes leave together: one that waits for a dead rank 0 would hang.
@@ -330,10 +333,15 @@ def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, load
     set_rng_state(loaded.rng[place.rank], place.device)
 
 
-def roll_back(run: Run) -> int | None:
-    """Restore the newest checkpoint that is intact and finite, keeping the place in the data; its step, or None where there is none."""
+def roll_back(run: Run, bad_step: int) -> int | None:
+    """Restore the newest checkpoint that is intact and finite, keeping the place in the data; its step, or None where there is none.
+
+    Where ``bad_step`` is the one that the last rollback went back to, the weights of that checkpoint are finite and give what is not: it
+    is passed over for one before it, if there is one.
+    """
     try:
-        loaded = run.checkpoints.load_newest()
+        again = bad_step == run.guard.went_back_to
+        loaded = (run.checkpoints.load_newest(before=bad_step) if again else None) or run.checkpoints.load_newest()
         # Weights that an update broke are saved before the next loss shows it.
         while loaded is not None and not all(bool(t.isfinite().all()) for t in loaded.model_state.values()):
             loaded = run.checkpoints.load_newest(before=loaded.step)
