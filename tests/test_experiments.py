@@ -29,8 +29,7 @@ def test_the_summary_of_runs_is_that_of_their_files(study: str, tmp_path: Path) 
     header = (EXPERIMENTS / study / "summary.csv").read_text().splitlines()[0]
     steps = sorted(set(re.findall(r"_at_(\d+)", header)), key=int)
     summarize_runs.main([str(EXPERIMENTS / study / "runs"), "--out", str(tmp_path), "--at", *steps])
-    for name in ("summary.csv", "summary.md"):
-        assert (tmp_path / name).read_text() == (EXPERIMENTS / study / name).read_text()
+    assert (tmp_path / "summary.csv").read_text() == (EXPERIMENTS / study / "summary.csv").read_text()
 
 
 def test_the_tables_of_fast_failure_are_those_of_its_files() -> None:
