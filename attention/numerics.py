@@ -44,6 +44,7 @@ class Site:
     elsewhere: Any
     conflict: tuple[str, Callable[[Numerics], bool]] | None
     without_softcap: str
+    per_tile: bool
 
     @property
     def is_format(self) -> bool:
@@ -69,6 +70,7 @@ def site(
     elsewhere: Any = None,
     conflict: tuple[str, Callable[[Numerics], bool]] | None = None,
     without_softcap: str = "",
+    per_tile: bool = False,
 ) -> Any:
     """A field of ``Numerics``.
 
@@ -79,9 +81,10 @@ def site(
         backends: which have it. The others refuse all values but ``elsewhere`` (None: ``default``), which is what they do.
         conflict: what is expected where other sites exclude the value, and whether those of a ``Numerics`` do.
         without_softcap: why a soft-cap excludes all values but the default; empty where it does not.
+        per_tile: with all values but ``elsewhere`` the forward pass gives other values where tiles end elsewhere.
     """
     elsewhere = default if elsewhere is None else elsewhere
-    declared = Site(doc, choices, within, acts_in, backends, elsewhere, conflict, without_softcap)
+    declared = Site(doc, choices, within, acts_in, backends, elsewhere, conflict, without_softcap, per_tile)
     return dataclasses.field(default=default, metadata={"site": declared})
 
 
@@ -108,7 +111,7 @@ class Numerics:
 
     inputs: str = _format("input", "Q, K, V as the products read them", acts_in=(FORWARD, DELTA, BACKWARD))
     scores: str = _format("fp32", "S, after scale and soft-cap", acts_in=(FORWARD, DELTA, BACKWARD))
-    statistics: str = _format("fp32", "running m and l", acts_in=(FORWARD,), backends=FLASH)
+    statistics: str = _format("fp32", "running m and l", acts_in=(FORWARD,), backends=FLASH, per_tile=True)
     logsumexp: str = _format("fp32", "L", acts_in=(FORWARD,), backends=FLASH)
     saved_statistics: str = site(
         "logsumexp",
@@ -170,9 +173,9 @@ class Numerics:
     """``rounded``: the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l is. Then O is an average of V
     with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and ``accumulator`` are FP32. The
     backward pass has l in either case, as proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721)."""
-    tile_product: str = _format("fp32", "P_bar V of one tile", acts_in=(FORWARD,), backends=FLASH)
+    tile_product: str = _format("fp32", "P_bar V of one tile", acts_in=(FORWARD,), backends=FLASH, per_tile=True)
     accumulator: str = _format(
-        "fp32", "O_bar, after the rescaling and after the addition", acts_in=(FORWARD,), backends=FLASH
+        "fp32", "O_bar, after the rescaling and after the addition", acts_in=(FORWARD,), backends=FLASH, per_tile=True
     )
     output: str = _format("input", "the O passed to the next layer", acts_in=(FORWARD, DELTA))
     output_rounding: str = site("nearest", "nearest, toward_zero, stochastic", choices=ROUNDINGS, acts_in=(FORWARD,))
@@ -235,6 +238,7 @@ class Numerics:
             "a row_sum_floor above 0, which scales the rows; or another row_max",
             lambda n: n.row_max == "scaled" and not n.row_sum_floor,
         ),
+        per_tile=True,
     )
     """Row normaliser: plain; stabilised (Algorithm 3 of arXiv 2510.04212); stabilised_safe (the same with a bounded shift); scaled: plain,
     but ``row_sum_floor`` counts from the m that ``stabilised`` would have, so that rows come out scaled down as the floor scales them
@@ -264,6 +268,7 @@ class Numerics:
         within=("0 <= floor < 1", lambda floor: 0 <= floor < 1),
         acts_in=(FORWARD,),
         backends=FLASH,
+        per_tile=True,
     )
     """Before it is added to l: ``EPSILON`` = 1e-10 in the published code. It acts where every score of a tile is far below m: where
     ``stabilised`` shifts m by more than 23, l is the floor, and O comes out scaled down."""

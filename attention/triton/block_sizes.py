@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attention.numerics import Numerics
+from attention.numerics import SITES, Numerics
 
 HEAD_DIMS = (16, 32, 64, 128)
 SMALLEST = 16
@@ -56,8 +56,7 @@ _WIDE = {kind: Blocks(64, 32, 4, 1) for kind in ("forward", "tiled", "queries")}
 
 def boundaries_matter(n: Numerics) -> bool:
     """Whether the forward pass rounds or normalises once a tile, so that other tiles would give other values."""
-    coarse = (n.statistics, n.tile_product, n.accumulator) != ("fp32", "fp32", "fp32")
-    return coarse or n.row_max != "plain" or n.row_sum_floor > 0
+    return any(declared.per_tile and getattr(n, name) != declared.elsewhere for name, declared in SITES.items())
 
 
 def tile_obstacle(n: Numerics) -> str | None:
