@@ -173,6 +173,9 @@ class Numerics:
     """``rounded``: the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l is. Then O is an average of V
     with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and ``accumulator`` are FP32. The
     backward pass has l in either case, as proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721)."""
+    tile_sum: str = _format(
+        "fp32", "sum of P_bar over one tile of a row", acts_in=(FORWARD,), backends=FLASH, per_tile=True
+    )
     tile_product: str = _format("fp32", "P_bar V of one tile", acts_in=(FORWARD,), backends=FLASH, per_tile=True)
     accumulator: str = _format(
         "fp32", "O_bar, after the rescaling and after the addition", acts_in=(FORWARD,), backends=FLASH, per_tile=True

@@ -57,6 +57,7 @@ SITES = [
         "torch.maximum(m, exponent.row_max(s))",
     ),
     site("statistics of l", "row_sum = sites.statistics(rescale * row_sum", "row_sum = (rescale * row_sum"),
+    site("tile_sum", "sites.tile_sum(p_bar.sum(dim=-1, keepdim=True))", "p_bar.sum(dim=-1, keepdim=True)"),
     site("logsumexp", "return sites.logsumexp(m + log_l)", "return m + log_l"),
     Mutation(
         "site saved_statistics",
@@ -97,8 +98,8 @@ SITES = [
     ),
     site(
         "divisor",
-        "divisor = sites.statistics(rescale * divisor + weights.sum",
-        "divisor = sites.statistics(rescale * divisor + p_bar.sum",
+        "rescale * divisor + sites.tile_sum(weights.sum",
+        "rescale * divisor + sites.tile_sum(p_bar.sum",
     ),
     site("tile_product", "+ sites.tile_product(product))", "+ product)"),
     site(
@@ -187,8 +188,8 @@ SITES = [
     ),
     Mutation(
         "site row_sum_floor",
-        "p_bar.sum(dim=-1, keepdim=True).clamp(min=least))\n        weights",
-        "p_bar.sum(dim=-1, keepdim=True))\n        weights",
+        "sites.tile_sum(p_bar.sum(dim=-1, keepdim=True)).clamp(min=least))\n        weights",
+        "sites.tile_sum(p_bar.sum(dim=-1, keepdim=True)))\n        weights",
         "tests/test_row_sum_floor.py",
     ),
     site("hidden_tiles", 'hidden=n.hidden_tiles == "visited"', "hidden=False"),
@@ -223,6 +224,7 @@ KERNELS = [
         "b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)\n        b_m = b_m_new",
         "b_l = b_alpha * b_l + b_sum\n        b_m = b_m_new",
     ),
+    kernel("tile_sum", "b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)", "b_sum = tl.sum(b_p, 1)"),
     kernel(
         "accumulator",
         "b_scaled = round_to(b_alpha[:, None] * b_acc, SITES.accumulator)",

@@ -45,6 +45,7 @@ SITES: dict[str, tuple[Row, ...]] = {
     "probabilities_rounding": (Row(BY_DELTA, beside=(M7,)),),
     "products": (Row(BY_DELTA),),
     "divisor": (Row(BY_DELTA, beside=("probabilities=m3",)),),
+    "tile_sum": (Row(ALL),),
     "tile_product": (Row(BY_DELTA),),
     "accumulator": (Row(BY_DELTA),),
     "output": (Row(BY_DELTA, standard="o"),),

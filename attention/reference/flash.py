@@ -74,10 +74,12 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         p_bar = exponent.exp(s, m_new)
         rescale = exponent.rescale(m, m_new)
         least = floor.of_tile(s, m_new, sites)
-        row_sum = sites.statistics(rescale * row_sum + p_bar.sum(dim=-1, keepdim=True).clamp(min=least))
+        row_sum = sites.statistics(rescale * row_sum + sites.tile_sum(p_bar.sum(dim=-1, keepdim=True)).clamp(min=least))
         weights = problem.weights(p_bar, rows, columns, seed)
         if n.divisor == "rounded":
-            divisor = sites.statistics(rescale * divisor + weights.sum(dim=-1, keepdim=True).clamp(min=least))
+            divisor = sites.statistics(
+                rescale * divisor + sites.tile_sum(weights.sum(dim=-1, keepdim=True)).clamp(min=least)
+            )
         else:
             divisor = row_sum
         product = multiply(weights, v[:, :, columns], n.products)

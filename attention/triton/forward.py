@@ -136,7 +136,7 @@ def forward_range(
             b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
             b_p = exponential(b_s, b_m_new[:, None], scalars.unit, FOLD)
         b_alpha = rescaling(b_m, b_m_new, scalars.unit, FOLD)
-        b_sum = tl.sum(b_p, 1)
+        b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
         if SHAPE.FLOOR:
             b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_m_new, limits, scalars.unit, SITES)
             b_sum = tl.maximum(b_sum, b_least)
@@ -147,7 +147,7 @@ def forward_range(
         b_v = operand(b_v, SITES.inputs, DTYPE)
         b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:
-            b_sum = tl.sum(b_p.to(tl.float32), 1)
+            b_sum = round_to(tl.sum(b_p.to(tl.float32), 1), SITES.tile_sum)
             if SHAPE.FLOOR:
                 b_sum = tl.maximum(b_sum, b_least)
             b_d = round_to(b_alpha * b_d + b_sum, SITES.statistics)
@@ -220,6 +220,8 @@ def forward_tile(
         if SITES.divisor == ROUNDED:
             b_rounded_sum += tl.sum(b_p.to(tl.float32), 1)
         b_product = dot(b_p, b_v, b_product, SITES.products == TF32X3)
+    b_sum = round_to(b_sum, SITES.tile_sum)
+    b_rounded_sum = round_to(b_rounded_sum, SITES.tile_sum)
     if SHAPE.FLOOR:
         b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_m_new, limits, scalars.unit, SITES)
         b_sum = tl.maximum(b_sum, b_least)
