@@ -65,6 +65,15 @@ def test_no_retired_field_is_a_field_of_today() -> None:
     assert [field for field in RETIRED if field.split(".")[1] in content[field.split(".")[0]]] == []
 
 
+@pytest.mark.parametrize(
+    "typed",
+    ["--speed.loss-chunk 32768", "--speed.no-fill-memory", "--speed.late-values", "--optim.newton-schulz graph"],
+)
+def test_a_command_of_before_is_told_what_replaced_its_option(typed: str) -> None:
+    with pytest.raises(UserError, match=rf"^{typed.split()[0]} is gone: commit c487be1 had it; .*--speed\.reference"):
+        configuration.override(TrainConfig(), typed.split())
+
+
 def test_reading_needs_no_arithmetic() -> None:
     assert (
         configuration.from_json(TrainConfig, published(fused_norm=True, loss_chunk=64, overlap=True)) == TrainConfig()
