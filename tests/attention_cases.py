@@ -12,6 +12,7 @@ import attention
 from attention import AttentionConfig, AttentionSpec
 
 CASES = ("random", "peaked", "tied", "one_signed_v", "constant")
+PAIRED = "paired"
 
 
 @dataclass
@@ -25,12 +26,14 @@ class Problem:
 
 
 def make(case: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = (2, 40, 3, 16)) -> Problem:
-    generator = torch.Generator().manual_seed(CASES.index(case))
+    generator = torch.Generator().manual_seed((*CASES, PAIRED).index(case))
     q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
     if case == "peaked":
         q, k = q * 4, k * 4
     elif case == "tied":
         k = k[:, :4].repeat(1, shape[1] // 4 + 1, 1, 1)[:, : shape[1]]  # every key returns after four
+    elif case == PAIRED:
+        k = k[:, ::2].repeat_interleave(2, dim=1)[:, : shape[1]]  # ties in one tile, other maxima in the next
     elif case == "one_signed_v":
         v = -v.abs() - 1
     elif case == "constant":

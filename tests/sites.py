@@ -58,7 +58,7 @@ SITES: dict[str, tuple[Row, ...]] = {
     "probability_gradients": (Row(DELTA, standard=DELTA),),
     "score_gradients": (Row(DELTA, standard=DELTA),),
     "row_residual": (
-        Row(DELTA, beside=("delta_output=m3",)),
+        Row(DELTA, beside=("delta_output=m3", "logsumexp=m5")),
         Row("dq", beside=("delta_output=m3",), values=("centred_keys",)),
     ),
     "gradient_accumulator": (Row(GRADIENTS),),

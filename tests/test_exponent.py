@@ -447,24 +447,23 @@ def test_kernels_that_subtract_have_next_to_no_gradients_where_there_are_none(de
         assert a.double().norm() < 1e-2 * b.double().norm(), name
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("flash", "cpu")]
+    if INTERPRETED
+    else [("flash_reference", "cpu"), pytest.param("flash", "cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("exponent", SITES["exponent"].choices)
-def test_kernels_hold_the_shift_of_tied_maxima_to_the_same_cap(exponent: str, device: str) -> None:
+def test_the_shift_of_tied_maxima_is_held_to_the_cap_in_any_unit(exponent: str, backend: str, device: str) -> None:
     """P_bar in BF16 tells shifts apart: where all keys tie at 100 and the cap is 1 it is exp(-1), rounded by 0.2 %; l is not."""
     p = kernel_rows(1.0, device).p
     q, k = (torch.zeros_like(p.q[:1, :16]) for _ in range(2))
-    q[..., 0], k[..., 0] = 10.0, 10.0
+    q[..., 0], k[..., 0] = 20.0, 10.0
     v = torch.ones_like(q)
-    sites = (
-        "row_max=stabilised_safe",
-        "row_max_cap=1",
-        "tile_q=16",
-        "tile_k=16",
-        "output=fp32",
-        f"exponent={exponent}",
-    )
-    plan = AttentionConfig(default=AttentionSpec(sites=sites, backend="flash")).resolve(1, q.shape[2])[0]
-    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device), scale=1.0)
+    form = ("row_max=stabilised_safe", "row_max_cap=1", f"exponent={exponent}")
+    spec = AttentionSpec(sites=(*form, *BLOCKS, "output=fp32"), backend=backend)
+    plan = AttentionConfig(default=spec).resolve(1, q.shape[2])[0]
+    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device), scale=0.5)
     p_bar = torch.tensor(-1.0).exp()
     assert (o[:, 0] - 1).abs().max() < 1e-4
     assert (o[:, 1:] - (p_bar.bfloat16().float() / p_bar).to(device)).abs().max() < 1e-4

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from attention_cases import magnitudes, make, oracle, relative_errors, run
+from attention_cases import PAIRED, magnitudes, make, oracle, relative_errors, run
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, Case, is_format
 from torch import Tensor
@@ -31,8 +31,8 @@ def cases(chosen: list[Case]) -> pytest.MarkDecorator:
 
 @functools.cache
 def results(backend: str, sites: tuple[str, ...], device: str = "cpu") -> tuple[Tensor, ...]:
-    """O, dQ, dK and dV of FP32 inputs with ties, by a preset of the backend."""
-    p = make("tied", torch.float32, torch.device(device), SHAPE)
+    """O, dQ, dK and dV of FP32 inputs whose row maxima are tied and differ from tile to tile, by a preset of the backend."""
+    p = make(PAIRED, torch.float32, torch.device(device), SHAPE)
     preset = "standard" if backend.startswith("standard") else "flash"
     return run(p, AttentionSpec(preset=preset, sites=sites, backend=backend), seed=5)
 
@@ -48,7 +48,7 @@ def moved(found: tuple[Tensor, ...], plain: tuple[Tensor, ...]) -> str:
 
 def apart(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], device: str) -> dict[str, tuple[float, float]]:
     """Distance of two results, and how far it may be: a quarter of the rounding error of the second against FP64, or FP32 noise."""
-    p = make("tied", torch.float32, torch.device(device), SHAPE)
+    p = make(PAIRED, torch.float32, torch.device(device), SHAPE)
     unit = magnitudes(p)
     distances = relative_errors(found, tuple(x.double() for x in expected), unit)
     own = relative_errors(expected, oracle(p), unit)
@@ -103,7 +103,7 @@ def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: 
 @pytest.mark.parametrize("site", [name for name in FIELDS if is_format(name)])
 def test_more_bits_of_a_site_are_a_smaller_error(site: str) -> None:
     """Four bits more are an error of a sixteenth against FP64, in the tensor that the site moves most; one bit off would be 8 or 32."""
-    p = make("tied", torch.float32, torch.device("cpu"), SHAPE)
+    p = make(PAIRED, torch.float32, torch.device("cpu"), SHAPE)
     errors = [
         max(relative_errors(results("flash_reference", (*PLAIN, f"{site}=m{bits}")), oracle(p), magnitudes(p)))
         for bits in (3, 7, 11)
