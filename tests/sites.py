@@ -51,7 +51,10 @@ SITES: dict[str, tuple[Row, ...]] = {
     "output": (Row(BY_DELTA, standard="o"),),
     "output_rounding": (Row(BY_DELTA, standard="o", beside=("output=m3",)),),
     "output_gradient": (Row(GRADIENTS, standard=GRADIENTS),),
-    "delta": (Row(DELTA, beside=("output=m3",)),),
+    "delta": (
+        Row(DELTA, beside=("output=m3",)),
+        Row(DELTA, beside=("output=m3", "logsumexp=m4"), values=("rowsum_p_dp_normalised",)),
+    ),
     "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16")),),
     "delta_rounding": (Row(DELTA, beside=("delta_output=m3",)),),
     "delta_sum": (Row(DELTA, standard=DELTA),),

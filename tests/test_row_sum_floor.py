@@ -34,7 +34,6 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-@pytest.mark.slow
 def test_the_kernels_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(__file__)
 
