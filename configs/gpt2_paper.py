@@ -1,4 +1,6 @@
-"""The failing run of arXiv 2510.04212, section 3.1: GPT-2 124M on OpenWebText, BF16, flash attention; 4 GPUs.
+"""The recipe of arXiv 2510.04212, section 3.1: GPT-2 124M on OpenWebText, BF16, flash attention; 4 GPUs. We have not run it.
+
+The numerics are the base `paper`, our first emulation of the published forward pass; for the published code use `published`.
 
 torchrun --standalone --nproc_per_node=4 train.py configs/gpt2_paper.py --data.record replay_batches/paper --run.name failing
 """
@@ -15,7 +17,7 @@ from training.precision import PrecisionConfig
 config = TrainConfig(
     run=RunConfig(name="gpt2_paper", steps=600_000),
     model=MODEL_PRESETS["gpt2"],
-    # S, row statistics and O_bar in BF16, tiles of 512 x 512: the published implementation.
+    # `paper` is our first emulation of the published forward pass; for the published code use `published`.
     attention=AttentionConfig(default=AttentionSpec(preset="flash", numerics="paper")),
     data=DataConfig(
         dataset="data/tokens/openwebtext",

@@ -1,4 +1,8 @@
-"""The settings in the published code of arXiv 2510.04212: as the paper's, with 16 x 20 sequences a step so that it fits GPUs of 24 GB."""
+"""Batch sizes of the published code of arXiv 2510.04212: 16 x 20 sequences a step, so that it fits GPUs of 24 GB.
+
+All else is gpt2_paper's, its numerics too: `paper`, our first emulation of the published forward pass. For the published code use
+`published`: --attention.default.numerics published
+"""
 
 from dataclasses import replace
 

@@ -2,7 +2,8 @@
 
     python scripts/compare_runs.py runs/failing runs/fixed [runs/...] --out compare.png
 
-The first run is the reference. Prints a table and draws loss, largest W_Q norm, gradient norm and validation loss over steps.
+The first run is the reference. Prints a table: the step of an explosion, the first step whose loss differs, losses, the largest W_Q norm.
+Draws training loss, largest attention logit, gradient norm and validation loss over steps.
 """
 
 from __future__ import annotations
