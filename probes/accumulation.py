@@ -9,7 +9,6 @@ Legend: B batch, T positions (queries), S positions (keys), H heads, D head widt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from attention.reference.tiles import Problem
 from attention.rounding import round_to
 from probes.capture import LayerCapture
 from probes.delta_error import effective_numerics, group_of, over_groups, problem_of
-
-Accumulator = Literal["prefix", "sequential"]
 
 TIE_TOLERANCES = {"exact": 0.0, "1e-3": 1e-3, "2^-9": 2.0**-9}
 """A score this close to its row's maximum repeats it. 2^-9 is where P_bar still rounds to 1 in BF16."""
@@ -44,8 +41,6 @@ class Accumulation:
     """The same of the unrounded P_bar, in FP64."""
     one_S: Tensor
     """bool: P_bar is 1 after rounding."""
-    carry_S: Tensor
-    """bool: adding this key lifts the sum into the next binade, which costs it a bit."""
 
     @property
     def error_S(self) -> Tensor:
@@ -54,15 +49,11 @@ class Accumulation:
 
 
 @torch.no_grad()
-def accumulate(
-    layer: LayerCapture, batch: int, head: int, token: int, feature: int, *, accumulator: Accumulator = "prefix"
-) -> Accumulation:
+def accumulate(layer: LayerCapture, batch: int, head: int, token: int, feature: int) -> Accumulation:
     """The cumulative error of O_bar[token, feature] along the key axis. No tiles: m is the whole row's normaliser.
 
-    ``prefix``: the sum so far from an FP64 accumulation, rounded once: what would be handed on if the keys ended here.
-    ``sequential``: rounded after every addition, the worst case (an accumulator of the low format, key by key). Both
-    round to the format of the layer's output and start from P_bar as P V reads it; S is rounded as the layer's numerics say, and
-    subtracted first in the exact sum alone.
+    The sum so far comes from an FP64 accumulation of P_bar as P V reads it, rounded once to the format of the layer's output: what
+    would be passed on if the keys ended here. S is rounded as the layer's numerics say, and subtracted first in the exact sum alone.
 
     Raises:
         ValueError: an index that the capture does not have.
@@ -83,20 +74,9 @@ def accumulate(
         p_bar_S = _p_bar(problem, rows, columns, layer.rounding_seed)[batch, position, 0]
         v_S = problem.v[batch, position, : token + 1, feature]
     high_S = torch.cumsum(exact_S * v_S.double(), dim=0)
-    low_S = _rounded_sums(p_bar_S * v_S, problem.sites.numerics.output, accumulator)
-    exponent_S = torch.frexp(high_S).exponent
-    carry_S = torch.cat([torch.zeros_like(exponent_S[:1]), exponent_S.diff()]) > 0
-    return Accumulation(p_bar_S, v_S, low_S, high_S, p_bar_S == 1, carry_S & (high_S.roll(1) != 0))
-
-
-def _rounded_sums(terms_S: Tensor, fmt: str, accumulator: Accumulator) -> Tensor:
-    if accumulator == "prefix":
-        return round_to(torch.cumsum(terms_S.double(), dim=0).float(), fmt).double()
-    total, sums = torch.zeros_like(terms_S[:1]), []
-    for term in terms_S.split(1):
-        total = round_to(total + term, fmt)
-        sums.append(total)
-    return torch.cat(sums).double()
+    sum_S = torch.cumsum((p_bar_S * v_S).double(), dim=0)
+    low_S = round_to(sum_S.float(), problem.sites.numerics.output).double()
+    return Accumulation(p_bar_S, v_S, low_S, high_S, p_bar_S == 1)
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,6 @@ class Format:
         units = 2 ** (self.mantissa_bits + 1) - (1 if self.has_infinity else 2)
         return units * power_of_two(top - self.mantissa_bits)
 
-    @property
-    def smallest_normal(self) -> Fraction:
-        return power_of_two(self.least_exponent)
-
-    @property
-    def smallest_subnormal(self) -> Fraction:
-        return power_of_two(self.least_exponent - self.mantissa_bits)
-
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt

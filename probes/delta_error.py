@@ -89,9 +89,9 @@ def effective_numerics(group: HeadGroup) -> Numerics:
     return numerics.with_sites({"delta": "rowsum_p_dp"}) if group.backend == "sdpa_math" else numerics
 
 
-def high_outputs(layer: LayerCapture, *, reference: Reference = "backward") -> Tensor:
+def high_outputs(layer: LayerCapture) -> Tensor:
     """O of every head in high precision, [B, H, T, D]. Measured once, it can be given to the functions below as ``high_BHTD``."""
-    return over_groups(layer, lambda group: high_output(layer, group, reference))
+    return over_groups(layer, lambda group: high_output(layer, group))
 
 
 def delta_errors(
@@ -111,9 +111,7 @@ def delta_errors(
     )
 
 
-def feature_errors(
-    layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None
-) -> Tensor:
+def feature_errors(layer: LayerCapture) -> Tensor:
     """dO[T, d] * (O_lp - O_hp)[T, d], [B, H, T, D]: the error of rowsum(dO * O) by feature (Figures 5b and 5c).
 
     O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP), recomputed), it is the O handed on: the
@@ -121,7 +119,7 @@ def feature_errors(
     """
 
     def products(group: HeadGroup) -> Tensor:
-        return _do(layer, group) * (_low_output(layer, group) - _high(layer, group, reference, high_BHTD))
+        return _do(layer, group) * (_low_output(layer, group) - high_output(layer, group))
 
     return over_groups(layer, products)
 
@@ -145,9 +143,9 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
     return both[..., 0], both[..., 1:]
 
 
-def output_errors(layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None) -> Tensor:
+def output_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor:
     """O_lp - O_hp, [B, H, T, D], of the O inside delta (of the O handed on, where delta has none in it)."""
-    return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, reference, high_BHTD))
+    return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, "backward", high_BHTD))
 
 
 def summarise(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
@@ -212,7 +210,7 @@ def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> t
 
 
 @torch.no_grad()
-def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference) -> Tensor:
+def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference = "backward") -> Tensor:
     """O of a group in high precision, [B, H, T, D]; see the top of this module for ``reference``."""
     numerics = effective_numerics(group)
     if reference == "fp64":

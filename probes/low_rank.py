@@ -26,7 +26,6 @@ from attention.reference.exponent import exponent_of
 from attention.reference.tiles import FORMAT_OF
 from probes.capture import LayerCapture
 from probes.delta_error import (
-    Reference,
     effective_numerics,
     forward_pass,
     high_output,
@@ -74,55 +73,27 @@ def predicted_dw_q_error(error_BHT: Tensor, pk_BHTD: Tensor, x_BTC: Tensor, scal
         return _outer_sum(weighted_BHTD, x_BTC)
 
 
-def direct_dw_q_error(
-    layer: LayerCapture, *, reference: Reference = "backward", score_gradients: str = "fp32"
-) -> Tensor:
-    """dW_Q(hp) - dW_Q(lp) of each head from two backward passes that differ in the O inside delta alone, [H, D, C] float32.
-
-    ``score_gradients`` is the format of dS in both: with ``fp32`` equation 3 holds to FP32 noise, with ``input`` (what
-    kernels do) the rounding of dS adds an error of its own.
-
-    Raises:
-        ValueError: a head whose delta is not rowsum(dO * O).
-    """
-    error_BHTD = over_groups(layer, lambda group: _dq_error(layer, group, reference, score_gradients))
-    with exact_float32(layer.x_BTC.device):
-        return _outer_sum(unrotated(layer, error_BHTD), layer.x_BTC)
-
-
-def high_dw_q(layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None) -> Tensor:
+def high_dw_q(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor:
     """dW_Q of each head with delta from the high-precision O, [H, D, C] float32: what an error is to be compared with.
 
     ``high_BHTD``: that O, where it is known (``delta_error.high_outputs``).
     """
 
     def dq(group: HeadGroup) -> Tensor:
-        o_BHTD = high_output(layer, group, reference) if high_BHTD is None else high_BHTD[:, list(group.heads)]
-        return _dq(layer, group, o_BHTD.transpose(1, 2), "fp32")
+        o_BHTD = high_output(layer, group) if high_BHTD is None else high_BHTD[:, list(group.heads)]
+        return _dq(layer, group, o_BHTD.transpose(1, 2))
 
     with exact_float32(layer.x_BTC.device):
         return _outer_sum(unrotated(layer, over_groups(layer, dq)), layer.x_BTC)
 
 
-def _dq_error(layer: LayerCapture, group: HeadGroup, reference: Reference, score_gradients: str) -> Tensor:
-    """dQ(hp) - dQ(lp) of a group, [B, H, T, D]."""
-    numerics = effective_numerics(group)
-    if numerics.delta != "rowsum_do_o":
-        raise ValueError(f"heads {group.heads} have delta = {numerics.delta}: there is no O in it to replace")
-    high_BTHD = high_output(layer, group, reference).transpose(1, 2)
-    low_BTHD = layer.heads(group)[3]
-    if numerics.delta_output != "output":
-        low_BTHD = forward_pass(layer, group, numerics)[1]
-    return _dq(layer, group, high_BTHD, score_gradients) - _dq(layer, group, low_BTHD, score_gradients)
-
-
 @torch.no_grad()
-def _dq(layer: LayerCapture, group: HeadGroup, o_BTHD: Tensor, score_gradients: str) -> Tensor:
-    """dQ of a group [B, H, T, D] float32, with this O inside delta = rowsum(dO * O)."""
+def _dq(layer: LayerCapture, group: HeadGroup, o_BTHD: Tensor) -> Tensor:
+    """dQ of a group [B, H, T, D] float32, with this O inside delta = rowsum(dO * O) and dS unrounded, so that equation 3 is exact."""
     numerics = effective_numerics(group)
     lse_BHT = forward_pass(layer, group, numerics)[2]
     # FP32 tensors with the input's format at the sites: dQ comes back in the dtype of q, and is not to be rounded.
-    sites = numerics.with_sites({"delta": "rowsum_do_o", "delta_output": "output", "score_gradients": score_gradients})
+    sites = numerics.with_sites({"delta": "rowsum_do_o", "delta_output": "output", "score_gradients": "fp32"})
     key = sites.concrete(FORMAT_OF[layer.q_BTHD.dtype]).key()
     q, k, v, _, do = (x.float() for x in layer.heads(group))
     operator = torch.ops.attention.flash_reference_backward
@@ -166,17 +137,3 @@ def cross_coherence(first: Coherence, second: Coherence) -> Tensor:
 
 def _unit(x_XN: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x_XN.float(), dim=-1)
-
-
-def pull(error_BHT: Tensor, pk_BHTD: Tensor, x_BTC: Tensor) -> Tensor:
-    """How far the terms error[T] (P K)[T]^T X[T] add up: ||their sum||_F / sum of their norms, [H] in 0 .. 1.
-
-    It joins both conditions: alike outer products and a coefficient with a sign of its own. Random signs give about
-    1 / sqrt(N).
-    """
-    with exact_float32(x_BTC.device):
-        weighted_BHTD = error_BHT[..., None].float() * pk_BHTD
-        total_H = _outer_sum(weighted_BHTD, x_BTC).square().sum(dim=(-2, -1)).sqrt()
-        sizes_BHT = weighted_BHTD.norm(dim=-1) * x_BTC.float().norm(dim=-1)[:, None]
-    size_H = sizes_BHT.sum(dim=(0, 2))
-    return total_H / torch.where(size_H > 0, size_H, 1.0)

@@ -188,7 +188,6 @@ def test_an_o_that_is_known_gives_the_same() -> None:
     layer = random_layer(rules=(rule,), spec=PAPER)
     high = high_outputs(layer)
     assert torch.equal(delta_errors(layer, high_BHTD=high).high_BHT, delta_errors(layer).high_BHT)
-    assert torch.equal(feature_errors(layer, high_BHTD=high), feature_errors(layer))
     assert torch.equal(output_errors(layer, high_BHTD=high), output_errors(layer))
 
 

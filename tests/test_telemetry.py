@@ -19,7 +19,7 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.batches import open_batches
 from errors import UserError
 from model import GPT, ModelConfig, initialise
-from probes.alignment import sign_diversity, spectral_alignment, top_singular_vectors
+from probes.alignment import sign_diversity, spectral_alignment
 from probes.capture import capture
 from probes.delta_error import delta_errors
 from probes.spectral import spectral_norm
@@ -194,7 +194,7 @@ def test_a_layer_whose_w_q_follows_its_inputs_has_lost_its_diversity_of_signs() 
             model.w_q(layer).add_(50 * torch.outer(torch.ones(16), mean_C if layer else across_C))
     record = probe_of(model, 4)
     for layer, looked in enumerate(capture(model, *batch(4)[:2], autocast=bf16())):
-        cosine_BT = spectral_alignment(looked.x_BTC, top_singular_vectors(model.w_q(layer))[2])
+        cosine_BT = spectral_alignment(looked.x_BTC, torch.linalg.svd(model.w_q(layer).detach())[2][0])
         assert record["alignment"][layer] == pytest.approx(cosine_BT.abs().mean().item(), rel=1e-4)
         assert record["sign_diversity"][layer] == pytest.approx(sign_diversity(cosine_BT).item(), abs=2 / 64)
     assert record["sign_diversity"][1] == 0 < record["sign_diversity"][0]
@@ -231,7 +231,8 @@ def test_the_growth_of_w_q_by_the_row_residual_is_what_corrected_rows_take_out()
     )
     measured = [to_lists(measure(model, *batch(4), contextlib.nullcontext())[0]) for model in (kept, corrected)]
     for layer in range(2):
-        _, u_C, v_C = top_singular_vectors(kept.w_q(layer))
+        left, _, right = torch.linalg.svd(kept.w_q(layer).detach())
+        u_C, v_C = left[:, 0], right[0]
         gradients = []
         for model in (kept, corrected):
             captured = capture(model, *batch(4)[:2], [layer], autocast=contextlib.nullcontext())[0]
