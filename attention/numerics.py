@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from attention.renamed import RENAMED, today
 from attention.user_error import invalid
 
 DTYPE_FORMATS = ("fp32", "bf16", "fp16")
@@ -128,16 +129,16 @@ class Numerics:
     the first FlashAttention: m and log l, two numbers, and P = exp(S - m) / l with the forward pass's exp(S - m) (site ``exponent``),
     whose rows sum to 1 at any size of the logits; L is not formed."""
     exponent: str = site(
-        "folded",
-        "exp of a difference: folded (FMA), unfused (separate multiply), subtracted (subtract first)",
-        choices=("folded", "subtracted", "unfused"),
+        "fma",
+        "exp of a difference: fma, separate_multiply, subtract_first",
+        choices=("fma", "subtract_first", "separate_multiply"),
         acts_in=(FORWARD, DELTA, BACKWARD),
         backends=FLASH,
-        elsewhere="subtracted",
+        elsewhere="subtract_first",
     )
-    """How exp(S - m) is formed. ``subtracted``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
-    is 1. ``folded``, as most flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
-    to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. ``unfused``, as PyTorch's copy of
+    """How exp(S - m) is formed. ``subtract_first``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
+    is 1. ``fma``, as most flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
+    to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. ``separate_multiply``, as PyTorch's copy of
     FlashAttention-2: exp2(fp32(S' c) - m), exact at the maximum, where both were rounded alike, and elsewhere off by up to a unit of m.
     Both act where S, m, l and L are FP32, there is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is
     subtracted in any case. Where ``saved_statistics`` is L the kernels that subtract fold exp(S - L)."""
@@ -288,6 +289,10 @@ class Numerics:
     tile_k: int = _size("columns of a tile; 0: the whole sequence")
 
     def __post_init__(self) -> None:
+        for old in _RENAMED_VALUES:
+            name, _, value = old.partition("=")
+            if getattr(self, name) == value:
+                object.__setattr__(self, name, today(old).partition("=")[2])
         for name, declared in SITES.items():
             expected = declared.expected(getattr(self, name))
             if expected is not None:
@@ -330,6 +335,7 @@ class Numerics:
         return None
 
 
+_RENAMED_VALUES = tuple(name for name in RENAMED if "=" in name)
 SITES: dict[str, Site] = {field.name: field.metadata["site"] for field in dataclasses.fields(Numerics)}
 """Every declaration by its name, in the order of the table."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Numerics)}
@@ -345,10 +351,10 @@ def _concrete(n: Numerics, dtype: str) -> Numerics:
 def numerics_from_key(key: str) -> Numerics:
     """The ``Numerics`` that ``Numerics.key`` wrote.
 
-    One written before ``exponent`` had a name was folded by the kernels wherever that acts; the bases that round S subtract.
+    One written before ``exponent`` had a name was an FMA in the kernels wherever that acts; the bases that round S subtract.
     """
     sites = json.loads(key)
-    return Numerics(**{"exponent": "folded" if _unrounded(Numerics(**sites)) else "subtracted", **sites})
+    return Numerics(**{"exponent": "fma" if _unrounded(Numerics(**sites)) else "subtract_first", **sites})
 
 
 def _unrounded(n: Numerics) -> bool:
@@ -382,13 +388,15 @@ HARDWARE = Numerics()
 """Flash attention as GPU kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype; the scale
 folded into the exponential."""
 
-PAPER = Numerics(scores="input", statistics="input", exponent="subtracted", tile_product="input", accumulator="input")
+ROUNDED_FORWARD = Numerics(
+    scores="input", statistics="input", exponent="subtract_first", tile_product="input", accumulator="input"
+)
 """What arXiv 2510.04212 says of its code: S, m, l, tile products and O_bar kept in the input's dtype, tiles of 512."""
 
 PUBLISHED = Numerics(
     scores="input",
     statistics="input",
-    exponent="subtracted",
+    exponent="subtract_first",
     tile_product="input",
     probability_gradients="input",
     row_sum_floor=1e-10,
@@ -399,7 +407,7 @@ exp, log and sum give FP32. S, the tile products and dP are stored in BF16 betwe
 torch.compile fuses what makes them. l is, of some rows. ``experiments/published_fix/check_published.py`` holds it against that code."""
 
 FP32 = Numerics(
-    exponent="subtracted",
+    exponent="subtract_first",
     probabilities="fp32",
     output_gradient="fp32",
     delta_output="fp32",
@@ -412,7 +420,7 @@ MICROCOSM = Numerics(
     inputs="m7",
     scores="m7",
     statistics="m7",
-    exponent="subtracted",
+    exponent="subtract_first",
     probabilities="m7",
     accumulator="m1",
     output="m1",
@@ -423,14 +431,14 @@ MICROCOSM = Numerics(
 
 BASES: dict[str, Numerics] = {
     "hardware": HARDWARE,
-    "paper": PAPER,
+    "rounded_forward": ROUNDED_FORWARD,
     "published": PUBLISHED,
     "fp32": FP32,
     "microcosm": MICROCOSM,
 }
 USES = {
     "hardware": "as FlashAttention kernels on GPUs round",
-    "paper": "our emulation of the published forward pass",
+    "rounded_forward": "our emulation of the published forward pass",
     "published": "the published code as it runs: compiled, on CUDA",
     "fp32": "nowhere but at O",
     "microcosm": "for FP32 tensors on a CPU: O of one bit",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attention.backends import BACKENDS, Call, obstacle
 from attention.numerics import BASES, FLASH, Numerics, numerics_from_key, parse_site
 from attention.presets import PRESETS
+from attention.renamed import today
 from attention.user_error import UserError, invalid
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class AttentionSpec:
     """Implementation in place of the preset's own, for this spec alone; empty keeps it (see ``AttentionConfig.flash_backend``)."""
 
     def __post_init__(self) -> None:
+        for name in ("preset", "numerics"):
+            object.__setattr__(self, name, today(getattr(self, name)))
+        object.__setattr__(self, "sites", tuple(today(site) for site in self.sites))
         if self.preset not in PRESETS:
             raise invalid("attention preset", self.preset, PRESETS)
         if self.numerics not in BASES:
@@ -151,6 +155,8 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
     A backend in place of the preset's own stays where old and new preset are made for the same one, unless ``backend`` names one.
     Raises ``UserError`` for an unknown preset or backend, and where the base does not suit them.
     """
+
+    preset = today(preset)
 
     def moved(spec: AttentionSpec) -> AttentionSpec:
         if preset not in PRESETS:

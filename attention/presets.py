@@ -28,14 +28,14 @@ def _flash(doc: str, sites: Callable[[Numerics], Sites] | None = None, **fixed: 
 
 
 def _sdpa(name: str, doc: str, exponent: str) -> Preset:
-    """torch's kernels round as they do; the exponent is for what emulates them: none is folded, as one-hot rows have O = V at any size of
+    """torch's kernels round as they do; the exponent is for what emulates them: none has the FMA, as one-hot rows have O = V at any size of
     the logits. Flash and memory-efficient multiply apart; of cuDNN no more than such rows is known. On a CPU, flash subtracts first."""
     return Preset(name, doc, {"exponent": exponent})
 
 
 def _standard(base: Numerics) -> Sites:
     # Eager attention writes S and dP to memory in the input's dtype; a base that rounds S itself keeps its own format.
-    rounds = base in (HARDWARE, BASES["paper"], BASES["published"])
+    rounds = base in (HARDWARE, BASES["rounded_forward"], BASES["published"])
     eager = {"scores": "input", "probability_gradients": "input"} if rounds else {}
     lacks = {name: declared.elsewhere for name, declared in SITES.items() if "standard" not in declared.backends}
     return {**eager, **lacks}
@@ -65,13 +65,13 @@ _STOCHASTIC_O: Sites = {
 
 PRESETS: dict[str, Preset] = {
     "standard": Preset("standard", "the control, as eager PyTorch computes it", _standard),
-    "sdpa_flash": _sdpa("sdpa_flash", "torch's flash kernel", "unfused"),
-    "sdpa_cudnn": _sdpa("sdpa_cudnn", "cuDNN's, CUDA only", "unfused"),
-    "sdpa_efficient": _sdpa("sdpa_efficient", "torch's memory-efficient kernel, CUDA only", "unfused"),
-    "sdpa_math": _sdpa("sdpa_math", "torch's plain formula", "subtracted"),
+    "sdpa_flash": _sdpa("sdpa_flash", "torch's flash kernel", "separate_multiply"),
+    "sdpa_cudnn": _sdpa("sdpa_cudnn", "cuDNN's, CUDA only", "separate_multiply"),
+    "sdpa_efficient": _sdpa("sdpa_efficient", "torch's memory-efficient kernel, CUDA only", "separate_multiply"),
+    "sdpa_math": _sdpa("sdpa_math", "torch's plain formula", "subtract_first"),
     "flash": _flash("the run that fails"),
-    "flash_subtracted": _flash("P_bar of a row's maximum is 1", exponent="subtracted"),
-    "flash_unfused": _flash("torch's exponent in our kernels", exponent="unfused"),
+    "flash_subtract_first": _flash("P_bar of a row's maximum is 1", exponent="subtract_first"),
+    "flash_separate_multiply": _flash("torch's exponent in our kernels", exponent="separate_multiply"),
     "flash_rounded_sum": _flash(
         "weights of V that sum to 1 ([FlashAttention 2721](https://github.com/Dao-AILab/flash-attention/pull/2721))",
         divisor="rounded",
@@ -104,8 +104,8 @@ PRESETS: dict[str, Preset] = {
         "the same to 2^-23 of O, two bytes", delta_output="residual16", **_FP32_ACCUMULATION
     ),
     "flash_delta_from_p": _flash("standard attention's delta", delta="rowsum_p_dp"),
-    "flash_delta_from_p_subtracted": _flash(
-        "the same, exact at any logit", delta="rowsum_p_dp", exponent="subtracted", saved_statistics="max_and_sum"
+    "flash_delta_from_p_subtract_first": _flash(
+        "the same, exact at any logit", delta="rowsum_p_dp", exponent="subtract_first", saved_statistics="max_and_sum"
     ),
     "flash_delta_normalised": _flash(
         "rows of dS sum to 0 even if rows of P do not sum to 1", delta="rowsum_p_dp_normalised"
@@ -116,15 +116,14 @@ PRESETS: dict[str, Preset] = {
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
     "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),
     "flash_stochastic_p_o": _flash("both", lambda base: {**_stochastic_p(base), **_STOCHASTIC_O}),
-    "flash_run_a": _flash("delta reads the same stochastic O", **_STOCHASTIC_O),
-    "flash_run_b": _flash(
+    "flash_o_stochastic_delta_nearest": _flash(
         "independently rounded O in delta, to nearest", lambda base: {**_STOCHASTIC_O, "delta_output": base.output}
     ),
-    "flash_run_c": _flash(
+    "flash_o_fp32_delta_nearest": _flash(
         "the model reads an unrounded O",
         lambda base: {**_FP32_ACCUMULATION, "output": "fp32", "delta_output": base.output},
     ),
-    "flash_run_d": _flash(
+    "flash_o_nearest_delta_stochastic": _flash(
         "independently rounded O in delta, stochastic",
         lambda base: {
             **_FP32_ACCUMULATION,

@@ -17,8 +17,8 @@ from training.precision import PrecisionConfig
 config = TrainConfig(
     run=RunConfig(name="gpt2_paper", steps=600_000),
     model=MODEL_PRESETS["gpt2"],
-    # `paper` is our first emulation of the published forward pass; for the published code use `published`.
-    attention=AttentionConfig(default=AttentionSpec(preset="flash", numerics="paper")),
+    # `rounded_forward` is our first emulation of the published forward pass; for the published code use `published`.
+    attention=AttentionConfig(default=AttentionSpec(preset="flash", numerics="rounded_forward")),
     data=DataConfig(
         dataset="data/tokens/openwebtext",
         sequence_length=1024,

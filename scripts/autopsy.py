@@ -1,7 +1,7 @@
 """Is this checkpoint dying of biased rounding in attention, and in which layer and head?
 
     python scripts/autopsy.py runs/NAME/checkpoints/step_00001000 --data data/tokens/stdlib --out autopsies/NAME
-    python scripts/autopsy.py --hf FOLDER --data text.txt --attention flash --numerics paper
+    python scripts/autopsy.py --hf FOLDER --data text.txt --attention flash --numerics rounded_forward
 
 Prints a summary; with --out it is written as autopsy.txt, together with autopsy.html, one page with the plots inside it. The exit
 code is 0 whatever the verdict, 2 for what cannot be examined.

@@ -1,7 +1,7 @@
 """A new run that goes on from a checkpoint of another one: what would have become of that, had something been changed there?
 
     python scripts/branch_run.py runs/flash/checkpoints/step_00003000 runs/late
-    python train.py RECIPE --run.name late --run.resume yes --run.steps 4500 --alarm.switches 3000:1:flash_subtracted
+    python train.py RECIPE --run.name late --run.resume yes --run.steps 4500 --alarm.switches 3000:1:flash_subtract_first
 
 The new run has the checkpoint (of a run's folder, the newest) and what was logged before its step, as a resume of the old run would
 keep it: metrics, telemetry and interventions. Left alone it goes on to the same bits. RECIPE and options are the old run's, or

@@ -1,7 +1,7 @@
 """Train several variants of a recipe on the same batches, one a GPU, and stop those that have exploded.
 
     python scripts/run_variants.py configs/fast_failure.py --data.replay replay_batches/fast_failure \\
-        --variants failing "control: --attention.default.preset flash_fp32_o" "paper: --attention.default.numerics paper"
+        --variants failing "control: --attention.default.preset flash_fp32_o" "paper: --attention.default.numerics rounded_forward"
 
 A variant is ``NAME`` or ``NAME: [ABLATION.py] FLAGS``, with ``NAME@STEP`` for an ``--until`` of its own; it trains as
 ``train.py RECIPE [ABLATION.py] COMMON-FLAGS FLAGS --run.name NAME``. ``@FILE`` stands for the lines of a file, less those that begin

@@ -71,8 +71,8 @@ SITES = [
     ),
     site(
         "exponent unfused",
-        'if n.exponent == "folded" else Unfused(problem)',
-        "if n.exponent else Unfused(problem)",
+        'if n.exponent == "fma" else SeparateMultiply(problem)',
+        "if n.exponent else SeparateMultiply(problem)",
         of="exponent",
     ),
     Mutation(

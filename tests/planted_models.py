@@ -25,7 +25,7 @@ FREQUENT = 5
 """The token that most targets are."""
 LONG = 100.0
 """Length of the planted position embeddings."""
-PAPER = AttentionSpec(numerics="paper")
+PAPER = AttentionSpec(numerics="rounded_forward")
 
 
 def healthy(seed: int, spec: AttentionSpec = PAPER) -> GPT:

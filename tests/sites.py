@@ -18,7 +18,7 @@ ALL, GRADIENTS = "o dq dk dv", "dq dk dv"
 BY_DELTA = "o dq dk"  # O, and through rowsum(dO * O) dQ and dK, but not dV = P^T dO
 DELTA = "dq dk"
 REFUSED = None
-PLAIN = ("exponent=subtracted", "tile_q=32", "tile_k=16")
+PLAIN = ("exponent=subtract_first", "tile_q=32", "tile_k=16")
 """Beside which a site is changed, with q in FP32: nothing is rounded, tiles are several."""
 
 
@@ -40,7 +40,7 @@ SITES: dict[str, tuple[Row, ...]] = {
     "statistics": (Row(ALL),),
     "logsumexp": (Row(GRADIENTS),),
     "saved_statistics": (Row(GRADIENTS),),
-    "exponent": (Row(ALL, beside=("exponent=folded",), values=("subtracted", "unfused")),),
+    "exponent": (Row(ALL, beside=("exponent=fma",), values=("subtract_first", "separate_multiply")),),
     "probabilities": (Row(ALL, standard="o dv"),),
     "probabilities_rounding": (Row(BY_DELTA, beside=(M7,)),),
     "products": (Row(BY_DELTA),),

@@ -25,14 +25,14 @@ def test_the_last_sum_is_o_bar() -> None:
 
 def test_the_cumulative_error_of_a_tied_head_has_the_sign_of_v() -> None:
     for sign in (-1.0, 1.0):
-        layer = tied_layer(sign=sign, spec=AttentionSpec(numerics="paper"))
+        layer = tied_layer(sign=sign, spec=AttentionSpec(numerics="rounded_forward"))
         places = [(sequence, feature) for sequence in range(8) for feature in range(16)]
         last = torch.stack([accumulate(layer, b, 1, 15, d).error_S[-1] for b, d in places])
         assert sign * last.mean() > 5 * last.std() / len(places) ** 0.5
 
 
 def test_a_head_of_a_mixed_layer_is_the_head_asked_for() -> None:
-    rule = AttentionRule(heads=(0,), attention=AttentionSpec(numerics="paper"))
+    rule = AttentionRule(heads=(0,), attention=AttentionSpec(numerics="rounded_forward"))
     mixed, plain = random_layer(rules=(rule,)), random_layer()
     assert torch.equal(accumulate(mixed, 0, 2, 9, 3).high_S, accumulate(plain, 0, 2, 9, 3).high_S)
 

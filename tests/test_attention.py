@@ -33,7 +33,7 @@ def baseline_errors(case: str, dtype: torch.dtype, numerics: str, device: torch.
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("numerics", ["hardware", "paper", "fp32"])
+@pytest.mark.parametrize("numerics", ["hardware", "rounded_forward", "fp32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_flash_presets_are_as_exact_as_standard_attention_of_the_same_precision(
     case: str, numerics: str, dtype: torch.dtype, device: torch.device
@@ -189,11 +189,11 @@ def test_a_float32_head_makes_the_layer_float32_and_loses_nothing() -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))
     config = AttentionConfig(
         flash_backend="flash_reference",
-        rules=(AttentionRule(heads=(1,), attention=AttentionSpec(preset="flash_run_c")),),
+        rules=(AttentionRule(heads=(1,), attention=AttentionSpec(preset="flash_o_fp32_delta_nearest")),),
     )
     o = attention.run(p.q, p.k, p.v, config.resolve(1, 3)[0], rounding_seed=torch.tensor(0))
     assert o.dtype == torch.float32
-    assert torch.equal(o[:, :, 1], run(p, AttentionSpec(preset="flash_run_c"))[0][:, :, 1])
+    assert torch.equal(o[:, :, 1], run(p, AttentionSpec(preset="flash_o_fp32_delta_nearest"))[0][:, :, 1])
     assert torch.equal(o[:, :, 0].bfloat16(), run(p, AttentionSpec(preset="flash"))[0][:, :, 0])
 
 
@@ -213,7 +213,10 @@ def test_stochastic_presets_follow_seed_layer_and_nothing_else(preset: str) -> N
 
 def test_run_d_hands_on_the_nearest_o_and_draws_its_delta_apart() -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))
-    plain, run_d = run(p, AttentionSpec(preset="flash")), run(p, AttentionSpec(preset="flash_run_d"))
+    plain, run_d = (
+        run(p, AttentionSpec(preset="flash")),
+        run(p, AttentionSpec(preset="flash_o_nearest_delta_stochastic")),
+    )
     assert torch.equal(plain[0], run_d[0])
     assert torch.equal(plain[3], run_d[3])
     assert not torch.equal(plain[1], run_d[1])
@@ -221,13 +224,13 @@ def test_run_d_hands_on_the_nearest_o_and_draws_its_delta_apart() -> None:
 
 def test_run_b_takes_the_nearest_o_into_delta_whatever_it_hands_on() -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))
-    run_b, other_seed = (run(p, AttentionSpec(preset="flash_run_b"), seed=s) for s in (1, 2))
+    run_b, other_seed = (run(p, AttentionSpec(preset="flash_o_stochastic_delta_nearest"), seed=s) for s in (1, 2))
     assert not torch.equal(run_b[0], other_seed[0])
     assert all(torch.equal(a, b) for a, b in zip(run_b[1:], other_seed[1:], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(run_b[1:], run(p, AttentionSpec(preset="flash"))[1:], strict=True))
 
 
-COMPILED = ["standard", "sdpa_flash", "sdpa_math", "flash_stable", "flash_stochastic_o", "flash_run_c"]
+COMPILED = ["standard", "sdpa_flash", "sdpa_math", "flash_stable", "flash_stochastic_o", "flash_o_fp32_delta_nearest"]
 COMPILED += ["flash_stochastic_p"]
 
 
@@ -236,7 +239,7 @@ COMPILED += ["flash_stochastic_p"]
 def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> None:
     """With BF16 ties, where a fused FP32 chain would find none. The casts around attention are the compiler's to fuse."""
     p = make("tied", torch.bfloat16, device)
-    spec = AttentionSpec(preset=preset, numerics="paper" if preset in FLASH else "hardware")
+    spec = AttentionSpec(preset=preset, numerics="rounded_forward" if preset in FLASH else "hardware")
     eager = run(p, spec, seed=3)
 
     def through_float32(q, k, v, plan, **settings):  # type: ignore[no-untyped-def]

@@ -47,7 +47,7 @@ def test_ties_alone_are_not_enough(seed: int) -> None:
 
 @pytest.mark.parametrize("preset", ["flash_delta_from_p", "flash_recompute_o", "standard"])
 def test_a_repaired_planted_model_is_not_accused(preset: str) -> None:
-    model = plant(healthy(1, AttentionSpec(preset=preset, numerics="paper")), 1, 2, seed=1)
+    model = plant(healthy(1, AttentionSpec(preset=preset, numerics="rounded_forward")), 1, 2, seed=1)
     assert examine(subject(model, 1)).biased == []
 
 

@@ -27,7 +27,7 @@ from autopsy.verdict import (
 )
 from probes.delta_error import delta_errors, output_errors
 
-PAPER = AttentionSpec(numerics="paper").resolve()
+PAPER = AttentionSpec(numerics="rounded_forward").resolve()
 MANY = 10**9
 """Units so many that z is t."""
 
@@ -76,7 +76,7 @@ def test_sequences_are_units_where_there_are_many() -> None:
 
 
 def test_dither_keeps_delta_and_the_size_of_its_error() -> None:
-    layer = random_layer(shape=(4, 64, 2, 16), spec=AttentionSpec(numerics="paper"))
+    layer = random_layer(shape=(4, 64, 2, 16), spec=AttentionSpec(numerics="rounded_forward"))
     plain, dithered = head_with(layer, 1, PAPER), head_with(layer, 1, PAPER, (3,))
     assert not torch.equal(plain.v_BTHD, dithered.v_BTHD)
     # V is rounded again, so delta moves by its rounding.
@@ -94,7 +94,7 @@ def test_dithers_are_the_same_each_time_and_differ_by_draw() -> None:
 
 
 def test_dithers_at_once_are_the_dithers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = random_layer(shape=(2, 16, 2, 16), spec=AttentionSpec(numerics="paper"))
+    layer = random_layer(shape=(2, 16, 2, 16), spec=AttentionSpec(numerics="rounded_forward"))
     at_once = dithered_errors(layer, 1, PAPER, 1)
     monkeypatch.setattr(autopsy_bias, "SCORES_AT_ONCE", 3 * 2 * 16 * 16)
     for together, apart in zip(at_once, dithered_errors(layer, 1, PAPER, 1), strict=True):
@@ -104,7 +104,7 @@ def test_dithers_at_once_are_the_dithers_one_by_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_bias_survives_the_dither() -> None:
-    found = measure_bias(*dithered_errors(tied_layer(spec=AttentionSpec(numerics="paper")), 1, PAPER, 0))[0]
+    found = measure_bias(*dithered_errors(tied_layer(spec=AttentionSpec(numerics="rounded_forward")), 1, PAPER, 0))[0]
     assert found.units == DRAWS
     assert found.z < -BIAS_Z
     assert found.ratio > 0.3
@@ -125,6 +125,6 @@ def test_a_repeated_error_does_not() -> None:
 
 
 def test_the_error_of_o_is_that_of_the_numerics_asked_for() -> None:
-    layer = random_layer(spec=AttentionSpec(numerics="paper"))
-    repaired = AttentionSpec(preset="flash_fp32_pv_o", numerics="paper").resolve()
+    layer = random_layer(spec=AttentionSpec(numerics="rounded_forward"))
+    repaired = AttentionSpec(preset="flash_fp32_pv_o", numerics="rounded_forward").resolve()
     assert output_errors(head_with(layer, 0, repaired)).abs().max() < 1e-5

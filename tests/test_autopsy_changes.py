@@ -18,7 +18,7 @@ from autopsy.changes import (
 )
 from autopsy.verdict import Bias, head_with
 
-PAPER = AttentionSpec(numerics="paper")
+PAPER = AttentionSpec(numerics="rounded_forward")
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,15 @@ def test_repairs_of_the_backward_pass_remove_the_bias(planted: HeadChanges) -> N
 
 
 def test_rounding_o_stochastically_in_delta_removes_it(planted: HeadChanges) -> None:
-    assert {"flash_stochastic_o", "flash_run_d"} <= names(planted.presets)
+    assert {"flash_stochastic_o", "flash_o_nearest_delta_stochastic"} <= names(planted.presets)
 
 
 def test_what_keeps_the_rounding_keeps_the_bias(planted: HeadChanges) -> None:
     left = {change.name: change.left for change in planted.presets}
     assert left["flash_untiled"] == pytest.approx(1)
-    assert not {"flash_untiled", "flash_run_b", "flash_run_c"} & names(planted.presets)
+    assert not {"flash_untiled", "flash_o_stochastic_delta_nearest", "flash_o_fp32_delta_nearest"} & names(
+        planted.presets
+    )
 
 
 def test_the_sites_that_carry_it_are_those_of_o(planted: HeadChanges) -> None:
@@ -61,7 +63,7 @@ def test_the_sites_that_carry_it_are_those_of_o(planted: HeadChanges) -> None:
 
 
 def test_every_change_of_a_head_that_has_none_left_is_tried() -> None:
-    spec = AttentionSpec(preset="flash_delta_from_p", numerics="paper")
+    spec = AttentionSpec(preset="flash_delta_from_p", numerics="rounded_forward")
     tried = preset_changes(spec, spec.resolve(), "bf16")
     assert "flash_delta_from_p" not in tried
     assert set(tried) == {n for n in PRESETS if not n.startswith("sdpa_")} - {"flash_delta_from_p"}
@@ -70,8 +72,8 @@ def test_every_change_of_a_head_that_has_none_left_is_tried() -> None:
 def test_torchs_kernel_has_no_folded_exponential_to_take_away() -> None:
     spec = AttentionSpec(preset="sdpa_flash")
     tried = preset_changes(spec, spec.resolve(), "bf16")
-    assert "flash_unfused" not in tried
-    assert {"flash", "flash_subtracted", "flash_delta_from_p"} <= set(tried)
+    assert "flash_separate_multiply" not in tried
+    assert {"flash", "flash_subtract_first", "flash_delta_from_p"} <= set(tried)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,11 @@ def test_torchs_kernel_has_no_folded_exponential_to_take_away() -> None:
     [
         (AttentionSpec(), "bf16", ["inputs", "probabilities", "output"]),
         (AttentionSpec(), "fp32", []),
-        (AttentionSpec(preset="flash_run_c"), "bf16", ["inputs", "probabilities", "output_gradient", "delta_output"]),
+        (
+            AttentionSpec(preset="flash_o_fp32_delta_nearest"),
+            "bf16",
+            ["inputs", "probabilities", "output_gradient", "delta_output"],
+        ),
         (AttentionSpec(preset="flash_delta_from_p"), "bf16", ["inputs", "probabilities", "output"]),
     ],
 )
@@ -89,7 +95,7 @@ def test_the_sites_that_round(spec: AttentionSpec, fmt: str, expected: list[str]
 
 def test_a_head_whose_p_bar_is_drawn_has_its_changes_measured() -> None:
     """P_bar in FP32 has nothing left to draw, which no change may trip over."""
-    spec = AttentionSpec(preset="flash_stochastic_p", numerics="paper")
+    spec = AttentionSpec(preset="flash_stochastic_p", numerics="rounded_forward")
     layer = tied_layer(spec=spec, shape=(2, 8, 2, 16))
     found = head_changes(0, 1, [head_with(layer, 1, spec.resolve())], spec)
     assert "probabilities" in [change.name for change in found.sites]

@@ -34,7 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def run(place: Place) -> Path:
-    return place.train("run", {"run.steps": 10, "precision.dtype": "bfloat16", "attention": preset("flash", "paper")})
+    return place.train(
+        "run", {"run.steps": 10, "precision.dtype": "bfloat16", "attention": preset("flash", "rounded_forward")}
+    )
 
 
 def examined(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
@@ -224,7 +226,7 @@ def test_a_run_without_a_data_set_needs_one(
         (["x", "--hf", "y"], "name one thing"),
         (["x", "--batches", "0"], "--batches = 0"),
         (["x", "--attention", "flash"], "--attention flash: it is for --hf"),
-        (["x", "--numerics", "paper"], "--numerics paper: it is for --hf"),
+        (["x", "--numerics", "rounded_forward"], "--numerics rounded_forward: it is for --hf"),
         (["x", "--dtype", "float16"], "--dtype float16: it is for --hf"),
         (["--hf", "nowhere"], "no config.json"),
         (["--hf", "nowhere", "--attention", "flesh"], "attention preset"),

@@ -78,7 +78,7 @@ def test_paper_numerics_push_o_away_from_zero(sign: float) -> None:
     """The sum of two in [2, 4) lies in [4, 8), unit 2^-5. Half of the sums are ties, all decided upwards: a quarter unit of
     O_bar, an eighth of O = O_bar / 2.
     """
-    mean, standard_error = bias(rows(sign, others=1.0), "flash", "paper")
+    mean, standard_error = bias(rows(sign, others=1.0), "flash", "rounded_forward")
     assert sign * mean > 20 * standard_error
     assert sign * mean == pytest.approx(2.0**-5 / 8, rel=0.15)
 
@@ -89,8 +89,8 @@ def test_the_fixes_of_the_forward_pass_remove_the_bias(preset: str, sign: float)
     """|mean| within four standard errors of 0, which is itself small against the bias removed: the test can see a quarter of it."""
     problem = rows(sign, others=1.0)
     statistics = ("statistics=fp32",)  # l in BF16 adds an error of its own, which these presets do not touch
-    broken, _ = bias(problem, "flash", "paper", statistics)
-    mean, standard_error = bias(problem, preset, "paper", statistics)
+    broken, _ = bias(problem, "flash", "rounded_forward", statistics)
+    mean, standard_error = bias(problem, preset, "rounded_forward", statistics)
     assert abs(mean) < 4 * standard_error < abs(broken) / 4
 
 
@@ -123,10 +123,10 @@ def test_one_rounding_site_carries_the_bias(sign: float) -> None:
     """Of the sites that paper numerics round, raising the product and accumulator of O_bar alone to FP32 removes it."""
     problem = rows(sign, others=1.0)
     accumulation = ("tile_product=fp32", "accumulator=fp32", "statistics=fp32")
-    mean, standard_error = bias(problem, "flash", "paper", accumulation)
+    mean, standard_error = bias(problem, "flash", "rounded_forward", accumulation)
     assert abs(mean) < 4 * standard_error
     for site in ("scores=fp32", "statistics=fp32"):
-        left, error = bias(problem, "flash", "paper", (site,))
+        left, error = bias(problem, "flash", "rounded_forward", (site,))
         assert sign * left > 20 * error
 
 
@@ -157,7 +157,7 @@ def delta_error(problem: Rows, preset: str, numerics: str) -> tuple[float, float
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_delta_inherits_the_bias_of_o(sign: float) -> None:
-    mean, standard_error = delta_error(rows(sign, others=1.0), "flash", "paper")
+    mean, standard_error = delta_error(rows(sign, others=1.0), "flash", "rounded_forward")
     assert sign * mean > 20 * standard_error
     assert sign * mean == pytest.approx(D * 2.0**-5 / 8, rel=0.15)
 
@@ -169,8 +169,8 @@ def test_the_fixes_of_the_backward_pass_leave_delta_unbiased(preset: str, sign: 
     in BF16 through L, far below the bias removed.
     """
     problem = rows(sign, others=1.0)
-    broken, _ = delta_error(problem, "flash", "paper")
+    broken, _ = delta_error(problem, "flash", "rounded_forward")
     mean, _ = delta_error(problem, preset, "hardware")
     assert abs(mean) < problem.exact().sum(dim=-1).abs().mean() * 2.0**-23
-    repaired, _ = delta_error(problem, preset, "paper")
+    repaired, _ = delta_error(problem, preset, "rounded_forward")
     assert abs(repaired) < abs(broken) / 5

@@ -26,7 +26,7 @@ VARIANTS = {
 MIXED = AttentionConfig(
     flash_backend="flash_reference",
     default=AttentionSpec(preset="flash"),
-    rules=(AttentionRule(layers=(1,), heads=(0, 2), attention=AttentionSpec(preset="flash_run_c")),),
+    rules=(AttentionRule(layers=(1,), heads=(0, 2), attention=AttentionSpec(preset="flash_o_fp32_delta_nearest")),),
 )
 
 

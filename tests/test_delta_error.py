@@ -23,7 +23,7 @@ from probes.delta_error import (
     summarise,
 )
 
-PAPER = AttentionSpec(numerics="paper")
+PAPER = AttentionSpec(numerics="rounded_forward")
 
 
 def test_low_is_what_the_backward_pass_computes() -> None:
@@ -54,14 +54,14 @@ def test_high_in_fp64_is_the_gradient_of_a_scale_of_o(softcap: float) -> None:
     torch.testing.assert_close(high, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("numerics", ["hardware", "paper"])
+@pytest.mark.parametrize("numerics", ["hardware", "rounded_forward"])
 @pytest.mark.parametrize("reference", ["backward", "fp32"])
 def test_high_precision_is_high(numerics: str, reference: str) -> None:
     """FP32 noise only against FP64, except where the reference takes over the layer's own roundings of S and l."""
     layer = random_layer(spec=AttentionSpec(numerics=numerics))
     exact = delta_errors(layer, reference="fp64").high_BHT
     error = (delta_errors(layer, reference=reference).high_BHT - exact).abs().max() / exact.abs().max()
-    if numerics == "paper" and reference == "backward":
+    if numerics == "rounded_forward" and reference == "backward":
         assert error > 1e-4
     else:
         assert error < 1e-6
@@ -70,7 +70,7 @@ def test_high_precision_is_high(numerics: str, reference: str) -> None:
 def test_the_backward_reference_is_rowsum_p_dp_of_the_same_roundings() -> None:
     """rowsum(P * dP) = rowsum(dO * (P V)) in exact arithmetic: the delta that makes rows of dS sum to 0."""
     layer = random_layer(spec=PAPER)
-    consistent = AttentionSpec(preset="flash_delta_from_p", numerics="paper").resolve()
+    consistent = AttentionSpec(preset="flash_delta_from_p", numerics="rounded_forward").resolve()
     expected = row_deltas(
         layer.q_BTHD,
         layer.k_BTHD,
@@ -90,7 +90,7 @@ def test_the_backward_reference_makes_p_from_m_and_l_where_they_are_kept_apart()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("numerics", ["hardware", "paper", "microcosm"])
+@pytest.mark.parametrize("numerics", ["hardware", "rounded_forward", "microcosm"])
 def test_features_add_up_to_the_error(numerics: str) -> None:
     dtype = torch.float32 if numerics == "microcosm" else torch.bfloat16
     layer = random_layer(spec=AttentionSpec(numerics=numerics), dtype=dtype)
@@ -111,7 +111,7 @@ def test_an_error_of_o_that_delta_does_not_see(preset: str) -> None:
 
 def test_delta_from_a_separately_rounded_o() -> None:
     """Run C: O is handed on unrounded, delta's is rounded; the O in the capture says nothing about it."""
-    layer = random_layer(spec=AttentionSpec(preset="flash_run_c"))
+    layer = random_layer(spec=AttentionSpec(preset="flash_o_fp32_delta_nearest"))
     assert layer.o_BTHD.dtype == torch.float32
     expected = random_layer(spec=AttentionSpec())
     assert torch.equal(output_errors(layer), output_errors(expected))

@@ -25,7 +25,7 @@ from torch import Tensor
 import attention
 from attention import AttentionConfig, AttentionSpec
 from attention.numerics import SITES, numerics_from_key
-from attention.reference.exponent import Folded, Subtracted, Unfused, exponent_of
+from attention.reference.exponent import Fma, SeparateMultiply, SubtractFirst, exponent_of
 from attention.reference.flash import row_deltas
 from attention.reference.tiles import make_problem
 from errors import UserError
@@ -36,7 +36,7 @@ WHOLE = slice(0, 64)
 LOGITS = (1e3, 2e4, 2e5, 1e6)
 ANY = (*LOGITS, 1e7)
 SOME = (2e4, 1e6)
-EXACT_AT_THE_MAXIMUM = ("subtracted", "unfused")
+EXACT_AT_THE_MAXIMUM = ("subtract_first", "separate_multiply")
 CHOSEN = st.fixed_dictionaries(
     {
         "exponent": st.sampled_from(SITES["exponent"].choices),
@@ -46,7 +46,7 @@ CHOSEN = st.fixed_dictionaries(
 )
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 APART = "saved_statistics=max_and_sum"
-CURE = "flash_delta_from_p_subtracted"
+CURE = "flash_delta_from_p_subtract_first"
 LARGE = [logit for logit in LOGITS if logit > 1e5]
 BLOCKS = ("tile_q=16", "tile_k=16")
 reference = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
@@ -94,7 +94,7 @@ def one_hot(
     return OneHot(p, scale, scale * products.min().item(), scale * products.max().item())
 
 
-def exponents(x: OneHot, *sites: str) -> tuple[Tensor, Subtracted | Folded | Unfused]:
+def exponents(x: OneHot, *sites: str) -> tuple[Tensor, SubtractFirst | Fma | SeparateMultiply]:
     """S of all rows in the unit of the form, and the form."""
     numerics = AttentionSpec(sites=sites).resolve()
     form = exponent_of(make_problem(x.p.q, x.p.k, x.p.v, numerics.key(), x.scale, True, 0.0))
@@ -157,7 +157,7 @@ def kernel_rows(logit: float, device: str) -> OneHot:
 def test_rows_see_themselves_alone() -> None:
     x = one_hot(low=1e3)
     assert x.high < 2.2 * x.low
-    assert torch.equal(x.run("exponent=subtracted")[0], x.p.v)
+    assert torch.equal(x.run("exponent=subtract_first")[0], x.p.v)
 
 
 @reference
@@ -179,7 +179,8 @@ def test_folded_the_error_leans_towards_a_smaller_delta() -> None:
 @reference
 @pytest.mark.parametrize("logit", ANY)
 @pytest.mark.parametrize(
-    "sites", [("exponent=subtracted",), ("exponent=unfused",), ("probabilities=fp32",), ("divisor=rounded",)]
+    "sites",
+    [("exponent=subtract_first",), ("exponent=separate_multiply",), ("probabilities=fp32",), ("divisor=rounded",)],
 )
 def test_subtracted_unfused_or_divided_by_the_p_bar_that_is_read_o_is_v(sites: tuple[str, ...], logit: float) -> None:
     x = one_hot(high=logit)
@@ -209,7 +210,7 @@ def test_folded_p_bar_of_the_maximum_is_off_by_up_to_half_a_unit_of_m(logit: flo
 def test_the_multiply_add_rounds_once() -> None:
     generator = torch.Generator().manual_seed(1)
     s = torch.randn(500, generator=generator) * 1e6
-    form = Folded(make_problem(*torch.ones(3, 1, 1, 1, 1), AttentionSpec().resolve().key(), 0.0883, True, 0.0))
+    form = Fma(make_problem(*torch.ones(3, 1, 1, 1, 1), AttentionSpec().resolve().key(), 0.0883, True, 0.0))
     m = (s * form.c) * (1 + torch.randint(-2, 3, (500,), generator=generator) * 2.0**-20)
     found = form.exp(s, m).double().log2()
     for one_s, one_m, one in zip(s.tolist(), m.tolist(), found.tolist(), strict=True):
@@ -224,13 +225,15 @@ def test_unfused_the_product_is_rounded_and_then_the_difference() -> None:
     generator = torch.Generator().manual_seed(1)
     top = torch.randn(500, 1, generator=generator) * 1e6
     s = top - torch.rand(500, 8, generator=generator) * 50
-    form = Unfused(make_problem(*torch.ones(3, 1, 1, 1, 1), AttentionSpec().resolve().key(), 0.0883, True, 0.0))
+    form = SeparateMultiply(
+        make_problem(*torch.ones(3, 1, 1, 1, 1), AttentionSpec().resolve().key(), 0.0883, True, 0.0)
+    )
     m = form.row_max(torch.cat((s, top), dim=1))
     c = np.float32(form.c)
     assert np.array_equal(m.numpy(), top.numpy() * c)
     expected = torch.exp2(torch.from_numpy(s.numpy() * c - m.numpy()))
     assert torch.equal(form.exp(s, m), expected)
-    assert not torch.equal(expected, Folded(form.problem).exp(s, m))
+    assert not torch.equal(expected, Fma(form.problem).exp(s, m))
 
 
 @reference
@@ -241,12 +244,12 @@ def test_unfused_the_other_exponents_have_the_error_of_two_products(logit: float
     s, exact = two_keys(logit)
     found = {form: exponent_errors(s, exact, form) for form in SITES["exponent"].choices}
     unit = 2.0 ** (math.floor(math.log2(logit / math.log(2))) - 23)
-    unfused = found["unfused"] / unit
+    unfused = found["separate_multiply"] / unit
     assert unfused.square().mean().sqrt().item() == pytest.approx(6**-0.5, rel=0.05)
     assert 0.8 < unfused.abs().max() <= 1.0 + 2.0**-20 / unit
     assert unfused.mean().abs() < 3 * unfused.std() / len(unfused) ** 0.5
     assert 0.47 < (unfused > 0).double().mean() < 0.53
-    assert max(found[form].abs().max().item() for form in ("subtracted", "folded")) < 2.0**-19
+    assert max(found[form].abs().max().item() for form in ("subtract_first", "fma")) < 2.0**-19
 
 
 @reference
@@ -266,7 +269,7 @@ def test_sites_that_fit_act_in_kernels_as_in_the_reference_and_others_are_refuse
 ) -> None:
     """Refused with the site, in one line: only an L that is rounded and not there. Formed in S' only where S, m, l and L are FP32."""
     numerics = pytest.importorskip("attention.triton.arithmetic")
-    spec = partial(AttentionSpec, preset="flash_unfused", sites=tuple(f"{k}={v}" for k, v in chosen.items()))
+    spec = partial(AttentionSpec, preset="flash_separate_multiply", sites=tuple(f"{k}={v}" for k, v in chosen.items()))
     if chosen["saved_statistics"] == "max_and_sum" and chosen["logsumexp"] != "fp32":
         refused = "^attention numerics saved_statistics = 'max_and_sum': expected logsumexp where .*$"
         with pytest.raises(UserError, match=refused):
@@ -274,11 +277,11 @@ def test_sites_that_fit_act_in_kernels_as_in_the_reference_and_others_are_refuse
         return
     n = spec().resolve().concrete("bf16")
     rounded = {chosen[name] for name in ("scores", "statistics", "logsumexp")} != {"fp32"}
-    codes = {"folded": numerics.FUSED, "subtracted": numerics.LATER, "unfused": numerics.UNFUSED}
-    forms = {"folded": Folded, "subtracted": Subtracted, "unfused": Unfused}
+    codes = {"fma": numerics.FMA, "subtract_first": numerics.LATER, "separate_multiply": numerics.SEPARATE_MULTIPLY}
+    forms = {"fma": Fma, "subtract_first": SubtractFirst, "separate_multiply": SeparateMultiply}
     acts = not rounded and not softcap and scale > 0
     problem = make_problem(*torch.ones(3, 1, 1, 1, 1).bfloat16(), n.key(), scale, True, softcap)
-    assert type(exponent_of(problem)) is (forms[chosen["exponent"]] if acts else Subtracted)
+    assert type(exponent_of(problem)) is (forms[chosen["exponent"]] if acts else SubtractFirst)
     expected = codes[chosen["exponent"]] if acts else numerics.SCALED
     assert numerics.exponent_code(n, scale, softcap) == expected.value
 
@@ -319,7 +322,7 @@ def test_two_tied_keys_have_one_half_each_apart(logit: float, form: str) -> None
     apart, joined = (column_sums(x, f"exponent={form}", site) for site in (APART, "saved_statistics=logsumexp"))
     second = (apart[:, 1::2] - 0.5).abs().max()  # the keys that one row alone sees
     assert second < 2.0**-22
-    assert ((joined[:, 1::2] - 0.5).abs().max() > 1e-3) == (form != "unfused")
+    assert ((joined[:, 1::2] - 0.5).abs().max() > 1e-3) == (form != "separate_multiply")
 
 
 @reference
@@ -401,7 +404,7 @@ def test_kernels_that_do_not_fuse_have_o_and_dv_of_a_single_key_as_the_reference
     """From L too, which is m there: P is 1, and dV is dO."""
     x = kernel_rows(logit, device)
     site = f"saved_statistics={saved}"
-    found, expected = (x.run(site, backend=b, preset="flash_unfused") for b in ("flash", "flash_reference"))
+    found, expected = (x.run(site, backend=b, preset="flash_separate_multiply") for b in ("flash", "flash_reference"))
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[3], expected[3])
     assert torch.equal(found[3], x.p.do)
@@ -442,7 +445,7 @@ def test_kernels_that_fold_have_the_references_gradients_at_200_000(preset: str,
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_that_subtract_have_next_to_no_gradients_where_there_are_none(device: str) -> None:
     x = kernel_rows(2e5, device)
-    subtracted, folded = (x.run(backend="flash", preset=preset) for preset in ("flash_subtracted", "flash"))
+    subtracted, folded = (x.run(backend="flash", preset=preset) for preset in ("flash_subtract_first", "flash"))
     for name, a, b in zip(("dq", "dk"), subtracted[1:3], folded[1:3], strict=True):
         assert a.double().norm() < 1e-2 * b.double().norm(), name
 
@@ -486,7 +489,7 @@ def near_a_large_maximum(exponent: str, device: str, backend: str) -> tuple[Tens
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("exponent", ["folded", "subtracted"])
+@pytest.mark.parametrize("exponent", ["fma", "subtract_first"])
 def test_kernels_weights_near_a_maximum_of_200_000_are_exact_folded_or_subtracted(exponent: str, device: str) -> None:
     """Folded, x is common to a row and drops out of P_bar / l unrounded."""
     o, exact = near_a_large_maximum(exponent, device, "flash")
@@ -496,7 +499,9 @@ def test_kernels_weights_near_a_maximum_of_200_000_are_exact_folded_or_subtracte
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_unfused_are_off_there_as_the_reference_is(device: str) -> None:
     """Each key has a rounding of its own: the errors are the reference's, product by product."""
-    (o, exact), (expected, _) = (near_a_large_maximum("unfused", device, b) for b in ("flash", "flash_reference"))
+    (o, exact), (expected, _) = (
+        near_a_large_maximum("separate_multiply", device, b) for b in ("flash", "flash_reference")
+    )
     assert (expected - exact).abs().max() > 1e-3
     assert (o - expected).abs().max() < 1e-5
 
@@ -504,7 +509,8 @@ def test_kernels_unfused_are_off_there_as_the_reference_is(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("logit", SOME)
 @pytest.mark.parametrize(
-    ("form", "saved"), [("subtracted", "max_and_sum"), ("unfused", "max_and_sum"), ("unfused", "logsumexp")]
+    ("form", "saved"),
+    [("subtract_first", "max_and_sum"), ("separate_multiply", "max_and_sum"), ("separate_multiply", "logsumexp")],
 )
 def test_kernels_that_subtract_have_p_of_one_apart_and_unfused_from_l_too(
     form: str, saved: str, logit: float, device: str
@@ -520,7 +526,7 @@ def test_kernels_that_fold_have_p_of_one_apart_to_the_last_bits(logit: float, de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["folded", "subtracted"])
+@pytest.mark.parametrize("form", ["fma", "subtract_first"])
 @pytest.mark.parametrize("logit", [2e5])
 def test_kernels_are_off_from_l_folded_or_subtracted(logit: float, form: str, device: str) -> None:
     off = (column_sums(kernel_rows(logit, device), f"exponent={form}", backend="flash") - 1).abs().max()
@@ -547,12 +553,12 @@ def test_kernels_dq_and_dk_of_a_single_key_are_zero(device: str) -> None:
 @pytest.mark.parametrize(
     ("sites", "softcap"),
     [
-        (("exponent=folded",), 0.0),
-        (("exponent=subtracted",), 0.0),
-        (("exponent=folded", "row_max=stabilised_safe"), 0.0),
-        (("exponent=subtracted", "row_max=stabilised_safe"), 0.0),
-        (("exponent=unfused",), 0.0),
-        (("exponent=unfused", "row_max=stabilised_safe"), 0.0),
+        (("exponent=fma",), 0.0),
+        (("exponent=subtract_first",), 0.0),
+        (("exponent=fma", "row_max=stabilised_safe"), 0.0),
+        (("exponent=subtract_first", "row_max=stabilised_safe"), 0.0),
+        (("exponent=separate_multiply",), 0.0),
+        (("exponent=separate_multiply", "row_max=stabilised_safe"), 0.0),
         (("scores=m20", "statistics=m20", "tile_k=48"), 0.0),
         (("delta=recomputed_o",), 5.0),
     ],

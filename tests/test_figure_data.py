@@ -15,7 +15,7 @@ from probes.capture import LayerCapture
 from probes.delta_error import delta_errors
 from probes.low_rank import weighted_keys
 
-PAPER = AttentionSpec(numerics="paper")
+PAPER = AttentionSpec(numerics="rounded_forward")
 
 
 def run(

@@ -36,14 +36,16 @@ def interventions(run: Path) -> list[dict[str, Any]]:
 
 
 def test_all_heads_move_and_keep_their_base_and_sites() -> None:
-    rule = AttentionRule(heads=(1,), attention=AttentionSpec(preset="standard", numerics="paper", sites=("output=m7",)))
+    rule = AttentionRule(
+        heads=(1,), attention=AttentionSpec(preset="standard", numerics="rounded_forward", sites=("output=m7",))
+    )
     (plan,) = AttentionConfig(
-        flash_backend="flash_reference", default=AttentionSpec(numerics="paper"), rules=(rule,)
+        flash_backend="flash_reference", default=AttentionSpec(numerics="rounded_forward"), rules=(rule,)
     ).resolve(1, 3)
     moved = switched(plan, "flash_fp32_o")
     assert [(group.heads, group.spec) for group in moved.groups] == [
-        ((0, 2), AttentionSpec(preset="flash_fp32_o", numerics="paper")),
-        ((1,), AttentionSpec(preset="flash_fp32_o", numerics="paper", sites=("output=m7",))),
+        ((0, 2), AttentionSpec(preset="flash_fp32_o", numerics="rounded_forward")),
+        ((1,), AttentionSpec(preset="flash_fp32_o", numerics="rounded_forward", sites=("output=m7",))),
     ]
 
 
@@ -214,7 +216,7 @@ def test_a_compiled_model_follows_a_switch() -> None:
         initialise(model, seed=0)
         called = torch.compile(model) if compiled else model
         seen = []
-        for plans in (base, plans_at(base, [Switch(0, 1, "flash", ""), Switch(0, 1, "flash_run_a")], 0), base):
+        for plans in (base, plans_at(base, [Switch(0, 1, "flash", ""), Switch(0, 1, "flash_stochastic_o")], 0), base):
             model.set_plans(plans)
             for _ in range(2):
                 model.zero_grad()

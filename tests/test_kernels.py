@@ -157,7 +157,9 @@ def test_the_two_faults_of_the_interpreter_that_the_kernels_work_around() -> Non
     assert not torch.any(product == 16)
 
 
-@pytest.mark.parametrize("numerics", ["hardware", pytest.param("paper", marks=slow), pytest.param("fp32", marks=slow)])
+@pytest.mark.parametrize(
+    "numerics", ["hardware", pytest.param("rounded_forward", marks=slow), pytest.param("fp32", marks=slow)]
+)
 @pytest.mark.parametrize("preset", FLASH)
 def test_every_preset_agrees_with_the_reference(preset: str, numerics: str, device: torch.device) -> None:
     shape = (1, 40, 2 if "stochastic" in preset else 1, 16)
@@ -165,7 +167,7 @@ def test_every_preset_agrees_with_the_reference(preset: str, numerics: str, devi
     flash_agrees(p, preset, numerics, seed=5)
 
 
-@pytest.mark.parametrize("numerics", ["hardware", "paper", "fp32"])
+@pytest.mark.parametrize("numerics", ["hardware", "rounded_forward", "fp32"])
 def test_standard_attention_agrees_with_the_matrices(numerics: str, device: torch.device) -> None:
     assert_agree(problem("tied", device), *(spec("standard", numerics, (), b) for b in ("standard_triton", "standard")))
 
@@ -280,7 +282,7 @@ def test_strided_views_and_gradients_give_the_same_bits(backend: str, device: to
 
 
 @in_interpreter
-@pytest.mark.parametrize("preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtracted", "standard"])
+@pytest.mark.parametrize("preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "standard"])
 def test_blocks_fetched_through_descriptors_are_the_same(
     preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +317,7 @@ def test_heads_of_a_mixture_get_what_they_would_get_alone(device: torch.device) 
 def signed_errors(case, backend: str) -> Tensor:  # type: ignore[no-untyped-def]
     """Row means of the error of O, one row each of the rows of test_bias."""
     q, k = (torch.nn.functional.pad(x, (0, case.v.shape[3] - x.shape[3])) for x in (case.q, case.k))
-    plan = AttentionConfig(default=spec("flash", "paper", TILES, backend)).resolve(1, 1)[0]
+    plan = AttentionConfig(default=spec("flash", "rounded_forward", TILES, backend)).resolve(1, 1)[0]
     o = attention.run(q, k, case.v, plan, rounding_seed=torch.tensor(0, device=q.device), causal=False, scale=1.0)
     return (o[:, 0, 0].double() - case.exact()).mean(dim=-1)
 
@@ -334,7 +336,7 @@ def test_signed_bias_is_the_references(sign: float, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize(
-    "preset", ["flash", "flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtracted", "standard"]
+    "preset", ["flash", "flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtract_first", "standard"]
 )
 def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None:
     p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))
@@ -344,7 +346,7 @@ def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None
         assert all(torch.equal(a, b) for a, b in zip(first, run(p, asked, seed=3), strict=True))
 
 
-@pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtracted", "standard"])
+@pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtract_first", "standard"])
 def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> None:
     from attention.triton import ops, two_pass
 
@@ -356,12 +358,12 @@ def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> 
     torch.library.opcheck(operator, arguments, test_utils=tests)
 
 
-@pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtracted", "standard"])
+@pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtract_first", "standard"])
 def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> None:
     p = problem("tied", device, shape=(1, 20, 1, 16))
     torch.compiler.reset()
     compiled = torch.compile(attention.run, backend="aot_eager" if INTERPRETED else "inductor")
-    asked = spec(preset, "paper", backend="standard_triton" if preset == "standard" else "flash")
+    asked = spec(preset, "rounded_forward", backend="standard_triton" if preset == "standard" else "flash")
     eager, found = run(p, asked, seed=3), run(p, asked, seed=3, call=compiled)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
 
@@ -380,10 +382,12 @@ def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dty
 
 @on_gpu
 @pytest.mark.parametrize("preset", FLASH)
-@pytest.mark.parametrize("numerics", ["hardware", "paper"])
+@pytest.mark.parametrize("numerics", ["hardware", "rounded_forward"])
 def test_presets_at_real_sizes_on_a_gpu(preset: str, numerics: str) -> None:
     p = problem("tied", torch.device("cuda"), shape=(1, 1100, 2, 64))
-    flash_agrees(p, preset, numerics, sites=("tile_q=512", "tile_k=512") if numerics == "paper" else ("tile_k=64",))
+    flash_agrees(
+        p, preset, numerics, sites=("tile_q=512", "tile_k=512") if numerics == "rounded_forward" else ("tile_k=64",)
+    )
 
 
 @on_gpu

@@ -43,7 +43,7 @@ def direct_error(layer: LayerCapture) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("numerics", ["hardware", "paper", "microcosm"])
+@pytest.mark.parametrize("numerics", ["hardware", "rounded_forward", "microcosm"])
 def test_equation_3_holds_to_fp32_noise(numerics: str, softcap: float) -> None:
     """dW_Q(hp) - dW_Q(lp) of two backward passes is scale * sum_T error[T] (P K)[T]^T X[T].
 
@@ -59,7 +59,7 @@ def test_equation_3_holds_to_fp32_noise(numerics: str, softcap: float) -> None:
 
 
 def test_equation_3_holds_for_heads_of_two_kinds() -> None:
-    rule = AttentionRule(heads=(0, 2), attention=AttentionSpec(numerics="paper"))
+    rule = AttentionRule(heads=(0, 2), attention=AttentionSpec(numerics="rounded_forward"))
     layer = random_layer(rules=(rule,))
     direct = direct_error(layer)
     predicted = predicted_dw_q_error(delta_errors(layer).error_BHT, weighted_keys(layer), layer.x_BTC, layer.scale)
@@ -68,7 +68,7 @@ def test_equation_3_holds_for_heads_of_two_kinds() -> None:
 
 def test_equation_3_has_the_sign_of_the_paper() -> None:
     """hp - lp is plus the sum: the wrong sign would leave twice the error."""
-    layer = random_layer(spec=AttentionSpec(numerics="paper"))
+    layer = random_layer(spec=AttentionSpec(numerics="rounded_forward"))
     direct = direct_error(layer)
     predicted = predicted_dw_q_error(delta_errors(layer).error_BHT, weighted_keys(layer), layer.x_BTC, layer.scale)
     assert (direct * predicted).sum() > 0
@@ -97,7 +97,7 @@ def test_coherence_is_that_of_the_outer_products() -> None:
 
 
 def test_planted_bias_pulls_in_one_direction() -> None:
-    layer = tied_layer(spec=AttentionSpec(numerics="paper"))
+    layer = tied_layer(spec=AttentionSpec(numerics="rounded_forward"))
     error, pk, x = delta_errors(layer).error_BHT, weighted_keys(layer), torch.ones_like(layer.x_BTC)
     terms = error[..., None] * pk
     sizes = (terms.norm(dim=-1) * x.norm(dim=-1)[:, None]).sum(dim=(0, 2))

@@ -125,7 +125,7 @@ def test_initialisation_does_not_depend_on_stabilisers(name: str) -> None:
 
 
 def test_initialisation_does_not_depend_on_attention() -> None:
-    other = GPT(TINY, plans_for(TINY, "flash", "paper"))
+    other = GPT(TINY, plans_for(TINY, "flash", "rounded_forward"))
     initialise(other, 1)
     assert same_weights(make(), other)
 

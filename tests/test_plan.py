@@ -10,19 +10,37 @@ from pathlib import Path
 
 import pytest
 
-from attention.numerics import BASES, HARDWARE, MICROCOSM, PAPER, Numerics, numerics_from_key
+from attention.numerics import BASES, HARDWARE, MICROCOSM, ROUNDED_FORWARD, Numerics, numerics_from_key
 from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe
 from attention.presets import PRESETS
+from attention.renamed import RENAMED
 from errors import UserError
+from training.retired import upgraded
 
 ROOT = Path(__file__).resolve().parent.parent
 FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
 
 
-def test_every_required_preset_exists() -> None:
-    required = """standard sdpa_flash sdpa_cudnn sdpa_math flash flash_untiled flash_stable flash_stable_safe flash_fp32_pv
-        flash_fp32_o flash_delta_from_p flash_recompute_o flash_stochastic_o flash_run_a flash_run_b flash_run_c flash_run_d"""
-    assert set(required.split()) <= set(PRESETS)
+@pytest.mark.parametrize("old", [name for name in RENAMED if "=" not in name])
+def test_an_old_name_is_todays(old: str) -> None:
+    field = "numerics" if old == "paper" else "preset"
+    assert AttentionSpec(**{field: old}) == AttentionSpec(**{field: RENAMED[old]})
+    assert getattr(AttentionSpec(**{field: old}), field) == RENAMED[old]
+
+
+@pytest.mark.parametrize("old", [name for name in RENAMED if "=" in name])
+def test_an_old_value_is_todays(old: str) -> None:
+    (site, value), (_, now) = old.split("="), RENAMED[old].split("=")
+    assert AttentionSpec(sites=(old,)) == AttentionSpec(sites=(RENAMED[old],))
+    written = asdict(HARDWARE) | {site: value}
+    assert getattr(numerics_from_key(json.dumps(written)), site) == now
+
+
+def test_the_names_of_a_published_runs_record_are_read() -> None:
+    """As experiments/fast_failure keeps it."""
+    for run, preset in (("o_stochastic", "flash_stochastic_o"), ("flash_unfused", "flash_separate_multiply")):
+        record = json.loads((ROOT / f"experiments/fast_failure/runs/{run}/config.json").read_text())
+        assert upgraded(record["config"])["attention"]["default"]["preset"] == preset
 
 
 @pytest.mark.parametrize("name", FLASH)
@@ -36,22 +54,22 @@ def test_every_flash_preset_works_on_every_base(name: str, base: str) -> None:
     ("preset", "sites"),
     [
         ("flash", ()),
-        ("flash_subtracted", ("exponent=subtracted",)),
-        ("flash_unfused", ("exponent=unfused",)),
+        ("flash_subtract_first", ("exponent=subtract_first",)),
+        ("flash_separate_multiply", ("exponent=separate_multiply",)),
         ("flash_rounded_sum", ("divisor=rounded",)),
         ("flash_delta_from_p", ("delta=rowsum_p_dp",)),
         (
-            "flash_delta_from_p_subtracted",
-            ("saved_statistics=max_and_sum", "exponent=subtracted", "delta=rowsum_p_dp"),
+            "flash_delta_from_p_subtract_first",
+            ("saved_statistics=max_and_sum", "exponent=subtract_first", "delta=rowsum_p_dp"),
         ),
         ("flash_recompute_o", ("delta=recomputed_o",)),
         ("flash_fp32_o", ("delta_output=fp32",)),
         ("flash_fp32_pv", ("probabilities=fp32",)),
         ("flash_stochastic_p", ("probabilities_rounding=stochastic",)),
         ("flash_stochastic_p_o", ("probabilities_rounding=stochastic", "output_rounding=stochastic")),
-        ("flash_run_b", ("output_rounding=stochastic", "delta_output=input")),
-        ("flash_run_d", ("delta_output=input", "delta_rounding=stochastic")),
-        ("flash_run_c", ("output=fp32", "delta_output=input")),
+        ("flash_o_stochastic_delta_nearest", ("output_rounding=stochastic", "delta_output=input")),
+        ("flash_o_nearest_delta_stochastic", ("delta_output=input", "delta_rounding=stochastic")),
+        ("flash_o_fp32_delta_nearest", ("output=fp32", "delta_output=input")),
     ],
 )
 def test_a_preset_changes_what_its_name_says_and_nothing_else(preset: str, sites: tuple[str, ...]) -> None:
@@ -59,14 +77,14 @@ def test_a_preset_changes_what_its_name_says_and_nothing_else(preset: str, sites
 
 
 def test_the_bases_are_the_columns_of_the_table_of_sites() -> None:
-    assert PAPER.differences(HARDWARE) == (
+    assert ROUNDED_FORWARD.differences(HARDWARE) == (
         "scores=input",
         "statistics=input",
-        "exponent=subtracted",
+        "exponent=subtract_first",
         "tile_product=input",
         "accumulator=input",
     )
-    assert (PAPER.tile_q, PAPER.tile_k) == (512, 512)
+    assert (ROUNDED_FORWARD.tile_q, ROUNDED_FORWARD.tile_k) == (512, 512)
     assert BASES["fp32"].delta_output == "fp32"
     assert BASES["fp32"].output == "input"
     assert (MICROCOSM.accumulator, MICROCOSM.output, MICROCOSM.scores) == ("m1", "m1", "m7")
@@ -74,7 +92,7 @@ def test_the_bases_are_the_columns_of_the_table_of_sites() -> None:
 
 def test_runs_a_to_d_round_the_two_uses_of_o_as_the_table_says() -> None:
     def roundings(run: str) -> tuple[str, str, str]:
-        n = AttentionSpec(preset=f"flash_run_{run}", numerics="microcosm").resolve()
+        n = AttentionSpec(preset=RENAMED[f"flash_run_{run}"], numerics="microcosm").resolve()
         forward = n.output if n.output == "fp32" else n.output_rounding
         return forward, n.delta_output, n.delta_rounding
 
@@ -90,10 +108,10 @@ def test_numerics_written_before_p_bars_rounding_had_a_name_rounded_it_to_neares
         "numerics"
     ]
     assert "probabilities_rounding" not in written
-    assert numerics_from_key(json.dumps(written)) == AttentionSpec(preset="flash_run_a").resolve()
+    assert numerics_from_key(json.dumps(written)) == AttentionSpec(preset="flash_stochastic_o").resolve()
 
 
-@pytest.mark.parametrize("base", ["hardware", "paper", "microcosm"])
+@pytest.mark.parametrize("base", ["hardware", "rounded_forward", "microcosm"])
 def test_numerics_written_before_the_exponent_had_a_name_are_those_of_their_base(base: str) -> None:
     written = asdict(BASES[base])
     del written["exponent"]
@@ -103,14 +121,20 @@ def test_numerics_written_before_the_exponent_had_a_name_are_those_of_their_base
 def test_fp32_numerics_written_before_the_exponent_had_a_name_were_folded_by_the_kernels() -> None:
     written = asdict(BASES["fp32"])
     del written["exponent"]
-    assert numerics_from_key(json.dumps(written)).differences(BASES["fp32"]) == ("exponent=folded",)
+    assert numerics_from_key(json.dumps(written)).differences(BASES["fp32"]) == ("exponent=fma",)
 
 
 def test_stochastic_p_rounds_p_bar_on_every_base() -> None:
     formats = {
         base: AttentionSpec(preset="flash_stochastic_p", numerics=base).resolve().probabilities for base in BASES
     }
-    assert formats == {"hardware": "input", "paper": "input", "published": "input", "fp32": "input", "microcosm": "m7"}
+    assert formats == {
+        "hardware": "input",
+        "rounded_forward": "input",
+        "published": "input",
+        "fp32": "input",
+        "microcosm": "m7",
+    }
 
 
 def test_single_sites_override_the_preset() -> None:
@@ -145,7 +169,7 @@ def test_the_record_spells_out_every_site_and_every_head() -> None:
 
 def test_the_record_names_heads_of_one_rounding_under_two_names() -> None:
     rule = AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_stochastic_o"))
-    config = AttentionConfig(default=AttentionSpec(preset="flash_run_a"), rules=(rule,))
+    config = AttentionConfig(default=AttentionSpec(preset="flash_stochastic_o"), rules=(rule,))
     (only,) = describe(config.resolve(2, 3))
     assert only["heads_of_layer"] == {"0": [0, 1, 2], "1": [0, 1, 2]}
 
@@ -184,7 +208,10 @@ def test_overlapping_rules_are_refused() -> None:
         ({"sites": ("exponent=exact",)}, "attention numerics exponent = 'exact'"),
         ({"sites": ("saved_statistics=both",)}, "attention numerics saved_statistics = 'both'"),
         ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
-        ({"preset": "sdpa_flash", "numerics": "paper"}, "attention numerics of sdpa_flash = 'paper'"),
+        (
+            {"preset": "sdpa_flash", "numerics": "rounded_forward"},
+            "attention numerics of sdpa_flash = 'rounded_forward'",
+        ),
         (
             {"preset": "flash_fp32_pv", "sites": ("probabilities_rounding=stochastic",)},
             "attention numerics probabilities_rounding = 'stochastic'",
@@ -229,7 +256,7 @@ def test_numerics_out_of_range_are_refused(changes: dict) -> None:
 
 
 def test_input_becomes_the_dtype_and_nothing_else_changes() -> None:
-    concrete = PAPER.concrete("bf16")
+    concrete = ROUNDED_FORWARD.concrete("bf16")
     assert concrete.scores == concrete.output == "bf16"
     assert concrete.delta_output == "output"
     assert concrete.logsumexp == "fp32"

@@ -67,7 +67,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attention": AttentionConfig(
             flash_backend="flash_reference",
             default=AttentionSpec(preset="flash_stochastic_p_o"),
-            rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_run_d")),),
+            rules=(
+                AttentionRule(
+                    layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_o_nearest_delta_stochastic")
+                ),
+            ),
         ),
         "data.record_tokens": True,
     },

@@ -130,7 +130,7 @@ class TestRowSums:
         p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), on(device))
         p.q.zero_()[..., 0], p.k.zero_()[..., 0] = 4 * 641.0, 1.0
         for sites in (("delta=rowsum_p_dp_normalised",), ("row_residual=corrected_rows",)):
-            coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtracted", *sites)
+            coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtract_first", *sites)
             gradients = run(p, AttentionSpec(sites=coarse, backend=backend))[1:]
             assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
 
@@ -144,7 +144,7 @@ class TestRowSums:
         (torch.bfloat16, ("gradient_accumulator=bf16", "tile_k=32")),
         (torch.bfloat16, ("probabilities=fp32", "inputs=m5", "saved_statistics=max_and_sum")),
         (torch.float32, ("score_gradients=m3", "probabilities=m3", "delta_sum=m6")),
-        (torch.float32, ("logsumexp=m4", "exponent=unfused", "delta=rowsum_p_dp_normalised")),
+        (torch.float32, ("logsumexp=m4", "exponent=separate_multiply", "delta=rowsum_p_dp_normalised")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )

@@ -86,7 +86,7 @@ def test_a_site_moves_what_it_reaches_in_standard_attention(case: Case) -> None:
 @cases(REFUSED)
 def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: str) -> None:
     """With q in FP32, and whatever the site takes beside it to act."""
-    own = ("delta=rowsum_p_dp", "exponent=subtracted")
+    own = ("delta=rowsum_p_dp", "exponent=subtract_first")
     site = f"{case.site}={DEFAULT.exponent if str(case) in own else case.value}"
     if str(case) == "delta=rowsum_p_dp":
         pytest.skip("that is what it has")

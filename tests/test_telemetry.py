@@ -43,12 +43,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 MIXED = AttentionConfig(
     flash_backend="flash_reference",
     default=AttentionSpec(preset="flash_stochastic_p_o"),
-    rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_run_b")),),
+    rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_o_stochastic_delta_nearest")),),
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stochastic": {**BF16, "attention": MIXED},
-    "paper": {**BF16, "attention": preset("flash", "paper")},
+    "rounded_forward": {**BF16, "attention": preset("flash", "rounded_forward")},
     "accumulated": {**BF16, "data.micro_batch": 2},
     "float16_qk_clip": {"precision.dtype": "float16", "model.qk_clip_tau": 0.1},
     "z_loss_details": {"model.z_loss": 1e-3, "telemetry.details": True, "telemetry.sequences": 3},
@@ -143,7 +143,7 @@ PLANS = {
     ),
     "three": AttentionConfig(
         flash_backend="flash_reference",
-        default=AttentionSpec(numerics="paper"),
+        default=AttentionSpec(numerics="rounded_forward"),
         rules=(
             AttentionRule(layers=(2,), heads=(0,), attention=AttentionSpec(preset="standard")),
             AttentionRule(layers=(0,), attention=AttentionSpec(preset="flash_delta_from_p")),
@@ -163,7 +163,7 @@ def test_stacked_layers_are_measured_as_each_alone(name: str, at_once: int, monk
         for head in range(2):
             mean = error_BHT[:, head].double().mean().item()
             # Where the O in delta is drawn anew, the draw depends on the head's place in the call.
-            redrawn = layer.plan.groups[-1].spec.preset == "flash_run_b" and head == 1
+            redrawn = layer.plan.groups[-1].spec.preset == "flash_o_stochastic_delta_nearest" and head == 1
             if not redrawn:
                 assert record["delta_error_mean"][layer.layer][head] == pytest.approx(mean, rel=1e-4, abs=1e-12)
             logits = (layer.q_BTHD[0, :, head].float() @ layer.k_BTHD[0, :, head].float().T) * layer.scale
@@ -315,7 +315,7 @@ def test_a_probe_after_nan_starts_afresh(place: Place) -> None:
         close(run, finished=False)
 
 
-@pytest.mark.parametrize(("attention", "differ"), [("flash_run_d", True), ("flash", False)])
+@pytest.mark.parametrize(("attention", "differ"), [("flash_o_nearest_delta_stochastic", True), ("flash", False)])
 def test_each_probe_draws_its_stochastic_roundings_afresh(place: Place, attention: str, differ: bool) -> None:
     """Of the same weights. Drawn alike, an element's errors of two probes would be correlated, and their sum over probes no walk."""
     fields = {**BF16, **OFTEN, "attention": preset(attention)}

@@ -168,20 +168,27 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 LAYERS_APART = AttentionConfig(
     flash_backend="flash_reference",
     default=AttentionSpec(preset="flash_stochastic_p_o"),
-    rules=(AttentionRule(layers=(2,), attention=AttentionSpec(preset="standard", numerics="paper")),),
+    rules=(AttentionRule(layers=(2,), attention=AttentionSpec(preset="standard", numerics="rounded_forward")),),
 )
 HEADS_APART = AttentionConfig(
     flash_backend="flash_reference",
-    rules=(AttentionRule(layers=(0, 2), heads=(0,), attention=AttentionSpec(preset="flash_run_d")),),
+    rules=(
+        AttentionRule(layers=(0, 2), heads=(0,), attention=AttentionSpec(preset="flash_o_nearest_delta_stochastic")),
+    ),
 )
 # attention, dtype, changes of the model, settings of the probe
 CASES: dict[str, tuple[AttentionConfig, str, dict[str, Any], dict[str, Any]]] = {
     "plain": (preset("flash"), "bfloat16", {}, {}),
     "layers_apart": (LAYERS_APART, "bfloat16", {}, {"details": True}),
     "heads_apart": (HEADS_APART, "bfloat16", {}, {}),
-    "paper": (preset("flash_recompute_o", "paper"), "bfloat16", {"attention_softcap": 20.0}, {}),
+    "rounded_forward": (preset("flash_recompute_o", "rounded_forward"), "bfloat16", {"attention_softcap": 20.0}, {}),
     "float32": (preset("flash_stable_safe"), "float32", {"qk_norm": True, "bias": True}, {}),
-    "operators": (preset("flash_run_d"), "bfloat16", {"z_loss": 1e-3, "gated_attention": True}, {}),
+    "operators": (
+        preset("flash_o_nearest_delta_stochastic"),
+        "bfloat16",
+        {"z_loss": 1e-3, "gated_attention": True},
+        {},
+    ),
 }
 
 

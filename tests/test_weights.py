@@ -15,7 +15,7 @@ from attention import AttentionConfig, AttentionSpec
 
 CPU = torch.device("cpu")
 TILES = ("tile_q=16", "tile_k=16")
-WHOLE = ("tile_q=0", "tile_k=0", "exponent=subtracted", "output=fp32")
+WHOLE = ("tile_q=0", "tile_k=0", "exponent=subtract_first", "output=fp32")
 STOCHASTIC = AttentionSpec(preset="flash_stochastic_p")
 SHAPE = (2, 45, 2, 16)
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from attention.backends import BACKENDS
 from attention.presets import PRESETS
+from attention.renamed import today
 from errors import invalid
 from training.intervention import Switch, parse_switch
 from training.telemetry import z_scores
@@ -80,6 +81,7 @@ class AlarmConfig:
     def switch(self, step: int, layer: int) -> Switch:
         """What response ``switch`` does to a layer. Raises ``UserError`` where ``switch_to`` is no PRESET[:BACKEND] of these names."""
         preset, _, backend = self.switch_to.partition(":")
+        preset = today(preset)
         if not preset or ":" in backend:
             raise invalid("alarm.switch_to", self.switch_to, "PRESET or PRESET:BACKEND")
         if preset not in PRESETS:

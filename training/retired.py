@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attention.renamed import today_in_record
 from errors import invalid
 
 ANY = None
@@ -36,6 +37,8 @@ def upgraded(content: dict[str, Any], goes_on_from: object = None) -> dict[str, 
     Raises ``UserError`` for a value that today's code does not compute with.
     """
     result = {name: dict(section) if isinstance(section, dict) else section for name, section in content.items()}
+    if "attention" in result:
+        result["attention"] = today_in_record(result["attention"])
     speed, run = result.get("speed"), result.get("run")
     plain = not (isinstance(speed, dict) and speed.get("loss_chunk"))
     for field, alike in RETIRED.items():

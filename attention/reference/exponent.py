@@ -1,10 +1,10 @@
 """exp(S - m) in the three forms of the site ``exponent``, for the PyTorch backends: P_bar from m, P from L, each in the form's own units.
 
-``Subtracted`` takes S, and m and L in natural units. ``Folded`` does what most flash kernels do (``arithmetic.exponential``): it takes
+``SubtractFirst`` takes S, and m and L in natural units. ``Fma`` does what most flash kernels do (``arithmetic.exponential``): it takes
 S' = Q K^T without scale, m and L in units of log2, and exp2(fma(S', c, -m)), c = scale log2(e). The fused multiply-add rounds once
 at its end, but what it subtracts was rounded to FP32 before: m c is off by up to half a unit in its last place, and so is the
-exponent at the row's own maximum, which should be 0. ``Unfused`` is the same with two roundings, exp2(fp32(S' c) - m), as PyTorch's
-copy of FlashAttention-2 has it (``UNFUSE_FMA`` in its softmax.h): at the row's own maximum both are the same number.
+exponent at the row's own maximum, which should be 0. ``SeparateMultiply`` is the same with two roundings, exp2(fp32(S' c) - m), as
+PyTorch's copy of FlashAttention-2 has it (``UNFUSE_FMA`` in its softmax.h): at the row's own maximum both are the same number.
 
 What is kept of a row for the backward pass is L, or m and log l apart (site ``saved_statistics``); tensors hold it as [B, H, T] or
 [B, H, 2, T], a tile of rows as [B, H, R, Z], Z = 1 or 2.
@@ -47,10 +47,10 @@ class Exponent(Protocol):
         """alpha = exp(m - m')."""
 
     def log(self, row_sum: Tensor) -> Tensor:
-        """log l in natural units or, but for ``Subtracted``, those of log2."""
+        """log l in natural units or, but for ``SubtractFirst``, those of log2."""
 
 
-class Subtracted:
+class SubtractFirst:
     """exp(S - m), the difference first."""
 
     def __init__(self, problem: Problem):
@@ -73,7 +73,7 @@ class Subtracted:
         return torch.log(row_sum)
 
 
-class Folded:
+class Fma:
     """exp2(fma(S', c, -m)). S' c has at most 48 bits, so that FP64 holds it exactly; rounding the difference to FP64 and then to FP32
     is as good as once near the maximum."""
 
@@ -99,8 +99,8 @@ class Folded:
         return torch.log2(row_sum)
 
 
-class Unfused(Folded):
-    """exp2(fp32(S' c) - m): m, L and alpha as ``Folded`` has them, but S' c is rounded before the subtraction, as m was."""
+class SeparateMultiply(Fma):
+    """exp2(fp32(S' c) - m): m, L and alpha as ``Fma`` has them, but S' c is rounded before the subtraction, as m was."""
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s * self.c - m
@@ -110,9 +110,9 @@ class Unfused(Folded):
 def exponent_of(problem: Problem) -> Exponent:
     """The form that the numerics of a problem ask for, where it can act."""
     n = problem.sites.numerics
-    if n.exponent == "subtracted" or not folds(n, problem.scale, problem.softcap):
-        return Subtracted(problem)
-    return Folded(problem) if n.exponent == "folded" else Unfused(problem)
+    if n.exponent == "subtract_first" or not folds(n, problem.scale, problem.softcap):
+        return SubtractFirst(problem)
+    return Fma(problem) if n.exponent == "fma" else SeparateMultiply(problem)
 
 
 def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, sites: Sites) -> Tensor:

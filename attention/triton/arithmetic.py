@@ -62,7 +62,7 @@ KEPT, CENTRED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
 ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALISED, RECOMPUTED_O = _codes(SITES["delta"].choices)
 LOADED = tl.constexpr(len(SITES["delta"].choices))
 """delta that an earlier launch made."""
-SCALED, FUSED, LATER, UNFUSED = _codes(("scaled", "fused", "later", "unfused"))
+SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))
 """Where the scale comes in exp(S - m): see ``exponential``."""
 
 
@@ -85,7 +85,7 @@ def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
     """Where the scale comes in exp(S - m), for ``exponential``; L counts in log2 but where S is SCALED. ``n`` is concrete."""
     if not folds(n, scale, softcap):
         return SCALED.value
-    return {"folded": FUSED, "subtracted": LATER, "unfused": UNFUSED}[n.exponent].value
+    return {"fma": FMA, "subtract_first": LATER, "separate_multiply": SEPARATE_MULTIPLY}[n.exponent].value
 
 
 def _code(name: str, value: str) -> int:
@@ -384,8 +384,8 @@ def rounded_product(b_s, unit):
 
 @triton.jit
 def log2_difference(b_s, b_m, unit, FOLD: tl.constexpr):
-    """S unit - m of a block [., .] and m that broadcasts to it, in log2: UNFUSED rounded twice, FUSED once."""
-    if FOLD == UNFUSED:
+    """S unit - m of a block [., .] and m that broadcasts to it, in log2: SEPARATE_MULTIPLY rounded twice, FMA once."""
+    if FOLD == SEPARATE_MULTIPLY:
         b_x = rounded_product(b_s, unit) - b_m
     else:
         b_x = fused_difference(b_s, b_m, unit)
@@ -394,10 +394,10 @@ def log2_difference(b_s, b_m, unit, FOLD: tl.constexpr):
 
 @triton.jit
 def row_normaliser(b_top, unit, FOLD: tl.constexpr):
-    """The row maximum [BT] of S as m counts: FUSED and UNFUSED times unit, rounded; else as it is."""
-    if FOLD == UNFUSED:
+    """The row maximum [BT] of S as m counts: FMA and SEPARATE_MULTIPLY times unit, rounded; else as it is."""
+    if FOLD == SEPARATE_MULTIPLY:
         b_r = rounded_product(b_top, unit)
-    elif FOLD == FUSED:
+    elif FOLD == FMA:
         b_r = b_top * unit
     else:
         b_r = b_top
@@ -407,9 +407,9 @@ def row_normaliser(b_top, unit, FOLD: tl.constexpr):
 @triton.jit
 def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
     """exp(S - m) of a block [., .] and m that broadcasts to it (site ``exponent``). S lacks its scale but where it is SCALED;
-    unit = scale log2(e) makes up for it: FUSED with the subtraction of m, UNFUSED before it, m counting in log2; LATER, m counting
+    unit = scale log2(e) makes up for it: FMA with the subtraction of m, SEPARATE_MULTIPLY before it, m counting in log2; LATER, m counting
     as S does."""
-    if FOLD == FUSED or FOLD == UNFUSED:
+    if FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD))
     elif FOLD == LATER:
         b_p = tl.exp2((b_s - b_m) * unit)
@@ -423,7 +423,7 @@ def probabilities(b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constex
     """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``."""
     if not APART:
         b_p = exponential(b_s, b_m, unit, FOLD)
-    elif FOLD == FUSED or FOLD == UNFUSED:
+    elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_log_l)
     else:
         b_unit = tl.full(b_s.shape, unit if FOLD == LATER else LOG2_E, tl.float32)
@@ -434,7 +434,7 @@ def probabilities(b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constex
 @triton.jit
 def rescaling(b_m, b_m_new, unit, FOLD: tl.constexpr):
     """exp(m - m') of two row normalisers."""
-    if FOLD == FUSED or FOLD == UNFUSED:
+    if FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_alpha = tl.exp2(b_m - b_m_new)
     else:
         b_alpha = exponential(b_m, b_m_new, unit, FOLD)

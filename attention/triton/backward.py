@@ -20,8 +20,8 @@ from attention.rounding import round_to as round_tensor
 from attention.triton.arithmetic import (
     CENTRED_KEYS,
     CORRECTED_ROWS,
+    FMA,
     FP32,
-    FUSED,
     LATER,
     LOADED,
     MAX_AND_SUM,
@@ -318,7 +318,7 @@ def launch_backward(
     sites = kernel_sites(n, (BACKWARD,), scale, softcap, causal, **known)
     if sites.exponent == LATER.value and n.saved_statistics == "logsumexp":
         # The rounding of L, which comes first, is as large and common to a row, folded or subtracted.
-        known["exponent"] = FUSED.value
+        known["exponent"] = FMA.value
         sites = sites._replace(**known)
     scalars = Scalars(scale, log2_scale(scale) if sites.exponent != SCALED.value else 1.0, softcap)
     query_sites = kernel_sites(n, (DELTA, BACKWARD), scale, softcap, causal, **known)

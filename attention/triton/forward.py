@@ -16,8 +16,8 @@ from attention.reference.exponent import log2_scale
 from attention.reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
 from attention.rounding import storage_dtype
 from attention.triton.arithmetic import (
+    FMA,
     FP32,
-    FUSED,
     INTERPRETED,
     LARGEST,
     MAX_AND_SUM,
@@ -26,11 +26,11 @@ from attention.triton.arithmetic import (
     ROUNDED,
     SCALED,
     SCALED_DOWN,
+    SEPARATE_MULTIPLY,
     STABILISED,
     STABILISED_SAFE,
     STOCHASTIC,
     TF32X3,
-    UNFUSED,
     VISITED,
     Limits,
     Scalars,
@@ -420,7 +420,7 @@ def launch_forward(
     sites = kernel_sites(n, (FORWARD,), scale, softcap, causal, inputs=stored_code(n.inputs, q.dtype))
     folded = sites.exponent != SCALED.value
     unit = log2_scale(scale) if folded else 1.0
-    # S is so many times what the kernel compares; m counts as that does, or FUSED and UNFUSED in log2.
+    # S is so many times what the kernel compares; m counts as that does, or FMA and SEPARATE_MULTIPLY in log2.
     times = scale if folded else 1.0
     tma = blocks.descriptors and takes_descriptor(k, v)
     forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
@@ -441,7 +441,7 @@ def launch_forward(
         limits=Limits(
             beta=n.row_max_beta,
             tolerance=n.row_max_tolerance / times,
-            cap=n.row_max_cap / times * (unit if sites.exponent in (FUSED.value, UNFUSED.value) else 1.0),
+            cap=n.row_max_cap / times * (unit if sites.exponent in (FMA.value, SEPARATE_MULTIPLY.value) else 1.0),
             floor=n.row_sum_floor,
         ),
         tile=n.tile_k or triton.cdiv(S, blocks.columns) * blocks.columns,

@@ -5,4 +5,4 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/delta_f
 
 from attention import AttentionConfig, AttentionSpec
 
-attention = AttentionConfig(default=AttentionSpec(preset="flash_delta_from_p", numerics="paper"))
+attention = AttentionConfig(default=AttentionSpec(preset="flash_delta_from_p", numerics="rounded_forward"))

@@ -5,4 +5,4 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/fp32_o.
 
 from attention import AttentionConfig, AttentionSpec
 
-attention = AttentionConfig(default=AttentionSpec(preset="flash_fp32_o", numerics="paper"))
+attention = AttentionConfig(default=AttentionSpec(preset="flash_fp32_o", numerics="rounded_forward"))

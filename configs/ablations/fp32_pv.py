@@ -5,4 +5,4 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/fp32_pv
 
 from attention import AttentionConfig, AttentionSpec
 
-attention = AttentionConfig(default=AttentionSpec(preset="flash_fp32_pv", numerics="paper"))
+attention = AttentionConfig(default=AttentionSpec(preset="flash_fp32_pv", numerics="rounded_forward"))

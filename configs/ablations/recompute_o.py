@@ -5,4 +5,4 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/recompu
 
 from attention import AttentionConfig, AttentionSpec
 
-attention = AttentionConfig(default=AttentionSpec(preset="flash_recompute_o", numerics="paper"))
+attention = AttentionConfig(default=AttentionSpec(preset="flash_recompute_o", numerics="rounded_forward"))

@@ -5,4 +5,4 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/stable_
 
 from attention import AttentionConfig, AttentionSpec
 
-attention = AttentionConfig(default=AttentionSpec(preset="flash_stable_exact_ties", numerics="paper"))
+attention = AttentionConfig(default=AttentionSpec(preset="flash_stable_exact_ties", numerics="rounded_forward"))

@@ -5,4 +5,6 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/stable_
 
 from attention import AttentionConfig, AttentionSpec
 
-attention = AttentionConfig(default=AttentionSpec(preset="flash_stable", numerics="paper", sites=("row_max_beta=8",)))
+attention = AttentionConfig(
+    default=AttentionSpec(preset="flash_stable", numerics="rounded_forward", sites=("row_max_beta=8",))
+)

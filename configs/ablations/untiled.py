@@ -5,4 +5,4 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/untiled
 
 from attention import AttentionConfig, AttentionSpec
 
-attention = AttentionConfig(default=AttentionSpec(preset="flash_untiled", numerics="paper"))
+attention = AttentionConfig(default=AttentionSpec(preset="flash_untiled", numerics="rounded_forward"))
