@@ -33,12 +33,17 @@ def test_the_summary_of_runs_is_that_of_their_files(study: str, tmp_path: Path) 
 
 
 def test_the_tables_of_fast_failure_are_those_of_its_files() -> None:
-    command = [sys.executable, str(EXPERIMENTS / "fast_failure/tables.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    page = (EXPERIMENTS / "fast_failure/README.md").read_text()
-    assert len(printed.split("\n\n")) == 3
-    for table in printed.strip().split("\n\n"):
-        assert table in page
+    folder = EXPERIMENTS / "fast_failure"
+
+    def printed(*arguments: str) -> str:
+        command = [sys.executable, str(folder / "tables.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    tables = printed().strip().split("\n\n")
+    assert len(tables) == 2
+    for table in tables:
+        assert table in (folder / "README.md").read_text()
+    assert printed("--jumps") == (folder / "jumps.csv").read_text()
 
 
 def test_rows_that_look_at_one_key_are_exact_below_the_threshold_and_off_above() -> None:

@@ -1,8 +1,8 @@
-"""Three tables from the runs here, as Markdown: python experiments/fast_failure/tables.py
+"""Tables from the runs here: python experiments/fast_failure/tables.py [--jumps]
 
 1. How far logits and W_Q of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv).
 2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv).
-3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that.
+3. With --jumps instead of these, as CSV: the gradient norm before and after that logit passes 2^16 ln 2 and twice that (jumps.csv).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -85,15 +86,16 @@ def jumps() -> str:
         first, step = int(logit.index[logit >= THRESHOLD][0]), int(beyond[0])
         before = norms[(norms.index >= first - 500) & (norms.index < first)].median()
         after = norms[(norms.index >= step) & (norms.index < step + 200)].median()
-        times = f"{after / before:.1f}"
-        rows.append([run, f"{first:,}", f"{step:,}", number(logit[step]), f"{before:.3f}", number(after), times])
-    heads = ["run", f"beyond {THRESHOLD:,.0f} at", f"beyond {2 * THRESHOLD:,.0f} at", "largest logit there"]
-    heads += ["gradient norm, 500 steps before", "200 steps after", "times"]
-    return markdown(heads, rows)
+        rows.append(
+            [run, str(first), str(step), f"{logit[step]:.0f}", f"{before:.3f}", f"{after:.3g}", f"{after / before:.1f}"]
+        )
+    heads = ["run", "beyond_45426_at", "beyond_90852_at", "largest_logit_there"]
+    heads += ["grad_norm_500_steps_before", "grad_norm_200_steps_after", "times"]
+    return "\n".join(",".join(line) for line in [heads, *rows])
 
 
 def main() -> None:
-    print(growth(), one_hot(), jumps(), sep="\n\n")
+    print(*([jumps()] if "--jumps" in sys.argv else [growth(), one_hot()]), sep="\n\n")
 
 
 if __name__ == "__main__":
