@@ -28,10 +28,6 @@ class Tokenizer(ABC):
     def encode(self, text: bytes) -> np.ndarray:
         """Tokens of UTF-8 text, 1-D, of ``dtype``, without a separator; ``ValueError`` for text it cannot represent."""
 
-    @abstractmethod
-    def decode(self, tokens: np.ndarray) -> str:
-        """The text of 1-D tokens; bytes that form no UTF-8 character (a character cut in two) become U+FFFD."""
-
 
 class ByteTokenizer(Tokenizer):
     """A token is a byte's value; byte 0, which text does not hold, separates documents."""
@@ -45,9 +41,6 @@ class ByteTokenizer(Tokenizer):
         if b"\0" in text:
             raise ValueError("byte 0 in the text, which byte tokens keep for the end of a document")
         return np.frombuffer(text, np.uint8)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        return tokens.astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -66,9 +59,6 @@ class GPT2Tokenizer(Tokenizer):
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.array(self._encoding.encode_ordinary(text.decode()), np.uint16)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        return self._encoding.decode(tokens.tolist())
 
 
 def _gpt2_encoding() -> tiktoken.Encoding:

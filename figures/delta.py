@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from figures import canvas
+from figures import canvas, curves
 from figures.canvas import Drawn
+from figures.courses import style
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors, feature_errors, output_errors, summarise
 
@@ -142,8 +143,6 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
 
 
 def _draw_steps(axes: Any, over_steps: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> list[tuple[Any, ...]]:
-    from figures.courses import style
-
     numbers: list[tuple[Any, ...]] = []
     for index, (label, steps, sums) in enumerate(over_steps):
         total = np.cumsum(sums)
@@ -174,8 +173,6 @@ def draw_tokens(error: HeadError) -> Drawn:
 
 def steps_of(records: Sequence[Any], layer: int, head: int) -> tuple[np.ndarray, np.ndarray]:
     """Steps and ``delta_error_sum`` of one head from telemetry records; what is not finite counts as 0."""
-    from figures import curves
-
     steps, grids = curves.column(records, "delta_error_sum")
     sums = np.asarray([grid[layer][head] for grid in grids], dtype=np.float64)
     return np.asarray(steps), np.where(np.isfinite(sums), sums, 0.0)

@@ -106,15 +106,9 @@ def joined(parts: Sequence[LayerCapture]) -> LayerCapture:
 
     dO is then the gradient of each sequence's own mean loss.
     """
-    return dataclasses.replace(
-        parts[0],
-        x_BTC=torch.cat([part.x_BTC for part in parts]),
-        q_BTHD=torch.cat([part.q_BTHD for part in parts]),
-        k_BTHD=torch.cat([part.k_BTHD for part in parts]),
-        v_BTHD=torch.cat([part.v_BTHD for part in parts]),
-        o_BTHD=torch.cat([part.o_BTHD for part in parts]),
-        do_BTHD=torch.cat([part.do_BTHD for part in parts]),
-    )
+    names = ("x_BTC", "q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD")
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return dataclasses.replace(parts[0], **whole)
 
 
 class Inputs:
@@ -128,10 +122,6 @@ class Inputs:
         self.token: int | None = args.token
         self.feature: int | None = args.feature
         self.capture = cache(self._capture)
-
-    def is_missing(self, error: UserError) -> bool:
-        """Whether the error says that an input was not given, rather than that a given one is bad."""
-        return isinstance(error, MissingInputError)
 
     def runs(self, needed: bool = True) -> list[RunCurves]:
         """The runs of --runs."""

@@ -55,12 +55,44 @@ class LayerCapture:
 
 
 @dataclass(kw_only=True)
-class _Record:
-    """What the hooks of one layer saw; tensors of ``o`` still in the graph."""
+class Record:
+    """What the hooks of one layer saw; O still in the graph."""
 
     x_BTC: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
     o_BTHD: Tensor | None = None
+    scale: float = 1.0
+
+    def keep(self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, o_BTHD: Tensor, scale: float) -> Tensor:
+        """Keep what attention read and gave; O, with a graph."""
+        # Weights that take no gradient give an output without a graph; the pass behind it needs one all the same.
+        self.o_BTHD = o_BTHD if o_BTHD.requires_grad else o_BTHD.requires_grad_()
+        self.qkv, self.scale = (q_BTHD.detach(), k_BTHD.detach(), v_BTHD.detach()), scale
+        return self.o_BTHD
+
+    def finished(
+        self, layer: int, do_BTHD: Tensor, plan: LayerPlan, rounding_seed: Tensor, softcap: float = 0.0
+    ) -> LayerCapture:
+        """The capture, after the backward pass."""
+        assert self.x_BTC is not None
+        assert self.qkv is not None
+        assert self.o_BTHD is not None
+        q_BTHD, k_BTHD, v_BTHD = self.qkv
+        return LayerCapture(
+            layer=layer,
+            x_BTC=self.x_BTC,
+            q_BTHD=q_BTHD,
+            k_BTHD=k_BTHD,
+            v_BTHD=v_BTHD,
+            o_BTHD=self.o_BTHD.detach(),
+            do_BTHD=do_BTHD,
+            scale=self.scale,
+            softcap=softcap,
+            plan=plan,
+            rounding_seed=rounding_seed,
+            rotary=self.rotary,
+        )
 
 
 def capture(
@@ -102,42 +134,22 @@ def capture(
             raise ValueError(f"layer {layer}: the model has layers 0 to {len(attentions) - 1}")
     if rounding_seed is None:
         rounding_seed = torch.zeros((), dtype=torch.int64, device=tokens_BT.device)
-    records = {layer: _Record() for layer in chosen}
+    records = {layer: Record() for layer in chosen}
     with torch.enable_grad(), _recording(attentions, records):
         with autocast:
             _, loss = model(tokens_BT, targets_BT, rounding_seed)
         outputs = [records[layer].o_BTHD for layer in chosen]
         gradients = torch.autograd.grad(loss * loss_scale, outputs)  # type: ignore[arg-type]
     return [
-        _finished(layer, attentions[layer], records[layer], gradient, rounding_seed)
+        records[layer].finished(
+            layer, gradient, attentions[layer].plan, rounding_seed, softcap=attentions[layer].softcap
+        )
         for layer, gradient in zip(chosen, gradients, strict=True)
     ]
 
 
-def _finished(
-    layer: int, attention: CausalSelfAttention, record: _Record, do_BTHD: Tensor, seed: Tensor
-) -> LayerCapture:
-    assert record.x_BTC is not None
-    assert record.qkv is not None
-    assert record.o_BTHD is not None
-    q_BTHD, k_BTHD, v_BTHD = record.qkv
-    return LayerCapture(
-        layer=layer,
-        x_BTC=record.x_BTC,
-        q_BTHD=q_BTHD,
-        k_BTHD=k_BTHD,
-        v_BTHD=v_BTHD,
-        o_BTHD=record.o_BTHD.detach(),
-        do_BTHD=do_BTHD,
-        scale=q_BTHD.shape[-1] ** -0.5,
-        softcap=attention.softcap,
-        plan=attention.plan,
-        rounding_seed=seed,
-    )
-
-
 @contextlib.contextmanager
-def _recording(attentions: list[CausalSelfAttention], records: dict[int, _Record]) -> Iterator[None]:
+def _recording(attentions: list[CausalSelfAttention], records: dict[int, Record]) -> Iterator[None]:
     """Watch the layers named by ``records`` for the time of the block."""
     # Eval mode keeps QK-clip's running maxima as they are; nothing else in these modules asks for the mode.
     modes = [attention.training for attention in attentions]
@@ -154,19 +166,16 @@ def _recording(attentions: list[CausalSelfAttention], records: dict[int, _Record
         yield
 
 
-def _keep_input(record: _Record) -> Callable[..., None]:
+def _keep_input(record: Record) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         record.x_BTC = inputs[0].detach()
 
     return hook
 
 
-def _recorder(attend: Callable[..., Tensor], record: _Record) -> Callable[..., Tensor]:
+def _recorder(attend: Callable[..., Tensor], record: Record) -> Callable[..., Tensor]:
     def recorded(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, rounding_seed: Tensor) -> Tensor:
         o_BTHD = attend(q_BTHD, k_BTHD, v_BTHD, rounding_seed)
-        # Weights that take no gradient give an output without a graph; the pass behind it needs one all the same.
-        record.o_BTHD = o_BTHD if o_BTHD.requires_grad else o_BTHD.requires_grad_()
-        record.qkv = (q_BTHD.detach(), k_BTHD.detach(), v_BTHD.detach())
-        return record.o_BTHD
+        return record.keep(q_BTHD, k_BTHD, v_BTHD, o_BTHD, q_BTHD.shape[-1] ** -0.5)
 
     return recorded

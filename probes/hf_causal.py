@@ -21,22 +21,11 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec, LayerPlan, dispatch
 from errors import UserError, invalid
-from probes.capture import LayerCapture
+from probes.capture import LayerCapture, Record
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2")
 """Values of ``model_type`` whose attention is causal, plain, and, where it rotates, rotated by halves as Llama's."""
 _NAME = "capture_q_k_v_o"
-
-
-@dataclass(kw_only=True)
-class _Record:
-    """What one layer's attention read and gave; ``o`` still in the graph."""
-
-    x_BTC: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
-    operands: tuple[Tensor, Tensor, Tensor] | None = None
-    o_BTHD: Tensor | None = None
-    scale: float = 1.0
 
 
 @dataclass
@@ -47,7 +36,7 @@ class CausalModel:
     plans: tuple[LayerPlan, ...]
     dtype: torch.dtype
     device: torch.device
-    records: dict[int, _Record] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)
 
     @property
     def n_layer(self) -> int:
@@ -76,7 +65,7 @@ class CausalModel:
     def capture(self, tokens_BT: Tensor, targets_BT: Tensor, layers: Sequence[int] | None = None) -> list[LayerCapture]:
         """As ``probes.capture.capture``: one forward pass under autocast, and dO of the layers asked for."""
         chosen = list(range(self.n_layer)) if layers is None else list(layers)
-        self.records = {layer: _Record() for layer in chosen}
+        self.records = {layer: Record() for layer in chosen}
         with torch.enable_grad(), self._hooked():
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
                 logits_BTV = self.model(input_ids=tokens_BT.to(self.device), use_cache=False).logits
@@ -84,7 +73,11 @@ class CausalModel:
             loss = torch.nn.functional.cross_entropy(flat_NV, targets_N, ignore_index=-1)
             outputs = [record.o_BTHD for record in self.records.values() if record.o_BTHD is not None]
             gradients = torch.autograd.grad(loss, outputs)
-        found = [self._finished(layer, do) for layer, do in zip(chosen, gradients, strict=True)]
+        seed = torch.zeros((), dtype=torch.int64, device=self.device)
+        found = [
+            self.records[layer].finished(layer, do, self.plans[layer], seed)
+            for layer, do in zip(chosen, gradients, strict=True)
+        ]
         self.records = {}
         return found
 
@@ -105,29 +98,8 @@ class CausalModel:
                     undo.callback(hook.remove)
             yield
 
-    def _finished(self, layer: int, do_BTHD: Tensor) -> LayerCapture:
-        record = self.records[layer]
-        assert record.x_BTC is not None
-        assert record.operands is not None
-        assert record.o_BTHD is not None
-        q_BTHD, k_BTHD, v_BTHD = record.operands
-        return LayerCapture(
-            layer=layer,
-            x_BTC=record.x_BTC,
-            q_BTHD=q_BTHD,
-            k_BTHD=k_BTHD,
-            v_BTHD=v_BTHD,
-            o_BTHD=record.o_BTHD.detach(),
-            do_BTHD=do_BTHD,
-            scale=record.scale,
-            softcap=0.0,
-            plan=self.plans[layer],
-            rounding_seed=torch.zeros((), dtype=torch.int64, device=self.device),
-            rotary=record.rotary,
-        )
 
-
-def _keep_input(record: _Record) -> Any:
+def _keep_input(record: Record) -> Any:
     def hook(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         record.x_BTC = (inputs[0] if inputs else named["hidden_states"]).detach()
         tables = named.get("position_embeddings")
@@ -153,9 +125,7 @@ def _attend(
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     o = dispatch.run(q, k, v, owner.plans[layer], rounding_seed=seed, scale=scale)
     if layer in owner.records:
-        record = owner.records[layer]
-        record.o_BTHD = o if o.requires_grad else o.requires_grad_()
-        record.operands, record.scale = (q.detach(), k.detach(), v.detach()), scale
+        o = owner.records[layer].keep(q, k, v, o, scale)
     return o, None
 
 

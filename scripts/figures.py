@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from figures import canvas, delta, head_norms, keys, loss, similarity
 from figures.canvas import Drawn
-from figures.inputs import Inputs
+from figures.inputs import Inputs, MissingInputError
 from probes.accumulation import accumulate
 
 
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             drawn = REGISTRY[number].draw(inputs)
         except UserError as error:
-            if not (is_all and inputs.is_missing(error)):
+            if not (is_all and isinstance(error, MissingInputError)):
                 raise
             print(f"left out: {error}")
             continue

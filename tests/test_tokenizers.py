@@ -22,11 +22,6 @@ def test_byte_tokens_are_the_bytes_of_the_text():
     assert ByteTokenizer().encode("aé".encode()).tolist() == [97, 195, 169]
 
 
-def test_byte_tokens_decode_to_the_text():
-    text = "naïve\n\t☃"
-    assert ByteTokenizer().decode(ByteTokenizer().encode(text.encode())) == text
-
-
 def test_byte_tokenizer_refuses_its_own_separator():
     with pytest.raises(ValueError, match="byte 0"):
         ByteTokenizer().encode(b"a\0b")
@@ -44,9 +39,9 @@ def test_gpt2_mark_within_text_is_plain_characters():
 
 
 @needs_bpe_files
-def test_gpt2_tokens_decode_to_the_text():
+def test_gpt2_tokens_spell_the_text():
     text = "naïve\n\t☃ <|endoftext|>"
-    assert GPT2Tokenizer().decode(GPT2Tokenizer().encode(text.encode())) == text
+    assert tiktoken.get_encoding("gpt2").decode(GPT2Tokenizer().encode(text.encode()).tolist()) == text
 
 
 def test_empty_text_has_no_tokens():
