@@ -86,11 +86,11 @@ def front() -> Figure:
         count_steps(axis, range(0, 13_000, 4000))
     for axis, *label in (
         (left, 6400, 7.2, "flash:\n3 of 3 explode", ORANGE),
-        (left, 6900, 4.1, "torch's SDPA:\n2 of 3 degrade", BLACK),
+        (left, 6200, 4.1, "torch's SDPA (flash\nbackend): 2 of 3 degrade", BLACK),
         (left, 300, 3.2, "delta from P: 3 of 3 stable", GREEN),
         (left, 300, 2.87, "FP32 O in delta: 3 of 3 stable", BLUE),
         (right, 6700, 6e6, "flash", ORANGE),
-        (right, 9000, 2e6, "torch's SDPA", BLACK),
+        (right, 7400, 2.2e6, "torch's SDPA (flash)", BLACK),
         (right, 8500, 1.2e3, "FP32 O in delta", BLUE),
         (right, 8500, 11, "delta from P", GREEN),
         (right, 200, 6e4, f"{FMA_THRESHOLD:,.0f}", GREY),

@@ -1,4 +1,4 @@
-"""attention/README.md: its tables against the code, its examples by running them; the example of docs/diagnosis.md likewise."""
+"""attention/README.md: its tables against the code, its examples by running them; those of other documents likewise."""
 
 from __future__ import annotations
 
@@ -57,6 +57,28 @@ def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(monkeypa
         max((q[0, h, i] @ k[0, h // 2, j] / 8**0.5).item() for i in range(5) for j in range(i + 1)) for h in range(4)
     ]
     torch.testing.assert_close(names["largest"][0], torch.tensor(visible))
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Llama"])
+def test_the_hugging_face_adapter_trains_as_eager_attention_does_and_refuses_padding(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    exec(compile(blocks(ROOT / "docs" / "huggingface.md", "python")[0], "huggingface.md", "exec"), {})
+    sizes = {"vocab_size": 101, "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64}
+    sizes |= {"attn_pdrop": 0.0} if family == "GPT2" else {"num_key_value_heads": 2, "intermediate_size": 96}
+    make = getattr(transformers, f"{family}Config")
+    tokens = torch.randint(0, 101, (2, 48), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for name in ("delta_from_p", "eager"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(make(**sizes), attn_implementation=name).eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+        if name == "delta_from_p":
+            with pytest.raises(ValueError, match="without padding"):
+                model(input_ids=tokens, attention_mask=(torch.arange(48) > 4).expand(2, 48).long(), use_cache=False)
+    error = ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item()
+    assert 0 < error < 0.01
 
 
 def training_commands() -> list[list[str]]:
