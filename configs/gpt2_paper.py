@@ -1,6 +1,6 @@
 """The recipe of arXiv 2510.04212, section 3.1: GPT-2 124M on OpenWebText, BF16, flash attention; 4 GPUs. We have not run it.
 
-The numerics are the base `paper`, our first emulation of the published forward pass; for the published code use `published`.
+The numerics are the base `rounded_forward`, our first emulation of the published forward pass; for the published code use `published`.
 
 torchrun --standalone --nproc_per_node=4 train.py configs/gpt2_paper.py --data.record replay_batches/paper --run.name failing
 """
