@@ -292,7 +292,7 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
             AttentionSpec(preset="flash", backend="standard"),
             torch.bfloat16,
             0.0,
-            "exponent = 'folded', expected subtracted",
+            "exponent = 'fma', expected subtract_first",
             "flash_reference",
         ),
         (
