@@ -332,9 +332,8 @@ def open_batches(
     world_size: int = 1,
     source_run: str = "",
     resume_at: int | None = None,
-    recorder_on: bool | None = None,
 ) -> Batches:
-    """Open the batches of process ``rank`` of ``world_size``; a recording is written by rank 0 unless ``recorder_on`` says otherwise.
+    """Open the batches of process ``rank`` of ``world_size``; rank 0 writes a recording.
 
     ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
     Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
@@ -359,7 +358,7 @@ def open_batches(
         train, validation = _open_dataset(config, verify)
         sequences = DatasetSequences(train, validation, config.sequence_length, config.validation_sequences)
         header = _new_header(config, train, sequences, source_run, validation.header.sha256)
-        if config.record and (rank == 0 if recorder_on is None else recorder_on):
+        if config.record and rank == 0:
             recorder = _open_recorder(Path(config.record), header, sequences, resume_at)
     return Batches(
         config,

@@ -66,14 +66,14 @@ def _cell(value: Any) -> Any:
     return f"{float(value):.6g}" if isinstance(value, float | np.floating) else value
 
 
-def sheet(height: float, width: float = COLUMN) -> Any:
-    """An empty figure that makes room for what is put on it."""
+def sheet(height: float) -> Any:
+    """An empty figure of column width that makes room for what is put on it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03, wspace=0.03, hspace=0.03)
-    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout)
+    figure = Figure(figsize=(COLUMN, height), dpi=DPI, layout=layout)
     FigureCanvasAgg(figure)
     return figure
 

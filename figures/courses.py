@@ -64,15 +64,15 @@ def draw_courses(courses: Sequence[Course], path: Path) -> None:
     files.write_bytes(path, small(picture.getvalue()) if path.suffix.lower() == ".png" else picture.getvalue())
 
 
-def small(picture: bytes, colours: int = 256) -> bytes:
-    """A PNG with a table of so many colours, 256 of which take a third of the space: lines and heat maps, not photographs.
+def small(picture: bytes) -> bytes:
+    """A PNG with a table of 256 colours, which takes a third of the space: lines and heat maps, not photographs.
 
     Two rounds of k-means: without them the colours of thin lines move, as antialiased edges outnumber them.
     """
     from PIL import Image
 
     full, out = Image.open(io.BytesIO(picture)), io.BytesIO()
-    full.convert("RGB").quantize(colours, kmeans=2).save(out, format="png", optimize=True, dpi=full.info["dpi"])
+    full.convert("RGB").quantize(256, kmeans=2).save(out, format="png", optimize=True, dpi=full.info["dpi"])
     return out.getvalue()
 
 

@@ -92,8 +92,8 @@ def _points(axes: Any, keys: np.ndarray, values: np.ndarray, ones: np.ndarray) -
 
 
 @torch.no_grad()
-def attention_rows(layers: Sequence[LayerCapture], *, batch: int = 0, count: int = 6) -> list[AttentionRow]:
-    """The rows of one sequence with the most probability on keys that share the row maximum, at most one a head.
+def attention_rows(layers: Sequence[LayerCapture], *, count: int = 6) -> list[AttentionRow]:
+    """The rows of the first sequence with the most probability on keys that share the row maximum, at most one a head.
 
     Scores are rounded to BF16 for the comparison (the paper's S). Heads without a repeated maximum come last, by their largest probability.
     """
@@ -103,7 +103,7 @@ def attention_rows(layers: Sequence[LayerCapture], *, batch: int = 0, count: int
             with exact_float32(layer.q_BTHD.device):
                 problem = problem_of(layer, group, effective_numerics(group))
                 T = problem.q.shape[2]
-                s_HTS = problem.scores(slice(0, T), slice(0, T))[batch]
+                s_HTS = problem.scores(slice(0, T), slice(0, T))[0]
             p_HTS = torch.softmax(s_HTS, dim=-1)
             coarse_HTS = round_to(s_HTS, "bf16")
             tied_HTS = coarse_HTS == coarse_HTS.amax(dim=-1, keepdim=True)

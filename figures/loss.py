@@ -17,6 +17,8 @@ from figures.canvas import COLUMN, SMALL, Drawn
 PLACES = 200
 """Places along a noisy curve: at column width more could not be told apart."""
 LOSSES = {"val_loss": "validation loss", "train_loss": "training loss"}
+TIES = "ties_1e3"
+"""Share of rows with a second score within 1e-3 of the maximum, in the telemetry."""
 CURVE = ("column", "step", "mean", "lowest", "highest")
 
 
@@ -235,14 +237,14 @@ def draw_norms(runs: Sequence[RunCurves]) -> Drawn:
     return Drawn(figure, canvas.table(("run", "matrix", "step", *(f"layer_{layer}" for layer in range(deepest))), rows))
 
 
-def tie_rates(run: RunCurves, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def tie_rates(run: RunCurves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, and the share of rows with a repeated maximum: mean over all layers and heads, and the largest of any head."""
-    steps, lists = curves.column(run.telemetry, column)
+    steps, lists = curves.column(run.telemetry, TIES)
     grids = np.asarray(lists, dtype=np.float64).reshape(len(steps), -1)
     return np.asarray(steps), grids.mean(axis=1), grids.max(axis=1, initial=0.0)
 
 
-def draw_ties(runs: Sequence[RunCurves], column: str = "ties_1e3") -> Drawn:
+def draw_ties(runs: Sequence[RunCurves]) -> Drawn:
     """Figure 13: validation loss, and how many rows fulfil the stabiliser's condition (a repeated maximum), over training.
 
     The paper counts the activations of its condition in one run; here the share of the probe batch's rows within 1e-3, which has the same
@@ -257,11 +259,11 @@ def draw_ties(runs: Sequence[RunCurves], column: str = "ties_1e3") -> Drawn:
         if drawn:
             seen.append(drawn.mean)
             rows += [(run.name, loss, step, mean) for step, mean, _, _ in drawn.rows()]
-        steps, mean, largest = tie_rates(run, column)
+        steps, mean, largest = tie_rates(run)
         lower.plot(steps, mean, **_look(index))
         lower.plot(steps, largest, **(_look(index) | {"linewidth": 0.5}))
         _mark(lower, index, run)
-        for name, series in ((f"{column}_mean", mean), (f"{column}_max", largest)):
+        for name, series in ((f"{TIES}_mean", mean), (f"{TIES}_max", largest)):
             rows += [(run.name, name, int(s), float(v)) for s, v in zip(steps, series, strict=True)]
     if seen:
         upper.set_ylim(_loss_limits(seen, runs))

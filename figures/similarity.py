@@ -72,15 +72,15 @@ def cosine(a_DC: Tensor, b_DC: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a_DC.flatten().double(), b_DC.flatten().double(), dim=0))
 
 
-def shown_features(rows: Sequence[RankOne], count: int = FEATURES) -> Tensor:
-    """The input features with the largest mean |X| over all ``rows``, increasing; all where there are no more than ``count``."""
+def shown_features(rows: Sequence[RankOne]) -> Tensor:
+    """The input features with the largest mean |X| over all ``rows``, increasing; all where there are no more than ``FEATURES``."""
     mean_C = torch.stack([row.x_TC.abs().mean(dim=0) for row in rows]).mean(dim=0)
-    return mean_C.topk(min(count, len(mean_C))).indices.sort().values
+    return mean_C.topk(min(FEATURES, len(mean_C))).indices.sort().values
 
 
-def shown_tokens(length: int, count: int = TOKENS) -> Tensor:
+def shown_tokens(length: int) -> Tensor:
     """Positions spread evenly over a sequence."""
-    return torch.linspace(0, length - 1, min(count, length)).round().long()
+    return torch.linspace(0, length - 1, min(TOKENS, length)).round().long()
 
 
 @dataclass(frozen=True)

@@ -397,8 +397,8 @@ RECORDING = [
     ),
     Mutation(
         "rank 0 alone records",
-        "(rank == 0 if recorder_on is None else recorder_on)",
-        "(rank >= 0)",
+        "if config.record and rank == 0:",
+        "if config.record:",
         "tests/test_batches.py -k rank",
     ),
     Mutation(

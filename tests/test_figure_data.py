@@ -152,7 +152,7 @@ def test_norms_come_from_the_telemetry_where_there_is_some() -> None:
 
 def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:
     telemetry = ({"step": 0, "ties_1e3": [[0.0, 0.5], [0.25, 0.25]]}, {"step": 9, "ties_1e3": [[1.0, 0.0], [0.0, 0.0]]})
-    steps, mean, largest = loss.tie_rates(run(train_loss=[1.0], telemetry=telemetry), "ties_1e3")
+    steps, mean, largest = loss.tie_rates(run(train_loss=[1.0], telemetry=telemetry))
     assert (steps.tolist(), mean.tolist(), largest.tolist()) == ([0, 9], [0.25, 0.25], [0.5, 1.0])
 
 
