@@ -105,7 +105,10 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_delta_from_p": _flash("standard attention's delta", delta="rowsum_p_dp"),
     "flash_delta_from_p_subtract_first": _flash(
-        "the same from m and log l: rows of P sum to 1 at any logit", delta="rowsum_p_dp", exponent="subtract_first", saved_statistics="max_and_sum"
+        "the same from m and log l: rows of P sum to 1 at any logit",
+        delta="rowsum_p_dp",
+        exponent="subtract_first",
+        saved_statistics="max_and_sum",
     ),
     "flash_delta_normalised": _flash(
         "rows of dS sum to 0 even if rows of P do not sum to 1", delta="rowsum_p_dp_normalised"
