@@ -1,8 +1,9 @@
-"""Tables from the runs here: python experiments/fast_failure/tables.py [--jumps]
+"""Tables from the runs here: python experiments/fast_failure/tables.py [one_hot | jumps]
 
-1. How far logits and W_Q of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv).
-2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv).
-3. With --jumps instead of these, as CSV: the gradient norm before and after that logit passes 2^16 ln 2 and twice that (jumps.csv).
+1. How far logits and W_Q of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv); Markdown.
+2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv);
+   one_hot: CSV.
+3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that; jumps: CSV.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ def read(run: str, file: str) -> pd.DataFrame:
 def markdown(heads: list[str], rows: list[list[str]]) -> str:
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(",".join(line) for line in [heads, *rows])
 
 
 def number(value: float) -> str:
@@ -65,12 +70,12 @@ def one_hot() -> str:
     heads = pd.read_csv(HERE / "one_hot_heads.csv")
     rows = []
     for low, high in itertools.pairwise(EDGES):
-        cells = [f"{low:,.0f} - {high:,.0f}" if math.isfinite(high) else f"{low:,.0f} and more"]
+        cells = [f"{low:.0f}", f"{high:.0f}"]
         for kind in ROWS:
             here = heads[(heads["kind"] == kind) & (heads["max_logit"] >= low) & (heads["max_logit"] < high)]
             cells.append(f"{here['delta_error'].median():.1e} ({len(here)})" if len(here) else "-")
         rows.append(cells)
-    return markdown(["largest logit of the head", *ROWS], rows)
+    return table(["largest_logit_from", "to", *ROWS], rows)
 
 
 def jumps() -> str:
@@ -91,11 +96,11 @@ def jumps() -> str:
         )
     heads = ["run", "beyond_45426_at", "beyond_90852_at", "largest_logit_there"]
     heads += ["grad_norm_500_steps_before", "grad_norm_200_steps_after", "times"]
-    return "\n".join(",".join(line) for line in [heads, *rows])
+    return table(heads, rows)
 
 
 def main() -> None:
-    print(*([jumps()] if "--jumps" in sys.argv else [growth(), one_hot()]), sep="\n\n")
+    print({"one_hot": one_hot, "jumps": jumps}.get(sys.argv[-1], growth)())
 
 
 if __name__ == "__main__":
