@@ -1,4 +1,4 @@
-"""The paper's failing run with Muon for the blocks' matrices (lr 5e-4, weight decay 0.01)."""
+"""The paper's recipe with Muon for the blocks' matrices (lr 5e-4, weight decay 0.01)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""All layers but the paper's layer 2 (index 1) hand their delta a rounded O, as kernels do; that one takes delta from P.
+"""All layers but the paper's layer 2 (index 1) make delta from the rounded O; that one makes delta from P.
 
 For configs/fast_failure.py: see only_layer_1_fast_failure.py.
 """

@@ -1,4 +1,4 @@
-"""One tile, the whole sequence: tiling is not the cause.
+"""One tile, the whole sequence: is tiling the cause?
 
 Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/untiled.py --data.replay RECORDING_OF_THE_FAILING_RUN
 """
