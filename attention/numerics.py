@@ -137,11 +137,12 @@ class Numerics:
         elsewhere="subtract_first",
     )
     """How exp(S - m) is formed. ``subtract_first``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
-    is 1. ``fma``, as most flash kernels do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and m = max(S') c rounded
-    to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. ``separate_multiply``, as PyTorch's copy of
-    FlashAttention-2: exp2(fp32(S' c) - m), exact at the maximum, where both were rounded alike, and elsewhere off by up to a unit of m.
+    is 1. ``fma``, as FlashAttention-2's source lets its compiler do: exp2(fma(S', c, -m)), one rounding at its end, with S' = Q K^T and
+    m = max(S') c rounded to FP32, c = scale * log2(e): the exponent at the maximum is off by up to half a unit of m. ``separate_multiply``,
+    as PyTorch's copy of FlashAttention-2: exp2(fp32(S' c) - m), exact at the maximum, where both were rounded alike,
+    and elsewhere off by up to a unit of m.
     Both act where S, m, l and L are FP32, there is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is
-    subtracted in any case. Where ``saved_statistics`` is L the kernels that subtract fold exp(S - L)."""
+    subtracted first. With ``subtract_first`` and ``saved_statistics`` L, kernels form exp(S - L) by an FMA."""
     probabilities: str = _format("input", "P_bar in P_bar V; P in P^T dO", acts_in=(FORWARD, BACKWARD))
     """l sums the unrounded values."""
     probabilities_rounding: str = site(
@@ -385,13 +386,14 @@ def parse_site(text: str) -> tuple[str, Any]:
 
 
 HARDWARE = Numerics()
-"""Flash attention as GPU kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype; the scale
+"""Flash attention as our Triton kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype; the scale
 folded into the exponential."""
 
 ROUNDED_FORWARD = Numerics(
     scores="input", statistics="input", exponent="subtract_first", tile_product="input", accumulator="input"
 )
-"""What arXiv 2510.04212 says of its code: S, m, l, tile products and O_bar kept in the input's dtype, tiles of 512."""
+"""Our first emulation of the published forward pass; for the published code: ``PUBLISHED``.
+S, m, l, tile products and O_bar kept in the input's dtype, tiles of 512."""
 
 PUBLISHED = Numerics(
     scores="input",
@@ -414,7 +416,7 @@ FP32 = Numerics(
     score_gradients="fp32",
     logsumexp="fp32",
 )
-"""Everything in FP32 except O as handed on, which keeps the input's dtype."""
+"""Everything in FP32 except O as passed to the next layer, which keeps the input's dtype."""
 
 MICROCOSM = Numerics(
     inputs="m7",
@@ -437,8 +439,8 @@ BASES: dict[str, Numerics] = {
     "microcosm": MICROCOSM,
 }
 USES = {
-    "hardware": "as FlashAttention kernels on GPUs round",
-    "rounded_forward": "our emulation of the published forward pass",
+    "hardware": "as our Triton kernels round by default",
+    "rounded_forward": "our first emulation of the published forward pass; for the published code use `published`",
     "published": "the published code as it runs: compiled, on CUDA",
     "fp32": "nowhere but at O",
     "microcosm": "for FP32 tensors on a CPU: O of one bit",
