@@ -187,7 +187,7 @@ class Numerics:
     output_gradient: str = _format("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
     delta: str = site(
         "rowsum_do_o",
-        "formula (a) to (d) above",
+        "formula (a) to (d) of the equations",
         choices=("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalised", "recomputed_o"),
         acts_in=(FORWARD, DELTA),
         backends=FLASH,

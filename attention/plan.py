@@ -30,7 +30,8 @@ class AttentionSpec:
     preset: str = "flash"
     """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md)."""
     numerics: str = "hardware"
-    """Base roundings: hardware (as GPU kernels), paper (as the paper says), published (as the paper's code runs), fp32, microcosm."""
+    """Base roundings: hardware (as GPU kernels), rounded_forward (our first emulation of the published forward pass), published (as the
+    paper's code runs), fp32, microcosm."""
     sites: tuple[str, ...] = ()
     """Single sites changed after that, as site=value, for example accumulator=m1."""
     backend: str = ""
@@ -67,7 +68,7 @@ class AttentionSpec:
         return base.with_sites(PRESETS[self.preset].of(base)).with_sites(dict(parse_site(s) for s in self.sites))
 
     def label(self) -> str:
-        """Short name for curves and tables, for example ``flash_delta_from_p (paper)``."""
+        """Short name for curves and tables, for example ``flash_delta_from_p (published)``."""
         extra = ", ".join(
             part
             for part in (*([] if self.numerics == "hardware" else [self.numerics]), *self.sites, self.backend)
