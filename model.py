@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) with the parameter names of nanoGPT, and the stabilisers that practice adds to it, off by default.
+"""GPT-2 (Radford et al. 2019) with the parameter names of nanoGPT, and the stabilizers that practice adds to it, off by default.
 
 How attention is computed and rounded is not decided here: each layer hands q, k, v and its plan to ``attention.run``.
 
@@ -29,7 +29,7 @@ QUERY_CHUNK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of the network and its stabilisers. Raises ``UserError`` for a value that no network can have."""
+    """Shape of the network and its stabilizers. Raises ``UserError`` for a value that no network can have."""
 
     n_layer: int = 12
     """Transformer blocks."""
@@ -122,7 +122,7 @@ class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention: everything around q, k, v -> o, which is ``attention.run``'s.
 
     - ``c_attn`` rows are [W_q; W_k; W_v], the D rows of a head lie together inside each.
-    - ``qk_norm``: queries and keys are normalised in every head before their product (Henry et al. 2020, arXiv 2010.04245);
+    - ``qk_norm``: queries and keys are normalized in every head before their product (Henry et al. 2020, arXiv 2010.04245);
       the form is that of Dehghani et al. 2023 (ViT-22B, arXiv 2302.05442): layer norm over D, a learnable gain [D] shared by the heads, no
       bias. The 1 / sqrt(D) stays.
     - ``attention_softcap``: Gemma 2 (arXiv 2408.00118), inside ``attention.run``.
@@ -143,7 +143,7 @@ class CausalSelfAttention(nn.Module):
         self.q_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.k_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.gate = nn.Linear(C, C, bias=config.bias) if config.gated_attention else None
-        # Not a buffer: DDP would overwrite every rank's own maximum by rank 0's at the next synchronised forward pass.
+        # Not a buffer: DDP would overwrite every rank's own maximum by rank 0's at the next synchronized forward pass.
         self.max_logit_H = torch.full((config.n_head,), -math.inf)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CausalSelfAttention:
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 language model. Call ``initialise`` (or load weights) before use.
+    """GPT-2 language model. Call ``initialize`` (or load weights) before use.
 
     ``loss_chunk``: tokens whose logits exist at once while training (``fused.linear_cross_entropy``); 0 leaves all of them to autograd.
     Raises ``ValueError`` when ``plans`` does not hold one plan for every layer.
@@ -274,7 +274,7 @@ class GPT(nn.Module):
         """Mean cross-entropy in nats over targets other than -1, float32 []; while training, plus the z-loss.
 
         The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training
-        pushes them down. z-loss: z_loss * mean(log(Z)^2), Z the softmax's normaliser (PaLM, arXiv 2204.02311, section 5); left
+        pushes them down. z-loss: z_loss * mean(log(Z)^2), Z the softmax's normalizer (PaLM, arXiv 2204.02311, section 5); left
         out in evaluation, so that validation losses of runs with and without it compare.
         """
         logits_NV, targets_N = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
@@ -334,8 +334,8 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def initialise(model: GPT, seed: int) -> None:
-    """GPT-2's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), gains 1, biases 0.
+def initialize(model: GPT, seed: int) -> None:
+    """GPT-2's initialization: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), gains 1, biases 0.
 
     Every parameter is drawn on the CPU in float32 from a generator of its own, seeded by (seed, name): no parameter depends
     on the device, the number of processes, the attention plan or which other parameters there are.

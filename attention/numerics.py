@@ -188,7 +188,7 @@ class Numerics:
     delta: str = site(
         "rowsum_do_o",
         "formula (a) to (d) of the equations",
-        choices=("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalised", "recomputed_o"),
+        choices=("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalized", "recomputed_o"),
         acts_in=(FORWARD, DELTA),
         backends=FLASH,
         elsewhere="rowsum_p_dp",
@@ -221,22 +221,22 @@ class Numerics:
     score_gradients: str = _format("input", "dS in dS K and dS^T Q", acts_in=(BACKWARD,))
     row_residual: str = site(
         "kept",
-        "what becomes of rowsum(dS): kept, centred_keys, corrected_rows",
-        choices=("kept", "centred_keys", "corrected_rows"),
+        "what becomes of rowsum(dS): kept, centered_keys, corrected_rows",
+        choices=("kept", "centered_keys", "corrected_rows"),
         acts_in=(DELTA,),
         backends=FLASH,
         without_softcap="behind it dS does not sum to 0",
     )
     """What becomes of r = rowsum(dS), which is 0 in exact arithmetic; without a soft-cap. An error e of delta leaves r = -e rowsum(P),
-    and r (P K) / rowsum(P) in dQ. ``kept``: nothing. The others sum dS as rounded by ``score_gradients``. ``centred_keys``:
+    and r (P K) / rowsum(P) in dQ. ``kept``: nothing. The others sum dS as rounded by ``score_gradients``. ``centered_keys``:
     dQ = scale (dS K - r c), c the mean over the sequence of K, one FP32 vector for each batch element and head; dK and dV are as they
     are. ``corrected_rows``: dQ = scale (dS K - r (P K) / rowsum(P)), P rounded by ``probabilities`` for that product, and the delta in dK
     is delta + r' / rowsum(P), r' the sum of dS before rounding, rounded by ``delta_sum``."""
     gradient_accumulator: str = _format("fp32", "dQ, dK, dV between tiles", acts_in=(BACKWARD,), backends=FLASH)
     row_max: str = site(
         "plain",
-        "plain, stabilised (Algorithm 3), stabilised_safe, scaled",
-        choices=("plain", "stabilised", "stabilised_safe", "scaled"),
+        "plain, stabilized (Algorithm 3), stabilized_safe, scaled",
+        choices=("plain", "stabilized", "stabilized_safe", "scaled"),
         acts_in=(FORWARD,),
         backends=FLASH,
         conflict=(
@@ -245,8 +245,8 @@ class Numerics:
         ),
         per_tile=True,
     )
-    """Row normaliser: plain; stabilised (Algorithm 3 of arXiv 2510.04212); stabilised_safe (the same with a bounded shift); scaled: plain,
-    but ``row_sum_floor`` counts from the m that ``stabilised`` would have, so that rows come out scaled down as the floor scales them
+    """Row normalizer: plain; stabilized (Algorithm 3 of arXiv 2510.04212); stabilized_safe (the same with a bounded shift); scaled: plain,
+    but ``row_sum_floor`` counts from the m that ``stabilized`` would have, so that rows come out scaled down as the floor scales them
     there, while P_bar is not shifted."""
     row_max_beta: float = site(
         2.0, "beta of the stabilized forms", within=("a number above 1", lambda beta: beta > 1), acts_in=(FORWARD,)
@@ -261,7 +261,7 @@ class Numerics:
     """0 is the exact comparison of the paper's first version."""
     row_max_cap: float = site(
         math.log(2**18 / 239),
-        "largest shift of stabilised_safe, ln(2^18 / 239)",
+        "largest shift of stabilized_safe, ln(2^18 / 239)",
         within=("0 < cap <= 80 (exp(-cap) must be normal)", lambda cap: 0 < cap <= 80),
         acts_in=(FORWARD,),
     )
@@ -276,7 +276,7 @@ class Numerics:
         per_tile=True,
     )
     """Before it is added to l: ``EPSILON`` = 1e-10 in the published code. It acts where every score of a tile is far below m: where
-    ``stabilised`` shifts m by more than 23, l is the floor, and O comes out scaled down."""
+    ``stabilized`` shifts m by more than 23, l is the floor, and O comes out scaled down."""
     hidden_tiles: str = site(
         "skipped",
         "tiles that the mask hides from a row: skipped, visited",
@@ -284,7 +284,7 @@ class Numerics:
         acts_in=(FORWARD,),
         backends=FLASH,
     )
-    """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilised`` takes their
+    """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilized`` takes their
     masked scores for tied negative ones, so that m is at least 0 from there on."""
     tile_q: int = _size("rows of a tile; 0: the whole sequence")
     tile_k: int = _size("columns of a tile; 0: the whole sequence")

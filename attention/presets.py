@@ -79,15 +79,15 @@ PRESETS: dict[str, Preset] = {
     "flash_untiled": _flash("is tiling the cause?", tile_q=0, tile_k=0),
     "flash_stable": _flash(
         "Algorithm 3, later version: beta 2, ties within 1e-3",
-        _stable(row_max="stabilised", row_max_beta=2.0, row_max_tolerance=1e-3),
+        _stable(row_max="stabilized", row_max_beta=2.0, row_max_tolerance=1e-3),
     ),
     "flash_stable_exact_ties": _flash(
         "Algorithm 3, first version: beta 7, exact ties",
-        _stable(row_max="stabilised", row_max_beta=7.0, row_max_tolerance=0.0),
+        _stable(row_max="stabilized", row_max_beta=7.0, row_max_tolerance=0.0),
     ),
     "flash_stable_safe": _flash(
         "the same with a bounded shift: l >= exp(-7) for scores below 1.5e9",
-        _stable(row_max="stabilised_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
+        _stable(row_max="stabilized_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
     ),
     "flash_fp32_pv": _flash("does the error arise in P V?", probabilities="fp32", **_FP32_ACCUMULATION),
     "flash_fp32_pv_tf32x3": _flash(
@@ -110,11 +110,11 @@ PRESETS: dict[str, Preset] = {
         exponent="subtract_first",
         saved_statistics="max_and_sum",
     ),
-    "flash_delta_normalised": _flash(
-        "rows of dS sum to 0 even if rows of P do not sum to 1", delta="rowsum_p_dp_normalised"
+    "flash_delta_normalized": _flash(
+        "rows of dS sum to 0 even if rows of P do not sum to 1", delta="rowsum_p_dp_normalized"
     ),
     "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ, one product more", row_residual="corrected_rows"),
-    "flash_centred_keys": _flash("the same with the mean key, no product", row_residual="centred_keys"),
+    "flash_centered_keys": _flash("the same with the mean key, no product", row_residual="centered_keys"),
     "flash_recompute_o": _flash("an FP32 O, computed again", delta="recomputed_o"),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
     "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),

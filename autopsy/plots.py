@@ -1,4 +1,4 @@
-"""The pictures of the autopsy's page, as PNG bytes. Colours are Okabe and Ito's; what colour says, a mark says too."""
+"""The pictures of the autopsy's page, as PNG bytes. Colors are Okabe and Ito's; what color says, a mark says too."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopsy.measure import Findings, HeadEvidence
 
 ORANGE, BLUE = "#D55E00", "#0072B2"
 DPI, TEXT, SMALL = 200, 9.0, 7.5
-GREY = "#999999"
+GRAY = "#999999"
 _Z_SHOWN = 10.0
-"""Colours saturate there."""
+"""Colors saturate there."""
 
 
 def pictures(findings: Findings, changes: list[HeadChanges]) -> list[tuple[str, str, bytes]]:
@@ -73,10 +73,10 @@ def cumulative_errors(findings: Findings, chosen: HeadEvidence) -> bytes:
     axes.axhline(0, color="black", linewidth=0.5)
     for head, line_N in enumerate(sums_HN):
         if head != chosen.head:
-            axes.plot(line_N, color=GREY, linewidth=0.6)
+            axes.plot(line_N, color=GRAY, linewidth=0.6)
     axes.plot(sums_HN[chosen.head], color=ORANGE, linewidth=1.6)
     axes.plot([], [], color=ORANGE, linewidth=1.6, label=f"head {chosen.head}")
-    axes.plot([], [], color=GREY, linewidth=0.6, label="other heads")
+    axes.plot([], [], color=GRAY, linewidth=0.6, label="other heads")
     axes.legend(fontsize=SMALL, frameon=False)
     axes.set_xlabel("tokens", fontsize=TEXT)
     axes.set_ylabel("sum of delta_lp - delta_hp,\nover its rms", fontsize=TEXT)
@@ -91,14 +91,14 @@ def changes_bars(changes: HeadChanges) -> bytes:
     scale = changes.before.mean or 1.0
     for place, change in enumerate(rows):
         left, error = change.bias.mean / scale, change.bias.standard_error / abs(scale)
-        colour = BLUE if change.removes else ORANGE
-        axes.barh(place, left, xerr=error, color=colour, height=0.65, error_kw={"linewidth": 0.8})
+        color = BLUE if change.removes else ORANGE
+        axes.barh(place, left, xerr=error, color=color, height=0.65, error_kw={"linewidth": 0.8})
     axes.set_yticks(range(len(rows)), [change.name for change in rows], fontsize=SMALL)
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=0.5)
     axes.axvline(1, color="black", linewidth=0.5, linestyle=":")
     if sites and changes.presets:
-        axes.axhline(len(sites) - 0.5, color=GREY, linewidth=0.8)
+        axes.axhline(len(sites) - 0.5, color=GRAY, linewidth=0.8)
     axes.set_xlabel("mean error of delta, relative to the head as it is", fontsize=TEXT)
     return _png(figure)
 

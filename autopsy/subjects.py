@@ -127,7 +127,7 @@ def folder_subject(arguments: argparse.Namespace, device: torch.device) -> Subje
     if arguments.data is None:
         raise UserError("--hf needs --data: a text file, or a data set of the model's tokens")
     path = arguments.data
-    tokens = hf_causal.tokenise(arguments.hf, path) if path.is_file() else read_tokens(path, model.vocabulary_size)
+    tokens = hf_causal.tokenize(arguments.hf, path) if path.is_file() else read_tokens(path, model.vocabulary_size)
     length = min(arguments.length, model.positions)
     batches = spread(tokens, arguments.batches, arguments.sequences, length, str(path))
     return Subject(

@@ -24,7 +24,7 @@ from torch import Tensor
 from attention.numerics import Numerics
 from attention.plan import AttentionSpec, HeadGroup, LayerPlan
 from probes.capture import LayerCapture
-from probes.delta_error import UNIT, Summary, delta_errors, summarise
+from probes.delta_error import UNIT, Summary, delta_errors, summarize
 
 SUSPECT_Z = 3.0
 """Least |mean| / standard error of the error of delta, as a normal variable's, for a head to be looked at more closely."""
@@ -134,8 +134,8 @@ def measure_bias(error_BHT: Tensor, size_BHT: Tensor) -> list[Bias]:
 
 
 def summary_of(error_BHT: Tensor) -> Summary:
-    """``summarise`` with sequences as units where there are enough of them."""
-    return summarise(error_BHT, unit=error_BHT.shape[2] if error_BHT.shape[0] >= MANY_SEQUENCES else UNIT)
+    """``summarize`` with sequences as units where there are enough of them."""
+    return summarize(error_BHT, unit=error_BHT.shape[2] if error_BHT.shape[0] >= MANY_SEQUENCES else UNIT)
 
 
 def token_sizes(layer: LayerCapture) -> Tensor:

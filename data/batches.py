@@ -1,6 +1,6 @@
 """The batches of a run: drawn at random, recorded while training, or replayed from a recording.
 
-One row is one optimiser step: ``global_batch`` offsets into the training tokens, in an order that knows nothing of processes. Cut
+One row is one optimizer step: ``global_batch`` offsets into the training tokens, in an order that knows nothing of processes. Cut
 into micro-batches of ``micro_batch`` sequences, global micro-batch m * world_size + r belongs to rank r at its micro-step m. So any
 number of processes, with any accumulation, sees the same micro-batches.
 
@@ -33,7 +33,7 @@ class DataConfig:
     sequence_length: int = 1024
     """Tokens a sequence."""
     global_batch: int = 32
-    """Sequences an optimiser step, over all processes and micro-steps."""
+    """Sequences an optimizer step, over all processes and micro-steps."""
     micro_batch: int = 32
     """Sequences that one process puts through the model at once."""
     seed: int = 1337
@@ -194,7 +194,7 @@ class Batches:
         return facts
 
     def accumulation(self) -> int:
-        """Micro-steps of each process in one optimiser step."""
+        """Micro-steps of each process in one optimizer step."""
         return self._config.global_batch // (self._config.micro_batch * self._world_size)
 
     def next(self) -> list[tuple[Tensor, Tensor]]:

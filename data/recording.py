@@ -1,9 +1,9 @@
 """Recordings of batches: which sequences a run saw, in which order, so that another run can see exactly the same.
 
-``replay_batches/README.md`` defines the format byte by byte. ``Recorder`` appends one row an optimiser step, ``Recording`` reads
+``replay_batches/README.md`` defines the format byte by byte. ``Recorder`` appends one row an optimizer step, ``Recording`` reads
 and checks. Nothing here knows how batches are drawn or split over processes: that is ``data/batches.py``.
 
-Shapes: S steps, G global batch (sequences an optimiser step), T sequence length, W validation windows.
+Shapes: S steps, G global batch (sequences an optimizer step), T sequence length, W validation windows.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _token_shape(header: RecordingHeader) -> tuple[int, int]:
 
 
 class Recorder:
-    """Writes a recording, one row an optimiser step; build it with ``create`` or ``resume``."""
+    """Writes a recording, one row an optimizer step; build it with ``create`` or ``resume``."""
 
     def __init__(self, folder: Path, header: RecordingHeader, steps: int, checksum: bytes):
         self.folder, self.header, self.steps, self.checksum = folder, header, steps, checksum

@@ -1,8 +1,8 @@
 """What the figures share: a sheet of column width, tables of the numbers drawn, and files that are the same bytes for the same numbers.
 
 Sizes are in inches at print size: a figure is as wide as a column of two and is not shrunk, so that 7 points stay 7 points.
-Colours are those of ``figures.courses`` (Okabe and Ito); heat maps use cividis for sizes and RdBu for signs, which stay apart in every
-common form of colour blindness.
+Colors are those of ``figures.courses`` (Okabe and Ito); heat maps use cividis for sizes and RdBu for signs, which stay apart in every
+common form of color blindness.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMN = 3.3
 DPI = 300
 TEXT, SMALL = 7.0, 6.0
 SIZES, SIGNS = "cividis", "RdBu_r"
-ORANGE, BLUE, GREEN, PINK, GREY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "0.6"
+ORANGE, BLUE, GREEN, PINK, GRAY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "0.6"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def legend(holder: Any, handles: Sequence[Any], labels: Sequence[str], **place: 
 
 
 def heat(figure: Any, axes: Any, values: np.ndarray, *, signed: bool, label: str = "", **place: Any) -> None:
-    """``values`` [rows, columns] as an image with a colour bar. ``signed``: white is 0, both ends are alike."""
+    """``values`` [rows, columns] as an image with a color bar. ``signed``: white is 0, both ends are alike."""
     from matplotlib.colors import Normalize
 
     finite = values[np.isfinite(values)]

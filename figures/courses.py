@@ -17,8 +17,8 @@ import files
 from figures import curves
 
 # Okabe and Ito, "Color Universal Design" (2008), without its yellow, which is too light for a line on white.
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-# A second key beside colour: curves that lie on each other show through the gaps, and a grey print stays readable.
+COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+# A second key beside color: curves that lie on each other show through the gaps, and a gray print stays readable.
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1.5, 1.5, 1.5)), (0, (9, 2)))
 
 WIDTH, PANEL_HEIGHT, LINE_HEIGHT = 9.0, 2.6, 0.24
@@ -65,9 +65,9 @@ def draw_courses(courses: Sequence[Course], path: Path) -> None:
 
 
 def small(picture: bytes) -> bytes:
-    """A PNG with a table of 256 colours, which takes a third of the space: lines and heat maps, not photographs.
+    """A PNG with a table of 256 colors, which takes a third of the space: lines and heat maps, not photographs.
 
-    Two rounds of k-means: without them the colours of thin lines move, as antialiased edges outnumber them.
+    Two rounds of k-means: without them the colors of thin lines move, as antialiased edges outnumber them.
     """
     from PIL import Image
 
@@ -121,10 +121,10 @@ def smoothing_window(count: int) -> int:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Colour, dashes and width of the ``index``-th run; the first 40 all differ, and a later one leaves the edges of an
+    """Color, dashes and width of the ``index``-th run; the first 40 all differ, and a later one leaves the edges of an
     earlier one to be seen where they lie on each other."""
     width = max(2.6 - 0.5 * index, 1.1)
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": width}
+    return {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": width}
 
 
 def _series(course: Course, panel: Panel) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from figures import canvas, curves
 from figures.canvas import Drawn
 from figures.courses import style
 from probes.capture import LayerCapture
-from probes.delta_error import delta_errors, feature_errors, output_errors, summarise
+from probes.delta_error import delta_errors, feature_errors, output_errors, summarize
 
 FEATURES = 12
 
@@ -70,7 +70,7 @@ def head_error(layer: LayerCapture, *, head: int, batch: int, token: int, label:
     """What Figures 5 and 12 show (arXiv 2510.04212), float64 on the CPU."""
     error_BHT = delta_errors(layer).error_BHT[:, [head]]
     B, _, T = error_BHT.shape
-    summary = summarise(error_BHT, unit=T if B >= 4 else 32)
+    summary = summarize(error_BHT, unit=T if B >= 4 else 32)
     return HeadError(
         label=label,
         batch=batch,
@@ -132,7 +132,7 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
     z = error.mean / error.standard_error if error.standard_error else float("nan")
     title = (
         f"{error.label}\nmean {error.mean:.2g}, {z:.1f} standard errors; {error.positive:.0%} positive\n"
-        "grey: two deviations of random signs"
+        "gray: two deviations of random signs"
     )
     canvas.dress(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
     step = max(1, len(total) // 2000)
@@ -150,7 +150,7 @@ def _draw_steps(axes: Any, over_steps: Sequence[tuple[str, np.ndarray, np.ndarra
         numbers += [(f"sum_over_probes {label}", int(s), float(v)) for s, v in zip(steps, total, strict=True)]
     axes.axhline(0, color="0.3", linewidth=0.5)
     axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-    canvas.dress(axes, x="optimiser step", y=r"sum of $\delta_{lp}-\delta_{hp}$" + "\nover probes")
+    canvas.dress(axes, x="optimizer step", y=r"sum of $\delta_{lp}-\delta_{hp}$" + "\nover probes")
     canvas.legend(axes, *axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.12, 1.0))
     return numbers
 

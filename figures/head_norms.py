@@ -10,7 +10,7 @@ from torch import Tensor
 
 from figures import canvas
 from figures.canvas import Drawn
-from figures.courses import COLOURS
+from figures.courses import COLORS
 from probes.spectral import spectral_norm
 
 OUTLIER = 1.5
@@ -46,7 +46,7 @@ def draw_heads(models: Sequence[HeadNorms]) -> Drawn:
     bars = []
     for index, model in enumerate(models):
         places = [head + (index - (len(models) - 1) / 2) * width for head in range(len(model.norms))]
-        drawn = axes.bar(places, model.norms, width=0.92 * width, color=COLOURS[index % len(COLOURS)])
+        drawn = axes.bar(places, model.norms, width=0.92 * width, color=COLORS[index % len(COLORS)])
         for head in model.outliers:
             drawn[head].set(hatch="////", edgecolor="white", linewidth=0)
         bars.append(drawn)

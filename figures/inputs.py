@@ -259,7 +259,7 @@ class Inputs:
         model = hf_causal.load(folder, AttentionSpec(), torch.bfloat16, self.device)
         self._check("layer", self.layer, model.n_layer)
         if self._args.data is None:
-            tokens_BN = tokenised(folder, self._args.text)[:, : model.positions + 1].to(self.device)
+            tokens_BN = tokenized(folder, self._args.text)[:, : model.positions + 1].to(self.device)
             tokens_BT, targets_BT = tokens_BN[:, :-1], tokens_BN[:, 1:]
         else:
             length = min(model.positions, TEXT_TOKENS)
@@ -268,7 +268,7 @@ class Inputs:
         return Pretrained(model.capture(tokens_BT, targets_BT), folder.resolve().name, head)
 
 
-def tokenised(folder: Path, text: str) -> Tensor:
+def tokenized(folder: Path, text: str) -> Tensor:
     """Tokens [1, N] of a text by the tokenizer of a local folder. Raises ``UserError`` where it has none."""
     tokens = hf_causal.open_tokenizer(folder)(text)["input_ids"]
     if len(tokens) < SHORTEST:

@@ -62,12 +62,12 @@ def draw_accumulation(sums: Accumulation, *, label: str, feature: int) -> Drawn:
     jump = int(np.abs(np.diff(error, prepend=0.0)).argmax())
     figure = canvas.sheet(4.1)
     top, middle, bottom, near = figure.subplots(4, 1)
-    top.vlines(keys, 0, p_bar, color=canvas.GREY, linewidth=0.6)
+    top.vlines(keys, 0, p_bar, color=canvas.GRAY, linewidth=0.6)
     _points(top, keys, p_bar, ones)
     counted = "1 key" if ones.sum() == 1 else f"{ones.sum()} keys"
     canvas.dress(top, y=r"$\bar{P}$[T, t]", title=f"{label}: {counted} with " + r"$\bar{P}$ = 1")
     middle.axhline(0, color="0.3", linewidth=0.5)
-    middle.plot(keys, v, ".", color=canvas.GREY, markersize=1.5)
+    middle.plot(keys, v, ".", color=canvas.GRAY, markersize=1.5)
     _points(middle, keys, v, ones)
     canvas.dress(middle, y="V[t, i]", title=f"i = {feature}: {(v < 0).mean():.0%} of V[:, i] negative")
     titles = ("rounded minus exact sum of the same terms, so far", f"the same around the largest jump, at t = {jump}")
@@ -129,14 +129,14 @@ def attention_rows(layers: Sequence[LayerCapture], *, count: int = 6) -> list[At
 def draw_attention_rows(rows: Sequence[AttentionRow], *, label: str) -> Drawn:
     """Figure 9: attention probabilities of some rows of a pretrained model; several keys share the maximum, key 0 is a sink.
 
-    The paper's is Llama-3.1-8B. Orange: keys whose score is the row maximum in BF16. Grey: the others; the first bar is key 0.
+    The paper's is Llama-3.1-8B. Orange: keys whose score is the row maximum in BF16. Gray: the others; the first bar is key 0.
     """
     height = (len(rows) + 1) // 2
     figure = canvas.sheet(0.4 + 1.15 * height)
     grid = figure.subplots(height, 2, squeeze=False).ravel()
     for axes, row in zip(grid, rows, strict=False):
-        colours = [canvas.ORANGE if tied else canvas.GREY for tied in row.tied_S]
-        axes.bar(range(len(row.p_S)), row.p_S, color=colours, width=0.8)
+        colors = [canvas.ORANGE if tied else canvas.GRAY for tied in row.tied_S]
+        axes.bar(range(len(row.p_S)), row.p_S, color=colors, width=0.8)
         canvas.dress(
             axes, title=f"layer {row.layer} head {row.head} query {row.query}\n{row.tied_S.sum()} at the row maximum"
         )

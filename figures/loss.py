@@ -142,13 +142,13 @@ def draw_losses(runs: Sequence[RunCurves]) -> Drawn:
         axes.set_ylim(_loss_limits([drawn.mean for _, drawn in found if drawn], runs))
         canvas.dress(axes, y=f"{LOSSES[column]}\n(nats/token)")
         rows += [row for run, drawn in found if drawn for row in drawn.rows(run.name, run.attention, column)]
-    all_axes[-1].set_xlabel("optimiser step", fontsize=canvas.TEXT)
+    all_axes[-1].set_xlabel("optimizer step", fontsize=canvas.TEXT)
     _legend(figure, runs)
     return Drawn(figure, canvas.table(("run", "attention", *CURVE), rows))
 
 
-def draw_stabilised(runs: Sequence[RunCurves]) -> Drawn:
-    """Figure 7: the stabilised attention against the original one, a panel for each model and optimiser, both axes logarithmic.
+def draw_stabilized(runs: Sequence[RunCurves]) -> Drawn:
+    """Figure 7: the stabilized attention against the original one, a panel for each model and optimizer, both axes logarithmic.
 
     The paper's panels are GPT-2 small with AdamW, the same with Muon, and GPT-2 medium with AdamW. Validation loss, or training loss
     where no run of a panel has one.
@@ -168,7 +168,7 @@ def draw_stabilised(runs: Sequence[RunCurves]) -> Drawn:
         if shown:
             axes.set_ylim(_loss_limits(shown, inside, log=True))
         _plain_log_ticks(axes)
-        canvas.dress(axes, x="optimiser step", y=f"{LOSSES[column]}\n(nats/token)", title=group)
+        canvas.dress(axes, x="optimizer step", y=f"{LOSSES[column]}\n(nats/token)", title=group)
         rows += [row for run, drawn in found if drawn for row in drawn.rows(group, run.name, run.attention, column)]
     _legend(figure, runs)
     return Drawn(figure, canvas.table(("panel", "run", "attention", *CURVE), rows))
@@ -230,7 +230,7 @@ def draw_norms(runs: Sequence[RunCurves]) -> Drawn:
             (run.name, name.strip("$"), int(step), *grid[:, i], *[""] * (deepest - len(grid)))
             for i, step in enumerate(steps)
         ]
-    all_axes[-1].set_xlabel("optimiser step", fontsize=canvas.TEXT)
+    all_axes[-1].set_xlabel("optimizer step", fontsize=canvas.TEXT)
     bar = figure.colorbar(image, ax=list(all_axes), pad=0.02, aspect=30, fraction=0.06)
     bar.set_label("spectral norm", fontsize=SMALL)
     bar.ax.tick_params(which="both", labelsize=SMALL, length=2, pad=1)
@@ -245,7 +245,7 @@ def tie_rates(run: RunCurves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def draw_ties(runs: Sequence[RunCurves]) -> Drawn:
-    """Figure 13: validation loss, and how many rows fulfil the stabiliser's condition (a repeated maximum), over training.
+    """Figure 13: validation loss, and how many rows fulfil the stabilizer's condition (a repeated maximum), over training.
 
     The paper counts the activations of its condition in one run; here the share of the probe batch's rows within 1e-3, which has the same
     course: mean over all heads (thick), the largest of any head (thin).
@@ -269,6 +269,6 @@ def draw_ties(runs: Sequence[RunCurves]) -> Drawn:
         upper.set_ylim(_loss_limits(seen, runs))
     lower.set_ylim(bottom=0)
     canvas.dress(upper, y=f"{LOSSES[loss]}\n(nats/token)")
-    canvas.dress(lower, x="optimiser step", y="share of rows with\na repeated maximum")
+    canvas.dress(lower, x="optimizer step", y="share of rows with\na repeated maximum")
     _legend(figure, runs)
     return Drawn(figure, canvas.table(("run", "column", "step", "value"), rows))

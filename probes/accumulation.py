@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.plan import HeadGroup
 from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of
-from attention.reference.stabilise import tile_row_max
+from attention.reference.stabilize import tile_row_max
 from attention.reference.tiles import Problem
 from attention.rounding import round_to
 from probes.capture import LayerCapture
@@ -50,7 +50,7 @@ class Accumulation:
 
 @torch.no_grad()
 def accumulate(layer: LayerCapture, batch: int, head: int, token: int, feature: int) -> Accumulation:
-    """The cumulative error of O_bar[token, feature] along the key axis. No tiles: m is the whole row's normaliser.
+    """The cumulative error of O_bar[token, feature] along the key axis. No tiles: m is the whole row's normalizer.
 
     The sum so far comes from an FP64 accumulation of P_bar as P V reads it, rounded once to the format of the layer's output: what
     would be passed on if the keys ended here. S is rounded as the layer's numerics say, and subtracted first in the exact sum alone.
@@ -84,7 +84,7 @@ class Ones:
     """How often the row maximum repeats, and how many P_bar of a row are 1 after rounding; each [B, H, T] int64."""
 
     ones_BHT: Tensor
-    """P_bar that are exactly 1 as P V reads them, with the normaliser of the layer's numerics for the whole row."""
+    """P_bar that are exactly 1 as P V reads them, with the normalizer of the layer's numerics for the whole row."""
     ties_BHT: dict[str, Tensor]
     """Scores that repeat the row maximum within a tolerance of ``TIE_TOLERANCES``, the maximum itself counted: 1 is no tie."""
 

@@ -31,7 +31,7 @@ class AttentionStatistics:
     max_logit: Tensor
     """Largest score S = scale * q . k (after the soft-cap)."""
     min_row_max: Tensor
-    """Smallest row maximum: the stabilised normaliser m = 0 of Algorithm 3 underflows where it is below -87.3 and tied."""
+    """Smallest row maximum: the stabilized normalizer m = 0 of Algorithm 3 underflows where it is below -87.3 and tied."""
     entropy: Tensor
     """Mean over rows of -sum P ln P, nats; ln(t + 1) would be the uniform row of position t."""
     sink: Tensor
@@ -95,7 +95,7 @@ def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
     """Maximum, ties [X, 3] and underflow of each row, of the scores rounded to a format."""
     s_BHRS = round_to(s_BHRS, scores_format)
     max_X = s_BHRS.amax(dim=-1)
-    # The comparison of ``attention.reference.stabilise``, in FP32.
+    # The comparison of ``attention.reference.stabilize``, in FP32.
     ties = [(s_BHRS >= (max_X - tolerance)[..., None]).sum(dim=-1) > 1 for tolerance in TIE_TOLERANCES]
     # m = 2 r_m for r_m > 0 and 0 for r_m < 0: a shift of |r_m| either way.
     underflow_X = ties[1] & (max_X.abs() > FP32_RANGE)

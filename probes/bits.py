@@ -161,14 +161,14 @@ class Cut:
         """Whether rounding goes away from zero. ``nearest``: ties to even."""
         return mode == "nearest" and (self.rest > Fraction(1, 2) or (self.is_tie and self.kept % 2 == 1))
 
-    def neighbour(self, up: bool) -> Number | None:
+    def neighbor(self, up: bool) -> Number | None:
         """The number next to x towards zero, or away from it; None beyond the largest finite one."""
         magnitude = (self.kept + up) * self.unit
         return None if magnitude > self.fmt.largest else Number(self.exact.negative, magnitude)
 
     def rounded(self, mode: Mode = "nearest") -> Number | None:
         """x in the format; None where nearest rounding overflows. Toward zero ends at the largest finite number."""
-        result = self.neighbour(self.goes_up(mode))
+        result = self.neighbor(self.goes_up(mode))
         if result is None and mode == "toward_zero":
             return Number(self.exact.negative, self.fmt.largest)
         return result

@@ -41,7 +41,7 @@ HIGH = FP32.with_sites({"output": "fp32", "inputs": "fp32", "tile_q": 0, "tile_k
 """O of this is unrounded FP32, in one tile."""
 
 UNIT = 32
-"""Consecutive tokens whose mean error is one draw for the standard error: neighbours attend to the same keys."""
+"""Consecutive tokens whose mean error is one draw for the standard error: neighbors attend to the same keys."""
 
 _FP64_ROWS = 256
 
@@ -148,8 +148,8 @@ def output_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Te
     return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, "backward", high_BHTD))
 
 
-def summarise(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
-    """Sum, mean, standard error, size and sign of an error for each head. No host synchronisation.
+def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
+    """Sum, mean, standard error, size and sign of an error for each head. No host synchronization.
 
     Args:
         error_BHT: per token.

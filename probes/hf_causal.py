@@ -189,7 +189,7 @@ def open_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def tokenise(folder: Path, text: Path) -> Tensor:
+def tokenize(folder: Path, text: Path) -> Tensor:
     """Tokens [N] int64 of a UTF-8 text by the tokenizer of a local folder. Raises ``UserError`` where there is none."""
     tokenizer = open_tokenizer(folder)
     try:

@@ -85,7 +85,7 @@ def power_iteration(weight_XMN: Tensor, start_XM: Tensor, iterations: int) -> tu
     y_XM = start_XM.expand(weight_XMN.shape[:-1])
     for _ in range(iterations):
         z_XN = (weight_XMN.mT @ y_XM[..., None]).squeeze(-1)
-        # Normalised twice an iteration: no square overflows before the norm itself has passed 1e19.
+        # Normalized twice an iteration: no square overflows before the norm itself has passed 1e19.
         y_XM = (weight_XMN @ normalize(z_XN, dim=-1)[..., None]).squeeze(-1)
         y_XM = normalize(y_XM, dim=-1)
     norm_X = torch.linalg.vector_norm((weight_XMN.mT @ y_XM[..., None]).squeeze(-1), dim=-1)

@@ -4,7 +4,7 @@
 
 A variant is ``NAME=section.field=value,section.field=value``; ``plain`` is the recipe as it stands. Each runs ``train.loop`` itself:
 batches drawn and recorded, metrics written, gradients clipped; no evaluation, checkpoint or probe falls into a round. A round runs
-every variant for ``--steps`` steps between two synchronisations; the table has medians over rounds, and the range. nanoGPT runs as
+every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds, and the range. nanoGPT runs as
 its bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
 
 ``--profile FILE`` writes the kernels of five steps of each. A variant that fails is told of and makes the exit code 2; the others go on.
@@ -72,7 +72,7 @@ class Contender:
             print(f"{self.name} failed: {self.failed}", file=sys.stderr)
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -136,7 +136,7 @@ def prepare(contender: Contender, build: Callable[[], Callable[[int], None]]) ->
     before = allocated()
     contender.run = build()
     contender.run(WARM_UP)
-    synchronise()
+    synchronize()
     contender.own_bytes = allocated() - before
 
 
@@ -174,7 +174,7 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
 
 
 def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Contender:
-    """nanoGPT's model and optimiser, stepped as in its bench.py, of the recipe's shape; ready to train or failed."""
+    """nanoGPT's model and optimizer, stepped as in its bench.py, of the recipe's shape; ready to train or failed."""
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     B, T, shape = config.data.micro_batch, config.data.sequence_length, config.model
 
@@ -220,10 +220,10 @@ def one_round(contender: Contender, steps: int) -> None:
     others = allocated() - contender.own_bytes
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    synchronise()
+    synchronize()
     began = time.perf_counter()
     contender.run(steps)
-    synchronise()
+    synchronize()
     contender.times.append((time.perf_counter() - began) / steps)
     if torch.cuda.is_available():
         contender.peak_bytes = max(contender.peak_bytes, torch.cuda.max_memory_allocated() - others)
@@ -234,7 +234,7 @@ def profile(contender: Contender, tables: list[str]) -> None:
     contender.enter()
     with torch.profiler.profile() as recorded:
         contender.run(PROFILED)
-        synchronise()
+        synchronize()
     key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = recorded.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=100)
     tables.append(f"{contender.name}, {PROFILED} steps\n{table}\n")

@@ -98,7 +98,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def summarise(run: Run, reference: Run, *, margin: float, patience: int) -> Result:
+def summarize(run: Run, reference: Run, *, margin: float, patience: int) -> Result:
     """The row of ``run``.
 
     Raises:
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the comparison, then draw it."""
     args = parse(argv)
     runs = [load_run(folder) for folder in args.runs]
-    results = [summarise(run, runs[0], margin=args.margin, patience=args.patience) for run in runs]
+    results = [summarize(run, runs[0], margin=args.margin, patience=args.patience) for run in runs]
     rows = [cells(result, is_first=index == 0) for index, result in enumerate(results)]
     lines = [data_sentence(runs)] if len(runs) > 1 else []
     lines += [line for line in (validation_sentence(runs),) if line]

@@ -3,7 +3,7 @@
     python scripts/convert_recording.py from-published FOLDER replay_batches/NAME --dataset D --sequence-length T --micro-batch B
     python scripts/convert_recording.py to-published replay_batches/NAME FOLDER --ranks R --micro-batch B
 
-The published code writes one ``generated_indices_rank_{r}.txt`` a process, with one line an optimiser step: the offsets of that
+The published code writes one ``generated_indices_rank_{r}.txt`` a process, with one line an optimizer step: the offsets of that
 process's sequences, its micro-batches one after the other. Its m-th micro-batch is the recording's micro-batch m * R + r.
 
 Shapes: R processes, M micro-batches of a process in one step, B micro-batch, G = R * M * B global batch.

@@ -113,7 +113,7 @@ REGISTRY: dict[int, Entry] = {
     4: Entry("P K, X and their outer products at two tokens", CHECKPOINT, _figure_4),
     5: Entry("error of delta: summed, and by feature", CHECKPOINT, _figure_5),
     6: Entry("error of O_bar along the keys of one row", CHECKPOINT, _figure_6),
-    7: Entry("stabilised against original attention", RUNS, lambda inputs: loss.draw_stabilised(inputs.runs())),
+    7: Entry("stabilized against original attention", RUNS, lambda inputs: loss.draw_stabilized(inputs.runs())),
     8: Entry("outer products of a pretrained model", MODEL, _figure_8),
     9: Entry("rows of a pretrained model with a repeated maximum", MODEL, _figure_9),
     11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: loss.draw_norms(inputs.runs_with_norms())),

@@ -123,7 +123,7 @@ SITES = [
         "do_BHTD = do.transpose(1, 2).float()\n        o_BHTD",
     ),
     Mutation(
-        "site delta normalised",
+        "site delta normalized",
         "total = _over_row_sum(total, row_sum)",
         "total = total * 1.0",
         "tests/test_row_residual.py",
@@ -160,7 +160,7 @@ SITES = [
     site("score_gradients in dQ", "problem.scale * (sites.score_gradients(ds) @", "problem.scale * (ds @"),
     site("score_gradients in dK", "sites.score_gradients(ds_of_keys).transpose", "ds_of_keys.transpose"),
     Mutation(
-        "site row_residual centred",
+        "site row_residual centered",
         "sums.ds * problem.k.mean(dim=2, keepdim=True)",
         "sums.ds * problem.k[:, :, :1]",
         "tests/test_sites.py -k row_residual",
@@ -180,7 +180,7 @@ SITES = [
         "site row_max",
         "tied = (close.sum(dim=-1, keepdim=True) > 1)",
         "tied = (close.sum(dim=-1, keepdim=True) > 2)",
-        "tests/test_stabilise.py",
+        "tests/test_stabilize.py",
     ),
     site("row_max_tolerance", "numerics.row_max_tolerance / scale", "0.0 / scale"),
     Mutation(
@@ -245,10 +245,10 @@ KERNELS = [
         of="residual",
     ),
     kernel(
-        "delta normalised",
+        "delta normalized",
         "b_delta = tl.div_rn(b_delta, b_row_sum)",
         "b_delta = b_delta * 1.0",
-        of="normalised",
+        of="normalized",
     ),
     kernel(
         "probabilities backward",

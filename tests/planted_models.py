@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec
 from autopsy.measure import Subject
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 from probes.capture import LayerCapture, capture
 
 SHAPE = ModelConfig(n_layer=3, n_head=4, n_embd=64, block_size=16, vocab_size=64, vocab_multiple=1, bias=True)
@@ -33,7 +33,7 @@ def healthy(seed: int, spec: AttentionSpec = PAPER) -> GPT:
     model = GPT(
         SHAPE, AttentionConfig(flash_backend="flash_reference", default=spec).resolve(SHAPE.n_layer, SHAPE.n_head)
     )
-    initialise(model, seed)
+    initialize(model, seed)
     with torch.no_grad():
         model.transformer.wte.weight *= 50
         for attention in model.attentions():

@@ -74,6 +74,6 @@ def test_a_probability_that_is_drawn_is_one_as_often_as_it_is_near() -> None:
     assert drawn == (count_ones(layer).ones_BHT[:16, 0, 1] == 2).tolist()
 
 
-def test_the_stabilised_maximum_leaves_no_one() -> None:
+def test_the_stabilized_maximum_leaves_no_one() -> None:
     ones = count_ones(tied_layer(spec=AttentionSpec(preset="flash_stable_safe")))
     assert (ones.ones_BHT[:, 1, 1:] == 0).all()

@@ -47,7 +47,7 @@ def test_flash_presets_are_as_exact_as_standard_attention_of_the_same_precision(
     largest_score = (p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max() / 4).item()
     floor = 2.0**-24 * max(largest_score, 16) if dtype == torch.float32 else 2.0**-9
     limits = [2 * max(error, floor) for error in baseline_errors(case, dtype, numerics, device)]
-    # In FP16 the published stabiliser pushes P_bar below 2^-14, where fewer bits are left: see the test after this one.
+    # In FP16 the published stabilizer pushes P_bar below 2^-14, where fewer bits are left: see the test after this one.
     beyond_range = ("flash_stable", "flash_stable_exact_ties") if dtype == torch.float16 else ()
     # FP32 has no rounding of P_bar to draw; that is refused.
     drawn = ("flash_stochastic_p", "flash_stochastic_p_o") if dtype == torch.float32 else ()
@@ -57,7 +57,7 @@ def test_flash_presets_are_as_exact_as_standard_attention_of_the_same_precision(
             assert error <= limit, f"{preset} {name}: {error:.2e} > {limit:.2e}"
 
 
-def test_in_float16_the_published_stabiliser_loses_bits_and_the_safe_one_does_not() -> None:
+def test_in_float16_the_published_stabilizer_loses_bits_and_the_safe_one_does_not() -> None:
     """Tied maxima near 2 and beta 7: the shift of 12 makes P_bar = exp(-12), a subnormal FP16 number."""
     p = make("tied", torch.float16, torch.device("cpu"))
     exact, unit = oracle(p)[:1], magnitudes(p)[:1]

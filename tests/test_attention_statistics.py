@@ -97,15 +97,15 @@ def test_a_row_beyond_the_range_that_is_not_tied_does_not_underflow() -> None:
     assert attention_statistics(torch.ones_like(k), k, scale=1.0).underflow.tolist() == [0.0]
 
 
-def test_underflow_is_where_the_stabiliser_loses_a_row() -> None:
-    # Against attention/reference/stabilise.py itself: the rows whose exp(S - m) are all below the smallest normal number.
+def test_underflow_is_where_the_stabilizer_loses_a_row() -> None:
+    # Against attention/reference/stabilize.py itself: the rows whose exp(S - m) are all below the smallest normal number.
     from attention.numerics import Numerics
-    from attention.reference.stabilise import tile_row_max
+    from attention.reference.stabilize import tile_row_max
 
     q, k, _ = operands(seed=5, spread=40.0)
     k[:, 1::2] = k[:, :-1:2]  # pairs of equal keys, so that many rows tie
     s = scores(q, k)
-    m = tile_row_max(s, Numerics(row_max="stabilised"))
+    m = tile_row_max(s, Numerics(row_max="stabilized"))
     lost = torch.exp(s - m).amax(dim=-1) < torch.finfo(torch.float32).tiny
     measured = attention_statistics(q, k, scale=SCALE, chunk=T).underflow
     assert torch.equal(measured, lost.float().mean(dim=(0, 2)))

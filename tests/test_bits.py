@@ -51,7 +51,7 @@ def test_rounding_to_nearest_is_torchs_cast(name: str, x: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "fp32"])
 def test_rounding_every_tie_of_one_binade_is_torchs_cast(name: str) -> None:
-    """Halfway between neighbours, where the last kept bit decides. (FP32's ties are in no narrower format.)"""
+    """Halfway between neighbors, where the last kept bit decides. (FP32's ties are in no narrower format.)"""
     fmt = FORMATS[name]
     unit = 2.0**-fmt.mantissa_bits
     for kept in range(2**fmt.mantissa_bits):
@@ -118,7 +118,7 @@ def test_guard_round_and_sticky_decide_the_rounding(x: float) -> None:
 @given(x=st.one_of(FLOATS, NEAR_ONE))
 def test_stochastic_rounding_is_right_on_average(x: float) -> None:
     grid = bits.cut(exact(x), FORMATS["bf16"])
-    down, up = grid.neighbour(up=False), grid.neighbour(up=True)
+    down, up = grid.neighbor(up=False), grid.neighbor(up=True)
     if down is None or up is None:
         return
     p = grid.probability_up

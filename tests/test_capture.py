@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 from probes.capture import LayerCapture, capture
 
 B, T = 2, 24
@@ -34,7 +34,7 @@ def make(config: ModelConfig, plans: AttentionConfig | None = None) -> GPT:
     model = GPT(
         config, (plans or AttentionConfig(flash_backend="flash_reference")).resolve(config.n_layer, config.n_head)
     )
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     return model
 
 

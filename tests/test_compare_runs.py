@@ -191,7 +191,7 @@ def test_a_config_that_is_not_json(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "option", [("--patience", 0), ("--margin", -1), ("--out", "c.gif"), ("--table", "t.xls"), ("--colour", "red")]
+    "option", [("--patience", 0), ("--margin", -1), ("--out", "c.gif"), ("--table", "t.xls"), ("--color", "red")]
 )
 def test_a_bad_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, object]) -> None:
     assert option[0] in mistake(capsys, write_run(tmp_path / "a", [2.0]), *option)

@@ -53,11 +53,11 @@ def test_the_last_evaluation_is_inside_the_axes() -> None:
     assert figure(longer).axes[-1].get_xlim()[1] > 200
 
 
-def test_an_explosion_is_marked_in_every_panel_in_its_runs_colour() -> None:
+def test_an_explosion_is_marked_in_every_panel_in_its_runs_color() -> None:
     drawn = figure(course(), course("b", exploded_at=70, max_logit_max=np.ones(STEPS)))
     for axes in drawn.axes:
         marks = [line for line in axes.lines if line.get_linestyle() == ":" and list(line.get_xdata()) == [70, 70]]
-        assert [line.get_color() for line in marks] == [courses.COLOURS[1]]
+        assert [line.get_color() for line in marks] == [courses.COLORS[1]]
 
 
 def test_the_first_value_that_is_not_finite_is_marked() -> None:

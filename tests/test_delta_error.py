@@ -20,7 +20,7 @@ from probes.delta_error import (
     high_outputs,
     output_errors,
     row_residuals,
-    summarise,
+    summarize,
 )
 
 PAPER = AttentionSpec(numerics="rounded_forward")
@@ -135,7 +135,7 @@ def test_the_math_kernel_has_its_delta_from_p() -> None:
 def test_planted_bias_has_its_sign_and_its_head(sign: float) -> None:
     """O of the tied head moves away from zero (tests/test_bias.py), dO > 0 there: the error of delta has the sign of V."""
     layer = tied_layer(sign=sign, spec=PAPER)
-    summary = summarise(delta_errors(layer).error_BHT)
+    summary = summarize(delta_errors(layer).error_BHT)
     assert sign * summary.z_H[1] > 8
     assert sign * (summary.positive_H[1] - 0.5) > 0.3
     assert summary.z_H[[0, 2]].abs().max() < 4
@@ -143,7 +143,7 @@ def test_planted_bias_has_its_sign_and_its_head(sign: float) -> None:
 
 def test_the_summary_of_known_numbers() -> None:
     error = torch.tensor([[[1.0, 3.0, 5.0, 7.0, -100.0]], [[2.0, 2.0, 0.0, 0.0, 0.0]]])  # [2, 1, 5], units of 2
-    summary = summarise(error, unit=2)
+    summary = summarize(error, unit=2)
     means = torch.tensor([2.0, 6.0, 2.0, 0.0], dtype=torch.float64)  # the fifth token is in no unit
     assert summary.units == 4
     assert summary.sum_H.item() == -80
@@ -153,20 +153,20 @@ def test_the_summary_of_known_numbers() -> None:
 
 
 def test_one_unit_has_no_standard_error() -> None:
-    summary = summarise(torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0)))
+    summary = summarize(torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0)))
     assert summary.units == 1
     assert summary.standard_error_H.isnan().all()
 
 
 def test_no_error_at_all_is_no_bias() -> None:
-    summary = summarise(DeltaError(torch.zeros(2, 1, 64), torch.zeros(2, 1, 64)).error_BHT)
+    summary = summarize(DeltaError(torch.zeros(2, 1, 64), torch.zeros(2, 1, 64)).error_BHT)
     assert (summary.z_H.tolist(), summary.positive_H.tolist()) == ([0.0], [0.5])
 
 
 def test_the_standard_error_covers_unbiased_noise() -> None:
     """|z| of independent zero-mean errors is above 3 about as often as a normal variable's: 256 heads, 0.7 expected."""
     error = torch.randn(2, 256, 1024, generator=torch.Generator().manual_seed(2))
-    z = summarise(error).z_H
+    z = summarize(error).z_H
     assert (z.abs() > 3).sum() <= 5
     assert z.std().item() == pytest.approx(1, abs=0.15)
 
@@ -174,7 +174,7 @@ def test_the_standard_error_covers_unbiased_noise() -> None:
 def test_tokens_that_share_an_error_count_once() -> None:
     """Every block of 32 tokens has one error: a standard error from single tokens would be sqrt(32) too small."""
     shared = torch.randn(1, 256, 32, 1, generator=torch.Generator().manual_seed(3)).expand(-1, -1, -1, 32).flatten(2)
-    assert summarise(shared).z_H.std().item() == pytest.approx(1, abs=0.2)
+    assert summarize(shared).z_H.std().item() == pytest.approx(1, abs=0.2)
 
 
 def test_layers_in_fp32_have_no_error_to_speak_of() -> None:

@@ -463,7 +463,7 @@ def test_the_shift_of_tied_maxima_is_held_to_the_cap_in_any_unit(exponent: str, 
     q, k = (torch.zeros_like(p.q[:1, :16]) for _ in range(2))
     q[..., 0], k[..., 0] = 20.0, 10.0
     v = torch.ones_like(q)
-    form = ("row_max=stabilised_safe", "row_max_cap=1", f"exponent={exponent}")
+    form = ("row_max=stabilized_safe", "row_max_cap=1", f"exponent={exponent}")
     spec = AttentionSpec(sites=(*form, *BLOCKS, "output=fp32"), backend=backend)
     plan = AttentionConfig(default=spec).resolve(1, q.shape[2])[0]
     o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device), scale=0.5)
@@ -555,10 +555,10 @@ def test_kernels_dq_and_dk_of_a_single_key_are_zero(device: str) -> None:
     [
         (("exponent=fma",), 0.0),
         (("exponent=subtract_first",), 0.0),
-        (("exponent=fma", "row_max=stabilised_safe"), 0.0),
-        (("exponent=subtract_first", "row_max=stabilised_safe"), 0.0),
+        (("exponent=fma", "row_max=stabilized_safe"), 0.0),
+        (("exponent=subtract_first", "row_max=stabilized_safe"), 0.0),
         (("exponent=separate_multiply",), 0.0),
-        (("exponent=separate_multiply", "row_max=stabilised_safe"), 0.0),
+        (("exponent=separate_multiply", "row_max=stabilized_safe"), 0.0),
         (("scores=m20", "statistics=m20", "tile_k=48"), 0.0),
         (("delta=recomputed_o",), 5.0),
     ],

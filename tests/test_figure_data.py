@@ -59,7 +59,7 @@ def test_features_of_one_token_add_up_to_its_error() -> None:
     assert error.product_D.sum().item() == pytest.approx(error.error_BT[1, 9].item(), rel=1e-3, abs=1e-6)
 
 
-def test_a_planted_head_has_a_biased_sum_and_its_neighbours_have_not() -> None:
+def test_a_planted_head_has_a_biased_sum_and_its_neighbors_have_not() -> None:
     """V of one sign below zero and dO above: the error of delta is negative, by many standard errors."""
     layer = tied_layer(spec=PAPER)
     planted, healthy = (delta.head_error(layer, head=head, batch=0, token=4, label="") for head in (1, 0))
@@ -124,7 +124,7 @@ def test_a_long_curve_is_told_by_means_and_ranges_of_its_parts() -> None:
 def test_a_panel_for_each_group_of_figure_7() -> None:
     first, second = (run(n, val_loss=[5.0, 4.0, x], train_loss=[5.0, 4.0, x]) for n, x in (("a", 3.0), ("b", 3.5)))
     other = loss.RunCurves(**(first.__dict__ | {"name": "c", "group": "muon"}))
-    drawn = loss.draw_stabilised([first, second, other])
+    drawn = loss.draw_stabilized([first, second, other])
     assert [axes.get_title(loc="left") for axes in drawn.figure.axes] == ["g", "muon"]
 
 

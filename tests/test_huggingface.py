@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec
 from errors import UserError
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 from scripts.export_huggingface import load_model
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.huggingface import export_gpt2, load_weights, read_model_config
@@ -69,7 +69,7 @@ def open_with_transformers(folder: Path) -> Any:
 def make(**changes: Any) -> GPT:
     config = replace(TINY, **changes)
     model = GPT(config, STANDARD.resolve(config.n_layer, config.n_head))
-    initialise(model, 3)
+    initialize(model, 3)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,7 +124,7 @@ def test_loaded_config_has_no_padding_and_gpt2s_options(tmp_path: Path) -> None:
     assert config == replace(TINY, vocab_multiple=1, bias=True)
 
 
-def test_weights_load_into_a_model_with_stabilisers(tmp_path: Path) -> None:
+def test_weights_load_into_a_model_with_stabilizers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     model = make(bias=True, vocab_multiple=1, z_loss=1e-4, qk_clip_tau=100.0)
     load_weights(model, folder)

@@ -14,7 +14,7 @@ from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
 from errors import UserError
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 from training.intervention import Interventions, Switch, parse_switch, plans_at
 from training.metrics import read_lines
 
@@ -213,7 +213,7 @@ def test_a_compiled_model_follows_a_switch() -> None:
 
     def gradients(compiled: bool) -> list[torch.Tensor]:
         model = GPT(config, base)
-        initialise(model, seed=0)
+        initialize(model, seed=0)
         called = torch.compile(model) if compiled else model
         seen = []
         for plans in (base, plans_at(base, [Switch(0, 1, "flash", ""), Switch(0, 1, "flash_stochastic_o")], 0), base):

@@ -74,7 +74,7 @@ def assert_agree(p: Problem, kernel: AttentionSpec, in_pytorch: AttentionSpec, *
     """They differ by less than a quarter of the rounding error of the PyTorch backend, or by FP32 noise of the size of the scores.
 
     Standard attention alone rounds sums of all keys: tensor cores cut them toward zero, here taken as one last place for 16 terms,
-    which all terms of one sign have in common. A share noise / u of values then rounds to the neighbour, u away, where u is sqrt(12)
+    which all terms of one sign have in common. A share noise / u of values then rounds to the neighbor, u away, where u is sqrt(12)
     times the rounding error: sqrt(u * noise) in the root of the mean square, up to half of the rounding error.
     """
     found, expected = (run(p, x, **settings) for x in (kernel, in_pytorch))
@@ -208,7 +208,7 @@ def test_a_tile_of_many_blocks_is_kept(preset: str, tile: int, device: torch.dev
         ("probabilities_rounding=stochastic",),
         ("delta_output=residual8",),
         ("statistics=m4", "tile_product=m6"),
-        ("row_max=stabilised_safe",),
+        ("row_max=stabilized_safe",),
         ("tile_k=48", "delta_output=fp32", "accumulator=m5"),
     ],
     ids=" ".join,
@@ -235,7 +235,7 @@ def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[in
         (torch.float16, ()),
         (torch.float32, ("probabilities=m3",)),  # fewer random bits than are cut off
         (torch.bfloat16, ("tile_k=48", "statistics=m12", "tile_product=m12", "accumulator=m12")),
-        (torch.bfloat16, ("products=tf32x3", "row_max=stabilised_safe")),
+        (torch.bfloat16, ("products=tf32x3", "row_max=stabilized_safe")),
         (torch.bfloat16, ("output_rounding=stochastic", "delta_output=m4", "delta_rounding=stochastic")),
     ],
 )

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from attention import AttentionConfig
 from fused.linear_cross_entropy import linear_cross_entropy, softmax_rows
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 
 HALF = [torch.bfloat16, torch.float16]
 SETTINGS = {
@@ -146,7 +146,7 @@ def tiny(loss_chunk: int) -> GPT:
         AttentionConfig(flash_backend="flash_reference").resolve(TINY.n_layer, TINY.n_head),
         loss_chunk,
     )
-    initialise(model, 0)
+    initialize(model, 0)
     return model
 
 

@@ -1,4 +1,4 @@
-"""model.py: shapes, initialisation, loss, stabilisers, and what it hands to attention."""
+"""model.py: shapes, initialization, loss, stabilizers, and what it hands to attention."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import AttentionConfig, AttentionSpec, LayerPlan, dispatch
 from errors import UserError
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50, vocab_multiple=64)
-STABILISERS: dict[str, dict[str, Any]] = {
+STABILIZERS: dict[str, dict[str, Any]] = {
     "qk_norm": {"qk_norm": True},
     "attention_softcap": {"attention_softcap": 5.0},
     "logit_softcap": {"logit_softcap": 3.0},
@@ -33,10 +33,10 @@ def plans_for(config: ModelConfig, preset: str = "standard", numerics: str = "fp
 
 
 def make(config: ModelConfig = TINY, *, seed: int = 1, scale: float = 1.0, **changes: Any) -> GPT:
-    """An initialised model; ``scale`` multiplies every weight of two dimensions, so that logits are not all near zero."""
+    """An initialized model; ``scale`` multiplies every weight of two dimensions, so that logits are not all near zero."""
     config = replace(config, **changes)
     model = GPT(config, plans_for(config))
-    initialise(model, seed)
+    initialize(model, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -112,21 +112,21 @@ def same_weights(a: GPT, b: GPT) -> bool:
     return len(shared) >= 14 and all(torch.equal(a.get_parameter(n), b.get_parameter(n)) for n in shared)
 
 
-def test_initialisation_is_a_function_of_the_seed() -> None:
+def test_initialization_is_a_function_of_the_seed() -> None:
     a, b = make(seed=3), make(seed=4)
     torch.manual_seed(99)
     assert same_weights(a, make(seed=3))
     assert not torch.equal(a.w_q(0), b.w_q(0))
 
 
-@pytest.mark.parametrize("name", STABILISERS)
-def test_initialisation_does_not_depend_on_stabilisers(name: str) -> None:
-    assert same_weights(make(), make(**STABILISERS[name]))
+@pytest.mark.parametrize("name", STABILIZERS)
+def test_initialization_does_not_depend_on_stabilizers(name: str) -> None:
+    assert same_weights(make(), make(**STABILIZERS[name]))
 
 
-def test_initialisation_does_not_depend_on_attention() -> None:
+def test_initialization_does_not_depend_on_attention() -> None:
     other = GPT(TINY, plans_for(TINY, "flash", "rounded_forward"))
-    initialise(other, 1)
+    initialize(other, 1)
     assert same_weights(make(), other)
 
 
@@ -222,7 +222,7 @@ def test_bfloat16_attention_output_is_projected_under_autocast(spy: Spy) -> None
     assert projected[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("changes", [{}, *STABILISERS.values()], ids=["plain", *STABILISERS])
+@pytest.mark.parametrize("changes", [{}, *STABILIZERS.values()], ids=["plain", *STABILIZERS])
 def test_compiled_without_graph_breaks_equals_eager(spy: Spy, changes: dict[str, Any]) -> None:
     tokens, targets = batch()
     eager, traced = make(scale=5.0, **changes), make(scale=5.0, **changes)

@@ -27,7 +27,7 @@ def matrices(shapes: Iterable[tuple[int, int]], seed: int, device: str = "cpu") 
 def stepped(
     optimizer_of: Any, shapes: list[tuple[int, int]] = SHAPES, device: str = "cpu", **more: Any
 ) -> list[Tensor]:
-    """Weights and momenta after four steps of an optimiser on given gradients."""
+    """Weights and momenta after four steps of an optimizer on given gradients."""
     parameters = [nn.Parameter(weight) for weight in matrices(shapes, 0, device)]
     settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
     optimizer = optimizer_of(parameters, **{**settings, **more})

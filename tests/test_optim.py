@@ -1,4 +1,4 @@
-"""The schedule at its corners, which optimiser takes which parameter, steps against torch's own, exact resumption."""
+"""The schedule at its corners, which optimizer takes which parameter, steps against torch's own, exact resumption."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_stochastic_p_rounds_p_bar_on_every_base() -> None:
 
 def test_single_sites_override_the_preset() -> None:
     numerics = AttentionSpec(preset="flash_stable", sites=("row_max_beta=8", "tile_q=64")).resolve()
-    assert (numerics.row_max, numerics.row_max_beta, numerics.tile_q) == ("stabilised", 8.0, 64)
+    assert (numerics.row_max, numerics.row_max_beta, numerics.tile_q) == ("stabilized", 8.0, 64)
 
 
 def test_heads_of_a_layer_that_share_a_spec_share_a_group() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec
-from model import GPT, QUERY_CHUNK, ModelConfig, initialise, largest_logits
+from model import GPT, QUERY_CHUNK, ModelConfig, initialize, largest_logits
 from training import qk_clip
 from training.qk_clip import clip_factors, clip_qk, forget_logits
 
@@ -24,7 +24,7 @@ def make(**changes: Any) -> GPT:
     config = replace(TINY, bias=True, **changes)
     plans = AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
     model = GPT(config, plans)
-    initialise(model, 3)
+    initialize(model, 3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for attn in model.attentions():
@@ -42,7 +42,7 @@ def logits_of(attn: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Tens
     """Logits [H, T, T] of one layer for a fixed input, without mask."""
     x = torch.randn(16, C, generator=torch.Generator().manual_seed(6), dtype=torch.float32).to(dtype)
     q, k = (x @ attn.c_attn.weight.to(dtype).T + attn.c_attn.bias.to(dtype))[:, : 2 * C].split(C, dim=-1)
-    # One head at a time: a batched product may pick another order of summation when a neighbour changes.
+    # One head at a time: a batched product may pick another order of summation when a neighbor changes.
     heads = [slice(h * D, (h + 1) * D) for h in range(4)]
     return torch.stack([q[:, rows] @ k[:, rows].T / math.sqrt(D) for rows in heads])
 
@@ -171,7 +171,7 @@ def test_values_and_their_biases_are_left_alone() -> None:
 def test_a_model_without_biases_is_clipped() -> None:
     config = replace(TINY, bias=False)
     model = GPT(config, AttentionConfig(default=AttentionSpec(preset="standard")).resolve(2, 4))
-    initialise(model, 1)
+    initialize(model, 1)
     before = model.w_k(1).clone()
     set_maxima(model, [0.0] * 4, [4.0] * 4)
     clip_qk(model)

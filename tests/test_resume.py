@@ -34,7 +34,7 @@ import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.recording import Recording
 from errors import UserError
-from model import GPT, initialise
+from model import GPT, initialize
 from training import distributed, record
 from training.alarm import AlarmConfig
 from training.distributed import Distributed
@@ -186,7 +186,7 @@ def test_a_resume_needs_no_weights_to_start_from(place: Place, tmp_path: Path) -
     fields = {"model.bias": True, "run.init_from": str(tmp_path / "gpt2")}
     config = place.config("first", fields)
     model = GPT(config.model, config.attention.resolve(config.model.n_layer, config.model.n_head))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     export_gpt2(model, tmp_path / "gpt2")
     place.train("first", fields)
     place.train("second", {**fields, "run.steps": 10})

@@ -1,4 +1,4 @@
-"""Rows of dS sum to zero in exact arithmetic: ``delta=rowsum_p_dp_normalised`` restores it, ``row_residual`` takes out what is left.
+"""Rows of dS sum to zero in exact arithmetic: ``delta=rowsum_p_dp_normalized`` restores it, ``row_residual`` takes out what is left.
 
 A feature of K that is 1 in every key shows the sum: dQ has scale * rowsum(dS) there. Kernels run as in ``test_kernels``.
 """
@@ -81,34 +81,40 @@ def test_the_kernels_in_tritons_interpreter(chosen: str) -> None:
 def test_corrected_rows_are_nearest_to_fp64_and_have_least_along_the_mean_key(
     logit: float, device: str, backend: str
 ) -> None:
-    """The order of dQ's error: corrected rows < delta from P < plain; centred keys < plain too, and of dK's."""
+    """The order of dQ's error: corrected rows < delta from P < plain; centered keys < plain too, and of dK's."""
     p = moved(common_keys((1, 96, 2, 32), logit=logit), on(device))
     exact = oracle(p)
     mean_key = torch.nn.functional.normalize(p.k.double().mean(dim=1, keepdim=True), dim=-1)
     dq, dk, along = {}, {}, {}
-    for name in ("flash", "flash_delta_from_p", "flash_delta_normalised", "flash_centred_keys", "flash_corrected_rows"):
+    for name in (
+        "flash",
+        "flash_delta_from_p",
+        "flash_delta_normalized",
+        "flash_centered_keys",
+        "flash_corrected_rows",
+    ):
         found = run(p, AttentionSpec(preset=name, sites=BLOCKS, backend=backend))
         _, dq[name], dk[name], _ = relative_errors(found, exact)
         along[name] = (((found[1].double() - exact[1]) * mean_key).sum(dim=-1).norm() / exact[1].norm()).item()
     assert dq["flash_corrected_rows"] < dq["flash_delta_from_p"] < dq["flash"]
-    assert dq["flash_centred_keys"] < dq["flash"]
-    assert along["flash_corrected_rows"] < along["flash_centred_keys"] < along["flash_delta_from_p"] < along["flash"]
+    assert dq["flash_centered_keys"] < dq["flash"]
+    assert along["flash_corrected_rows"] < along["flash_centered_keys"] < along["flash_delta_from_p"] < along["flash"]
     assert along["flash_corrected_rows"] < along["flash"] / 10
-    assert dk["flash_corrected_rows"] == pytest.approx(dk["flash_delta_normalised"], rel=0.02)
-    assert dk["flash_corrected_rows"] < dk["flash"] == dk["flash_centred_keys"]
-    assert dq["flash_delta_normalised"] == pytest.approx(dq["flash_delta_from_p"], rel=0.02)
+    assert dk["flash_corrected_rows"] == pytest.approx(dk["flash_delta_normalized"], rel=0.02)
+    assert dk["flash_corrected_rows"] < dk["flash"] == dk["flash_centered_keys"]
+    assert dq["flash_delta_normalized"] == pytest.approx(dq["flash_delta_from_p"], rel=0.02)
 
 
 @pytest.mark.parametrize(("device", "backend"), RUNNERS)
 class TestRowSums:
-    def test_only_the_normalised_delta_keeps_them_at_zero_where_l_is_coarse(self, device: str, backend: str) -> None:
+    def test_only_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(self, device: str, backend: str) -> None:
         p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
         coarse = ("logsumexp=m4", "score_gradients=fp32")
         left = {
             delta: row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt()
             for delta in SITES["delta"].choices
         }
-        assert left.pop("rowsum_p_dp_normalised") < 1e-5
+        assert left.pop("rowsum_p_dp_normalized") < 1e-5
         assert left["rowsum_p_dp"] > 1e-2
 
     @pytest.mark.parametrize("saved", ["fp32", "m4"])
@@ -122,21 +128,21 @@ class TestRowSums:
             for name in SITES["row_residual"].choices
         }
         assert left["kept"] > 1e-3
-        assert left["centred_keys"] < 1e-5
+        assert left["centered_keys"] < 1e-5
         assert left["corrected_rows"] < left["kept"] * 2.0**-7
 
     def test_rows_whose_p_is_zero_throughout_have_no_gradient(self, device: str, backend: str) -> None:
         """L of logits of 641 is 768 with one mantissa bit: exp(-127) is 0 in FP32, and 0 / 0 must not come of it."""
         p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), on(device))
         p.q.zero_()[..., 0], p.k.zero_()[..., 0] = 4 * 641.0, 1.0
-        for sites in (("delta=rowsum_p_dp_normalised",), ("row_residual=corrected_rows",)):
+        for sites in (("delta=rowsum_p_dp_normalized",), ("row_residual=corrected_rows",)):
             coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtract_first", *sites)
             gradients = run(p, AttentionSpec(sites=coarse, backend=backend))[1:]
             assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
 
 
 @pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize("chosen", ["centred_keys", "corrected_rows"])
+@pytest.mark.parametrize("chosen", ["centered_keys", "corrected_rows"])
 @pytest.mark.parametrize(
     ("dtype", "sites"),
     [
@@ -144,7 +150,7 @@ class TestRowSums:
         (torch.bfloat16, ("gradient_accumulator=bf16", "tile_k=32")),
         (torch.bfloat16, ("probabilities=fp32", "inputs=m5", "saved_statistics=max_and_sum")),
         (torch.float32, ("score_gradients=m3", "probabilities=m3", "delta_sum=m6")),
-        (torch.float32, ("logsumexp=m4", "exponent=separate_multiply", "delta=rowsum_p_dp_normalised")),
+        (torch.float32, ("logsumexp=m4", "exponent=separate_multiply", "delta=rowsum_p_dp_normalized")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -159,7 +165,7 @@ def test_kernels_agree_with_the_reference(dtype: torch.dtype, sites: tuple[str, 
         assert a <= max(own / 4, 2.0**-21), f"{name}: {a:.2e} apart, own error {own:.2e}"
 
 
-NEW = ["flash_delta_normalised", "flash_centred_keys", "flash_corrected_rows"]
+NEW = ["flash_delta_normalized", "flash_centered_keys", "flash_corrected_rows"]
 
 
 @on_gpu
@@ -184,7 +190,7 @@ def test_at_the_size_of_training_kernels_agree_and_repeat(preset: str, length: i
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
 class TestRefusals:
-    @pytest.mark.parametrize("chosen", ["centred_keys", "corrected_rows"])
+    @pytest.mark.parametrize("chosen", ["centered_keys", "corrected_rows"])
     def test_with_a_soft_cap(self, chosen: str) -> None:
         plans = AttentionConfig(
             flash_backend="flash_reference", default=AttentionSpec(sites=(f"row_residual={chosen}",))

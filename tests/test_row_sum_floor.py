@@ -21,8 +21,8 @@ FLOOR, BETA = 1e-10, 2.0
 BACKENDS = ["flash_reference", *(["flash"] if INTERPRETED else [])]
 ON_GPU = pytest.param("flash", marks=[pytest.mark.gpu, *([pytest.mark.skip] if INTERPRETED else [])])
 FORMS = {
-    "floor": ("row_max=stabilised",),
-    "visited": ("row_max=stabilised", "hidden_tiles=visited"),
+    "floor": ("row_max=stabilized",),
+    "visited": ("row_max=stabilized", "hidden_tiles=visited"),
     "scaled": ("row_max=scaled", "hidden_tiles=visited"),
     "scaled, skipped": ("row_max=scaled",),
 }

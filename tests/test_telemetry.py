@@ -18,7 +18,7 @@ import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.batches import open_batches
 from errors import UserError
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 from probes.alignment import sign_diversity, spectral_alignment
 from probes.capture import capture
 from probes.delta_error import delta_errors
@@ -99,7 +99,7 @@ def test_a_probe_leaves_generators_gradients_and_modes_alone(place: Place, monke
 def tiny(attention: AttentionConfig, n_layer: int = 2) -> GPT:
     config = ModelConfig(n_layer=n_layer, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1)
     model = GPT(config, attention.resolve(n_layer, 2))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     return model
 
 
@@ -277,7 +277,7 @@ def test_a_warm_probe_never_waits_for_the_gpu(name: str) -> None:
     attention = preset(name)
     config = ModelConfig(n_layer=2, n_head=2, n_embd=128, block_size=256, vocab_size=64, vocab_multiple=1)
     model = GPT(config, attention.resolve(2, 2))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     model.cuda()
     tokens = torch.randint(64, (1, 257), generator=torch.Generator().manual_seed(0)).cuda()
     inputs = (model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.tensor(5).cuda())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
-from model import GPT, ModelConfig, initialise
+from model import GPT, ModelConfig, initialize
 from probes.spectral import SpectralState
 from training import telemetry
 from training.cuda_graph import CudaRecorder
@@ -110,7 +110,7 @@ def tiny(attention: AttentionConfig, device: str = "cpu", **changes: Any) -> GPT
     shape: dict[str, Any] = {"n_layer": 3, "n_head": 2, "n_embd": width, "block_size": 256, "vocab_size": 64}
     config = ModelConfig(**{**shape, "vocab_multiple": 1, **changes})
     model = GPT(config, attention.resolve(3, 2), 16 if changes.get("z_loss") else 0)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     return model.to(device)
 
 
@@ -130,7 +130,7 @@ def a_probe(model: GPT, dtype: str, *, graph: bool, seed: Tensor | None = None, 
 
 @torch.no_grad()
 def update(model: GPT, step: int) -> None:
-    """As an optimiser does: in place."""
+    """As an optimizer does: in place."""
     for index, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(100 * step + index)
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.device))

@@ -23,7 +23,7 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from config import TrainConfig, from_json
 from data.batches import open_batches
 from data.recording import Recording
-from model import GPT, initialise
+from model import GPT, initialize
 from training import distributed
 from training.checkpoint import Checkpoints
 from training.nonfinite import Withholding
@@ -127,7 +127,7 @@ def test_measuring_changes_no_bit(place: Place) -> None:
     assert weights(place.train("rare", rare), 20) == weights(place.train("often", often), 20)
 
 
-# ---- optimisation
+# ---- optimization
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -152,7 +152,7 @@ def gradients(place: Place, micro_batch: int, dtype: torch.dtype) -> torch.Tenso
     """All gradients of one step over the same eight sequences, flat, computed in ``dtype``."""
     config = place.config("unused", {"data.micro_batch": micro_batch, "attention": preset("sdpa_math")})
     model = GPT(config.model, config.attention.resolve(config.model.n_layer, config.model.n_head))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     model.to(dtype)
     micro_batches = open_batches(config.data).next()
     cpu = torch.device("cpu")

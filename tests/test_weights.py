@@ -51,7 +51,7 @@ def test_p_bar_is_drawn_alike_in_any_tiles(tiles: tuple[int, int]) -> None:
     ids=["another seed", "to nearest"],
 )
 def test_draws_differ_as_often_as_chance_has_it(other: AttentionSpec, seed: int, share: float) -> None:
-    """A value at x between its neighbours: two draws differ with probability 2 x (1 - x), draw and nearest with min(x, 1 - x)."""
+    """A value at x between its neighbors: two draws differ with probability 2 x (1 - x), draw and nearest with min(x, 1 - x)."""
     drawn, others = weights_seen(STOCHASTIC, CPU, SHAPE, seed=3), weights_seen(other, CPU, SHAPE, seed=seed)
     assert share_apart(drawn, others) == pytest.approx(share, abs=0.05)
 

@@ -1,1 +1,1 @@
-"""Optimisers, process groups, checkpoints, metrics: what train.py's loop calls, each module usable alone."""
+"""Optimizers, process groups, checkpoints, metrics: what train.py's loop calls, each module usable alone."""

@@ -39,7 +39,7 @@ class CheckpointConfig:
     """When checkpoints are written and how long they stay."""
 
     every: int = 1000
-    """Optimiser steps from one checkpoint to the next; 0 writes one at the end only."""
+    """Optimizer steps from one checkpoint to the next; 0 writes one at the end only."""
     keep_last: int = 2
     """How many of the newest stay."""
     keep_every: int = 0
@@ -97,7 +97,7 @@ class Checkpoints:
     ) -> Path:
         """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps; returns its folder.
 
-        ``optimizer_state`` is a torch optimiser's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
+        ``optimizer_state`` is a torch optimizer's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
         other dicts must be plain JSON. One of the same step is replaced. Those of later steps belong to a course that
         training has left (a rollback, a damaged one that was passed over) and are deleted: else a later resume would
         take one of them for the newest.
@@ -276,7 +276,7 @@ def _untied(model_state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _split_optimizer(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A torch optimiser's state as (tensors by name, plain JSON for the rest)."""
+    """A torch optimizer's state as (tensors by name, plain JSON for the rest)."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for index, entries in state_dict["state"].items():

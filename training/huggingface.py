@@ -34,7 +34,7 @@ _NOT_GPT2 = ("qk_norm", "attention_softcap", "logit_softcap", "gated_attention")
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The ``ModelConfig`` of a GPT-2 folder: biases, no padding, no stabilisers. ``UserError`` where it is no GPT-2."""
+    """The ``ModelConfig`` of a GPT-2 folder: biases, no padding, no stabilizers. ``UserError`` where it is no GPT-2."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 def load_weights(model: GPT, folder: Path) -> None:
     """Fill ``model`` from a local GPT-2 folder. Checked before anything is written: every tensor is there, none is left over.
 
-    ``model`` may have stabilisers that add no parameters. Raises ``UserError`` where its shape is not the folder's.
+    ``model`` may have stabilizers that add no parameters. Raises ``UserError`` where its shape is not the folder's.
     """
     expected = read_model_config(folder)
     for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "activation", "tie_embeddings"):

@@ -2,7 +2,7 @@
 
 The columns a training run writes (each line carries ``step`` and whichever of the others it has):
 
-    step               optimiser steps done before this line was measured (0 = the initial weights); a rollback goes back
+    step               optimizer steps done before this line was measured (0 = the initial weights); a rollback goes back
     batch              index of the global batch that the step drew; it never goes back
     tokens             training tokens seen so far
     train_loss         mean cross-entropy of the step's global batch, nats a token

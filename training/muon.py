@@ -46,14 +46,14 @@ class GraphedMuon(Muon):
             directions = (
                 torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else tuple(momenta)
             )
-            factors = self._orthogonalised(directions, group)
+            factors = self._orthogonalized(directions, group)
             torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
             for parameter, factor in zip(parameters, factors, strict=True):
                 rate = _adjust_lr(float(group["lr"]), group["adjust_lr_fn"], parameter.shape)
                 parameter.add_(factor, alpha=-rate)
         return loss
 
-    def _orthogonalised(self, directions: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def _orthogonalized(self, directions: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """The bfloat16 factors of matrices, each of its matrix's shape; they hold until the next call."""
         iteration = (tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
 

@@ -26,7 +26,7 @@ _HIDDEN_MATRIX = re.compile(r"(^|\.)h\.\d+\.(attn|mlp)\.(.+\.)?weight$")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Optimiser, learning-rate schedule and gradient clipping."""
+    """Optimizer, learning-rate schedule and gradient clipping."""
 
     optimizer: OptimizerName = "adamw"
     """adamw for everything, or muon for the blocks' matrices beside adamw for embeddings, head and 1-D parameters."""
@@ -88,7 +88,7 @@ class OptimConfig:
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
-    """The learning rate of optimiser step ``step`` (0-based), as in nanoGPT's ``get_lr``.
+    """The learning rate of optimizer step ``step`` (0-based), as in nanoGPT's ``get_lr``.
 
     Warm-up: lr * (step + 1) / (warmup_steps + 1), so that step 0 already moves and step ``warmup_steps`` is the first
     at the peak. Cosine: min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2, x going from 0 at the end of the warm-up to 1
@@ -105,7 +105,7 @@ def learning_rate(step: int, config: OptimConfig) -> float:
 
 
 class MuonWithAdamW(Optimizer):
-    """Two optimisers that look like one to a loop, a ``GradScaler`` and a checkpoint.
+    """Two optimizers that look like one to a loop, a ``GradScaler`` and a checkpoint.
 
     The pair owns the state and the parameter groups (Muon's first), and both parts work on the same objects; therefore
     torch's own ``state_dict``, ``load_state_dict`` and ``zero_grad`` serve the pair as they stand.
@@ -134,11 +134,11 @@ class MuonWithAdamW(Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device | str) -> Optimizer:
-    """The optimiser of ``config`` over the trainable parameters of ``model`` (tied ones once), which is on ``device``.
+    """The optimizer of ``config`` over the trainable parameters of ``model`` (tied ones once), which is on ``device``.
 
     AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) decays parameters of two or more dimensions only. Muon
     (``torch.optim.Muon``; on CUDA its iterations are replayed as a graph, to the same bits) takes the blocks' matrices, each
-    orthogonalised whole (the fused Q, K, V projection is one matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to
+    orthogonalized whole (the fused Q, K, V projection is one matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to
     AdamW's RMS (Moonshot, arXiv 2502.16982).
 
     Raises:
@@ -193,7 +193,7 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients in place so that their global 2-norm is at most ``max_norm``; 0 leaves them untouched.
 
-    Returns the norm before clipping, a scalar on the gradients' device, not synchronised. A non-finite norm is returned
+    Returns the norm before clipping, a scalar on the gradients' device, not synchronized. A non-finite norm is returned
     as it is, and then clipping makes the gradients non-finite as well: look at the norm before taking the step.
     """
     norm = gradient_norm(model)
@@ -203,7 +203,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Global 2-norm of all gradients, a scalar on their device, not synchronised."""
+    """Global 2-norm of all gradients, a scalar on their device, not synchronized."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 

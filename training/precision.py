@@ -15,7 +15,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Weights and optimiser state are always float32; autocast chooses what matrix products read."""
+    """Weights and optimizer state are always float32; autocast chooses what matrix products read."""
 
     dtype: Dtype = "bfloat16"
     """Autocast dtype; float16 adds loss scaling, float32 switches autocast off."""

@@ -1,4 +1,4 @@
-"""QK-clip: after an optimiser step, heads whose attention logits grew past tau have W_q and W_k scaled back.
+"""QK-clip: after an optimizer step, heads whose attention logits grew past tau have W_q and W_k scaled back.
 
 Kimi K2 (arXiv 2507.20534, section 2.1, MuonClip): gamma_h = min(1, tau / S_max_h), S_max_h being the largest
 logit q . k / sqrt(D) that head h saw in the step's forward passes, and W_q, W_k of that head (with their biases) times
@@ -32,7 +32,7 @@ def forget_logits(model: GPT) -> None:
 
 @torch.no_grad()
 def clip_qk(model: GPT, withheld: Tensor | None = None) -> None:
-    """Scale W_q and W_k back to ``model.config.qk_clip_tau``; call on the bare model after the optimiser's step.
+    """Scale W_q and W_k back to ``model.config.qk_clip_tau``; call on the bare model after the optimizer's step.
 
     Every process must call it: each saw other sequences, and all clip by the maximum over processes. The maxima are then
     forgotten. Nothing is read back to the CPU. Where ``withheld``, a scalar on the device, is not 0 the weights stay as they are.

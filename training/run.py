@@ -18,7 +18,7 @@ import attention
 from attention.plan import LayerPlan, describe
 from data.batches import Batches, open_batches
 from errors import UserError, invalid
-from model import GPT, initialise
+from model import GPT, initialize
 from training import distributed, huggingface, record, speed, throughput
 from training.alarm import Watch
 from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
@@ -200,7 +200,7 @@ def open_data(config: TrainConfig, place: Distributed, loaded: Loaded | None, un
 def build_network(
     config: TrainConfig, place: Distributed, plans: tuple[LayerPlan, ...], loaded: Loaded | None
 ) -> Network:
-    """The model with its weights, from the checkpoint, a folder or drawn, and its optimiser."""
+    """The model with its weights, from the checkpoint, a folder or drawn, and its optimizer."""
     device = place.device
     # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
     torch.manual_seed(config.run.seed)
@@ -208,7 +208,7 @@ def build_network(
     if loaded is None and config.run.init_from:
         huggingface.load_weights(raw, Path(config.run.init_from))
     elif loaded is None:
-        initialise(raw, config.run.seed)
+        initialize(raw, config.run.seed)
     raw.to(device)
     optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
     if loaded is not None:
@@ -326,7 +326,7 @@ def save(run: Run, step: int, *, probed: bool = False) -> None:
 
 
 def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, place: Distributed) -> None:
-    """Put what the checkpoint holds into the model, its optimiser, the loss scale and the generators."""
+    """Put what the checkpoint holds into the model, its optimizer, the loss scale and the generators."""
     model.load_state_dict(loaded.model_state)
     optimizer.load_state_dict(loaded.optimizer_state)
     scaler.load_state_dict(loaded.scaler_state)

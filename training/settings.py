@@ -37,7 +37,7 @@ class RunConfig:
     folder: str = "runs"
     """Where runs live."""
     steps: int = 1000
-    """Optimiser steps."""
+    """Optimizer steps."""
     seed: int = 42
     """Of the initial weights and of stochastic rounding; the order of the data has its own, data.seed."""
     device: DeviceChoice = "auto"

@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, gradients exchanged once, clipped, applied where they are sound.
+"""One optimizer step: micro-batches forward and backward, gradients exchanged once, clipped, applied where they are sound.
 
 Legend: B micro-batch, T sequence.
 """

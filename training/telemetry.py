@@ -32,7 +32,7 @@ from probes.accumulation import one_signed_share
 from probes.alignment import sign_diversity, spectral_alignment
 from probes.attention_statistics import attention_statistics
 from probes.capture import LayerCapture, capture
-from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarise
+from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.low_rank import unrotated
 from probes.spectral import SpectralState, attention_norms
 from training.cuda_graph import CudaRecorder
@@ -326,9 +326,9 @@ def _measure_heads(heads: LayerCapture, loss_scale: float, top_k: Sequence[int])
         q_BTND, k_BTND, scale=heads.scale, softcap=heads.softcap, scores_format=numerics.scores, top_k=top_k
     )
     delta = delta_errors(heads, reference="backward")
-    error = summarise(delta.error_BHT / loss_scale)
+    error = summarize(delta.error_BHT / loss_scale)
     handed_on_BNT = (sites.output_gradient(heads.do_BTHD.float()) * heads.o_BTHD.float()).sum(dim=-1).transpose(1, 2)
-    o_error = summarise((handed_on_BNT - delta.high_BHT) / loss_scale)
+    o_error = summarize((handed_on_BNT - delta.high_BHT) / loss_scale)
     measured = {
         "max_logit": statistics.max_logit,
         "min_row_max": statistics.min_row_max,

@@ -1,4 +1,4 @@
-"""Tokens a second and model FLOPs utilisation."""
+"""Tokens a second and model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def peak_flops(device: torch.device, configured_tflops: float) -> float | None:
 
 
 def mfu(tokens_per_second: float, flops_per_token: int, world_size: int, peak: float | None) -> float | None:
-    """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B): useful FLOP/s over peak FLOP/s of all devices."""
+    """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): useful FLOP/s over peak FLOP/s of all devices."""
     return None if peak is None else tokens_per_second * flops_per_token / (world_size * peak)
 
 

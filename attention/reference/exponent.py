@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attention.numerics import Numerics, folds
-from attention.reference.stabilise import tile_row_max
+from attention.reference.stabilize import tile_row_max
 from attention.reference.tiles import Problem, Sites
 
 
@@ -38,7 +38,7 @@ class Exponent(Protocol):
         """S of one tile in this form's unit, masked entries -inf."""
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
-        """Row normaliser of a tile (``stabilise.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
+        """Row normalizer of a tile (``stabilize.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         """exp(S - m); with L in place of m, or with log l, it is P."""

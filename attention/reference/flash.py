@@ -36,11 +36,11 @@ from attention.rounding import residual, storage_dtype
 
 
 class _RowSumFloor:
-    """``row_sum_floor`` of the tiles of some rows, in order; ``scaled`` keeps the running m that ``stabilised`` would have beside m."""
+    """``row_sum_floor`` of the tiles of some rows, in order; ``scaled`` keeps the running m that ``stabilized`` would have beside m."""
 
     def __init__(self, numerics: Numerics, exponent: Exponent):
         self.numerics, self.exponent = numerics, exponent
-        self.shifted = replace(numerics, row_max="stabilised") if numerics.row_max == "scaled" else None
+        self.shifted = replace(numerics, row_max="stabilized") if numerics.row_max == "scaled" else None
         self.m_shifted: Tensor | None = None
 
     def of_tile(self, s: Tensor, m: Tensor, sites: Sites) -> Tensor:
@@ -133,7 +133,7 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
     recomputed = torch.zeros_like(do)
     for columns in problem.column_tiles(rows):
         p = probabilities(exponent, exponent.scores(rows, columns), saved)
-        if n.delta in ("rowsum_p_dp", "rowsum_p_dp_normalised"):
+        if n.delta in ("rowsum_p_dp", "rowsum_p_dp_normalized"):
             dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
             total += (p * dp).sum(dim=-1, keepdim=True)
             row_sum += p.sum(dim=-1, keepdim=True)
@@ -141,7 +141,7 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
             recomputed += p @ problem.v[:, :, columns]
     if n.delta == "recomputed_o":
         total = (do * recomputed).sum(dim=-1, keepdim=True)
-    elif n.delta == "rowsum_p_dp_normalised":
+    elif n.delta == "rowsum_p_dp_normalized":
         total = _over_row_sum(total, row_sum)
     return problem.sites.delta_sum(total)
 
@@ -211,7 +211,7 @@ def _row_residual(
     if chosen == "kept":
         return None, delta
     sums = _row_sums(problem, rows, do, saved, delta)
-    if chosen == "centred_keys":
+    if chosen == "centered_keys":
         return problem.scale * (sums.ds * problem.k.mean(dim=2, keepdim=True)), delta
     excess = problem.scale * (_over_row_sum(sums.ds, sums.p) * sums.pk)
     return excess, sites.delta_sum(delta + _over_row_sum(sums.ds_unrounded, sums.p))
@@ -317,7 +317,7 @@ def row_residuals(
             sums = _row_sums(problem, rows, do, saved, delta)
             taken = {
                 "kept": torch.zeros_like(sums.ds),
-                "centred_keys": sums.ds,
+                "centered_keys": sums.ds,
                 "corrected_rows": _over_row_sum(sums.ds, sums.p) * sums.p_rounded,
             }
             residuals.append(sums.ds - taken[problem.sites.numerics.row_residual])

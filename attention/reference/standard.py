@@ -1,6 +1,6 @@
 """Standard attention as eager PyTorch code computes it, S and P as whole matrices, with its roundings named.
 
-O = softmax(S) V with P normalised *before* the product, and the exact softmax gradient dS = P * (dP - rowsum(P * dP)): O takes no
+O = softmax(S) V with P normalized *before* the product, and the exact softmax gradient dS = P * (dP - rowsum(P * dP)): O takes no
 part in the backward pass. An opaque custom operator, so that a compiler cannot fuse its roundings away; P is recomputed for the
 backward pass from the same S, which gives the same bits as keeping it.
 

@@ -1,4 +1,4 @@
-"""Rounding sites inside Triton kernels: the device functions by which they round, multiply and normalise.
+"""Rounding sites inside Triton kernels: the device functions by which they round, multiply and normalize.
 
 A format is a number, because kernels cannot read text: its explicit mantissa bits, 23 for FP32 (nothing to do), and ``FP16`` for the
 one format whose exponents differ too. Values stay float32 blocks on the coarser grid, as in ``attention/rounding.py``, until a
@@ -53,13 +53,13 @@ def _codes(values: Iterable[str]) -> list[tl.constexpr]:
 
 
 NEAREST, TOWARD_ZERO, STOCHASTIC = _codes(ROUNDINGS)
-PLAIN, STABILISED, STABILISED_SAFE, SCALED_DOWN = _codes(SITES["row_max"].choices)
+PLAIN, STABILIZED, STABILIZED_SAFE, SCALED_DOWN = _codes(SITES["row_max"].choices)
 LOGSUMEXP, MAX_AND_SUM = _codes(SITES["saved_statistics"].choices)
 EXACT, TF32X3 = _codes(SITES["products"].choices)
 UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
 SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
-KEPT, CENTRED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
-ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALISED, RECOMPUTED_O = _codes(SITES["delta"].choices)
+KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
+ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED, RECOMPUTED_O = _codes(SITES["delta"].choices)
 LOADED = tl.constexpr(len(SITES["delta"].choices))
 """delta that an earlier launch made."""
 SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))
@@ -168,7 +168,7 @@ class Scalars(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Numbers of the row normaliser, the second and third in the unit of what they are compared with."""
+    """Numbers of the row normalizer, the second and third in the unit of what they are compared with."""
 
     beta: float
     tolerance: float
@@ -393,7 +393,7 @@ def log2_difference(b_s, b_m, unit, FOLD: tl.constexpr):
 
 
 @triton.jit
-def row_normaliser(b_top, unit, FOLD: tl.constexpr):
+def row_normalizer(b_top, unit, FOLD: tl.constexpr):
     """The row maximum [BT] of S as m counts: FMA and SEPARATE_MULTIPLY times unit, rounded; else as it is."""
     if FOLD == SEPARATE_MULTIPLY:
         b_r = rounded_product(b_top, unit)
@@ -433,7 +433,7 @@ def probabilities(b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constex
 
 @triton.jit
 def rescaling(b_m, b_m_new, unit, FOLD: tl.constexpr):
-    """exp(m - m') of two row normalisers."""
+    """exp(m - m') of two row normalizers."""
     if FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_alpha = tl.exp2(b_m - b_m_new)
     else:
@@ -461,17 +461,17 @@ def several_close(b_s, b_top, tolerance):
 
 @triton.jit
 def shifted_row_max(b_r, m_tied, limits, ROW_MAX: tl.constexpr):
-    """``stabilise.tile_row_max`` from the row maximum r and whether it is tied; any unit of S, if ``limits.cap`` is in it too."""
+    """``stabilize.tile_row_max`` from the row maximum r and whether it is tied; any unit of S, if ``limits.cap`` is in it too."""
     b_shift = tl.where(b_r > 0, (limits.beta - 1) * b_r, -b_r)
-    if ROW_MAX == STABILISED_SAFE:
+    if ROW_MAX == STABILIZED_SAFE:
         b_shift = tl.minimum(b_shift, limits.cap)
     return tl.where(m_tied & (b_r > -float("inf")), b_r + b_shift, b_r)
 
 
 @triton.jit
 def hidden_row_max(b_r, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
-    """The row normaliser [BT] of a tile, 0 where the row sees none of it, VISITED and STABILISED (``stabilise.tile_row_max``)."""
-    if HIDDEN_TILES == VISITED and ROW_MAX == STABILISED:
+    """The row normalizer [BT] of a tile, 0 where the row sees none of it, VISITED and STABILIZED (``stabilize.tile_row_max``)."""
+    if HIDDEN_TILES == VISITED and ROW_MAX == STABILIZED:
         b_r = tl.where(b_r == -float("inf"), 0.0, b_r)
     return b_r
 
@@ -479,11 +479,11 @@ def hidden_row_max(b_r, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
 @triton.jit
 def least_row_sum(b_f, b_r, m_tied, b_m, limits, unit, SITES: tl.constexpr):
     """``flash._RowSumFloor.of_tile`` [BT] from the plain row maximum r, whether it is tied, and the new m; and the running m
-    that STABILISED would have, b_f, which counts where rows are SCALED_DOWN."""
+    that STABILIZED would have, b_f, which counts where rows are SCALED_DOWN."""
     b_least = tl.full(b_r.shape, limits.floor, tl.float32)
     if SITES.row_max == SCALED_DOWN:
-        b_shifted = shifted_row_max(b_r, m_tied, limits, STABILISED)
-        b_shifted = hidden_row_max(b_shifted, STABILISED, SITES.hidden_tiles)
+        b_shifted = shifted_row_max(b_r, m_tied, limits, STABILIZED)
+        b_shifted = hidden_row_max(b_shifted, STABILIZED, SITES.hidden_tiles)
         b_f = round_to(tl.maximum(b_f, b_shifted), SITES.statistics)
         b_least *= tl.minimum(rescaling(b_f, b_m, unit, SITES.exponent), LARGEST)
     if SITES.hidden_tiles == SKIPPED:

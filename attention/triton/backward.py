@@ -18,7 +18,7 @@ from attention.numerics import BACKWARD, DELTA, Numerics
 from attention.reference.exponent import log2_scale
 from attention.rounding import round_to as round_tensor
 from attention.triton.arithmetic import (
-    CENTRED_KEYS,
+    CENTERED_KEYS,
     CORRECTED_ROWS,
     FMA,
     FP32,
@@ -29,7 +29,7 @@ from attention.triton.arithmetic import (
     RECOMPUTED_O,
     ROWSUM_DO_O,
     ROWSUM_P_DP,
-    ROWSUM_P_DP_NORMALISED,
+    ROWSUM_P_DP_NORMALIZED,
     SCALED,
     Scalars,
     Shape,
@@ -66,7 +66,7 @@ def query_kernel(
     p_residual,
     p_saved,
     p_delta,
-    p_centre,
+    p_center,
     p_dq,
     H,
     T,
@@ -85,9 +85,9 @@ def query_kernel(
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
     A delta made from P takes two launches: one that makes delta only, and one for dQ, with delta LOADED. CORRECTED_ROWS passes the
-    corrected delta on. ``p_centre``: c of CENTRED_KEYS, [B, H, D].
+    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, H, D].
     """
-    FROM_P: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALISED
+    FROM_P: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALIZED
     ONLY_DELTA: tl.constexpr = FROM_P or SITES.delta == RECOMPUTED_O
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
@@ -145,7 +145,7 @@ def query_kernel(
                 b_dp = round_to(b_dp, SITES.probability_gradients)
                 if ONLY_DELTA:
                     b_delta += tl.sum(b_p * b_dp, 1)
-                    if SITES.delta == ROWSUM_P_DP_NORMALISED:
+                    if SITES.delta == ROWSUM_P_DP_NORMALIZED:
                         b_row_sum += tl.sum(b_p, 1)
                 else:
                     b_ds = b_p * (b_dp - b_delta[:, None])
@@ -157,7 +157,7 @@ def query_kernel(
                         b_row_sum += tl.sum(b_p, 1)
                         b_pk = dot(operand(b_p, SITES.probabilities, DTYPE), b_k, b_pk)
                     b_ds = operand(b_ds, SITES.score_gradients, DTYPE)
-                    if SITES.row_residual == CENTRED_KEYS or SITES.row_residual == CORRECTED_ROWS:
+                    if SITES.row_residual == CENTERED_KEYS or SITES.row_residual == CORRECTED_ROWS:
                         b_r += tl.sum(b_ds.to(tl.float32), 1)
                     b_part = dot(b_ds, b_k, b_part)
                     if SITES.gradient_accumulator != FP32:
@@ -169,8 +169,8 @@ def query_kernel(
     b_row_sum = tl.where(b_row_sum == 0, 1.0, b_row_sum)
     if not ONLY_DELTA:
         b_dq = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
-        if SITES.row_residual == CENTRED_KEYS:
-            b_c = tl.load(p_centre + i_bh.to(tl.int64) * D + tl.arange(0, D))
+        if SITES.row_residual == CENTERED_KEYS:
+            b_c = tl.load(p_center + i_bh.to(tl.int64) * D + tl.arange(0, D))
             b_dq = round_to(b_dq - scalars.scale * (b_r[:, None] * b_c[None, :]), SITES.gradient_accumulator)
         if SITES.row_residual == CORRECTED_ROWS:
             b_share = tl.div_rn(b_r, b_row_sum)
@@ -181,7 +181,7 @@ def query_kernel(
     else:
         if SITES.delta == RECOMPUTED_O:
             b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
-        elif SITES.delta == ROWSUM_P_DP_NORMALISED:
+        elif SITES.delta == ROWSUM_P_DP_NORMALIZED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
         tl.store(p_delta + p_row, round_to(b_delta, SITES.delta_sum), mask=o_t < T)
 
@@ -305,8 +305,8 @@ def launch_backward(
     (B, T, H, D), S = q.shape, k.shape[1]
     of_keys, of_queries = blocks
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
-    centred = n.row_residual == "centred_keys"
-    centre = round_tensor(k.float(), n.inputs).mean(dim=1).contiguous() if centred else delta
+    centered = n.row_residual == "centered_keys"
+    center = round_tensor(k.float(), n.inputs).mean(dim=1).contiguous() if centered else delta
     gradients = empty_gradients(q, k)
     dq, dk, dv = gradients.split(H, dim=2)
     by_columns = of_queries.descriptors and takes_descriptor(k, v)
@@ -345,7 +345,7 @@ def launch_backward(
             p_residual=counts,
             p_saved=saved,
             p_delta=delta,
-            p_centre=centre,
+            p_center=center,
             p_dq=dq,
             H=H,
             T=T,

@@ -55,7 +55,7 @@ _WIDE = {kind: Blocks(64, 32, 4, 1) for kind in ("forward", "tiled", "queries")}
 
 
 def boundaries_matter(n: Numerics) -> bool:
-    """Whether the forward pass rounds or normalises once a tile, so that other tiles would give other values."""
+    """Whether the forward pass rounds or normalizes once a tile, so that other tiles would give other values."""
     return any(declared.per_tile and getattr(n, name) != declared.elsewhere for name, declared in SITES.items())
 
 

@@ -27,8 +27,8 @@ from attention.triton.arithmetic import (
     SCALED,
     SCALED_DOWN,
     SEPARATE_MULTIPLY,
-    STABILISED,
-    STABILISED_SAFE,
+    STABILIZED,
+    STABILIZED_SAFE,
     STOCHASTIC,
     TF32X3,
     VISITED,
@@ -49,7 +49,7 @@ from attention.triton.arithmetic import (
     residual,
     round_output,
     round_to,
-    row_normaliser,
+    row_normalizer,
     several_close,
     shifted_row_max,
     stored_code,
@@ -109,7 +109,7 @@ def forward_range(
     D: tl.constexpr = SHAPE.D
     FOLD: tl.constexpr = SITES.exponent
     COARSE: tl.constexpr = SITES.tile_product != FP32 or SITES.accumulator != FP32
-    SHIFTS: tl.constexpr = SITES.row_max == STABILISED or SITES.row_max == STABILISED_SAFE
+    SHIFTS: tl.constexpr = SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE
     for start in range(first, last, BS):
         b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED, DTYPE)
         if SHAPE.ONE_LOOP:
@@ -117,7 +117,7 @@ def forward_range(
             if start >= middle:
                 b_s = tl.where(visible(o_t, start, S, SHAPE.CAUSAL, SHAPE.EVEN, BS), b_s, -float("inf"))
         b_top = tl.max(b_s, 1)
-        b_r = row_normaliser(b_top, scalars.unit, FOLD)
+        b_r = row_normalizer(b_top, scalars.unit, FOLD)
         b_plain = b_r
         m_tied = False
         if SITES.row_max != PLAIN:
@@ -194,7 +194,7 @@ def forward_tile(
     for start in range(first, last, BS):
         b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, True, DTYPE)
         b_top = tl.maximum(b_top, tl.max(b_s, 1))
-    b_r = row_normaliser(b_top, scalars.unit, FOLD)
+    b_r = row_normalizer(b_top, scalars.unit, FOLD)
     b_plain = b_r
     m_tied = False
     if SITES.row_max != PLAIN:
@@ -203,7 +203,7 @@ def forward_tile(
             b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, True, DTYPE)
             b_count += tl.sum((b_s >= (b_top - limits.tolerance)[:, None]).to(tl.int32), 1)
         m_tied = b_count > 1
-    if SITES.row_max == STABILISED or SITES.row_max == STABILISED_SAFE:
+    if SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE:
         b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
     b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
     b_alpha = rescaling(b_m, b_m_new, scalars.unit, FOLD)
@@ -237,7 +237,7 @@ def forward_tile(
 def hidden_tile(b_acc, b_exact, b_m, b_l, b_d, b_f, limits, unit, SITES: tl.constexpr, FLOOR: tl.constexpr):
     """Algorithm 1 for one tile that the mask hides from all rows of the block, where such tiles are visited: P_bar is 0."""
     b_m_new = b_m
-    if SITES.row_max == STABILISED:
+    if SITES.row_max == STABILIZED:
         b_m_new = tl.maximum(b_m, 0.0)
     if SITES.row_max == SCALED_DOWN:
         b_f = tl.maximum(b_f, 0.0)

@@ -1,4 +1,4 @@
-"""Standard attention in Triton without its matrices: P normalised before the product, rounded where ``reference/standard.py`` rounds it.
+"""Standard attention in Triton without its matrices: P normalized before the product, rounded where ``reference/standard.py`` rounds it.
 
 The forward kernel walks the keys twice: once for m and l of a row, once for O = probabilities(P) V with P = exp(S - m) / l. The backward
 pass is that of ``backward``, with m and log l kept apart and delta = rowsum(P * dP). Sums associate otherwise than in

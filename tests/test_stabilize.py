@@ -1,4 +1,4 @@
-"""The row normaliser: Algorithm 3, its range limit, and the bound of the safe form."""
+"""The row normalizer: Algorithm 3, its range limit, and the bound of the safe form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.numerics import HARDWARE, ROUNDED_FORWARD, Numerics
 from attention.plan import AttentionSpec
 from attention.reference.flash import _forward
-from attention.reference.stabilise import tile_row_max
+from attention.reference.stabilize import tile_row_max
 
 PAPER_V2 = AttentionSpec(preset="flash_stable").resolve()
 PAPER_V1 = AttentionSpec(preset="flash_stable_exact_ties").resolve()
@@ -113,7 +113,7 @@ def test_with_bfloat16_statistics_the_shift_grows_by_one_at_most() -> None:
     assert finite_shift.max() <= 8
 
 
-def test_every_normaliser_gives_the_same_attention_in_exact_arithmetic() -> None:
+def test_every_normalizer_gives_the_same_attention_in_exact_arithmetic() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(64, 16, generator=generator).mul(4).round()  # many ties of both signs
     expected = attention_row(scores, HARDWARE)[1]
@@ -132,7 +132,7 @@ def test_no_probability_of_a_tied_row_is_one() -> None:
         assert bool((p_bar == 1).any()) == (numerics is ROUNDED_FORWARD)
 
 
-def test_folded_no_normaliser_holds_beyond_2_to_31() -> None:
+def test_folded_no_normalizer_holds_beyond_2_to_31() -> None:
     """m log2(e) then has a unit of 2^8 and more, and exp2 of half of it is no number of FP32. 2^17 below all is well."""
     scores = torch.logspace(9.5, 12, 200)[:, None].repeat(1, 2)
     for numerics in (HARDWARE, SAFE):
