@@ -1,8 +1,8 @@
 """Attention whose every rounding is a name in the config. README.md beside this has the equations and the table of sites."""
 
-from attention.numerics import Numerics
-from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan, check
-from attention.presets import PRESETS
+from .numerics import Numerics
+from .plan import AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan, check
+from .presets import PRESETS
 
 __all__ = [
     "PRESETS",
@@ -20,7 +20,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # The plan is plain Python: configs are read and checked without paying for torch, or having it.
     if name == "run":
-        from attention.dispatch import run
+        from .dispatch import run
 
         return run
-    raise AttributeError(f"module 'attention' has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from attention.numerics import Numerics
-from attention.triton.block_sizes import HEAD_DIMS, tile_obstacle
-from attention.user_error import UserError
+from .numerics import Numerics
+from .triton.block_sizes import HEAD_DIMS, tile_obstacle
+from .user_error import UserError
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,25 @@ class Backend:
 
 
 def _standard(*qkv: Any, **settings: Any) -> Any:
-    from attention.reference.standard import standard
+    from .reference.standard import standard
 
     return standard(*qkv, **settings)
 
 
 def _standard_triton(*qkv: Any, **settings: Any) -> Any:
-    from attention.triton.two_pass import standard_triton
+    from .triton.two_pass import standard_triton
 
     return standard_triton(*qkv, **settings)
 
 
 def _flash(*qkv: Any, **settings: Any) -> Any:
-    from attention.triton.ops import flash
+    from .triton.ops import flash
 
     return flash(*qkv, **settings)
 
 
 def _flash_reference(*qkv: Any, **settings: Any) -> Any:
-    from attention.reference.flash import flash_reference
+    from .reference.flash import flash_reference
 
     return flash_reference(*qkv, **settings)
 
@@ -95,7 +95,7 @@ def _standard_triton_needs(call: Call) -> str | None:
 
 def _sdpa(name: str) -> Backend:
     def run(*qkv: Any, **settings: Any) -> Any:
-        from attention.reference import sdpa
+        from .reference import sdpa
 
         return sdpa.run(name, *qkv, **settings)
 

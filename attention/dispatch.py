@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from attention.backends import BACKENDS
-from attention.heads import head_index
-from attention.plan import HeadGroup, LayerPlan
-from attention.user_error import UserError
+from .backends import BACKENDS
+from .heads import head_index
+from .plan import HeadGroup, LayerPlan
+from .user_error import UserError
 
 
 def run(

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from attention.renamed import RENAMED, today
-from attention.user_error import invalid
+from .renamed import RENAMED, today
+from .user_error import invalid
 
 DTYPE_FORMATS = ("fp32", "bf16", "fp16")
 MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))

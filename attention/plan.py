@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from attention.backends import BACKENDS, Call, obstacle
-from attention.numerics import BASES, FLASH, Numerics, numerics_from_key, parse_site
-from attention.presets import PRESETS
-from attention.renamed import today
-from attention.user_error import UserError, invalid
+from .backends import BACKENDS, Call, obstacle
+from .numerics import BASES, FLASH, Numerics, numerics_from_key, parse_site
+from .presets import PRESETS
+from .renamed import today
+from .user_error import UserError, invalid
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,7 @@ def check(
     """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can."""
     import torch
 
-    from attention.reference.tiles import FORMAT_OF
+    from .reference.tiles import FORMAT_OF
 
     kind, fmt = torch.device(device).type, FORMAT_OF[dtype]
     for plan in plans:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from attention.numerics import BASES, HARDWARE, SITES, Numerics
+from .numerics import BASES, HARDWARE, SITES, Numerics
 
 Sites = dict[str, Any]
 

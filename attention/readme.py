@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attention.numerics import BASES, DEFAULTS, HARDWARE, SITES, STANDARD, USES
-from attention.plan import AttentionSpec
-from attention.presets import PRESETS
+from .numerics import BASES, DEFAULTS, HARDWARE, SITES, STANDARD, USES
+from .plan import AttentionSpec
+from .presets import PRESETS
 
 README = Path(__file__).parent / "README.md"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.numerics import RESIDUALS
+from .numerics import RESIDUALS
 
 _MANTISSA_BITS = 23
 _STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -30,7 +30,7 @@ if [ -z "$python" ]; then
   [ -x .venv/bin/python ] || python3 -m venv .venv
   python=.venv/bin/python
   echo "== installing into .venv"
-  "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt .
+  "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[train]'
 fi
 began=$SECONDS
 

@@ -21,9 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.numerics import Numerics, folds
-from attention.reference.stabilize import tile_row_max
-from attention.reference.tiles import Problem, Sites
+from ..numerics import Numerics, folds
+from .stabilize import tile_row_max
+from .tiles import Problem, Sites
 
 
 def log2_scale(scale: float) -> float:

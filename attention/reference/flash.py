@@ -15,12 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
-from attention.reference.exact import exact_float32
-from attention.reference.exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
-from attention.reference.tiles import (
+from ..numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
+from ..rounding import residual, storage_dtype
+from .exact import exact_float32
+from .exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
+from .tiles import (
     DELTA_STREAM,
     FORMAT_OF,
+    NAMESPACE,
     OUTPUT_STREAM,
     Problem,
     Sites,
@@ -32,7 +34,6 @@ from attention.reference.tiles import (
     round_output,
     saved_shape,
 )
-from attention.rounding import residual, storage_dtype
 
 
 class _RowSumFloor:
@@ -89,7 +90,7 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
     return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, sites)
 
 
-@torch.library.custom_op("attention::flash_reference_forward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::flash_reference_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,7 +218,7 @@ def _row_residual(
     return excess, sites.delta_sum(delta + _over_row_sum(sums.ds_unrounded, sums.p))
 
 
-@torch.library.custom_op("attention::flash_reference_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::flash_reference_backward", mutates_args=())
 def _backward(
     do: Tensor,
     q: Tensor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.numerics import Numerics
+from ..numerics import Numerics
 
 
 def tile_row_max(scores: Tensor, numerics: Numerics, *, scale: float = 1.0, unit: float = 1.0) -> Tensor:

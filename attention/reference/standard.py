@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.numerics import numerics_from_key
-from attention.reference.exact import exact_float32
-from attention.reference.tiles import FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
-from attention.rounding import storage_dtype
+from ..numerics import numerics_from_key
+from ..rounding import storage_dtype
+from .exact import exact_float32
+from .tiles import FORMAT_OF, NAMESPACE, OUTPUT_STREAM, Problem, make_problem, round_output
 
 
 def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:
     return s, torch.softmax(s, dim=-1)
 
 
-@torch.library.custom_op("attention::standard_forward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::standard_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> Tensor:
@@ -44,7 +44,7 @@ def _(
     return torch.empty(q.shape, device=q.device, dtype=storage_dtype(fmt, q.dtype))
 
 
-@torch.library.custom_op("attention::standard_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::standard_backward", mutates_args=())
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.numerics import RESIDUALS, Numerics, numerics_from_key
-from attention.rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits
+from ..numerics import RESIDUALS, Numerics, numerics_from_key
+from ..rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits
 
+NAMESPACE = __name__.partition(".")[0]
+"""Of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's ``attention`` and as the
+installed ``low_precision_attention``."""
 OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
 """Streams of random bits: O as handed on, the O inside delta and P_bar are drawn independently."""
 

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.numerics import (
+from ..numerics import (
     BACKWARD,
     DELTA,
     FORWARD,
@@ -32,8 +32,8 @@ from attention.numerics import (
     Numerics,
     folds,
 )
-from attention.rounding import RANDOM_BITS, ROUNDS
-from attention.triton.block_sizes import boundaries_matter
+from ..rounding import RANDOM_BITS, ROUNDS
+from .block_sizes import boundaries_matter
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 FP16 = tl.constexpr(0)

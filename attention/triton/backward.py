@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.numerics import BACKWARD, DELTA, Numerics
-from attention.reference.exponent import log2_scale
-from attention.rounding import round_to as round_tensor
-from attention.triton.arithmetic import (
+from ..numerics import BACKWARD, DELTA, Numerics
+from ..reference.exponent import log2_scale
+from ..rounding import round_to as round_tensor
+from .arithmetic import (
     CENTERED_KEYS,
     CORRECTED_ROWS,
     FMA,
@@ -43,8 +43,8 @@ from attention.triton.arithmetic import (
     round_to,
     stored_code,
 )
-from attention.triton.block_sizes import Blocks
-from attention.triton.loads import (
+from .block_sizes import Blocks
+from .loads import (
     block_scores,
     load_output_rows,
     load_rows,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attention.numerics import SITES, Numerics
+from ..numerics import SITES, Numerics
 
 HEAD_DIMS = (16, 32, 64, 128)
 SMALLEST = 16

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.numerics import FORWARD, Numerics
-from attention.reference.exponent import log2_scale
-from attention.reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
-from attention.rounding import storage_dtype
-from attention.triton.arithmetic import (
+from ..numerics import FORWARD, Numerics
+from ..reference.exponent import log2_scale
+from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
+from ..rounding import storage_dtype
+from .arithmetic import (
     FMA,
     FP32,
     INTERPRETED,
@@ -55,8 +55,8 @@ from attention.triton.arithmetic import (
     stored_code,
     weights,
 )
-from attention.triton.block_sizes import Blocks, walks_tiles
-from attention.triton.loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
+from .block_sizes import Blocks, walks_tiles
+from .loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
 _PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.triton.arithmetic import (
+from .arithmetic import (
     BF16,
     INTERPRETED,
     MAX_AND_SUM,

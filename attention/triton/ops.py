@@ -12,15 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.numerics import numerics_from_key
-from attention.reference.flash import _setup_context
-from attention.reference.tiles import FORMAT_OF
-from attention.triton.backward import apart, empty_gradients, launch_backward
-from attention.triton.block_sizes import backward_blocks, forward_blocks
-from attention.triton.forward import empty_outputs, launch_forward
+from ..numerics import numerics_from_key
+from ..reference.flash import _setup_context
+from ..reference.tiles import FORMAT_OF, NAMESPACE
+from .backward import apart, empty_gradients, launch_backward
+from .block_sizes import backward_blocks, forward_blocks
+from .forward import empty_outputs, launch_forward
 
 
-@torch.library.custom_op("attention::flash_forward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::flash_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +37,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float
     return empty_outputs(q, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
 
 
-@torch.library.custom_op("attention::flash_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
 def _backward(
     do: Tensor,
     q: Tensor,

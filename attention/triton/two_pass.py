@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.numerics import FORWARD, Numerics, numerics_from_key
-from attention.reference.exponent import log2_scale
-from attention.reference.tiles import FORMAT_OF, OUTPUT_STREAM
-from attention.rounding import storage_dtype
-from attention.triton.arithmetic import (
+from ..numerics import FORWARD, Numerics, numerics_from_key
+from ..reference.exponent import log2_scale
+from ..reference.tiles import FORMAT_OF, NAMESPACE, OUTPUT_STREAM
+from ..rounding import storage_dtype
+from .arithmetic import (
     SCALED,
     STOCHASTIC,
     Scalars,
@@ -35,10 +35,10 @@ from attention.triton.arithmetic import (
     round_output,
     stored_code,
 )
-from attention.triton.backward import apart
-from attention.triton.block_sizes import Blocks, two_pass_blocks
-from attention.triton.loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
-from attention.triton.ops import _backward
+from .backward import apart
+from .block_sizes import Blocks, two_pass_blocks
+from .loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
+from .ops import _backward
 
 _OUTPUT_STREAM = tl.constexpr(OUTPUT_STREAM)
 
@@ -172,7 +172,7 @@ def _kernels_key(numerics: str) -> str:
     return numerics_from_key(numerics).with_sites(sites).key()
 
 
-@torch.library.custom_op("attention::standard_triton_forward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::standard_triton_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor]:

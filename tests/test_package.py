@@ -1,0 +1,69 @@
+"""The installed package, ``low_precision_attention``: built as a wheel and imported with nothing of the checkout beside it."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the installed wheel alone."""
+    place = tmp_path_factory.mktemp("wheel")
+    for name in ("attention", "pyproject.toml", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, place / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(place), str(place)]
+    subprocess.run(build, check=True)
+    (wheel,) = place.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(place / "site"), str(wheel)], check=True)
+    return place / "site"
+
+
+def run_installed(site: Path, code: str) -> str:
+    """What a program prints that sees the installed wheel and, last, the checkout."""
+    start = f"import sys; sys.path.insert(0, {str(site)!r}); sys.path.append({str(ROOT)!r})\n"
+    done = subprocess.run([sys.executable, "-I", "-c", start + code], capture_output=True, text=True, cwd=site)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_wheel_holds_every_module(site: Path) -> None:
+    def modules(folder: Path) -> set[Path]:
+        return {path.relative_to(folder) for path in folder.rglob("*.py")}
+
+    assert modules(site / "low_precision_attention") == modules(ROOT / "attention")
+
+
+def test_checkout_and_wheel_in_one_process_give_the_same_gradients(site: Path) -> None:
+    """Custom operators of one name may be registered once in a process; the package is imported under two names."""
+    code = """
+import torch, attention, low_precision_attention
+gradients = []
+for package in (attention, low_precision_attention):
+    config = package.AttentionConfig(default=package.AttentionSpec(), flash_backend="flash_reference")
+    q = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    o = package.run(q, q, q, config.resolve(1, 2)[0], rounding_seed=torch.tensor(0))
+    gradients += torch.autograd.grad(o.sum(), q)
+assert torch.equal(*gradients)
+print(low_precision_attention.__file__)
+"""
+    assert Path(run_installed(site, code).strip()).is_relative_to(site)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "attention").rglob("*.py")), ids=lambda path: path.name)
+def test_the_package_needs_nothing_but_torch_and_triton(path: Path) -> None:
+    allowed = {*sys.stdlib_module_names, "torch", "triton"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        assert {name.partition(".")[0] for name in names} <= allowed
