@@ -15,9 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import _root  # noqa: F401
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import files
 from autopsy.changes import try_changes

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import _root  # noqa: F401
 import numpy as np
 import torch
 

@@ -18,12 +18,11 @@ import argparse
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _root  # noqa: F401
 
 import config as configuration
 from config import RunConfig, TrainConfig

@@ -12,13 +12,12 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _root  # noqa: F401
 
 import files
 from errors import OneLineParser, UserError, exit_on_user_error, invalid

@@ -17,13 +17,11 @@ import itertools
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import _root  # noqa: F401
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.recording import Recorder, Recording, RecordingHeader
 from data.token_files import TokenFile

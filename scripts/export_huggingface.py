@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _root  # noqa: F401
 
 from attention import AttentionConfig, AttentionSpec
 from errors import OneLineParser, UserError, check_place, exit_on_user_error

@@ -11,12 +11,11 @@ Layers, heads, tokens and features count from 0; the paper's layer 2 is layer 1 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _root  # noqa: F401
 
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from figures import canvas, delta, head_norms, keys, loss, similarity

@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _root  # noqa: F401
 
 import config
 from data.batches import Batches, DataConfig, open_batches

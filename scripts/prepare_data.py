@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _root  # noqa: F401
 
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 

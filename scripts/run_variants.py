@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import _root  # noqa: F401
 import torch
 
 import config as configuration

@@ -17,9 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _root  # noqa: F401
 
 from errors import OneLineParser, exit_on_user_error, invalid
 from probes import bits

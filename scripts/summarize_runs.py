@@ -21,13 +21,11 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import _root  # noqa: F401
 import pandas as pd
 
 import files

@@ -31,7 +31,7 @@ def through_json(config: TrainConfig) -> TrainConfig:
 
 def test_every_recipe_and_ablation_is_found() -> None:
     assert {"debug", "quickstart", "fast_failure", "gpt2_paper", "gpt2_muon"} <= {*map(name, RECIPES)}
-    assert {"only_layer_1", "all_but_layer_1", "outlier_heads", "untiled", "delta_from_p"} <= {*map(name, ABLATIONS)}
+    assert {"only_layer_1", "all_but_layer_1", "outlier_heads"} <= {*map(name, ABLATIONS)}
 
 
 def test_a_file_of_ones_own_is_read_and_nothing_is_left_beside_it(

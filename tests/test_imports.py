@@ -55,7 +55,7 @@ def test_imports_go_down_only(path: Path, part: str) -> None:
 
 def test_training_imports_nothing_optional() -> None:
     code = (
-        "import sys, train; from scripts import compare_runs, prepare_data; "
+        "import sys; sys.path.append('scripts'); import train; from scripts import compare_runs, prepare_data; "
         "heavy = {'wandb', 'datasets', 'matplotlib', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
