@@ -1,8 +1,17 @@
 """Attention whose every rounding is a name in the config. README.md beside this has the equations and the table of sites."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from .numerics import Numerics
 from .plan import AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan, check
 from .presets import PRESETS
+
+if TYPE_CHECKING:
+    from .dispatch import run
+    from .functional import replace_sdpa, scaled_dot_product_attention
 
 __all__ = [
     "PRESETS",
@@ -13,14 +22,16 @@ __all__ = [
     "LayerPlan",
     "Numerics",
     "check",
+    "replace_sdpa",
     "run",
+    "scaled_dot_product_attention",
 ]
+
+# The plan is plain Python: configs are read and checked without paying for torch, or having it.
+_NEED_TORCH = {"run": "dispatch", "scaled_dot_product_attention": "functional", "replace_sdpa": "functional"}
 
 
 def __getattr__(name: str) -> object:
-    # The plan is plain Python: configs are read and checked without paying for torch, or having it.
-    if name == "run":
-        from .dispatch import run
-
-        return run
+    if name in _NEED_TORCH:
+        return getattr(importlib.import_module(f".{_NEED_TORCH[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

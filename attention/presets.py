@@ -63,6 +63,9 @@ _STOCHASTIC_O: Sites = {
 }
 
 
+RECOMMENDED = "flash_corrected_rows"
+"""What ``scaled_dot_product_attention`` uses unless told otherwise."""
+
 PRESETS: dict[str, Preset] = {
     "standard": Preset("standard", "the control, as eager PyTorch computes it", _standard),
     "sdpa_flash": _sdpa("sdpa_flash", "torch's flash kernel", "separate_multiply"),

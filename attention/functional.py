@@ -1,0 +1,162 @@
+"""torch's ``scaled_dot_product_attention`` with the roundings chosen by name, and what puts it in place of torch's.
+
+Legend: B batch, H query heads, G key heads, T queries, S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .backends import BACKENDS, Call, obstacle
+from .numerics import numerics_from_key
+from .plan import AttentionConfig, AttentionSpec
+from .presets import RECOMMENDED
+from .reference.tiles import FORMAT_OF, NAMESPACE
+from .triton.block_sizes import HEAD_DIMS
+from .user_error import UserError
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    numerics: str | AttentionSpec = RECOMMENDED,
+    softcap: float = 0.0,
+    rounding_seed: Tensor | None = None,
+) -> Tensor:
+    """O [B, H, T, D], with the arguments of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Triton kernels compute it on CUDA, and PyTorch with the same roundings, slowly, on a CPU. Under autocast q, k and v are cast as
+    torch's function casts them.
+
+    Args:
+        query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, D], any strides; G = H, or a divisor of H with ``enable_gqa``.
+        is_causal: query t sees keys up to t.
+        scale: of Q K^T; default 1 / sqrt(D).
+        numerics: name of a preset, or an ``AttentionSpec`` with its sites.
+        softcap: c > 0 replaces S by c tanh(S / c).
+        rounding_seed: int64 tensor of shape [] on the query's device, another one at every step; for stochastic rounding only.
+
+    Returns the dtype of the query, or float32 where the numerics leave O unrounded. Raises ``ValueError`` for what it cannot do, before
+    anything runs: dropout, masks, other dtypes and devices, shapes that do not fit, empty tensors.
+    """
+    _refuse_arguments(query, key, value, attn_mask, dropout_p, scale, enable_gqa, softcap)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    D = query.shape[3]
+    width = next((d for d in HEAD_DIMS if d >= D), D) if kind == "cuda" else D
+    backend, sites, stochastic = _resolved(numerics, kind, FORMAT_OF[query.dtype], width, softcap)
+    if rounding_seed is None:
+        _refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
+        rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    q, k, v = (functional.pad(x, (0, width - D)).transpose(1, 2) for x in (query, key, value))
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    o = BACKENDS[backend].run(q, k, v, sites, seed=rounding_seed, scale=scale, causal=is_causal, softcap=softcap)
+    return o.transpose(1, 2)[..., :D]
+
+
+@contextmanager
+def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
+    """Within it, torch's ``scaled_dot_product_attention`` is ours: in ``torch.nn.functional`` and in modules that imported it by name.
+
+    Put the backward pass inside as well: activation checkpointing calls attention there again. What ours cannot do is a ``ValueError``, as
+    in ``scaled_dot_product_attention``. Warns where no call was made, as by a model with attention of another kind.
+    """
+    torchs, called = functional.scaled_dot_product_attention, False
+
+    def replacement(*arguments: Any, **settings: Any) -> Tensor:
+        nonlocal called
+        called = True
+        return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
+
+    own = ("torch.", NAMESPACE)
+    holders = [vars(module) for name, module in list(sys.modules.items()) if module and not name.startswith(own)]
+    places = [(names, name) for names in holders for name, value in list(names.items()) if value is torchs]
+    places.append((vars(functional), "scaled_dot_product_attention"))
+    for names, name in places:
+        names[name] = replacement
+    try:
+        yield
+    finally:
+        for names, name in places:
+            names[name] = torchs
+    if not called:
+        warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=3)
+
+
+def _refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ValueError(f"low-precision attention: {message}")
+
+
+def _refuse_arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, gqa: bool, softcap: float
+) -> None:
+    """``ValueError`` for the first argument that cannot be served, whatever the numerics."""
+    _refuse(dropout != 0, f"dropout_p = {dropout}: expected 0, it has no dropout")
+    _refuse(mask is not None, "attn_mask: expected None")
+    _refuse(scale is not None and not math.isfinite(scale), f"scale = {scale}: expected a finite number")
+    _refuse(not (0 <= softcap < math.inf), f"softcap = {softcap}: expected 0 or a positive number")
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        _refuse(x.ndim != 4, f"{name} has shape {list(x.shape)}: expected [batch, heads, length, head dim]")
+        _refuse(x.layout != torch.strided or x.is_nested, f"{name} is nested or sparse: expected a strided tensor")
+        _refuse(0 in x.shape, f"{name} has shape {list(x.shape)}: expected no empty dimension")
+        _refuse(x.dtype not in FORMAT_OF, f"{name} is {x.dtype}: expected float32, bfloat16 or float16")
+        _refuse(x.device != q.device, f"{name} is on {x.device}: expected {q.device}, as the query")
+        _refuse(x.device.type not in ("cpu", "cuda", "meta"), f"{name} is on {x.device}: expected cpu or cuda")
+    autocast = torch.is_autocast_enabled(q.device.type)
+    _refuse(
+        not autocast and not (q.dtype == k.dtype == v.dtype), f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one"
+    )
+    _refuse(k.shape != v.shape, f"key has shape {list(k.shape)}, value {list(v.shape)}: expected the same")
+    fits = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    _refuse(not fits, f"query has shape {list(q.shape)}, key {list(k.shape)}: expected one batch size and head dim")
+    heads, groups = q.shape[1], k.shape[1]
+    _refuse(
+        not gqa and heads != groups, f"{heads} query heads, {groups} key heads: expected as many, or enable_gqa=True"
+    )
+    _refuse(heads % groups != 0, f"{heads} query heads, {groups} key heads: expected a divisor of {heads}")
+
+
+@torch.compiler.assume_constant_result
+def _resolved(*asked: Any) -> tuple[str, str, bool]:
+    """What ``_resolve`` says, which a compiler takes for a constant."""
+    return _resolve(*asked)
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve(
+    numerics: str | AttentionSpec, kind: str, fmt: str, head_dim: int, softcap: float
+) -> tuple[str, str, bool]:
+    """Backend, key of ``Numerics``, and whether some site is stochastic. Raises ``ValueError`` where this machine cannot run it."""
+    try:
+        spec = AttentionSpec(preset=numerics) if isinstance(numerics, str) else numerics
+        config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
+        group = config.resolve(1, 1)[0].groups[0]
+        chosen = numerics_from_key(group.numerics)
+        reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap))
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    _refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
+    rounding = (chosen.probabilities_rounding, chosen.output_rounding, chosen.delta_rounding)
+    return group.backend, group.numerics, "stochastic" in rounding and BACKENDS[group.backend].has_sites

@@ -1,0 +1,240 @@
+"""``scaled_dot_product_attention`` against torch's in float64, with torch's own in the same precision as the measure; what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.utils.checkpoint import checkpoint
+
+from attention import AttentionSpec, replace_sdpa, scaled_dot_product_attention
+
+
+def tensors(
+    *, heads: int = 4, groups: int = 4, queries: int = 40, keys: int = 40, width: int = 16, dtype: Any = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and dO."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, queries, width), *((2, groups, keys, width),) * 2, (2, heads, queries, width))
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)  # type: ignore[return-value]
+
+
+def results(function: Any, inputs: tuple[Tensor, ...], do: Tensor, **settings: Any) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    o = function(*leaves, **settings)
+    return o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))
+
+
+def errors(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
+    return [(a.double() - b).norm().item() for a, b in zip(found, exact, strict=True)]
+
+
+def assert_as_exact_as_torch(inputs: tuple[Tensor, ...], ours: dict[str, Any] | None = None, **settings: Any) -> None:
+    """O and all gradients are as near to float64 as those of torch's flash kernel in the same dtype (1.5 times its error at most)."""
+    *inputs, do = inputs
+    exact = results(torchs, tuple(x.double() for x in inputs), do, **settings)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        baseline = errors(results(torchs, inputs, do, **settings), exact)
+    found = results(scaled_dot_product_attention, inputs, do, **settings, **(ours or {}))
+    assert all(x.dtype == inputs[0].dtype for x in found)
+    assert all(error <= 1.5 * allowed for error, allowed in zip(errors(found, exact), baseline, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_outputs_and_gradients(dtype: torch.dtype, is_causal: bool) -> None:
+    assert_as_exact_as_torch(tensors(dtype=dtype), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_queries(groups: int) -> None:
+    assert_as_exact_as_torch(tensors(groups=groups), enable_gqa=True, is_causal=True)
+
+
+@pytest.mark.parametrize("width", [8, 80, 96])
+def test_any_head_dim(width: int) -> None:
+    assert_as_exact_as_torch(tensors(width=width), is_causal=True)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 40), (33, 40), (40, 33)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_other_lengths(queries: int, keys: int, is_causal: bool) -> None:
+    assert_as_exact_as_torch(tensors(queries=queries, keys=keys), is_causal=is_causal)
+
+
+def test_scale() -> None:
+    assert_as_exact_as_torch(tensors(), scale=0.7)
+
+
+def test_numerics_are_chosen_by_name_or_as_a_spec() -> None:
+    *inputs, do = tensors(dtype=torch.float32)
+    specs: list[Any] = ["flash", AttentionSpec(sites=("probabilities=m1",)), AttentionSpec(preset="standard")]
+    coarse, coarser, exact = (results(scaled_dot_product_attention, inputs, do, numerics=x) for x in specs)
+    assert (coarser[0] - exact[0]).norm() > 100 * (coarse[0] - exact[0]).norm()
+
+
+def test_softcap() -> None:
+    q, k, v, _ = tensors(dtype=torch.float32)
+    s = 3 * torch.tanh(q @ k.transpose(-1, -2) / math.sqrt(q.shape[3]) / 3)
+    found = scaled_dot_product_attention(q, k, v, softcap=3.0, numerics="flash_delta_from_p")
+    torch.testing.assert_close(found, torch.softmax(s, dim=-1) @ v)
+
+
+def test_autocast_casts_as_torchs_function_does() -> None:
+    *inputs, do = tensors(dtype=torch.float32)
+    rounded = tuple(x.bfloat16() for x in inputs)
+    expected = results(scaled_dot_product_attention, rounded, do, is_causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torchs(*inputs).dtype == torch.bfloat16
+        found = scaled_dot_product_attention(*inputs, is_causal=True)
+        assert torch.equal(found, expected[0])
+        mixed = scaled_dot_product_attention(inputs[0], rounded[1], inputs[2], is_causal=True)
+        assert torch.equal(mixed, expected[0])
+    leaves = [x.requires_grad_() for x in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        o = scaled_dot_product_attention(*leaves, is_causal=True)
+    for gradient, of_rounded in zip(torch.autograd.grad(o, leaves, do.bfloat16()), expected[1:], strict=True):
+        assert torch.equal(gradient, of_rounded.float())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_as_one_graph_gives_the_same_bits(autocast: bool) -> None:
+    *inputs, do = tensors(groups=2, dtype=torch.float32 if autocast else torch.bfloat16)
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        eager, found = (
+            results(function, inputs, do, is_causal=True, enable_gqa=True)
+            for function in (scaled_dot_product_attention, compiled)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+
+
+def test_checkpointed_gradients_are_the_same_bits() -> None:
+    *inputs, do = tensors()
+
+    def recomputed(*qkv: Tensor) -> Tensor:
+        return checkpoint(scaled_dot_product_attention, *qkv, use_reentrant=False)
+
+    plain, found = (results(function, inputs, do) for function in (scaled_dot_product_attention, recomputed))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_strided_views_give_the_same_bits() -> None:
+    *inputs, _ = tensors()
+    views = [torch.stack([x, x], dim=-1).transpose(1, 2)[..., 0].transpose(1, 2) for x in inputs]
+    assert not any(x.is_contiguous() for x in views)
+    strided, plain = (scaled_dot_product_attention(*x, is_causal=True) for x in (views, inputs))
+    assert torch.equal(strided, plain)
+
+
+def test_stochastic_rounding_follows_its_seed_and_needs_one() -> None:
+    *inputs, _ = tensors()
+
+    def call(seed: int) -> Tensor:
+        return scaled_dot_product_attention(*inputs, numerics="flash_stochastic_p", rounding_seed=torch.tensor(seed))
+
+    assert torch.equal(call(1), call(1))
+    assert not torch.equal(call(1), call(2))
+    with pytest.raises(ValueError, match="rounding_seed = None"):
+        scaled_dot_product_attention(*inputs, numerics="flash_stochastic_p")
+
+
+def test_a_nan_stays_in_its_head() -> None:
+    *inputs, do = tensors()
+    clean = results(scaled_dot_product_attention, inputs, do, is_causal=True)
+    inputs[0][0, 1, 5, 3] = torch.nan
+    found = results(scaled_dot_product_attention, inputs, do, is_causal=True)
+    for a, b in zip(found, clean, strict=True):
+        assert a[0, 1].isnan().any()
+        assert torch.equal(a[0, [0, 2, 3]], b[0, [0, 2, 3]])
+        assert torch.equal(a[1], b[1])
+
+
+def test_huge_scale_and_logits_stay_finite() -> None:
+    *inputs, do = tensors()
+    assert all(x.isfinite().all() for x in results(scaled_dot_product_attention, inputs, do, is_causal=True, scale=1e6))
+
+
+X = torch.zeros(2, 4, 8, 16)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout": ({"dropout_p": 0.1}, "dropout_p = 0.1"),
+    "float mask": ({"attn_mask": torch.zeros(8, 8)}, "attn_mask"),
+    "scale nan": ({"scale": math.nan}, "scale = nan"),
+    "scale inf": ({"scale": math.inf}, "scale = inf"),
+    "softcap": ({"softcap": -1.0}, "softcap = -1.0"),
+    "three dimensions": ({"query": X[0]}, r"query has shape \[4, 8, 16\]"),
+    "nested": ({"query": torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)}, "query is nested"),
+    "sparse": ({"value": X.to_sparse()}, "value is nested or sparse"),
+    "no batch": ({"query": X[:0], "key": X[:0], "value": X[:0]}, "no empty dimension"),
+    "no queries": ({"query": X[:, :, :0]}, "query has shape"),
+    "no keys": ({"key": X[:, :, :0], "value": X[:, :, :0]}, "key has shape"),
+    "float64": ({"query": X.double(), "key": X.double(), "value": X.double()}, "query is torch.float64"),
+    "integers": ({"key": X.long()}, "key is torch.int64"),
+    "dtypes that differ": ({"key": X.bfloat16()}, "expected one"),
+    "devices that differ": ({"key": X.to("meta")}, "key is on meta: expected cpu"),
+    "batches that differ": ({"query": X[:1]}, "one batch size and head dim"),
+    "head dims that differ": ({"query": X[..., :8]}, "one batch size and head dim"),
+    "values of another width": ({"value": X[..., :8]}, "key has shape"),
+    "values of another length": ({"value": X[:, :, :4]}, "key has shape"),
+    "fewer key heads": ({"key": X[:, :2], "value": X[:, :2]}, "enable_gqa=True"),
+    "no divisor": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, "a divisor of 4"),
+    "more key heads": ({"query": X[:, :2], "enable_gqa": True}, "a divisor of 2"),
+    "unknown preset": ({"numerics": "flsh"}, "attention preset = 'flsh'"),
+    "a preset of another device": ({"numerics": "sdpa_cudnn"}, "cannot run here: it needs a CUDA device"),
+    "a site with a soft-cap": ({"numerics": "flash_corrected_rows", "softcap": 3.0}, "row_residual"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_is_refused(case: str) -> None:
+    changes, message = REFUSED[case]
+    arguments = {"query": X, "key": X, "value": X} | changes
+    with pytest.raises(ValueError, match=message):
+        scaled_dot_product_attention(**arguments)
+
+
+class Attention(torch.nn.Module):
+    """A model that cannot be edited: it holds torch's function under a name of its own, and takes it from torch by turns."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = torchs(q, k, v, is_causal=True)
+        return o + functional.scaled_dot_product_attention(q, k, v, dropout_p=0.0, is_causal=True)
+
+
+def called(how: str) -> Any:
+    if how == "compiled":
+        return torch.compile(Attention(), fullgraph=True, backend="aot_eager")
+    if how == "checkpointed":
+        return lambda *qkv: checkpoint(Attention(), *qkv, use_reentrant=False)
+    return Attention()
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled", "checkpointed"])
+def test_replaced_in_a_model_that_cannot_be_edited(how: str) -> None:
+    torch.compiler.reset()
+    *inputs, do = tensors()
+    model = called(how)
+    coarse = AttentionSpec(sites=("probabilities=m1",))
+
+    def ours(*qkv: Tensor) -> Tensor:
+        return sum(scaled_dot_product_attention(*qkv, is_causal=True, numerics=coarse) for _ in range(2))  # type: ignore[return-value]
+
+    before, expected = results(model, inputs, do), results(ours, inputs, do)
+    with replace_sdpa(coarse):
+        found = results(model, inputs, do)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results(model, inputs, do), before, strict=True))
+
+
+def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_said() -> None:
+    *inputs, _ = tensors()
+    with pytest.raises(ValueError, match="dropout_p"), replace_sdpa():
+        torchs(*inputs, dropout_p=0.1)
+    with pytest.warns(UserWarning, match="was not called"), replace_sdpa():
+        torch.softmax(inputs[0], dim=-1)
