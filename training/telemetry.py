@@ -30,7 +30,7 @@ from errors import invalid
 from model import GPT
 from probes.accumulation import one_signed_share
 from probes.alignment import sign_diversity, spectral_alignment
-from probes.attention_statistics import attention_statistics
+from attention.measures import attention_statistics
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.low_rank import unrotated

@@ -8,14 +8,14 @@ Legend: B batch, H heads, T positions, D head width; R the queries of one chunk,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attention.reference.exact import exact_float32
-from attention.rounding import round_to
+from .reference.exact import exact_float32
+from .rounding import round_to
 
 TIE_TOLERANCES = (0.0, 1e-3, 2.0**-9)
 """Exact ties; the tolerance of the paper's later version; the width of the band below the maximum whose P_bar rounds to 1 in BF16."""
@@ -68,27 +68,43 @@ def attention_statistics(
         top_k: which cumulative probabilities to report besides ``top_1``; each costs a partial sort.
         chunk: queries handled at once: memory is B * H * chunk * T floats, times about four.
     """
-    T = q_BTHD.shape[1]
-    q_BHTD, k_BHTD = q_BTHD.detach().float().transpose(1, 2), k_BTHD.detach().float().transpose(1, 2)
     rows: list[dict[str, Tensor]] = []
     with exact_float32(q_BTHD.device):
-        for start in range(0, T, chunk):
-            stop = min(start + chunk, T)
-            s_BHRS = _scores(q_BHTD[:, :, start:stop], k_BHTD[:, :, :stop], start, scale, softcap)
+        for _, s_BHRS in score_rows(q_BTHD, k_BTHD, scale=scale, softcap=softcap, chunk=chunk):
             rows.append({**_row_extremes(s_BHRS, scores_format), **_row_probabilities(s_BHRS, top_k)})
     return _over_rows({name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]})
 
 
-def _scores(q_BHRD: Tensor, k_BHSD: Tensor, start: int, scale: float, softcap: float) -> Tensor:
-    """S [B, H, R, S] of the queries from position ``start`` on; what is masked is -inf."""
-    s_BHRS = (q_BHRD @ k_BHSD.mT).mul_(scale)
-    if softcap:
-        s_BHRS = s_BHRS.div_(softcap).tanh_().mul_(softcap)
-    R, S = s_BHRS.shape[2:]
-    # Keys before ``start`` are seen by all of these queries.
-    future_RR = torch.ones(R, S - start, dtype=torch.bool, device=s_BHRS.device).triu(1)
-    s_BHRS[..., start:].masked_fill_(future_RR, -math.inf)
-    return s_BHRS
+def score_rows(
+    q_BTHD: Tensor,
+    k_BSHD: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    causal: bool = True,
+    mask_BHTS: Tensor | None = None,
+    chunk: int = QUERY_CHUNK,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Some queries at a time: which, and their scores S [B, H, R, S] in FP32; what is masked is -inf.
+
+    ``causal``: query t sees keys up to t, and S ends with the last of them. ``mask_BHTS``: True, or a number to add, where a query may see
+    a key; broadcast.
+    """
+    q_BHTD, k_BHSD = q_BTHD.detach().float().transpose(1, 2), k_BSHD.detach().float().transpose(1, 2)
+    for start in range(0, q_BHTD.shape[2], chunk):
+        rows = slice(start, min(start + chunk, q_BHTD.shape[2]))
+        seen = min(rows.stop, k_BHSD.shape[2]) if causal else k_BHSD.shape[2]
+        s_BHRS = (q_BHTD[:, :, rows] @ k_BHSD[:, :, :seen].mT).mul_(scale)
+        if softcap:
+            s_BHRS = s_BHRS.div_(softcap).tanh_().mul_(softcap)
+        if mask_BHTS is not None:
+            mask = mask_BHTS[..., rows, :seen] if mask_BHTS.shape[-2] > 1 else mask_BHTS[..., :seen]
+            s_BHRS = s_BHRS.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else s_BHRS + mask
+        if causal and seen > start:
+            # Keys before ``start`` are seen by all of these queries.
+            future = torch.ones(rows.stop - start, seen - start, dtype=torch.bool, device=s_BHRS.device).triu(1)
+            s_BHRS[..., start:].masked_fill_(future, -math.inf)
+        yield rows, s_BHRS
 
 
 def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""probes/attention_statistics.py against a plain float64 computation, and on attentions whose statistics are known."""
+"""attention.measures.py against a plain float64 computation, and on attentions whose statistics are known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.rounding import round_to
-from probes.attention_statistics import attention_statistics
+from attention.measures import attention_statistics
 
 B, T, H, D = 2, 37, 3, 8
 SCALE = D**-0.5
