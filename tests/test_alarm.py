@@ -1,4 +1,4 @@
-"""training/alarm.py: the layer and head that fail are named, healthy ones are not accused, and the response is what the config says."""
+"""training/alarm.py: the layer and head that fail are named, healthy ones are not flagged, and the response is what the config says."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def with_growth(records: list[dict[str, Any]], layer: int, heads: Sequence[int],
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_healthy_heads_are_not_accused(seed: int) -> None:
+def test_healthy_heads_are_not_flagged(seed: int) -> None:
     assert alarms(healthy(seed), AlarmConfig(delta_z=5.0), WARM_UP) == []
 
 
@@ -102,14 +102,14 @@ def test_heads_with_small_logits_may_grow() -> None:
     assert len(alarms(records, AlarmConfig(growth_logit=98.0), WARM_UP)) == 1
 
 
-@pytest.mark.parametrize(("heads", "accused"), [((1,), False), ((1, 3), True), ((0, 1, 3), True)])
-def test_large_logits_of_less_than_half_a_layer_are_no_alarm(heads: tuple[int, ...], accused: bool) -> None:
+@pytest.mark.parametrize(("heads", "flagged"), [((1,), False), ((1, 3), True), ((0, 1, 3), True)])
+def test_large_logits_of_less_than_half_a_layer_are_no_alarm(heads: tuple[int, ...], flagged: bool) -> None:
     records = with_growth(healthy(1), 2, [1], onset=2000)
     for entry in records:
         entry["max_logit"][2] = [10_000.0 if head in heads else 400.0 for head in range(H)]
     raised = alarms(records, AlarmConfig(), WARM_UP)
-    assert [(alarm.layer, alarm.heads) for alarm in raised] == ([(2, (1,))] if accused else [])
-    assert [alarm.evidence["heads_with_large_logits"] for alarm in raised] == [len(heads)] * accused
+    assert [(alarm.layer, alarm.heads) for alarm in raised] == ([(2, (1,))] if flagged else [])
+    assert [alarm.evidence["heads_with_large_logits"] for alarm in raised] == [len(heads)] * flagged
     assert len(alarms(records, AlarmConfig(growth_share=0.25), WARM_UP)) == 1
 
 
@@ -120,7 +120,7 @@ def test_one_probe_alone_raises_no_alarm() -> None:
     assert [alarm.step for alarm in alarms(records, AlarmConfig(growth_probes=1), WARM_UP)] == [60 * EVERY]
 
 
-def test_a_rule_accuses_a_layer_once_and_others_still() -> None:
+def test_a_rule_flags_a_layer_once_and_others_still() -> None:
     records = with_growth(with_growth(healthy(1), 2, [1], onset=2000), 4, [0], onset=3000)
     raised = alarms(records, AlarmConfig(), WARM_UP)
     assert [(alarm.rule, alarm.layer) for alarm in raised] == [("growth", 2), ("growth", 4)]
@@ -155,8 +155,8 @@ def test_a_delta_error_with_one_sign_is_named(seed: int, sign: int) -> None:
         entry["delta_error_mean"][1][2] = 1e-2 * sign * (0.5 + np.random.default_rng(entry["step"]).standard_normal())
         entry["delta_error_se"][1][2] = 1e-2
     raised = alarms(records, AlarmConfig(growth_exponent=0.0, delta_z=5.0, delta_probes=50), WARM_UP)
-    accused = [(alarm.rule, alarm.layer, alarm.heads) for alarm in raised]
-    assert accused in ([("delta", 1, (2,))], [])
+    flagged = [(alarm.rule, alarm.layer, alarm.heads) for alarm in raised]
+    assert flagged in ([("delta", 1, (2,))], [])
     strong = alarms(_biased(records, sign), AlarmConfig(growth_exponent=0.0, delta_z=5.0), WARM_UP)
     assert [(alarm.rule, alarm.layer, alarm.heads) for alarm in strong] == [("delta", 1, (2,))]
     assert math.copysign(1, strong[0].evidence["z"]) == sign == math.copysign(1, strong[0].evidence["delta_bias"])
@@ -182,7 +182,7 @@ def test_after_a_rollback_the_course_that_was_left_is_forgotten() -> None:
     watch = Watch(AlarmConfig(), WARM_UP)
     first = [alarm for entry in failing if entry["step"] <= 2500 for alarm in watch.update(entry)]
     assert len(first) == 1
-    # Back to step 2000, before the alarm: what fails again is told again, and a calm course is not accused of the old one.
+    # Back to step 2000, before the alarm: what fails again is told again, and a calm course is not flagged of the old one.
     assert [alarm for entry in calm if 2000 <= entry["step"] <= 2500 for alarm in watch.update(entry)] == []
     again = [alarm for entry in failing if 2000 <= entry["step"] <= 2500 for alarm in watch.update(entry)]
     assert [(alarm.layer, alarm.step) for alarm in again] == [(2, first[0].step)]
@@ -311,11 +311,11 @@ def switched(place: Place) -> Path:
     return place.train("switched", {**fields, "data.record": place.recording("alarm")})
 
 
-def test_switch_moves_the_accused_layers_at_the_next_step(switched: Path) -> None:
-    accused = [(entry["step"] + 1, entry["layer"]) for entry in events(switched, "alarm")]
+def test_switch_moves_the_flagged_layers_at_the_next_step(switched: Path) -> None:
+    flagged = [(entry["step"] + 1, entry["layer"]) for entry in events(switched, "alarm")]
     made = [(entry["step"], entry["layer"]) for entry in events(switched, "switch")]
-    assert accused[0][0] == 10
-    assert made == accused
+    assert flagged[0][0] == 10
+    assert made == flagged
     assert all(entry["to"] == "flash_delta_from_p" for entry in events(switched, "switch"))
     assert {entry["cause"] for entry in events(switched, "switch")} == {"alarm"}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.rounding import round_to
 from attention.measures import attention_statistics
+from attention.rounding import round_to
 
 B, T, H, D = 2, 37, 3, 8
 SCALE = D**-0.5

@@ -1,10 +1,7 @@
 """Rules over the telemetry that warn of an explosion long before the loss moves, and name layer, heads and evidence.
 
 What fails grows: the error of delta adds the same direction to W_Q and W_K of some heads, step after step, and S grows with their product.
-Under AdamW or Muon a step moves a weight by about the learning rate at most, so the natural clock is c, the sum of the learning rates so
-far. A drift that has always been there makes a norm grow at most like c and a product of two like c^2, in a run of any size and schedule; a
-drift that sets in, or feeds itself, grows faster. The rule ``growth`` looks at this exponent, in layers of which many heads have large
-logits: a head or two with logits in the thousands are seen in runs that go on quietly, half a layer of them is not.
+The rule ``growth`` is that of ``attention.growth``, on ||W_Q^T W_K||.
 
 Everything is a fold over the records of ``telemetry.jsonl``: a resumed run, a table made afterwards and the run itself see the same alarms.
 
@@ -19,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 
 from attention.backends import BACKENDS
+from attention.growth import Growth, GrowthRule, Probe, growth, large_logits
 from attention.presets import PRESETS
 from attention.renamed import today
 from errors import invalid
@@ -47,7 +46,7 @@ class AlarmConfig:
     growth_logit: float = 500.0
     """Rule growth: heads whose largest logit is below this do no harm yet, however fast they grow."""
     growth_share: float = 0.5
-    """Rule growth: at least this share of a layer's heads has logits that large, or none of them is accused."""
+    """Rule growth: at least this share of a layer's heads has logits that large, or none of them is flagged."""
     growth_probes: int = 2
     """Rule growth: probes in a row that must agree."""
     delta_z: float = 0.0
@@ -78,6 +77,16 @@ class AlarmConfig:
         if self.warm_up < -1:
             raise invalid("alarm.warm_up", self.warm_up, "a number of steps, or -1 for the learning rate's warm-up")
 
+    @property
+    def growth(self) -> GrowthRule:
+        return GrowthRule(
+            exponent=self.growth_exponent,
+            window=self.growth_window,
+            logit=self.growth_logit,
+            share=self.growth_share,
+            probes=self.growth_probes,
+        )
+
     def switch(self, step: int, layer: int) -> Switch:
         """What response ``switch`` does to a layer. Raises ``UserError`` where ``switch_to`` is no PRESET[:BACKEND] of these names."""
         preset, _, backend = self.switch_to.partition(":")
@@ -97,7 +106,7 @@ class AlarmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """One layer that a rule accuses, at the probe of ``step``."""
+    """One layer that a rule flags, at the probe of ``step``."""
 
     step: int
     rule: str
@@ -129,23 +138,19 @@ def _short(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Probe:
+class _Probe(Probe):
     """What the rules remember of a record; arrays [L, H]."""
 
-    step: int
-    clock: float
-    norm: np.ndarray
-    logit: np.ndarray
     z: np.ndarray
     bias: np.ndarray
 
 
 def _probe(record: dict[str, Any]) -> _Probe:
     norm, logit, mean, rms = (
-        np.asarray(record[name], dtype=np.float64)
+        torch.tensor(record[name], dtype=torch.float64)
         for name in ("qk_head_norm", "max_logit", "delta_error_mean", "delta_rms")
     )
-    bias = np.divide(mean, rms, out=np.zeros_like(mean), where=rms > 0)
+    bias = torch.where(rms > 0, mean / rms, 0.0).numpy()
     return _Probe(record["step"], record["lr_sum"], norm, logit, np.asarray(z_scores(record)), bias)
 
 
@@ -159,7 +164,7 @@ class Watch:
         self._raised: dict[tuple[str, int], int] = {}
 
     def update(self, record: dict[str, Any]) -> list[Alarm]:
-        """Take in one record of ``telemetry.jsonl``; the alarms it raises. A rule accuses a layer once.
+        """Take in one record of ``telemetry.jsonl``; the alarms it raises. A rule flags a layer once.
 
         After a rollback (a step that is not later than the last) what came after the step is forgotten. Probes are kept for as
         long as a rollback by a factor of ``growth_window`` in the clock could need them.
@@ -184,42 +189,23 @@ class Watch:
             self._probes = self._probes[max(min(behind[-1], len(self._probes) - self._config.delta_probes), 0) :]
 
     def _growth(self) -> list[Alarm]:
-        config, count = self._config, self._config.growth_probes
-        if not config.growth_exponent or len(self._probes) <= count:
-            return []
-        spans = [(self._window_start(end), end) for end in range(len(self._probes) - count, len(self._probes))]
-        agreed, exponent = np.array(True), np.array(0.0)
-        for start, end in spans:
-            if start is None:
-                return []
-            exponent = _exponent(self._probes[start], self._probes[end])
-            large = large_logits(self._probes[end].logit, config)
-            harmful = large & (large.mean(axis=1, keepdims=True) >= config.growth_share)
-            agreed = agreed & (exponent >= config.growth_exponent) & harmful
-        start = spans[-1][0] or 0
-        return [self._accuse_growth(layer, agreed[layer], exponent, start) for layer in _layers(agreed)]
+        found = growth(self._probes, self._config.growth) if self._config.growth_exponent else None
+        return [] if found is None else [self._flag_growth(layer, found) for layer in found.layers()]
 
-    def _window_start(self, end: int) -> int | None:
-        """The latest probe at which the clock was ``growth_window`` times smaller than at ``end``."""
-        limit = self._probes[end].clock / self._config.growth_window
-        earlier = [index for index in range(end) if 0 < self._probes[index].clock <= limit]
-        return earlier[-1] if earlier else None
-
-    def _accuse_growth(self, layer: int, agreed_H: np.ndarray, exponent: np.ndarray, start: int) -> Alarm:
-        probe, before = self._probes[-1], self._probes[start]
-        heads = _worst_first(agreed_H, exponent[layer])
+    def _flag_growth(self, layer: int, found: Growth) -> Alarm:
+        probe, before = self._probes[-1], self._probes[found.start]
+        heads, exponent = found.heads(layer), found.exponent_LH
         head = heads[0]
-        others = np.delete(exponent, layer, axis=0)
-        since = self._probes[start + 1 :]
-        errors = np.array([p.bias[layer, head] for p in since])
+        others = np.delete(exponent.numpy(), layer, axis=0)
+        errors = np.array([p.bias[layer, head] for p in self._probes[found.start + 1 :]])
         evidence = {
-            "exponent": float(exponent[layer, head]),
+            "exponent": exponent[layer, head].item(),
             "median_exponent_elsewhere": float(np.median(others)) if others.size else None,
-            "qk_norm": float(probe.norm[layer, head]),
-            "qk_norm_before": float(before.norm[layer, head]),
+            "qk_norm": probe.norm_LH[layer, head].item(),
+            "qk_norm_before": before.norm_LH[layer, head].item(),
             "since_step": before.step,
-            "max_logit": float(probe.logit[layer, head]),
-            "heads_with_large_logits": int(large_logits(probe.logit, self._config)[layer].sum()),
+            "max_logit": probe.logit_LH[layer, head].item(),
+            "heads_with_large_logits": int(large_logits(probe.logit_LH, self._config.growth)[layer].sum()),
             "delta_bias": float(errors.mean()),
             "delta_bias_se": float(errors.std(ddof=1) / math.sqrt(len(errors))) if len(errors) > 1 else None,
             "delta_probes": len(errors),
@@ -244,22 +230,10 @@ class Watch:
                 "delta_bias": float(bias[layer, head]),
                 "delta_bias_se": float(spread / math.sqrt(len(probes))),
                 "delta_probes": len(probes),
-                "max_logit": float(probes[-1].logit[layer, head]),
+                "max_logit": probes[-1].logit_LH[layer, head].item(),
             }
             alarms.append(Alarm(step=probes[-1].step, rule="delta", layer=layer, heads=heads, evidence=evidence))
         return alarms
-
-
-def _exponent(before: _Probe, after: _Probe) -> np.ndarray:
-    """d ln norm / d ln clock between two probes, [L, H]; +inf where the norm is no longer finite."""
-    with np.errstate(all="ignore"):
-        exponent = np.log(after.norm / before.norm) / math.log(after.clock / before.clock)
-    return np.where(np.isfinite(after.norm) & np.isfinite(after.logit), exponent, math.inf)
-
-
-def large_logits(logit_LH: np.ndarray, config: AlarmConfig) -> np.ndarray:
-    """Which heads have logits that can do harm, [L, H] bool; one that is not finite can."""
-    return ~(logit_LH < config.growth_logit)
 
 
 def _layers(agreed: np.ndarray) -> list[int]:

@@ -49,17 +49,17 @@ def probe(run: Run, step: int) -> dict[str, float | str]:
     return columns | respond(run, step, {alarm.layer for alarm in alarms})
 
 
-def respond(run: Run, step: int, accused: set[int]) -> dict[str, str]:
-    """Do what ``alarm.response`` says about the accused layers. All processes take part unless it is log."""
+def respond(run: Run, step: int, flagged: set[int]) -> dict[str, str]:
+    """Do what ``alarm.response`` says about the flagged layers. All processes take part unless it is log."""
     response = run.config.alarm.response
     if response != "log":
         flags_L = torch.zeros(run.config.model.n_layer, device=run.place.device)
-        flags_L[sorted(accused)] = 1.0
-        accused = set(distributed.all_reduce_max(flags_L).nonzero().flatten().tolist())
-    if not accused:
+        flags_L[sorted(flagged)] = 1.0
+        flagged = set(distributed.all_reduce_max(flags_L).nonzero().flatten().tolist())
+    if not flagged:
         return {}
     if response == "switch":
-        for layer in sorted(accused):
+        for layer in sorted(flagged):
             run.interventions.add(run.config.alarm.switch(step + 1, layer))
     elif response != "log":
         save(run, step, probed=True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attention.heads import head_index
+from attention.measures import attention_statistics
 from attention.plan import HeadGroup, LayerPlan
 from attention.reference.exact import exact_float32
 from attention.reference.tiles import FORMAT_OF, Sites
@@ -30,7 +31,6 @@ from errors import invalid
 from model import GPT
 from probes.accumulation import one_signed_share
 from probes.alignment import sign_diversity, spectral_alignment
-from attention.measures import attention_statistics
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.low_rank import unrotated
