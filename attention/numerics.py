@@ -165,6 +165,23 @@ class Numerics:
         backends=FLASH,
     )
     """``tf32x3``: three products of TF32 parts, which drops the product of the low ones."""
+    backward_probabilities: str = site(
+        "unrounded",
+        "P in the backward pass: unrounded, forward (P_bar as P_bar V reads it, over its sum)",
+        choices=("unrounded", "forward"),
+        acts_in=(FORWARD, DELTA, BACKWARD),
+        backends=FLASH,
+        conflict=(
+            "unrounded where divisor is not rounded, saved_statistics not max_and_sum, or probabilities_rounding not nearest",
+            lambda n: (
+                n.backward_probabilities == "forward"
+                and (n.divisor, n.saved_statistics, n.probabilities_rounding) != ("rounded", "max_and_sum", "nearest")
+            ),
+        ),
+    )
+    """``forward``: probabilities(exp(S - m)) / d with the last m, so that P of the backward pass is what O was averaged with, and rows of
+    dS sum to 0 if delta reads an unrounded O. Earlier tiles rounded P_bar with an earlier m: it came out alike if ``row_max_rounding``
+    is ``up``."""
     divisor: str = site(
         "unrounded",
         "of O_bar: unrounded (l), rounded (sum of the rounded P_bar)",
@@ -174,7 +191,8 @@ class Numerics:
     )
     """``rounded``: the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l is. Then O is an average of V
     with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and ``accumulator`` are FP32. The
-    backward pass has l in either case, as proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721)."""
+    backward pass has l, as proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721), but for
+    ``backward_probabilities``."""
     tile_sum: str = _format(
         "fp32", "sum of P_bar over one tile of a row", acts_in=(FORWARD,), backends=FLASH, per_tile=True
     )
@@ -248,6 +266,23 @@ class Numerics:
     """Row normalizer: plain; stabilized (Algorithm 3 of arXiv 2510.04212); stabilized_safe (the same with a bounded shift); scaled: plain,
     but ``row_sum_floor`` counts from the m that ``stabilized`` would have, so that rows come out scaled down as the floor scales them
     there, while P_bar is not shifted."""
+    row_max_rounding: str = site(
+        "unrounded",
+        "of m: unrounded, up (exp(m) to a power of 2)",
+        choices=("unrounded", "up"),
+        acts_in=(FORWARD,),
+        backends=FLASH,
+        conflict=(
+            "unrounded where S, m, l or L is rounded, exponent is subtract_first, or row_max is not plain",
+            lambda n: (
+                n.row_max_rounding == "up"
+                and (n.row_max != "plain" or n.exponent == "subtract_first" or not _unrounded(n, also="input"))
+            ),
+        ),
+        without_softcap="m counts in natural units behind it",
+    )
+    """``up``: m in log2 to the next whole number. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
+    with. It is in (1/2, 1] at the row's maximum."""
     row_max_beta: float = site(
         2.0, "beta of the stabilized forms", within=("a number above 1", lambda beta: beta > 1), acts_in=(FORWARD,)
     )
@@ -358,9 +393,9 @@ def numerics_from_key(key: str) -> Numerics:
     return Numerics(**{"exponent": "fma" if _unrounded(Numerics(**sites)) else "subtract_first", **sites})
 
 
-def _unrounded(n: Numerics) -> bool:
-    """Whether S, m, l and L are FP32."""
-    return (n.scores, n.statistics, n.logsumexp) == ("fp32", "fp32", "fp32")
+def _unrounded(n: Numerics, also: str = "fp32") -> bool:
+    """Whether S, m, l and L are FP32, or all of them in the format ``also``."""
+    return all(fmt in ("fp32", also) for fmt in (n.scores, n.statistics, n.logsumexp))
 
 
 def folds(n: Numerics, scale: float, softcap: float) -> bool:

@@ -47,6 +47,19 @@ def _stochastic_p(base: Numerics) -> Sites:
     return {**rounded, "probabilities_rounding": "stochastic"}
 
 
+def _consistent(base: Numerics) -> Sites:
+    """A base that rounds S or m has no m that is a whole number of log2: there P_bar of earlier tiles stays rounded by an earlier m."""
+    whole = {"row_max_rounding": "up", "exponent": "fma"} if (base.scores, base.statistics) == ("fp32", "fp32") else {}
+    return {
+        **whole,
+        **_FP32_ACCUMULATION,
+        "divisor": "rounded",
+        "saved_statistics": "max_and_sum",
+        "backward_probabilities": "forward",
+        "delta_output": "residual16",
+    }
+
+
 _FP32_ACCUMULATION: Sites = {"tile_product": "fp32", "accumulator": "fp32"}
 
 
@@ -118,6 +131,9 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ, one product more", row_residual="corrected_rows"),
     "flash_centered_keys": _flash("the same with the mean key, no product", row_residual="centered_keys"),
+    "flash_consistent": _flash(
+        "the backward pass has the forward pass's own P and O: rowsum(dS) is 0, with no product more", _consistent
+    ),
     "flash_recompute_o": _flash("an FP32 O, computed again", delta="recomputed_o"),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
     "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),

@@ -105,6 +105,12 @@ SITES = [
         "rescale * divisor + sites.tile_sum(weights.sum",
         "rescale * divisor + sites.tile_sum(p_bar.sum",
     ),
+    site(
+        "backward_probabilities",
+        "form.problem.sites.probabilities(form.exp(s, m)) * form",
+        "form.exp(s, m) * form",
+    ),
+    site("row_max_rounding", "return row_max.ceil()", "return row_max"),
     site("tile_product", "+ sites.tile_product(product))", "+ product)"),
     site(
         "accumulator",

@@ -44,6 +44,9 @@ SITES: dict[str, tuple[Row, ...]] = {
     "probabilities": (Row(ALL, standard="o dv"),),
     "probabilities_rounding": (Row(BY_DELTA, beside=(M7,)),),
     "products": (Row(BY_DELTA),),
+    "backward_probabilities": (
+        Row(GRADIENTS, beside=("probabilities=m3", "divisor=rounded", "saved_statistics=max_and_sum")),
+    ),
     "divisor": (Row(BY_DELTA, beside=("probabilities=m3",)),),
     "tile_sum": (Row(ALL),),
     "tile_product": (Row(BY_DELTA),),
@@ -69,6 +72,7 @@ SITES: dict[str, tuple[Row, ...]] = {
         Row(BY_DELTA, beside=(M7,)),
         Row(ALL, beside=("row_sum_floor=0.5",), values=("scaled",)),
     ),
+    "row_max_rounding": (Row(BY_DELTA, beside=(M7, "exponent=fma")),),
     "row_max_beta": (Row(BY_DELTA, beside=(M7, "row_max=stabilized"), values=("3",)),),
     "row_max_tolerance": (Row(BY_DELTA, beside=(M7, "row_max=stabilized"), values=("0.5",)),),
     "row_max_cap": (Row(BY_DELTA, beside=(M7, "row_max=stabilized_safe"), values=("0.5",)),),

@@ -34,6 +34,8 @@ def log2_scale(scale: float) -> float:
 class Exponent(Protocol):
     """What both directions ask of a form."""
 
+    problem: Problem
+
     def scores(self, rows: slice, columns: slice) -> Tensor:
         """S of one tile in this form's unit, masked entries -inf."""
 
@@ -115,9 +117,9 @@ def exponent_of(problem: Problem) -> Exponent:
     return Fma(problem) if n.exponent == "fma" else SeparateMultiply(problem)
 
 
-def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, sites: Sites) -> Tensor:
-    """What site ``saved_statistics`` keeps of a tile of rows, [B, H, R, Z]: L, or m and log l."""
-    log_l = form.log(row_sum)
+def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, divisor: Tensor, sites: Sites) -> Tensor:
+    """What site ``saved_statistics`` keeps of a tile of rows, [B, H, R, Z]: L, or m and log l (log d for ``backward_probabilities``)."""
+    log_l = form.log(divisor if sites.numerics.backward_probabilities == "forward" else row_sum)
     if sites.numerics.saved_statistics == "max_and_sum":
         return torch.cat((m, log_l), dim=-1)
     return sites.logsumexp(m + log_l)
@@ -130,4 +132,7 @@ def saved_rows(saved: Tensor, rows: slice) -> Tensor:
 
 def probabilities(form: Exponent, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
     """P of a tile [B, H, R, C] as the backward pass makes it again."""
-    return form.exp(s, *saved_BHRZ.split(1, dim=-1))
+    if form.problem.sites.numerics.backward_probabilities == "unrounded":
+        return form.exp(s, *saved_BHRZ.split(1, dim=-1))
+    m, log_d = saved_BHRZ.split(1, dim=-1)
+    return form.problem.sites.probabilities(form.exp(s, m)) * form.rescale(torch.zeros_like(log_d), log_d)

@@ -87,7 +87,7 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
-    return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, sites)
+    return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, divisor, sites)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_reference_forward", mutates_args=())

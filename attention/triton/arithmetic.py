@@ -58,6 +58,8 @@ LOGSUMEXP, MAX_AND_SUM = _codes(SITES["saved_statistics"].choices)
 EXACT, TF32X3 = _codes(SITES["products"].choices)
 UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
 SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
+_, REUSED = _codes(SITES["backward_probabilities"].choices)
+_, UP = _codes(SITES["row_max_rounding"].choices)
 KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
 ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED, RECOMPUTED_O = _codes(SITES["delta"].choices)
 LOADED = tl.constexpr(len(SITES["delta"].choices))
@@ -393,14 +395,16 @@ def log2_difference(b_s, b_m, unit, FOLD: tl.constexpr):
 
 
 @triton.jit
-def row_normalizer(b_top, unit, FOLD: tl.constexpr):
-    """The row maximum [BT] of S as m counts: FMA and SEPARATE_MULTIPLY times unit, rounded; else as it is."""
+def row_normalizer(b_top, unit, FOLD: tl.constexpr, ROUNDING: tl.constexpr):
+    """The row maximum [BT] of S as m counts: FMA and SEPARATE_MULTIPLY times unit, rounded; else as it is. UP: to a whole number."""
     if FOLD == SEPARATE_MULTIPLY:
         b_r = rounded_product(b_top, unit)
     elif FOLD == FMA:
         b_r = b_top * unit
     else:
         b_r = b_top
+    if ROUNDING == UP:
+        b_r = tl.ceil(b_r)
     return b_r
 
 
@@ -419,9 +423,14 @@ def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
 
 
 @triton.jit
-def probabilities(b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constexpr):
-    """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``."""
-    if not APART:
+def probabilities(
+    b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constexpr, REUSE: tl.constexpr, FORMAT: tl.constexpr
+):
+    """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``; or, to
+    REUSE P_bar, exp(S - m) in FORMAT over d, from log2 d (``backward_probabilities``)."""
+    if REUSE:
+        b_p = round_to(exponential(b_s, b_m, unit, FOLD), FORMAT) * tl.exp2(-b_log_l)
+    elif not APART:
         b_p = exponential(b_s, b_m, unit, FOLD)
     elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_log_l)

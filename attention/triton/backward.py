@@ -27,6 +27,7 @@ from .arithmetic import (
     MAX_AND_SUM,
     OUTPUT_ITSELF,
     RECOMPUTED_O,
+    REUSED,
     ROWSUM_DO_O,
     ROWSUM_P_DP,
     ROWSUM_P_DP_NORMALIZED,
@@ -94,6 +95,7 @@ def query_kernel(
     D: tl.constexpr = SHAPE.D
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
+    REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
@@ -137,7 +139,9 @@ def query_kernel(
             )
             b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED == 1, SHAPE.TMA)
             b_v = operand(b_v, SITES.inputs, DTYPE)
-            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART)
+            b_p = probabilities(
+                b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
+            )
             if SITES.delta == RECOMPUTED_O:
                 b_part = dot(b_p, b_v, b_part)
             else:
@@ -216,6 +220,7 @@ def key_kernel(
     D: tl.constexpr = SHAPE.D
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
+    REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     blocks = tl.cdiv(S, BS)
     i_bh, i_s = place(blocks, SHAPE.HEADS)
@@ -250,7 +255,9 @@ def key_kernel(
             b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
             m_s = o_s[:, None] <= o_t[None, :]
             b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
-            b_p = probabilities(b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART)
+            b_p = probabilities(
+                b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
+            )
             b_dv_part = dot(operand(b_p, SITES.probabilities, DTYPE), b_do, b_dv_part)
             b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
             b_ds = b_p * (round_to(b_dp, SITES.probability_gradients) - b_delta[None, :])

@@ -23,6 +23,7 @@ from .arithmetic import (
     MAX_AND_SUM,
     OUTPUT_ITSELF,
     PLAIN,
+    REUSED,
     ROUNDED,
     SCALED,
     SCALED_DOWN,
@@ -117,7 +118,7 @@ def forward_range(
             if start >= middle:
                 b_s = tl.where(visible(o_t, start, S, SHAPE.CAUSAL, SHAPE.EVEN, BS), b_s, -float("inf"))
         b_top = tl.max(b_s, 1)
-        b_r = row_normalizer(b_top, scalars.unit, FOLD)
+        b_r = row_normalizer(b_top, scalars.unit, FOLD, SITES.row_max_rounding)
         b_plain = b_r
         m_tied = False
         if SITES.row_max != PLAIN:
@@ -136,11 +137,13 @@ def forward_range(
             b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
             b_p = exponential(b_s, b_m_new[:, None], scalars.unit, FOLD)
         b_alpha = rescaling(b_m, b_m_new, scalars.unit, FOLD)
-        b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
         if SHAPE.FLOOR:
             b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_m_new, limits, scalars.unit, SITES)
-            b_sum = tl.maximum(b_sum, b_least)
-        b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
+        if SITES.backward_probabilities != REUSED:
+            b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
+            if SHAPE.FLOOR:
+                b_sum = tl.maximum(b_sum, b_least)
+            b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
         b_m = b_m_new
         # [BS, D]
         b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED, SHAPE.TMA)
@@ -194,7 +197,7 @@ def forward_tile(
     for start in range(first, last, BS):
         b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, True, DTYPE)
         b_top = tl.maximum(b_top, tl.max(b_s, 1))
-    b_r = row_normalizer(b_top, scalars.unit, FOLD)
+    b_r = row_normalizer(b_top, scalars.unit, FOLD, SITES.row_max_rounding)
     b_plain = b_r
     m_tied = False
     if SITES.row_max != PLAIN:
@@ -372,7 +375,7 @@ def forward_kernel(
     if SITES.saved_statistics == MAX_AND_SUM:
         p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
         tl.store(p_row, b_m, mask=o_t < T)
-        tl.store(p_row + T, tl.log2(b_l), mask=o_t < T)
+        tl.store(p_row + T, tl.log2(b_d if SITES.backward_probabilities == REUSED else b_l), mask=o_t < T)
     else:
         b_lse = round_to(log_sum_exp(b_m, b_l, scalars.unit, SITES.exponent), SITES.logsumexp)
         tl.store(p_saved + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)

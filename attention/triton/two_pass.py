@@ -20,6 +20,7 @@ from ..reference.exponent import log2_scale
 from ..reference.tiles import FORMAT_OF, NAMESPACE, OUTPUT_STREAM
 from ..rounding import storage_dtype
 from .arithmetic import (
+    FP32,
     SCALED,
     STOCHASTIC,
     Scalars,
@@ -101,7 +102,7 @@ def standard_kernel(
             )
             # [BS, D]
             b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED == 1, SHAPE.TMA)
-            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, True)
+            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, True, False, FP32)
             b_acc = dot(operand(b_p, SITES.probabilities, DTYPE), operand(b_v, SITES.inputs, DTYPE), b_acc)
     b_words = 0
     if SITES.output_rounding == STOCHASTIC:
