@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 import files
 from figures import curves
@@ -26,12 +27,12 @@ DPI = 150
 TEXT = 11.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Course:
-    """One run to draw: ``label`` goes into the legend, ``exploded_at`` is marked."""
+    """One run to draw: ``label`` goes into the legend, ``exploded_at`` is marked; ``metrics`` as ``curves.metrics`` gives them."""
 
     label: str
-    records: Sequence[curves.Record]
+    metrics: pd.DataFrame
     exploded_at: int | None
 
 
@@ -86,8 +87,12 @@ def course_figure(courses: Sequence[Course]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    panels = [panel for panel in PANELS if any(np.isfinite(_series(c, panel)[1]).any() for c in courses)]
-    window = smoothing_window(max(len(_series(course, PANELS[0])[0]) for course in courses))
+    panels = [
+        panel
+        for panel in PANELS
+        if any(np.isfinite(curves.column(course.metrics, panel.key)).any() for course in courses)
+    ]
+    window = smoothing_window(max(len(curves.column(course.metrics, PANELS[0].key)) for course in courses))
     rows = -(-len(panels) // 2)
     height = rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(courses)
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
@@ -127,32 +132,25 @@ def style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": width}
 
 
-def _series(course: Course, panel: Panel) -> tuple[np.ndarray, np.ndarray]:
-    steps, values = curves.column(course.records, panel.key)
-    return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
-
-
 def _draw_panel(axes: Any, panel: Panel, courses: Sequence[Course], window: int) -> None:
     seen = []
     for index, course in enumerate(courses):
-        steps, values = _series(course, panel)
-        if not len(steps):
-            continue
-        look, shown = style(index), np.where(np.isfinite(values), values, np.nan)
-        if panel.is_log:
-            shown = np.where(shown > 0, shown, np.nan)
+        values = curves.column(course.metrics, panel.key)
+        look, finite = style(index), np.isfinite(values)
+        shown = values.where(finite & (values > 0) if panel.is_log else finite)
         if panel.is_noisy and window > 1:
-            axes.plot(steps, shown, color=look["color"], linewidth=0.5, alpha=0.3)
+            axes.plot(shown, color=look["color"], linewidth=0.5, alpha=0.3)
             # On a logarithmic axis the mean of the logarithms; one spike would otherwise show for a whole window.
-            forth, back = (np.log, np.exp) if panel.is_log else (np.asarray, np.asarray)
-            axes.plot(steps, back(curves.trailing_mean(forth(shown), window)), **look)
+            forth, back = (np.log, np.exp) if panel.is_log else (pd.Series, pd.Series)
+            mean = back(forth(shown).rolling(window, min_periods=1).mean())
+            axes.plot(mean.where(shown.notna()), **look)
         else:
-            axes.plot(steps, shown, marker="o" if panel.has_dots else "", markersize=3, **look)
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
+            axes.plot(shown, marker="o" if panel.has_dots else "", markersize=3, **look)
+        if not finite.all():
             at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-            axes.plot(steps[bad[0]], 0.95, marker="X", color=look["color"], markeredgecolor="white", markersize=8, **at)
-        seen.append(shown[np.isfinite(shown)])
+            first = values.index[~finite][0]
+            axes.plot(first, 0.95, marker="X", color=look["color"], markeredgecolor="white", markersize=8, **at)
+        seen.append(shown.dropna().to_numpy())
     _scale(axes, panel, [values for values in seen if len(values)])
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9", linewidth=0.6)
@@ -181,8 +179,8 @@ def _scale(axes: Any, panel: Panel, seen: Sequence[np.ndarray]) -> None:
 
 
 def _mark_explosions(all_axes: Sequence[Any], courses: Sequence[Course]) -> None:
-    every_step = [record["step"] for course in courses for record in course.records]
-    first, last = min(every_step), max(every_step)
+    first = min(course.metrics.index.min() for course in courses)
+    last = max(course.metrics.index.max() for course in courses)
     span = max(last - first, 1)
     all_axes[0].set_xlim(first - 0.01 * span, last + 0.01 * span)
     for index, course in enumerate(courses):

@@ -1,74 +1,79 @@
-"""Reading training curves: where two runs part, and where one explodes.
-
-Records are the dictionaries of ``training.metrics.read_metrics``: each has ``step`` and any of the other columns.
-"""
+"""Runs as tables by step, and where one explodes."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
-Record = Mapping[str, Any]
+from errors import UserError
+from training.metrics import read_metrics
+from training.telemetry import TELEMETRY_FILE, read_telemetry
+
 EXPLOSION_DEFINITION = (
     "Explosion: the first step from which the training loss stays more than {margin:g} above its best so far"
     " for {patience} steps, or is not finite."
 )
 
 
-def column(records: Sequence[Record], key: str) -> tuple[list[int], list[Any]]:
-    """Steps and values of one column, steps strictly increasing.
+def by_step(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Records as a table. Where the run went back to an earlier step (it was rolled back), what it had logged from there on is replaced.
 
-    Where the run went back to an earlier step (it was rolled back), what it had logged from there on is replaced; of two
-    values for one step the later counts.
+    A missing value is an empty cell, NaN the text "nan": ``column`` tells them apart.
     """
-    steps: list[int] = []
-    values: list[Any] = []
+    rows: dict[int, dict[str, Any]] = {}
     for record in records:
-        value = record.get(key)
-        while steps and (steps[-1] > record["step"] or (steps[-1] == record["step"] and value is not None)):
-            steps.pop()
-            values.pop()
-        if value is not None:
-            steps.append(record["step"])
-            values.append(value)
-    return steps, values
+        while rows and next(reversed(rows)) > record["step"]:
+            rows.popitem()
+        told = {name: "nan" if value != value else value for name, value in record.items()}
+        rows.setdefault(record["step"], {}).update(told)
+    return pd.DataFrame(list(rows.values())).set_index("step")
 
 
-def rollbacks(records: Sequence[Record]) -> int:
-    """How often the run went back to an earlier step."""
-    return sum(later["step"] < earlier["step"] for earlier, later in itertools.pairwise(records))
+def read_csv(path: Path) -> pd.DataFrame:
+    """A table that is kept of a published run. Raises ``UserError`` for a file that is none, or has no column ``step``."""
+    try:
+        table = pd.read_csv(path, dtype={"train_loss": str}, keep_default_na=False, na_values=[""])
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a CSV file ({str(error).splitlines()[0]})") from None
+    if "step" not in table or table.empty or not pd.api.types.is_integer_dtype(table["step"]):
+        raise UserError(f"{path}: expected a column step of whole numbers")
+    return table.set_index("step")
 
 
-def common_steps(a: Sequence[Record], b: Sequence[Record], key: str = "train_loss") -> list[int]:
-    """Steps for which both runs have a value, increasing."""
-    return sorted(set(column(a, key)[0]) & set(column(b, key)[0]))
+def metrics(folder: Path) -> pd.DataFrame:
+    """What the run in ``folder`` logged. Raises ``UserError`` where it is no run, or has no training loss yet."""
+    kept = folder / "metrics.csv"
+    table = read_csv(kept) if kept.is_file() else by_step(read_metrics(folder))
+    if column(table, "train_loss").empty:
+        raise UserError(f"{folder}: its metrics have no train_loss yet")
+    return table
 
 
-def first_divergence(a: Sequence[Record], b: Sequence[Record], key: str = "train_loss") -> int | None:
-    """First common step whose values are not the same bits; None when all are (or there is no common step).
-
-    NaN is the same as NaN; 0.0 and -0.0 differ.
-    """
-    values_a, values_b = (dict(zip(*column(records, key), strict=True)) for records in (a, b))
-    for step in common_steps(a, b, key):
-        if not _same(values_a[step], values_b[step]):
-            return step
-    return None
+def telemetry(folder: Path) -> pd.DataFrame:
+    """The probes of a run, lists by layer or by layer and head in the cells; empty without telemetry. Raises ``UserError``."""
+    return by_step(read_telemetry(folder)) if (folder / TELEMETRY_FILE).is_file() else pd.DataFrame()
 
 
-def _same(x: Any, y: Any) -> bool:
-    if isinstance(x, float) and isinstance(y, float):
-        return (math.isnan(x) and math.isnan(y)) or (x == y and math.copysign(1.0, x) == math.copysign(1.0, y))
-    return bool(x == y)
+def column(table: pd.DataFrame, name: str) -> pd.Series:
+    """A column's values by step, float64, without empty cells; empty where there is no such column."""
+    return table[name].dropna().astype(float) if name in table else pd.Series(dtype=float)
 
 
-def explosion_step(
-    losses: Sequence[float], margin: float = 0.5, patience: int = 200, *, steps: Sequence[int] | None = None
-) -> int | None:
+def first_difference(a: pd.Series, b: pd.Series) -> int | None:
+    """First common step whose values are not the same bits; None when all are. NaN is the same as NaN; 0.0 and -0.0 differ."""
+    common = a.index.intersection(b.index)
+    first, second = (
+        one[common].map(lambda value: value.hex() if isinstance(value, float) else value) for one in (a, b)
+    )
+    different = common[first.to_numpy() != second.to_numpy()]
+    return int(different.min()) if len(different) else None
+
+
+def explosion_step(losses: pd.Series | Sequence[float], margin: float = 0.5, patience: int = 200) -> int | None:
     """First step from which the loss stays above its best so far + ``margin`` for ``patience`` consecutive steps.
 
     A loss that is not finite counts as exploded at once; when it ends an excursion above the margin, the step is the
@@ -76,85 +81,28 @@ def explosion_step(
     (``open_excursion`` finds the latter).
 
     Args:
-        losses: nats a token, in order.
+        losses: nats a token, by step, where not every step need be there.
         margin: nats above the best loss before the excursion.
         patience: length in steps, the first included.
-        steps: the step of each loss, increasing, where not every step was logged; None: 0, 1, 2, ...
-
-    Raises:
-        ValueError: margin < 0, patience < 1 or lengths differ.
     """
-    if margin < 0 or patience < 1:
-        raise ValueError(f"margin {margin} must not be negative and patience {patience} must be 1 or more")
-    start, called = _last_excursion(losses, margin, patience, steps)
+    start, called = _last_excursion(losses, margin, patience)
     return start if called else None
 
 
-def open_excursion(
-    losses: Sequence[float], margin: float = 0.5, patience: int = 200, *, steps: Sequence[int] | None = None
-) -> int | None:
-    """First step of an excursion that the run's end cut short, too short for ``explosion_step`` to call; else None.
-
-    Arguments and errors as there.
-    """
-    start, called = _last_excursion(losses, margin, patience, steps)
+def open_excursion(losses: pd.Series | Sequence[float], margin: float = 0.5, patience: int = 200) -> int | None:
+    """First step of an excursion that the run's end cut short, too short for ``explosion_step`` to call; else None."""
+    start, called = _last_excursion(losses, margin, patience)
     return None if called else start
 
 
-def _last_excursion(
-    losses: Sequence[float], margin: float, patience: int, steps: Sequence[int] | None
-) -> tuple[int | None, bool]:
+def _last_excursion(losses: pd.Series | Sequence[float], margin: float, patience: int) -> tuple[int | None, bool]:
     """First step of the excursion that is an explosion, or else of the one the losses end in; and whether it is one."""
-    if margin < 0 or patience < 1:
-        raise ValueError(f"margin {margin} must not be negative and patience {patience} must be 1 or more")
     lowest, start = math.inf, None
-    for step, loss in zip(range(len(losses)) if steps is None else steps, losses, strict=True):
+    for step, loss in pd.Series(losses, dtype=float).items():
         if math.isfinite(loss) and loss <= lowest + margin:
             lowest, start = min(lowest, loss), None
             continue
-        start = step if start is None else start
+        start = int(step) if start is None else start
         if not math.isfinite(loss) or step - start + 1 >= patience:
             return start, True
     return start, False
-
-
-def best(steps: Sequence[int], values: Sequence[float]) -> tuple[int, float] | None:
-    """Step and value of the smallest finite value (the first, if it occurs twice); None when there is no finite value."""
-    finite = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-    if not finite:
-        return None
-    value, step = min(finite)
-    return step, value
-
-
-def final(values: Sequence[float], last: int = 50) -> float:
-    """Mean of the last ``last`` values (of all, when there are fewer); not finite when one of them is not.
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("final() of no values")
-    tail = values[-last:]
-    return sum(tail) / len(tail)
-
-
-def trailing_mean(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and up to ``window - 1`` before it: nothing shows in it before it happens.
-
-    Where the value is not finite the mean is NaN, and averaging starts afresh behind it. float64, as long as ``values``.
-
-    Raises:
-        ValueError: window < 1.
-    """
-    if window < 1:
-        raise ValueError(f"window {window} must be 1 or more")
-    numbers = np.asarray(values, dtype=np.float64)
-    means = np.full(len(numbers), np.nan)
-    edges = np.flatnonzero(~np.isfinite(numbers))
-    for begin, end in zip([0, *(edges + 1)], [*edges, len(numbers)], strict=True):
-        if begin < end:
-            # Summed directly: differences of a running sum would carry one huge value's rounding into all that follow.
-            sums = np.convolve(numbers[begin:end], np.ones(min(window, end - begin)))[: end - begin]
-            means[begin:end] = sums / np.minimum(np.arange(1, end - begin + 1), window)
-    return means

@@ -1,4 +1,4 @@
-"""Figures 5 and 12: the error of delta, token by token, summed, and by feature. Legend: B batch, T positions, H heads, D head width."""
+"""Figure 5: the error of delta, token by token, summed, and by feature. Legend: B batch, T positions, H heads, D head width."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
-from figures import canvas, curves
+from figures import canvas
 from figures.canvas import Drawn
-from figures.courses import style
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors, feature_errors, output_errors, summarize
 
@@ -67,7 +67,7 @@ def _pickable(layer: LayerCapture, head: int) -> Tensor:
 
 
 def head_error(layer: LayerCapture, *, head: int, batch: int, token: int, label: str) -> HeadError:
-    """What Figures 5 and 12 show (arXiv 2510.04212), float64 on the CPU."""
+    """What Figure 5 shows (arXiv 2510.04212), float64 on the CPU."""
     error_BHT = delta_errors(layer).error_BHT[:, [head]]
     B, _, T = error_BHT.shape
     summary = summarize(error_BHT, unit=T if B >= 4 else 32)
@@ -91,18 +91,14 @@ def running_sum(error_BT: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return error_N.cumsum(dim=0).numpy(), error_N.square().cumsum(dim=0).sqrt().numpy()
 
 
-def draw_delta(error: HeadError, over_steps: Sequence[tuple[str, np.ndarray, np.ndarray]] = ()) -> Drawn:
+def draw_delta(error: HeadError) -> Drawn:
     """Figure 5: (a) the error of delta summed up, (b) dO and (c) O_lp - O_hp at one token, for the features that matter most there.
 
-    The paper sums over 100 training steps; here (a) sums over the tokens of the sequences given, with the weights of one checkpoint;
-    for runs with telemetry a second panel sums ``delta_error_sum`` over the probes of the training. ``over_steps``: (label, steps, sums).
+    The paper sums over 100 training steps; here (a) sums over the tokens of the sequences given, with the weights of one checkpoint.
     """
-    panels = 3 + bool(over_steps)
-    figure = canvas.sheet(0.3 + 1.2 * panels)
-    all_axes = list(figure.subplots(panels, 1))
-    numbers = _draw_sum(all_axes.pop(0), error)
-    if over_steps:
-        numbers += _draw_steps(all_axes.pop(0), over_steps)
+    figure = canvas.sheet(3.9)
+    top, *others = figure.subplots(3, 1)
+    numbers = _draw_sum(top, error)
     order = error.product_D.abs().argsort(descending=True)[:FEATURES]
     agree = float((error.product_D[order] > 0).double().mean())
     names = [str(int(i)) for i in order]
@@ -110,7 +106,7 @@ def draw_delta(error: HeadError, over_steps: Sequence[tuple[str, np.ndarray, np.
         ("dO", error.do_D, f"dO, sequence {error.batch}, token {error.token}"),
         ("output_error", error.output_error_D, f"O(lp) - O(hp): same sign as dO in {agree:.0%} of these features"),
     )
-    for axes, (name, values_D, title) in zip(all_axes, parts, strict=True):
+    for axes, (name, values_D, title) in zip(others, parts, strict=True):
         values = values_D[order].numpy()
         axes.bar(range(len(values)), values, color=[canvas.ORANGE if v < 0 else canvas.BLUE for v in values], width=0.7)
         axes.axhline(0, color="0.3", linewidth=0.5)
@@ -118,8 +114,8 @@ def draw_delta(error: HeadError, over_steps: Sequence[tuple[str, np.ndarray, np.
         axes.ticklabel_format(axis="y", scilimits=(-2, 3))
         canvas.dress(axes, title=title)
         numbers += [(name, int(i), float(v)) for i, v in zip(order, values, strict=True)]
-    all_axes[-1].set_xlabel("feature of the head, by |dO (O(lp) - O(hp))|", fontsize=canvas.TEXT)
-    return Drawn(figure, canvas.table(("panel", "x", "value"), numbers))
+    others[-1].set_xlabel("feature of the head, by |dO (O(lp) - O(hp))|", fontsize=canvas.TEXT)
+    return Drawn(figure, pd.DataFrame(numbers, columns=["panel", "x", "value"]))
 
 
 def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
@@ -140,42 +136,6 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
         ("sum_over_tokens", int(place), float(value))
         for place, value in zip(places[::step], total[::step], strict=True)
     ]
-
-
-def _draw_steps(axes: Any, over_steps: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> list[tuple[Any, ...]]:
-    numbers: list[tuple[Any, ...]] = []
-    for index, (label, steps, sums) in enumerate(over_steps):
-        total = np.cumsum(sums)
-        axes.plot(steps, total, label=label, **(style(index) | {"linewidth": 1.2}))
-        numbers += [(f"sum_over_probes {label}", int(s), float(v)) for s, v in zip(steps, total, strict=True)]
-    axes.axhline(0, color="0.3", linewidth=0.5)
-    axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-    canvas.dress(axes, x="optimizer step", y=r"sum of $\delta_{lp}-\delta_{hp}$" + "\nover probes")
-    canvas.legend(axes, *axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.12, 1.0))
-    return numbers
-
-
-def draw_tokens(error: HeadError) -> Drawn:
-    """Figure 12: delta_lp - delta_hp of every token of every sequence.
-
-    The paper captions it "Token difference visualization" and prints the sum; which tokens it takes could not be established. Here: one
-    head of one checkpoint.
-    """
-    values = error.error_BT.numpy()
-    figure = canvas.sheet(0.9 + max(1.0, min(2.4, 0.12 * len(values))))
-    axes = figure.subplots()
-    canvas.heat(figure, axes, values, signed=True, label=r"$\delta_{lp}-\delta_{hp}$")
-    title = f"{error.label}\nsum {values.sum():.3g}; {error.positive:.0%} of the errors positive"
-    canvas.dress(axes, x="token", y="sequence", title=title, grid="")
-    columns = ("token", *(f"sequence_{batch}" for batch in range(len(values))))
-    return Drawn(figure, canvas.table(columns, ((token, *line) for token, line in enumerate(values.T))))
-
-
-def steps_of(records: Sequence[Any], layer: int, head: int) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and ``delta_error_sum`` of one head from telemetry records; what is not finite counts as 0."""
-    steps, grids = curves.column(records, "delta_error_sum")
-    sums = np.asarray([grid[layer][head] for grid in grids], dtype=np.float64)
-    return np.asarray(steps), np.where(np.isfinite(sums), sums, 0.0)
 
 
 def choose_head(w_q_norms: Sequence[float]) -> int:

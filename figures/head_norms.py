@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 from torch import Tensor
 
 from figures import canvas
@@ -55,4 +56,4 @@ def draw_heads(models: Sequence[HeadNorms]) -> Drawn:
     labels = [f"{model.label}: outliers {', '.join(map(str, model.outliers)) or 'none'}" for model in models]
     canvas.legend(figure, bars, labels, loc="outside upper left")
     rows = [(m.label, m.layer, head, norm, head in m.outliers) for m in models for head, norm in enumerate(m.norms)]
-    return Drawn(figure, canvas.table(("model", "layer", "head", "w_q_head_norm", "outlier"), rows))
+    return Drawn(figure, pd.DataFrame(rows, columns=["model", "layer", "head", "w_q_head_norm", "outlier"]))

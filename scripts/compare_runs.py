@@ -1,9 +1,19 @@
-"""Compare runs: what was changed, where they part, which explodes, and whether they saw the same data.
+"""Compare runs: how each ended, what was changed, where they part, and whether they saw the same data.
 
     python scripts/compare_runs.py runs/failing runs/fixed [runs/...] --out compare.png
+    python scripts/compare_runs.py experiments/fast_failure/runs --out none --table summary.csv --at 2400 3500
 
-The first run is the reference. Prints a table: the step of an explosion, the first step whose loss differs, losses, the largest W_Q norm.
-Draws training loss, largest attention logit, gradient norm and validation loss over steps.
+A folder is a run, or a folder of runs. A run is what train.py writes (config.json, metrics.jsonl, telemetry.jsonl) or what is kept of a
+published one (config.json, metrics.csv, probes.csv). The first is the reference. Prints a Markdown table with one row a run, those that
+exploded first, and what the runs changed against the reference; draws training loss, largest logit, gradient norm and validation loss.
+
+How a run ended:
+    exploded at N        from step N on the training loss stayed 0.5 (--margin) above its best for 200 steps (--patience)
+    NaN at N             the training loss of step N is not finite
+    unstable since N     gradient norm above 20 first at N (from step 200 on), and its median afterwards is more than twice the earlier one
+    open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
+    stable to N          none of these, and the run has all its steps
+    stopped early at N   none of these, and it has not
 """
 
 from __future__ import annotations
@@ -11,141 +21,236 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import _root  # noqa: F401
+import pandas as pd
 
 import files
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from figures import curves
 from figures.courses import Course, draw_courses
-from training.metrics import json_safe, read_metrics
+from training.metrics import METRICS_FILE
 
-FINAL_SHARE, FINAL_MOST = 20, 50
+LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
+UNSTABLE_RATIO = 2.0
+NEAR = 60
+"""Steps behind a large gradient norm that do not count: a published run has more rows there than elsewhere."""
+LAST_STEPS, LAST_SHARE = 50, 10
+"""train_loss_end is the mean of so many of the last logged losses, at most a tenth of all."""
 # Differences in these say which run it is or what it writes where, not how it trains; the data have a sentence of their own.
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
     """A finished or running run, as its folder tells it."""
 
     name: str
-    attention: str
-    records: list[dict[str, Any]]
-    facts: dict[str, Any]
-    batches: dict[str, Any]
+    config: dict[str, Any]
+    """config.json."""
+    metrics: pd.DataFrame
+    probes: pd.DataFrame
+    """By step: w_q_norm_L and max_logit_L of layers L; empty for a run without telemetry."""
+
+    def column(self, name: str) -> pd.Series:
+        """Of the metrics or of the probes."""
+        return curves.column(self.metrics if name in self.metrics else self.probes, name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One row of the table. Losses in nats a token; None: nothing to tell (see the column)."""
-
-    run: str
-    attention: str
-    last_step: int
-    exploded_at: int | None
-    leaving_since: int | None
-    differs_from_first_at: int | None
-    train_final: float
-    train_best: float | None
-    val_final: float | None
-    val_best: float | None
-    w_q_norm_largest: float | None
-    tokens_per_second: float | None
-    rollbacks: int
-    changed: dict[str, list[Any]]
+def load(folder: Path) -> Run:
+    """Raises ``UserError`` where it is not the folder of a run, or has no training loss yet."""
+    metrics = curves.metrics(folder)
+    try:
+        content: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        content["config"]["run"]["seed"], content["config"]["run"]["steps"], content["attention_name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder}/config.json: not the record of a run") from None
+    kept = folder / "probes.csv"
+    probes = curves.read_csv(kept) if kept.is_file() else _by_layer(curves.telemetry(folder))
+    return Run(folder.resolve().name, content, metrics, probes)
 
 
-def load_run(folder: Path) -> Run:
-    """Read ``metrics.jsonl`` and, where there is one, ``config.json``.
+def _by_layer(telemetry: pd.DataFrame) -> pd.DataFrame:
+    rows = {
+        step: {f"w_q_norm_{layer}": norm for layer, norm in enumerate(probe["w_q_norm"])}
+        | {f"max_logit_{layer}": max(heads) for layer, heads in enumerate(probe["max_logit"])}
+        for step, probe in telemetry.iterrows()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index")
 
-    Raises:
-        UserError: no such folder, no metrics, no training loss in them, or a config that is not JSON or not a run's.
-    """
-    records = read_metrics(folder)
-    if not curves.column(records, "train_loss")[0]:
-        raise UserError(f"{folder}: its metrics have no train_loss yet")
-    path, config = folder / "config.json", {}
-    if path.is_file():
-        try:
-            config = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise UserError(f"{path}: not JSON ({error})") from None
-        if not isinstance(config, dict) or not isinstance(config.get("config", {}), dict):
-            raise UserError(f"{path}: not the record of a run")
-    facts = _flatten(config.get("config", {}))
-    for key in ("device", "git_commit", "versions"):
-        facts.update(_flatten({key: config[key]} if key in config else {}))
-    return Run(
-        name=folder.resolve().name,
-        attention=str(config.get("attention_name", "?")),
-        records=records,
-        facts={key: value for key, value in facts.items() if not key.startswith(UNTOLD)},
-        batches=config.get("batches") or {},
+
+def run_folders(paths: Sequence[Path]) -> list[Path]:
+    """The runs named, and those in the folders named. Raises ``UserError`` where there is none, or two have one name."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path}: no such run folder")
+        is_run = any((path / name).is_file() for name in ("metrics.csv", METRICS_FILE, "config.json"))
+        inside = sorted({one.parent for name in ("metrics.csv", METRICS_FILE) for one in path.glob(f"*/{name}")})
+        if not is_run and not inside:
+            raise UserError(f"{path}: neither a run nor a folder of runs")
+        found += [path] if is_run else inside
+    names = [path.resolve().name for path in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"two runs have the name {twice[0]}: give one of them another folder name")
+    return found
+
+
+def first_large_norm(norms: pd.Series) -> int | None:
+    """First step with a gradient norm above ``LARGE_NORM``, or one that is not a number."""
+    late = norms[norms.index >= LARGE_NORM_FROM]
+    large = late[~(late <= LARGE_NORM)]
+    return None if large.empty else int(large.index[0])
+
+
+def unstable_since(norms: pd.Series) -> int | None:
+    """First large gradient norm of a run in which it stayed large: one among ordinary ones is no instability."""
+    first = first_large_norm(norms)
+    if first is None or norms.index[-1] - first < 500:
+        return None
+    after = norms[norms.index > first + NEAR]
+    before = norms[(norms.index >= first - 1000) & (norms.index <= first - 500)]
+    return first if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median() else None
+
+
+def ending(losses: pd.Series, norms: pd.Series, planned: int, margin: float, patience: int) -> tuple[str, int | None]:
+    """How the run ended, in the words of the module's docstring, and the step of its explosion or NaN."""
+    exploded = curves.explosion_step(losses, margin, patience)
+    if exploded is not None:
+        return f"{'exploded' if math.isfinite(losses[exploded]) else 'NaN'} at {exploded:,}", exploded
+    if (unstable := unstable_since(norms)) is not None:
+        return f"unstable since {unstable:,}", None
+    if (since := curves.open_excursion(losses, margin, patience)) is not None:
+        return f"open since {since:,}", None
+    last = int(losses.index[-1])
+    return f"{'stable to' if last + 1 >= planned else 'stopped early at'} {last:,}", None
+
+
+def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
+    """The row of a run. Raises ``UserError`` for a layer that its probes lack."""
+    if len(run.probes) and f"max_logit_{layer}" not in run.probes:
+        raise invalid("--layer", layer, f"a layer of the probes in {run.name}")
+    losses, norms, validation = (run.column(name) for name in ("train_loss", "grad_norm", "val_loss"))
+    logits, w_q = (curves.column(run.probes, f"{name}_{layer}") for name in ("max_logit", "w_q_norm"))
+    settings = run.config["config"]["run"]
+    ended, exploded = ending(losses, norms, int(settings["steps"]), margin, patience)
+    tail = list(losses.tail(max(1, min(LAST_STEPS, len(losses) // LAST_SHARE))))
+    row: dict[str, Any] = {
+        "run": run.name,
+        "attention": run.config["attention_name"],
+        "seed": settings["seed"],
+        "ended": ended,
+        "exploded_at": exploded,
+        "last_step": int(losses.index[-1]),
+        "grad_norm_above_20_at": first_large_norm(norms),
+        "train_loss_end": sum(tail) / len(tail),
+        "val_loss_best": validation.min() if len(validation) else None,
+        "val_loss_end": validation.iloc[-1] if len(validation) else None,
+    }
+    for name, values in (("val_loss", validation), (f"max_logit_{layer}", logits), (f"w_q_norm_{layer}", w_q)):
+        row |= {f"{name}_at_{step}": values.get(step) for step in at}
+    for name, values in ((f"max_logit_{layer}", logits), (f"w_q_norm_{layer}", w_q)):
+        row[f"{name}_largest"] = values.max() if len(values) else None
+    speeds = run.column("tokens_per_second")
+    return row | {"tokens_per_second": speeds.median() if len(speeds) else None}
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Rows of runs, those that exploded first, by step; columns that no run has are left out."""
+    table = pd.DataFrame(rows).sort_values(["exploded_at", "run"], na_position="last", kind="stable")
+    table = table.dropna(axis="columns", how="all")
+    whole = [name for name in ("exploded_at", "grad_norm_above_20_at") if name in table]
+    return table.astype(dict.fromkeys(whole, "Int64")).reset_index(drop=True)
+
+
+def cell(name: str, value: Any) -> str:
+    """A cell of the Markdown table."""
+    if not isinstance(value, str) and pd.isna(value) and name != "train_loss_end":
+        return "-"
+    if "loss" in name:
+        return f"{value:.3f}"
+    if name == "tokens_per_second" or ("logit" in name and abs(value) >= 1000):
+        return f"{value:,.0f}"
+    return (
+        f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if name.endswith(("step", "_at")) else str(value)
     )
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def heading(name: str) -> str:
+    """A column's name in words."""
+    words = [(r"max_logit_(\d+)", r"largest logit of layer \1"), (r"w_q_norm_(\d+)", r"W_Q norm of layer \1")]
+    words += [("(W_Q.*)_largest", r"largest \1"), ("_largest", "")]
+    words += [("train_loss", "training loss"), ("val_loss", "validation loss"), ("grad_norm", "gradient norm")]
+    for pattern, text in words:
+        name = re.sub(pattern, text, name)
+    return re.sub(r"\d{4,}", lambda step: f"{int(step[0]):,}", name.replace("_", " ").replace("W Q", "W_Q"))
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """The table in Markdown, without what ``ended`` says already."""
+    names = [name for name in table if name not in ("exploded_at", "last_step", "val_loss_end")]
+    text = [name in ("run", "attention", "ended") for name in names]
+    lines = [
+        "| " + " | ".join(heading(name) for name in names) + " |",
+        "| " + " | ".join("---" if is_text else "---:" for is_text in text) + " |",
+    ]
+    lines += ["| " + " | ".join(cell(name, row[name]) for name in names) + " |" for _, row in table.iterrows()]
+    return "\n".join(lines) + "\n"
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by their dotted names."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
 
 
-def summarize(run: Run, reference: Run, *, margin: float, patience: int) -> Result:
-    """The row of ``run``.
+def settings_of(run: Run) -> dict[str, Any]:
+    """What decides how a run trains, by name."""
+    where: dict[str, Any] = {key: run.config[key] for key in ("device", "git_commit", "versions") if key in run.config}
+    found = flat(run.config["config"]) | flat(where)
+    return {name: value for name, value in found.items() if not name.startswith(UNTOLD)}
 
-    Raises:
-        UserError: it has no step in common with the reference.
-    """
-    if not curves.common_steps(run.records, reference.records):
-        raise UserError(f"{run.name} and {reference.name} have no step in common, so there is nothing to compare")
-    steps, losses = curves.column(run.records, "train_loss")
-    val_steps, val_losses = curves.column(run.records, "val_loss")
-    norms = [value for value in curves.column(run.records, "w_q_norm_max")[1] if math.isfinite(value)]
-    speeds = curves.column(run.records, "tokens_per_second")[1]
-    train_best, val_best = curves.best(steps, losses), curves.best(val_steps, val_losses)
-    keys = dict.fromkeys([*reference.facts, *run.facts])
-    return Result(
-        run=run.name,
-        attention=run.attention,
-        last_step=steps[-1],
-        exploded_at=curves.explosion_step(losses, margin, patience, steps=steps),
-        leaving_since=curves.open_excursion(losses, margin, patience, steps=steps),
-        differs_from_first_at=curves.first_divergence(reference.records, run.records),
-        train_final=curves.final(losses, max(1, min(len(losses) // FINAL_SHARE, FINAL_MOST))),
-        train_best=train_best and train_best[1],
-        val_final=val_losses[-1] if val_losses else None,
-        val_best=val_best and val_best[1],
-        w_q_norm_largest=max(norms, default=None),
-        tokens_per_second=statistics.median(speeds) if speeds else None,
-        rollbacks=curves.rollbacks(run.records),
-        changed={
-            key: [reference.facts.get(key), run.facts.get(key)]
-            for key in keys
-            if reference.facts.get(key) != run.facts.get(key)
-        },
-    )
+
+def against(first: Run, run: Run) -> str:
+    """From where a run differs from the first, and in which settings. Raises ``UserError`` where no step is in both."""
+    losses = [one.column("train_loss") for one in (first, run)]
+    if not len(losses[0].index.intersection(losses[1].index)):
+        raise UserError(f"{run.name} and {first.name} have no step in common, so there is nothing to compare")
+    step = curves.first_difference(*losses)
+    parts = "the same training losses, bit for bit" if step is None else f"training losses differ from step {step} on"
+    old, new = settings_of(first), settings_of(run)
+    changed = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    changes = "; ".join(f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed)
+    return f"{run.name} against {first.name}: {parts}; {changes or 'no setting differs'}."
 
 
 def data_sentence(runs: Sequence[Run]) -> str:
     """Whether all runs drew the same batches. A logged digest stands for the data set and all batches up to its step."""
-    first, others = runs[0], runs[1:]
+    first, *others = runs
+    batches = {run.name: run.config.get("batches") or {} for run in runs}
+    digests = {
+        run.name: run.metrics["data_digest"].dropna() if "data_digest" in run.metrics else pd.Series(dtype=object)
+        for run in runs
+    }
     untold, parted, through = [], [], []
     for run in others:
-        steps = curves.common_steps(first.records, run.records, "data_digest")
-        step = curves.first_divergence(first.records, run.records, "data_digest")
-        if not steps:
+        common = digests[first.name].index.intersection(digests[run.name].index)
+        step = curves.first_difference(digests[first.name], digests[run.name])
+        if common.empty:
             untold.append(run.name)
         elif step is None:
-            through.append(steps[-1])
+            through.append(int(common.max()))
         else:
-            parted.append(f"{run.name} from step {step} on{_data_difference(first.batches, run.batches)}")
+            names = ("data_sha256", "sequence_length", "global_batch", "seed", "recording")
+            odd = [name for name in names if batches[first.name].get(name) != batches[run.name].get(name)]
+            parted.append(f"{run.name} from step {step} on" + (f" ({', '.join(odd)} differ)" if odd else ""))
     if parted:
         return f"Data: NOT identical: other batches than {first.name}: " + "; ".join(parted) + "."
     if untold:
@@ -153,117 +258,36 @@ def data_sentence(runs: Sequence[Run]) -> str:
     reach = f"through step {through[0]}"
     if len(set(through)) > 1:
         reach = f"to the last step that each shares with {first.name} ({', '.join(map(str, sorted(set(through))))})"
-    recordings = {(run.batches.get("recording"), run.batches.get("recording_start")) for run in runs}
-    name = first.batches.get("recording") if len(recordings) == 1 else None
-    source = f" (recording {name})" if name else ""
+    recordings = {batches[run.name].get("recording") for run in runs}
+    source = f" (recording {recordings.pop()})" if len(recordings) == 1 and all(recordings) else ""
     return f"Data: identical: all {len(runs)} runs saw the same batches in the same order {reach}{source}."
 
 
-def _data_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
-    names = ("data_sha256", "sequence_length", "global_batch", "seed", "recording")
-    different = [name for name in names if first.get(name) != other.get(name)]
-    return f" ({', '.join(different)} differ)" if different else ""
-
-
-def validation_sentence(runs: Sequence[Run]) -> str | None:
-    """A warning when validation losses were measured on different sequences; None when they are known to compare."""
+def validation_sentence(runs: Sequence[Run]) -> list[str]:
+    """A warning when validation losses were measured on different sequences; empty when they are known to compare."""
     names = ("validation_sha256", "validation_sequences", "sequence_length")
-    odd = [run.name for run in runs[1:] if any(run.batches.get(n) != runs[0].batches.get(n) for n in names)]
-    return (
-        f"Validation losses do not compare with {runs[0].name}'s (other sequences): {', '.join(odd)}." if odd else None
-    )
+    first, *others = [(run.name, [(run.config.get("batches") or {}).get(name) for name in names]) for run in runs]
+    odd = [name for name, measured in others if measured != first[1]]
+    return [f"Validation losses do not compare with {first[0]}'s (other sequences): {', '.join(odd)}."] if odd else []
 
 
-HEADERS = (
-    ("run", ""),
-    ("attention", ""),
-    ("last", "step"),
-    ("exploded", "at step"),
-    ("differs", "from 1st"),
-    ("train loss", "final"),
-    ("train", "best"),
-    ("val loss", "final"),
-    ("val", "best"),
-    ("largest", "W_Q norm"),
-    ("tokens", "per s"),
-)
-
-
-def cells(result: Result, *, is_first: bool) -> list[str]:
-    """One row of the table as text, one cell for each of ``HEADERS``."""
-    differs = result.differs_from_first_at
-    return [
-        result.run,
-        result.attention,
-        str(result.last_step),
-        "no" if result.exploded_at is None else str(result.exploded_at),
-        "-" if is_first else "never" if differs is None else f"step {differs}",
-        *(_number(x, ".4f") for x in (result.train_final, result.train_best, result.val_final, result.val_best)),
-        _number(result.w_q_norm_largest, ".4g"),
-        _number(result.tokens_per_second, ",.0f"),
+def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The picture (``figures.courses``). Raises ``UserError`` where it cannot be written."""
+    courses = [
+        Course(f"{run.name}: {row['attention']}, {row['ended']}", run.metrics, row["exploded_at"])
+        for run, row in zip(runs, rows, strict=True)
     ]
+    try:
+        draw_courses(courses, path)
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def plain_table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns under two lines of headings; text to the left, numbers to the right."""
-    heads = [list(line) for line in zip(*HEADERS, strict=True)]
-    widths = [max(len(line[i]) for line in [*heads, *rows]) for i in range(len(HEADERS))]
-    lines = [*heads, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """The same cells as a Markdown table."""
-    heads = [" ".join(part for part in head if part) for head in HEADERS]
-    rule = ["---" if i < 2 else "---:" for i in range(len(HEADERS))]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [heads, rule, *rows]
-    )
-
-
-def remarks(results: Sequence[Result], *, margin: float, patience: int) -> list[str]:
-    """What a reader of the table must know, a line each: what was changed, odd runs, definitions."""
-    lines = []
-    for result in results[1:]:
-        changes = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in result.changed.items())
-        lines.append(f"{result.run} against {results[0].run}: {changes or 'no setting differs'}.")
-    for result in results:
-        if result.leaving_since is not None:
-            lines.append(
-                f"{result.run} is above the margin since step {result.leaving_since} and ends at {result.last_step}: too soon to tell."
-            )
-        if result.rollbacks:
-            lines.append(
-                f"{result.run} went back to an earlier step {result.rollbacks} times; only its final course counts."
-            )
-    lines.append(curves.EXPLOSION_DEFINITION.format(margin=margin, patience=patience))
-    lines.append(
-        f"Final training loss: mean of the last 1/{FINAL_SHARE} logged, at most {FINAL_MOST}; "
-        "differs from 1st: first step whose training loss is not the same bits."
-    )
-    return lines
-
-
-def write_table(path: Path, results: Sequence[Result], rows: Sequence[Sequence[str]], lines: Sequence[str]) -> None:
-    """Results as Markdown or JSON, by the file's ending; not-finite numbers as in ``metrics.jsonl``.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    if path.suffix == ".json":
-        runs = [{key: json_safe(value) for key, value in asdict(result).items()} for result in results]
-        text = json.dumps({"runs": runs, "remarks": list(lines)}, indent=2) + "\n"
-    else:
-        text = markdown_table(rows) + "\n\n" + "".join(f"- {line}\n" for line in lines)
+def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
+    """As CSV or Markdown, by the file's ending. Raises ``UserError`` where it cannot be written."""
+    text = markdown(table) + "\n" + "".join(f"- {line}\n" for line in lines)
+    if path.suffix == ".csv":
+        text = table.to_csv(index=False, float_format="%.6g")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text)
@@ -271,40 +295,18 @@ def write_table(path: Path, results: Sequence[Result], rows: Sequence[Sequence[s
         raise UserError(f"--table {path}: cannot be written ({error.strerror})") from None
 
 
-def draw(runs: Sequence[Run], results: Sequence[Result], path: Path) -> None:
-    """The picture: see ``figures.courses``.
-
-    Raises:
-        UserError: matplotlib is not installed, or the picture cannot be written.
-    """
-    drawn = []
-    for run, result in zip(runs, results, strict=True):
-        end = f"no explosion by {result.last_step}"
-        if result.exploded_at is not None:
-            end = f"explodes at {result.exploded_at}"
-        elif result.leaving_since is not None:
-            end = f"leaves at {result.leaving_since}, then ends"
-        drawn.append(
-            Course(label=f"{run.name}: {run.attention}, {end}", records=run.records, exploded_at=result.exploded_at)
-        )
-    try:
-        draw_courses(drawn, path)
-    except ImportError as error:
-        raise invalid("--out", str(path), f"none, as matplotlib cannot be used here ({error})") from None
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
+        "runs", nargs="+", type=Path, help="run folders, or folders of runs; the first is the reference"
     )
     parser.add_argument(
         "--out", default="compare.png", help="picture to write: .png, .pdf, .svg, or none (compare.png)"
     )
-    parser.add_argument("--table", default="", help="also write the table to this file: .md or .json")
+    parser.add_argument("--table", type=Path, help="also write the table to this file: .md or .csv")
+    parser.add_argument("--layer", type=int, default=1, help="from 0: the layer whose logits and W_Q are told (1)")
+    parser.add_argument("--at", type=int, nargs="+", default=[], help="steps at which losses, logits and W_Q are told")
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     args = parser.parse_args(argv)
@@ -314,8 +316,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise invalid("--margin", args.margin, "0 or more nats")
     if args.out != "none" and Path(args.out).suffix not in (".png", ".pdf", ".svg"):
         raise invalid("--out", args.out, "a file name that ends in .png, .pdf or .svg, or none")
-    if args.table and Path(args.table).suffix not in (".md", ".json"):
-        raise invalid("--table", args.table, "a file name that ends in .md or .json")
+    if args.table and args.table.suffix not in (".md", ".csv"):
+        raise invalid("--table", args.table, "a file name that ends in .md or .csv")
     return args
 
 
@@ -323,18 +325,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the comparison, then draw it."""
     args = parse(argv)
-    runs = [load_run(folder) for folder in args.runs]
-    results = [summarize(run, runs[0], margin=args.margin, patience=args.patience) for run in runs]
-    rows = [cells(result, is_first=index == 0) for index, result in enumerate(results)]
+    runs = [load(folder) for folder in run_folders(args.runs)]
+    rows = [summarize(run, args.layer, args.at, args.margin, args.patience) for run in runs]
+    table = table_of(rows)
     lines = [data_sentence(runs)] if len(runs) > 1 else []
-    lines += [line for line in (validation_sentence(runs),) if line]
-    lines += remarks(results, margin=args.margin, patience=args.patience)
-    print(plain_table(rows), "", *lines, sep="\n")
+    lines += validation_sentence(runs) + [against(runs[0], run) for run in runs[1:]]
+    lines.append(curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience))
+    print(markdown(table), *lines, sep="\n")
     if args.table:
-        write_table(Path(args.table), results, rows, lines)
+        write_table(args.table, table, lines)
         print(f"Table: {args.table}")
     if args.out != "none":
-        draw(runs, results, Path(args.out))
+        draw(runs, rows, Path(args.out))
         print(f"Picture: {args.out}")
 
 

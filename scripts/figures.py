@@ -1,8 +1,7 @@
-"""Draw the figures of arXiv 2510.04212 from this project's runs and checkpoints: NAME.png, NAME.svg and the numbers drawn, NAME.csv.
+"""Draw the figures of arXiv 2510.04212 from this project's runs and checkpoints: NAME.png and the numbers drawn, NAME.csv.
 
-    python scripts/figures.py 2 7 --runs runs/failing runs/fixed
-    python scripts/figures.py 3 4 5 6 12 --checkpoint runs/failing/checkpoints/step_00005000
-    python scripts/figures.py 8 9 --hf FOLDER --text "The quick brown fox jumps over the lazy dog"
+    python scripts/figures.py 11 13 --runs runs/failing runs/fixed
+    python scripts/figures.py 3 4 5 6 --checkpoint runs/failing/checkpoints/step_00005000
     python scripts/figures.py all --runs runs/failing runs/fixed --checkpoint runs/failing/checkpoints/step_00005000
 
 Layers, heads, tokens and features count from 0; the paper's layer 2 is layer 1 here, its head 8 is head 7.
@@ -18,7 +17,7 @@ from pathlib import Path
 import _root  # noqa: F401
 
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from figures import canvas, delta, head_norms, keys, loss, similarity
+from figures import canvas, delta, head_norms, keys, over_steps, similarity
 from figures.canvas import Drawn
 from figures.inputs import Inputs, MissingInputError
 from probes.accumulation import accumulate
@@ -49,22 +48,13 @@ def _figure_4(inputs: Inputs) -> Drawn:
     return similarity.draw_similarity(rows)
 
 
-def _head_error(inputs: Inputs) -> delta.HeadError:
+def _figure_5(inputs: Inputs) -> Drawn:
     layer, head = inputs.capture(), inputs.head()
     batch, token = delta.largest_error(layer, head)
     if inputs.token is not None:
         batch, token = inputs.sequence, inputs.token
-    return delta.head_error(layer, head=head, batch=batch, token=token, label=inputs.place())
-
-
-def _figure_5(inputs: Inputs) -> Drawn:
-    error = _head_error(inputs)
-    over_steps = []
-    for run in inputs.runs(needed=False):
-        if run.telemetry:
-            inputs.check_has_head(run)
-            over_steps.append((run.label, *delta.steps_of(run.telemetry, inputs.layer, inputs.head())))
-    return delta.draw_delta(error, over_steps)
+    error = delta.head_error(layer, head=head, batch=batch, token=token, label=inputs.place())
+    return delta.draw_delta(error)
 
 
 def _figure_6(inputs: Inputs) -> Drawn:
@@ -82,19 +72,6 @@ def _figure_6(inputs: Inputs) -> Drawn:
     )
 
 
-def _figure_8(inputs: Inputs) -> Drawn:
-    model = inputs.pretrained()
-    layer, T = model.layers[inputs.layer], model.layers[inputs.layer].q_BTHD.shape[1]
-    place = f"{model.label}, layer {inputs.layer} head {model.head}"
-    row = similarity.rank_one(layer, head=model.head, batch=0, token=T - 1, source=model.label, label=place)
-    return similarity.draw_outer_products(row, sorted({1 + (T - 2) * i // 3 for i in range(4)}))
-
-
-def _figure_9(inputs: Inputs) -> Drawn:
-    model = inputs.pretrained()
-    return keys.draw_attention_rows(keys.attention_rows(model.layers), label=model.label)
-
-
 @dataclass(frozen=True)
 class Entry:
     """One figure: what it shows, what it is drawn from, and how."""
@@ -104,23 +81,20 @@ class Entry:
     draw: Callable[[Inputs], Drawn]
 
 
-RUNS, TELEMETRY = "--runs", "--runs with telemetry"
-CHECKPOINT, MODEL = "--checkpoint", "--hf or --checkpoint"
+RUNS, CHECKPOINT = "--runs with telemetry", "--checkpoint"
 REGISTRY: dict[int, Entry] = {
-    2: Entry("loss of the failing run and of the others", RUNS, lambda inputs: loss.draw_losses(inputs.runs())),
     3: Entry("spectral norm of W_Q, head by head", CHECKPOINT, _figure_3),
     4: Entry("P K, X and their outer products at two tokens", CHECKPOINT, _figure_4),
     5: Entry("error of delta: summed, and by feature", CHECKPOINT, _figure_5),
     6: Entry("error of O_bar along the keys of one row", CHECKPOINT, _figure_6),
-    7: Entry("stabilized against original attention", RUNS, lambda inputs: loss.draw_stabilized(inputs.runs())),
-    8: Entry("outer products of a pretrained model", MODEL, _figure_8),
-    9: Entry("rows of a pretrained model with a repeated maximum", MODEL, _figure_9),
-    11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: loss.draw_norms(inputs.runs_with_norms())),
-    12: Entry("error of delta, every token", CHECKPOINT, lambda inputs: delta.draw_tokens(_head_error(inputs))),
-    13: Entry(
-        "repeated maxima before the explosion", TELEMETRY, lambda inputs: loss.draw_ties(inputs.runs_with_telemetry())
-    ),
+    11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: over_steps.draw_norms(inputs.runs)),
+    13: Entry("repeated maxima before the explosion", RUNS, lambda inputs: over_steps.draw_ties(inputs.runs)),
 }
+GONE = {
+    **dict.fromkeys((2, 7), "scripts/compare_runs.py draws losses"),
+    **dict.fromkeys((8, 9, 12), "commit c487be1 draws it"),
+}
+"""What replaced figures that were drawn here."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,13 +115,11 @@ def _parser() -> argparse.ArgumentParser:
         help="as runs/NAME/checkpoints/step_00005000, or a run (its newest)",
     )
     parser.add_argument("--data", type=Path, help="data set to take sequences from (that of the checkpoint's run)")
-    parser.add_argument("--hf", type=Path, metavar="FOLDER", help="local Hugging Face model, for figures 8 and 9")
-    parser.add_argument("--text", default="The quick brown fox jumps over the lazy dog", help="what that model reads")
     parser.add_argument("--sequences", type=int, default=8, help="sequences of the validation tokens to read (8)")
     parser.add_argument("--layer", type=int, default=1, help="which layer (1, the paper's layer 2)")
     parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
     parser.add_argument("--sequence", type=int, default=0, help="the sequence that --token is in (0)")
-    parser.add_argument("--token", type=int, help="which token (figures 4, 5, 6, 12: the one with the largest error)")
+    parser.add_argument("--token", type=int, help="which token (figures 4, 5, 6: the one with the largest error)")
     parser.add_argument(
         "--feature", type=int, help="which feature of the head (figure 6: the one with the largest error)"
     )
@@ -175,6 +147,8 @@ def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespa
     if "all" in args.figures:
         return list(REGISTRY), True, args
     for number in args.figures:
+        if number.isdecimal() and int(number) in GONE:
+            raise UserError(f"figure {number}: {GONE[int(number)]}")
         if not number.isdecimal() or int(number) not in REGISTRY:
             raise invalid("figure", number, (*REGISTRY, "all"))
     return [int(number) for number in args.figures], False, args

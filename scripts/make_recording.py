@@ -20,17 +20,16 @@ import config
 from data.batches import Batches, DataConfig, open_batches
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from figures import curves
-from training.metrics import read_metrics
 
 SOURCE = "make_recording"
 
 
 def logged_digests(folder: Path) -> dict[int, str]:
     """data_digest by step, of a run. Raises ``UserError`` when it logged none."""
-    found = dict(zip(*curves.column(read_metrics(folder), "data_digest"), strict=True))
-    if not found:
+    metrics = curves.metrics(folder)
+    if "data_digest" not in metrics:
         raise UserError(f"{folder}: its metrics have no data_digest to compare with")
-    return found
+    return dict(metrics["data_digest"].dropna())
 
 
 def record(batches: Batches, steps: int, logged: dict[int, str]) -> int:

@@ -1,16 +1,17 @@
 """scripts/compare_runs.py: the table, the sentence about the data, and one line for each mistake."""
 
-import builtins
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+from tiny_runs import Place, lines, new_place
 
 from scripts import compare_runs
 from training.metrics import Metrics
+from training.telemetry import read_telemetry
 
 BATCHES = {"data_sha256": "aa", "recording": "night", "recording_start": "00", "sequence_length": 64}
 
@@ -32,7 +33,11 @@ def write_run(
         digest = {"data_digest": digests[min(i, len(digests) - 1)] * 16} if digests else {}
         metrics.log(first + i, train_loss=loss, **digest, **columns)
     metrics.close()
-    config = {"attention": {"default": {"preset": preset}}, "run": {"name": folder.name}, **(settings or {})}
+    config = {
+        "attention": {"default": {"preset": preset}},
+        "run": {"name": folder.name, "seed": 42, "steps": 6},
+        **(settings or {}),
+    }
     record = {"config": config, "attention_name": f"{preset} (paper)", "batches": BATCHES | (batches or {})}
     (folder / "config.json").write_text(json.dumps(record))
     return folder
@@ -42,11 +47,6 @@ def compare(*arguments: object) -> None:
     compare_runs.main([str(argument) for argument in arguments])
 
 
-def table_of(tmp_path: Path, *folders: Path) -> dict[str, dict[str, Any]]:
-    compare(*folders, "--out", "none", "--patience", 3, "--table", tmp_path / "t.json")
-    return {row["run"]: row for row in json.loads((tmp_path / "t.json").read_text())["runs"]}
-
-
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     failing = write_run(tmp_path / "failing", [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], digests="d", w_q_norm_max=30.0)
@@ -54,41 +54,21 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return failing, fixed
 
 
-def test_the_table_tells_when_each_run_exploded(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    rows = table_of(tmp_path, *pair)
-    assert (rows["failing"]["exploded_at"], rows["fixed"]["exploded_at"]) == (3, None)
+def told(capsys: pytest.CaptureFixture[str], *folders: Path) -> str:
+    compare(*folders, "--out", "none", "--patience", 3)
+    return capsys.readouterr().out
 
 
-def test_the_table_tells_where_runs_part(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    assert table_of(tmp_path, *pair)["fixed"]["differs_from_first_at"] == 2
+def test_it_is_told_how_each_run_ended(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line.split(" | ") for line in told(capsys, *pair).splitlines() if line.startswith("| f")]
+    assert [(row[0], row[3]) for row in rows] == [("| failing", "exploded at 3"), ("| fixed", "stable to 5")]
 
 
-def test_the_table_tells_what_was_changed(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    changed = table_of(tmp_path, *pair)["fixed"]["changed"]
-    assert changed == {"attention.default.preset": ["flash", "flash_delta_from_p"]}
-
-
-def test_the_table_holds_losses_norm_and_speed(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "a")
-    for step, (norm, speed) in enumerate([(2.0, 10.0), (math.nan, 30.0), (7.0, 20.0)]):
-        metrics.log(step, val_loss=4.0 - step)
-        metrics.log(step, train_loss=3.0 - step, w_q_norm_max=norm, tokens_per_second=speed)
-    metrics.log(3, val_loss=2.5)
-    metrics.close()
-    row = table_of(tmp_path, tmp_path / "a")["a"]
-    names = ("train_final", "train_best", "val_final", "val_best", "w_q_norm_largest", "tokens_per_second")
-    assert [row[name] for name in names] == [1.0, 1.0, 2.5, 2.0, 7.0, 20.0]
-
-
-def test_a_run_that_ends_in_nan_is_written_as_strict_json(tmp_path: Path) -> None:
-    row = table_of(tmp_path, write_run(tmp_path / "a", [2.0, math.nan]))["a"]
-    assert (row["train_final"], row["train_best"], row["exploded_at"]) == ("nan", 2.0, 1)
-
-
-def test_the_markdown_table_has_a_row_a_run(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    compare(*pair, "--out", "none", "--patience", 3, "--table", tmp_path / "t.md")
-    rows = [line.split(" | ") for line in (tmp_path / "t.md").read_text().splitlines() if line.startswith("| f")]
-    assert [(row[0], row[3], row[4]) for row in rows] == [("| failing", "3", "-"), ("| fixed", "no", "step 2")]
+def test_it_is_told_where_runs_part_and_what_was_changed(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
+    assert f"fixed against failing: training losses differ from step 2 on; {change}\n" in told(capsys, *pair)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +105,8 @@ def test_one_run_that_differs_is_enough(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_identical_runs_never_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare(*(write_run(tmp_path / name, [2.0, math.nan]) for name in "ab"), "--out", "none")
-    assert " never " in capsys.readouterr().out
+    compare(*(write_run(tmp_path / name, [2.0, float("nan")]) for name in "ab"), "--out", "none")
+    assert "b against a: the same training losses, bit for bit; no setting differs." in capsys.readouterr().out
 
 
 def test_other_validation_sequences_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,23 +116,9 @@ def test_other_validation_sequences_are_warned_of(tmp_path: Path, capsys: pytest
     assert "Validation losses do not compare with a's" in capsys.readouterr().out
 
 
-def test_a_run_cut_short_above_the_margin_is_not_called_stable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compare(write_run(tmp_path / "a", [2.0, 2.0, 3.0, 3.0]), "--out", "none")
-    assert "a is above the margin since step 2 and ends at 3: too soon to tell." in capsys.readouterr().out
-
-
 def test_the_picture_is_drawn(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     compare(*pair, "--out", tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_without_config_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write_run(tmp_path / "a", [2.0])
-    (a / "config.json").unlink()
-    compare(a, "--out", "none")
-    assert "\na    ?  " in capsys.readouterr().out
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -171,7 +137,7 @@ def test_an_unknown_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not the folder of a run" in mistake(capsys, tmp_path)
+    assert "neither a run nor a folder of runs" in mistake(capsys, tmp_path)
 
 
 def test_a_run_without_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +153,7 @@ def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_config_that_is_not_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", [2.0])
     (a / "config.json").write_text("{")
-    assert "config.json: not JSON" in mistake(capsys, a)
+    assert "config.json: not the record of a run" in mistake(capsys, a)
 
 
 @pytest.mark.parametrize(
@@ -207,20 +173,97 @@ def test_a_place_that_cannot_be_written(
     assert f"{option[0]} {path}: cannot be written" in mistake(capsys, a, *arguments)
 
 
-def test_without_matplotlib_the_table_is_still_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    true_import = builtins.__import__
+# ---- rows of runs as train.py leaves them, and of ones that are kept as CSV
 
-    def without_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return true_import(name, *args, **kwargs)
 
-    a = write_run(tmp_path / "a", [2.0])
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    with pytest.raises(SystemExit):
-        compare(a, "--out", tmp_path / "c.png")
-    captured = capsys.readouterr()
-    assert "a    flash (paper)" in captured.out
-    assert "matplotlib cannot be used here" in captured.err
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with new_place(tmp_path_factory) as place:
+        place.train("one")
+        yield place
+
+
+def published(folder: Path, losses: list[str], norms: list[float] | None = None, planned: int = 0) -> Path:
+    """A run of 10 steps a row, as experiments/ keeps it."""
+    folder.mkdir(parents=True)
+    norms = norms or [1.0] * len(losses)
+    rows = [f"{10 * i},{loss},{norm}" for i, (loss, norm) in enumerate(zip(losses, norms, strict=True))]
+    (folder / "metrics.csv").write_text("step,train_loss,grad_norm\n" + "\n".join(rows) + "\n")
+    (folder / "probes.csv").write_text("step,w_q_norm_1,max_logit_1\n0,1.5,2.0\n100,3.5,700\n200,3.0,50\n")
+    run = {"seed": 3, "steps": planned or 10 * len(losses) - 9}
+    (folder / "config.json").write_text(json.dumps({"config": {"run": run}, "attention_name": "flash"}))
+    return folder
+
+
+def summary(folder: Path, at: Sequence[int] = ()) -> dict[str, Any]:
+    return compare_runs.summarize(compare_runs.load(folder), 1, at, 0.5, 200)
+
+
+def test_a_run_of_train_py_has_its_row(place: Place) -> None:
+    row = summary(place.runs / "one", [10])
+    logged, probes = lines(place.runs / "one"), read_telemetry(place.runs / "one")
+    losses = [line["train_loss"] for line in logged if "train_loss" in line]
+    validation = {line["step"]: line["val_loss"] for line in logged if "val_loss" in line}
+    assert (row["ended"], row["last_step"], row["attention"]) == ("stable to 19", 19, "flash")
+    assert row["train_loss_end"] == pytest.approx(sum(losses[-2:]) / 2)
+    assert (row["val_loss_at_10"], row["val_loss_best"]) == (validation[10], min(validation.values()))
+    assert row["max_logit_1_largest"] == max(max(probe["max_logit"][1]) for probe in probes)
+    assert row["w_q_norm_1_at_10"] == next(probe["w_q_norm"][1] for probe in probes if probe["step"] == 10)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "planned", "ended"),
+    [
+        (["3"] * 100, [1.0] * 100, 0, "stable to 990"),
+        (["3"] * 100, [1.0] * 100, 2000, "stopped early at 990"),
+        (["3"] * 50 + ["3.6"] * 50, [1.0] * 100, 0, "exploded at 500"),
+        (["3"] * 50 + ["3.4"] * 50, [1.0] * 100, 0, "stable to 990"),
+        (["3"] * 50 + ["3.6"] * 10 + ["3"] * 40, [1.0] * 100, 0, "stable to 990"),
+        (["3"] * 95 + ["3.6"] * 5, [1.0] * 100, 0, "open since 950"),
+        (["3"] * 99 + ["nan"], [1.0] * 100, 0, "NaN at 990"),
+        (["3"] * 200, [1.0] * 120 + [30.0] * 80, 0, "unstable since 1,200"),
+        (["3"] * 200, [1.0] * 120 + [30.0] + [1.0] * 79, 0, "stable to 1,990"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, losses: list[str], norms: list[float], planned: int, ended: str) -> None:
+    run = published(tmp_path / "run", losses, norms, planned)
+    assert summary(run)["ended"] == ended
+
+
+def test_a_step_without_a_loss_is_not_nan(tmp_path: Path) -> None:
+    run = published(tmp_path / "run", ["3", "", "3"])
+    row = summary(run, [100])
+    assert (row["ended"], row["max_logit_1_at_100"], row["w_q_norm_1_largest"]) == ("stable to 20", 700, 3.5)
+
+
+def test_a_run_that_went_back_counts_what_it_logged_again(place: Place) -> None:
+    folder = place.runs / "back"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((place.runs / "one/config.json").read_bytes())
+    rows = [{"step": step, "train_loss": loss} for step, loss in ((0, 5.0), (1, 9.0), (2, 9.0), (1, 4.0))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = summary(folder)
+    assert (row["last_step"], row["train_loss_end"]) == (1, 4.0)
+
+
+def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_path: Path) -> None:
+    published(tmp_path / "runs/late", ["3"] * 50 + ["9"] * 50)
+    published(tmp_path / "runs/early", ["3"] * 30 + ["9"] * 50)
+    published(tmp_path / "runs/calm", ["3"] * 50)
+    for ending in ("csv", "md"):
+        compare(tmp_path / "runs", place.runs / "one", "--out", "none", "--table", tmp_path / f"out/table.{ending}")
+    table = pd.read_csv(tmp_path / "out/table.csv")
+    assert table["run"].tolist() == ["early", "late", "calm", "one"]
+    assert table["exploded_at"].tolist()[:2] == [300, 500]
+    rows = [line.split(" | ") for line in (tmp_path / "out/table.md").read_text().splitlines() if line.startswith("|")]
+    assert [row[0].strip("| ") for row in rows[2:]] == table["run"].tolist()
+    assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = place.runs / "one"
+    broken = published(tmp_path / "broken", ["3"])
+    (broken / "metrics.csv").write_text("loss\n3\n")
+    assert "two runs have the name one" in mistake(capsys, one, one)
+    assert "--layer = 2: expected a layer of the probes" in mistake(capsys, one, "--layer", "2")
+    assert "expected a column step of whole numbers" in mistake(capsys, broken)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from figures import courses
@@ -14,8 +15,7 @@ STEPS = 120
 
 def course(label: str = "a: flash", *, exploded_at: int | None = None, **columns: Any) -> courses.Course:
     columns = {"train_loss": np.linspace(5, 2, STEPS), **columns}
-    records = [{"step": s} | {key: float(values[s]) for key, values in columns.items()} for s in range(STEPS)]
-    return courses.Course(label=label, records=records, exploded_at=exploded_at)
+    return courses.Course(label, pd.DataFrame(columns).astype(object), exploded_at)
 
 
 def figure(*drawn: courses.Course) -> Any:
@@ -49,7 +49,7 @@ def test_the_legend_lies_outside_the_axes_and_inside_the_figure(count: int) -> N
 
 def test_the_last_evaluation_is_inside_the_axes() -> None:
     one = course(val_loss=np.ones(STEPS))
-    longer = courses.Course(label="a", records=[*one.records, {"step": 200, "val_loss": 1.0}], exploded_at=None)
+    longer = courses.Course("a", pd.concat([one.metrics, pd.DataFrame({"val_loss": 1.0}, index=[200])]), None)
     assert figure(longer).axes[-1].get_xlim()[1] > 200
 
 
@@ -62,8 +62,8 @@ def test_an_explosion_is_marked_in_every_panel_in_its_runs_color() -> None:
 
 def test_the_first_value_that_is_not_finite_is_marked() -> None:
     losses = np.linspace(5, 2, STEPS)
-    losses[80], losses[90] = math.nan, math.inf
-    crosses = [line for line in figure(course(train_loss=losses)).axes[0].lines if line.get_marker() == "X"]
+    told = [*losses[:80], "nan", *losses[81:90], math.inf, *losses[91:]]  # as curves.by_step has it
+    crosses = [line for line in figure(course(train_loss=told)).axes[0].lines if line.get_marker() == "X"]
     assert [list(line.get_xdata()) for line in crosses] == [[80]]
 
 

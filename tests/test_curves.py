@@ -1,8 +1,8 @@
-"""figures/curves.py: columns, divergence, explosion, best and final, smoothing."""
+"""figures/curves.py: columns, divergence, explosion."""
 
 import math
 
-import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,22 +18,22 @@ def run(losses: list[float], first: int = 0) -> list[dict[str, float]]:
 
 def test_a_column_leaves_out_lines_without_it() -> None:
     records = [{"step": 0, "val_loss": 3.0}, {"step": 0, "train_loss": 2.0}, {"step": 1, "train_loss": 1.0}]
-    assert curves.column(records, "train_loss") == ([0, 1], [2.0, 1.0])
+    assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 2.0, 1: 1.0}
 
 
 def test_an_evaluation_before_the_step_survives_it() -> None:
     records = [{"step": 0, "val_loss": 3.0}, {"step": 0, "train_loss": 2.0}, {"step": 1, "train_loss": 1.0}]
-    assert curves.column(records, "val_loss") == ([0], [3.0])
+    assert dict(curves.column(curves.by_step(records), "val_loss")) == {0: 3.0}
 
 
 def test_a_rollback_replaces_what_followed() -> None:
     records = [*run([4.0, 3.0, 9.0, 9.0]), *run([2.0], first=2)]
-    assert curves.column(records, "train_loss") == ([0, 1, 2], [4.0, 3.0, 2.0])
+    assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 4.0, 1: 3.0, 2: 2.0}
 
 
 def test_a_rollback_also_drops_columns_that_do_not_come_again() -> None:
     records = [{"step": 5, "val_loss": 3.0}, {"step": 2, "train_loss": 1.0}]
-    assert curves.column(records, "val_loss") == ([], [])
+    assert dict(curves.column(curves.by_step(records), "val_loss")) == {}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,8 @@ def test_a_rollback_also_drops_columns_that_do_not_come_again() -> None:
     ],
 )
 def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int | None) -> None:
-    assert curves.first_divergence(run(a), run(b)) == step
+    first, second = (curves.column(curves.by_step(run(losses)), "train_loss") for losses in (a, b))
+    assert curves.first_difference(first, second) == step
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_the_margin_counts_from_the_best_so_far() -> None:
 @pytest.mark.parametrize(("patience", "step"), [(21, 120), (22, None)])
 def test_patience_is_in_steps_when_not_every_step_is_logged(patience: int, step: int | None) -> None:
     losses, steps = [2.0, 3.0, 3.0, 3.0, 2.0], [110, 120, 130, 140, 150]
-    assert curves.explosion_step(losses, patience=patience, steps=steps) == step
+    assert curves.explosion_step(pd.Series(losses, steps), patience=patience) == step
 
 
 @given(st.lists(st.floats(1, 4, allow_nan=False), max_size=30), st.integers(1, 5))
@@ -93,25 +94,3 @@ def test_explosion_step_is_the_definition(losses: list[float], patience: int) ->
 @pytest.mark.parametrize(("losses", "step"), [([2.0, 3.0, 3.0], 1), ([2.0, 3.0, 2.0], None), ([2.0] + [3.0] * 4, None)])
 def test_open_excursion(losses: list[float], step: int | None) -> None:
     assert curves.open_excursion(losses, patience=4) == step
-
-
-@pytest.mark.parametrize(("margin", "patience"), [(-0.1, 5), (0.5, 0)])
-def test_bad_thresholds_are_refused(margin: float, patience: int) -> None:
-    with pytest.raises(ValueError, match="margin"):
-        curves.explosion_step([1.0], margin, patience)
-
-
-def test_best_skips_what_is_not_finite_and_takes_the_first() -> None:
-    assert curves.best([0, 5, 6, 7], [NAN, 2.0, 2.0, -INF]) == (5, 2.0)
-
-
-def test_final_is_the_mean_of_the_last() -> None:
-    assert curves.final([9.0, 1.0, 2.0], last=2) == 1.5
-
-
-def test_trailing_mean_of_a_short_start_averages_what_there_is() -> None:
-    assert curves.trailing_mean([4.0, 2.0, 6.0, 1.0], 3).tolist() == [4.0, 3.0, 4.0, 3.0]
-
-
-def test_trailing_mean_starts_afresh_after_a_gap() -> None:
-    np.testing.assert_array_equal(curves.trailing_mean([4.0, 2.0, NAN, 6.0, 8.0], 3), [4.0, 3.0, NAN, 6.0, 7.0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import summarize_runs
+from scripts import compare_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ROOT / "experiments"
@@ -28,7 +28,8 @@ def test_a_script_can_be_imported(script: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_summary_of_runs_is_that_of_their_files(study: str, tmp_path: Path) -> None:
     header = (EXPERIMENTS / study / "summary.csv").read_text().splitlines()[0]
     steps = sorted(set(re.findall(r"_at_(\d+)", header)), key=int)
-    summarize_runs.main([str(EXPERIMENTS / study / "runs"), "--out", str(tmp_path), "--at", *steps])
+    folder, table = str(EXPERIMENTS / study / "runs"), str(tmp_path / "summary.csv")
+    compare_runs.main([folder, "--out", "none", "--table", table, "--at", *steps])
     assert (tmp_path / "summary.csv").read_text() == (EXPERIMENTS / study / "summary.csv").read_text()
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from layer_captures import random_layer, tied_layer
 
 from attention import AttentionSpec
-from figures import delta, head_norms, keys, loss, similarity
+from figures import curves, delta, head_norms, keys, over_steps, similarity
 from probes.accumulation import Accumulation, accumulate
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors
@@ -18,15 +20,10 @@ from probes.low_rank import weighted_keys
 PAPER = AttentionSpec(numerics="rounded_forward")
 
 
-def run(
-    name: str = "a", *, exploded_at: int | None = None, telemetry: tuple[dict, ...] = (), **columns: list
-) -> loss.RunCurves:
-    length = max(len(values) for values in columns.values())
-    records = [
-        {"step": s} | {k: v[s] for k, v in columns.items() if s < len(v) and v[s] is not None} for s in range(length)
-    ]
-    return loss.RunCurves(
-        name=name, attention="flash", group="g", exploded_at=exploded_at, records=records, telemetry=telemetry
+def run(telemetry: list[dict[str, Any]]) -> over_steps.RunCurves:
+    metrics = pd.DataFrame({"train_loss": [2.0, 1.0]})
+    return over_steps.RunCurves(
+        name="a", attention="flash", exploded_at=None, metrics=metrics, telemetry=curves.by_step(telemetry)
     )
 
 
@@ -84,19 +81,10 @@ def test_figure_6_tells_every_key() -> None:
     batch, token, feature = keys.choose_row(layer, 1)
     sums = keys_of(layer, batch, token, feature)
     table = keys.draw_accumulation(sums, label="", feature=feature).table
-    assert [row[0] for row in table.rows] == list(range(token + 1))
-    assert [row[2] for row in table.rows] == sums.one_S.tolist()
+    assert table["key"].tolist() == list(range(token + 1))
+    assert table["p_bar_is_1"].tolist() == sums.one_S.tolist()
     terms_S = sums.p_bar_S.double() * sums.v_S.double()
-    assert [row[6] for row in table.rows] == pytest.approx((sums.low_S - terms_S.cumsum(0)).tolist(), abs=1e-12)
-
-
-def test_rows_with_a_repeated_maximum_are_found_and_come_first() -> None:
-    layer = tied_layer(spec=PAPER)
-    rows = keys.attention_rows([layer])
-    assert len(rows) == 3
-    assert rows[0].head == 1
-    assert rows[0].tied_S.tolist() == [True, True] + [False] * (rows[0].query - 1)
-    assert rows[0].p_S.sum() == pytest.approx(1.0, abs=1e-5)
+    assert table["error"].tolist() == pytest.approx((sums.low_S - terms_S.cumsum(0)).tolist(), abs=1e-12)
 
 
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
@@ -107,56 +95,22 @@ def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> No
     assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx((units @ units.T)[3, 7].item(), abs=1e-5)
 
 
-def test_the_table_of_losses_is_what_was_logged() -> None:
-    table = loss.draw_losses([run(val_loss=[3.0, None, 2.0], train_loss=[3.5, 3.0, 2.5])]).table
-    first, second, *others = [row[:5] for row in table.rows]
-    assert (first, second) == (("a", "flash", "val_loss", 0, 3.0), ("a", "flash", "val_loss", 2, 2.0))
-    assert [row[4] for row in others] == [3.5, 3.0, 2.5]
-
-
-def test_a_long_curve_is_told_by_means_and_ranges_of_its_parts() -> None:
-    drawn = loss.curve(run(train_loss=[1.0, 2.0, 3.0, 4.0, 5.0, math.inf]), "train_loss", size=2)
-    assert drawn.steps.tolist() == [1, 3, 5]
-    assert drawn.mean.tolist() == [1.5, 3.5, math.inf]
-    assert (drawn.low.tolist(), drawn.high.tolist()) == ([1.0, 3.0, 5.0], [2.0, 4.0, math.inf])
-
-
-def test_a_panel_for_each_group_of_figure_7() -> None:
-    first, second = (run(n, val_loss=[5.0, 4.0, x], train_loss=[5.0, 4.0, x]) for n, x in (("a", 3.0), ("b", 3.5)))
-    other = loss.RunCurves(**(first.__dict__ | {"name": "c", "group": "muon"}))
-    drawn = loss.draw_stabilized([first, second, other])
-    assert [axes.get_title(loc="left") for axes in drawn.figure.axes] == ["g", "muon"]
-
-
-def test_an_explosion_runs_off_the_top_of_the_loss() -> None:
-    drawn = loss.draw_losses([run(exploded_at=2, train_loss=[5.0, 3.0, 800.0, math.inf])])
-    assert drawn.figure.axes[0].get_ylim()[1] < 6
-    assert [row[4] for row in drawn.table.rows] == [5.0, 3.0, 800.0, math.inf]
-
-
-def test_norms_of_all_layers_come_from_the_metrics() -> None:
-    steps, grid = loss.norm_grid(run(w_q_norm_0=[1.0, None, 2.0], w_q_norm_1=[3.0, 9.0, 4.0], train_loss=[1.0] * 3))
-    assert steps.tolist() == [0, 2]
-    assert grid.tolist() == [[1.0, 2.0], [3.0, 4.0]]
-
-
-def test_norms_come_from_the_telemetry_where_there_is_some() -> None:
-    telemetry = (
+def test_figure_11_has_the_norms_of_every_layer_and_probe() -> None:
+    telemetry = [
         {"step": 0, "w_q_norm": [1.0, 2.0], "w_k_norm": [3.0, 4.0]},
         {"step": 5, "w_q_norm": [5.0, 6.0], "w_k_norm": [7.0, 8.0]},
-    )
-    one = run(train_loss=[1.0], telemetry=telemetry)
-    assert loss.norm_grid(one)[1].tolist() == [[1.0, 5.0], [2.0, 6.0]]
-    assert loss.norm_grid(one, "w_k")[1].tolist() == [[3.0, 7.0], [4.0, 8.0]]
+    ]
+    table = over_steps.draw_norms([run(telemetry)]).table
+    assert table.to_numpy().tolist() == [
+        ["a", "W_Q", 0, 1.0, 2.0],
+        ["a", "W_Q", 5, 5.0, 6.0],
+        ["a", "W_K", 0, 3.0, 4.0],
+        ["a", "W_K", 5, 7.0, 8.0],
+    ]
 
 
 def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:
-    telemetry = ({"step": 0, "ties_1e3": [[0.0, 0.5], [0.25, 0.25]]}, {"step": 9, "ties_1e3": [[1.0, 0.0], [0.0, 0.0]]})
-    steps, mean, largest = loss.tie_rates(run(train_loss=[1.0], telemetry=telemetry))
-    assert (steps.tolist(), mean.tolist(), largest.tolist()) == ([0, 9], [0.25, 0.25], [0.5, 1.0])
-
-
-def test_the_sum_over_probes_leaves_out_what_is_not_finite() -> None:
-    records = [{"step": 0, "delta_error_sum": [[1.0]]}, {"step": 5, "delta_error_sum": [[math.nan]]}]
-    steps, sums = delta.steps_of(records, 0, 0)
-    assert (steps.tolist(), sums.tolist()) == ([0, 5], [1.0, 0.0])
+    telemetry = [{"step": 0, "ties_1e3": [[0.0, 0.5], [0.25, 0.25]]}, {"step": 9, "ties_1e3": [[1.0, 0.0], [0.0, 0.0]]}]
+    rates = over_steps.tie_rates(run(telemetry))
+    assert rates.index.tolist() == [0, 9]
+    assert rates.to_numpy().tolist() == [[0.25, 0.5], [0.25, 1.0]]

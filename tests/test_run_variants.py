@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -15,9 +14,8 @@ from tiny_runs import ROOT, Place, changed, column, lines, new_place, start_trai
 
 import config
 import train
-from errors import UserError
 from scripts import run_variants
-from scripts.run_variants import Variant, visible
+from scripts.run_variants import Variant
 from training.alarm import AlarmConfig
 from training.run import Run
 
@@ -40,7 +38,7 @@ def test_a_run_that_explodes_is_stopped_and_the_others_end(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     flags = "--optim.lr 1e4 --optim.grad-clip 0 --nonfinite.policy continue --run.steps 100000 --checkpoint.every 0"
-    start(place, "--variants", "quiet", f"wild: {flags}", "--slots", "0", "1", "--after", "5", "--run.log-every", "1")
+    start(place, "--variants", "quiet", f"wild: {flags}", "--slots", "2", "--after", "5", "--run.log-every", "1")
     said = capsys.readouterr().out
     assert "quiet  ended at step 19" in said
     assert "wild   exploded at step" in said
@@ -49,7 +47,7 @@ def test_a_run_that_explodes_is_stopped_and_the_others_end(
     assert column(place.runs / "quiet", "train_loss") == column(place.runs / "alone", "train_loss")
     again = lines(place.runs / "quiet")
     start(place, "--variants", "quiet", "--resume")
-    assert "quiet  was over already" in capsys.readouterr().out
+    assert "quiet  ended at step 19" in capsys.readouterr().out
     assert lines(place.runs / "quiet") == again
 
 
@@ -79,20 +77,6 @@ def test_a_run_killed_before_its_last_checkpoint_is_seen_to_its_end(
     assert weights(cut, 20) == weights(straight, 20)
 
 
-def test_a_finished_run_is_over_although_its_last_step_was_not_logged(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = {"run.log_every": 8, "run.steps": 20}
-    run = place.train("sparse", fields)
-    assert column(run, "batch") == [0, 8, 10, 16]
-    before = (run / "metrics.jsonl").stat().st_mtime_ns
-    start(place, "--run.log-every", "8", "--variants", "sparse", "--resume")
-    assert "sparse  was over already" in capsys.readouterr().out
-    start(place, "--run.log-every", "8", "--variants", "sparse: --run.steps 25", "--resume")
-    assert "sparse  ended at step" in capsys.readouterr().out
-    assert (run / "metrics.jsonl").stat().st_mtime_ns > before
-
-
 def test_a_run_that_fails_by_itself_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         start(place, "--variants", f"lost: --data.dataset {place.folder}/nowhere")
@@ -105,8 +89,6 @@ def test_a_run_that_fails_by_itself_is_told(place: Place, capsys: pytest.Capture
     ("arguments", "message"),
     [
         (["--variants", "a", "a"], "each name once"),
-        (["--variants", "a@soon"], "'a@soon': expected NAME or NAME@STEP"),
-        (["--variants", "a@0"], "STEP a whole number from 1 on"),
         (["--variants", "a: --optim.lr fast"], "optim.lr"),
         (["--variants", "a: --attention.default.preset flsh"], "attention preset = 'flsh'"),
         ([], "--variants"),
@@ -123,46 +105,30 @@ def test_what_cannot_be_is_told_before_anything_starts(place: Place, arguments: 
 
 
 @pytest.mark.parametrize(
-    ("slots", "listed", "count", "seen"),
+    ("listed", "slots", "seen"),
     [
-        ([0, 1], "", 2, {0: "0", 1: "1"}),
-        ([0, 1], "4,5", 2, {0: "4", 1: "5"}),
-        ([1], "GPU-a1, GPU-b2", 2, {1: "GPU-b2"}),
+        ("", [], ["0", "1"]),
+        ("4,5", [], ["4", "5"]),
+        ("GPU-a1, GPU-b2", [], ["GPU-a1", "GPU-b2"]),
+        ("4,5", ["1"], ["4"]),
     ],
 )
-def test_a_slot_is_a_place_among_the_visible_gpus(
-    slots: list[int], listed: str, count: int, seen: dict[int, str]
+def test_a_run_is_started_on_a_visible_gpu(
+    place: Place, monkeypatch: pytest.MonkeyPatch, listed: str, slots: list[str], seen: list[str]
 ) -> None:
-    assert visible(slots, listed, count) == seen
-
-
-@pytest.mark.parametrize(
-    ("slot", "listed", "message"),
-    [
-        (2, "", "--slots = 2: expected a number from 0 to 1, a place among the GPUs"),
-        (4, "4,5", "--slots = 4: expected .* the GPUs of CUDA_VISIBLE_DEVICES=4,5"),
-        (-1, "4,5", "--slots = -1: expected a number from 0 to 1"),
-    ],
-)
-def test_a_slot_without_a_gpu_is_refused(slot: int, listed: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        visible([slot], listed, 2)
-
-
-def test_a_run_is_started_on_the_gpu_that_was_given(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
 
-    def noted(self: Variant, slot: int, gpu: str | None, logs: Path) -> None:
-        given.append(f"{slot}: {gpu}")
-        self.slot, self.log = slot, open(os.devnull, "wb")  # noqa: SIM115
+    def noted(self: Variant, gpu: str, logs: Path) -> None:
+        given.append(gpu)
         self.process = subprocess.Popen([sys.executable, "-c", ""])
 
     monkeypatch.setattr(Variant, "start", noted)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     monkeypatch.setattr(run_variants.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run_variants.torch.cuda, "device_count", lambda: 2)
-    start(place, "--variants", "first", "second", "--run.device", "auto")
-    assert given == ["0: 4", "1: 5"]
+    start(place, "--variants", "first", "second", "--run.device", "auto", *(["--slots", *slots] if slots else []))
+    assert set(given) == set(seen)
+    assert len(given) == 2
 
 
 # ---- runs that an alarm stops
@@ -193,7 +159,7 @@ def test_an_interrupt_ends_the_runs_and_is_one_line(
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def interrupted(queue: list[Variant], args: argparse.Namespace, gpus: dict[int, str]) -> None:
+    def interrupted(queue: list[Variant], args: argparse.Namespace, gpus: list[str]) -> None:
         queue[0].process = subprocess.Popen(
             [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
