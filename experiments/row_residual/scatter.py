@@ -1,0 +1,111 @@
+"""r of every published attention (rows.csv, by measure.py) beside the logits of its runs: python experiments/row_residual/scatter.py
+
+Endpoint: the largest logit of layer 1 at step 2,400. Prints Spearman's rank correlations, over all runs and within each kind of error of
+delta, and the runs that fit least; writes correlations.csv and scatter.png.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import EXPERIMENTS, STUDIES, variant_of
+from pictures import BLUE, GREEN, GREY, ORANGE, page, save
+
+from attention.numerics import numerics_from_key
+from attention.plan import HeadGroup
+
+HERE = Path(__file__).resolve().parent
+LAYER = 1
+END = "max_logit_1_at_2400"
+COLUMNS = ("r_rms", "r_delta_rms", "growth", "growth_delta", "head_growth", "size", "dw_q_error", "dw_q_growth")
+DRAWN = ("r_delta_rms", "growth_delta", "growth")
+COLORS = {"O": ORANGE, "P_bar": BLUE, "P": GREY, "none": GREEN}
+CELLS = ["checkpoint", "step", "captured"]
+
+
+def kind_of(group: HeadGroup) -> str:
+    """What makes r before dS is rounded: the O in delta, P_bar in an O that is not rounded, rows of P, or hardly anything."""
+    n = numerics_from_key(group.numerics)
+    if n.row_residual != "kept":
+        return "none"
+    if n.delta == "rowsum_do_o":
+        if n.delta_output != "fp32" and not n.delta_output.startswith("residual"):
+            return "O"
+        return "none" if n.probabilities == "fp32" else "P_bar"
+    return "P" if n.delta == "rowsum_p_dp" and n.statistics != "fp32" else "none"
+
+
+def runs() -> pd.DataFrame:
+    """Run, study, attention, kind and endpoint of the published runs that reached it."""
+    rows: list[dict[str, object]] = []
+    for study in STUDIES:
+        ends = pd.read_csv(EXPERIMENTS / study / "summary.csv").set_index("run")[END]
+        for run in sorted((EXPERIMENTS / study / "runs").iterdir()):
+            name, chosen, _ = variant_of(run)
+            group = chosen.resolve(24, 16)[LAYER].groups[0]  # the largest model's, so that every rule has its place
+            place = {"run": run.name, "study": study, "attention": name}
+            rows.append({**place, "kind": kind_of(group), END: ends[run.name]})
+    return pd.DataFrame(rows).dropna(subset=[END])
+
+
+def spearman(table: pd.DataFrame, column: str) -> float:
+    """Of |column| and the endpoint; NaN for fewer than four runs."""
+    if len(table) < 4:
+        return float("nan")
+    return float(table[column].abs().rank().corr(table[END].rank()))
+
+
+def groups(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """All runs of the recipe itself, then those of one kind."""
+    same = table[table["study"] != "other_recipes"]
+    yield "all", same
+    for kind in COLORS:
+        yield kind, same[same["kind"] == kind]
+
+
+def main() -> None:
+    rows = pd.read_csv(HERE / "rows.csv")
+    rows = rows[rows["layer"] == LAYER]
+    found: list[dict[str, object]] = []
+    cells = list(rows.groupby(CELLS, sort=False))
+    figure, axes = page(3.6 * len(cells), len(cells), len(DRAWN))
+    for (place, of_cell), panels in zip(cells, axes, strict=True):
+        table = runs().merge(of_cell, on="attention")
+        where = f"{place[0]}, step {place[1]:,}, {place[2]}"
+        print(f"\n{where}: {len(table)} runs")
+        for group, chosen in groups(table):
+            values = {column: round(spearman(chosen, column), 2) for column in COLUMNS}
+            found.append({**dict(zip(CELLS, place, strict=True)), "runs": group, "n": len(chosen), **values})
+            print(
+                f"  {group:5} n = {len(chosen):2}  "
+                + "  ".join(f"{name} {value:5.2f}" for name, value in values.items())
+            )
+        for column in ("r_delta_rms", "growth_delta"):
+            same = table[table["study"] != "other_recipes"]
+            apart = same[END].rank() - same[column].abs().rank()
+            worst = apart.abs().nlargest(8).index
+            print(f"  least fit {column}: " + ", ".join(f"{table['run'][i]} {apart[i]:+.0f}" for i in worst))
+        for column, axis in zip(DRAWN, panels, strict=True):
+            for kind, color in COLORS.items():
+                for study, marker in (("", "o"), ("other_recipes", "x")):
+                    some = table[(table["kind"] == kind) & ((table["study"] == "other_recipes") == bool(study))]
+                    axis.scatter(
+                        some[column].abs(), some[END], color=color, marker=marker, s=22, label=None if study else kind
+                    )
+            axis.set(xscale="log", yscale="log")
+            axis.set_xlabel(("|" + column + "|") if "growth" in column else column, fontsize=11)
+        panels[0].set_ylabel("largest logit of layer 1 at 2,400", fontsize=11)
+        panels[1].set_title(where, fontsize=11)
+        panels[0].legend(fontsize=10, title="error of delta by")
+    pd.DataFrame(found).to_csv(HERE / "correlations.csv", index=False, lineterminator="\n")
+    save(figure, HERE / "scatter.png")
+
+
+if __name__ == "__main__":
+    main()
