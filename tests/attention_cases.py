@@ -12,7 +12,7 @@ import attention
 from attention import AttentionConfig, AttentionSpec
 
 CASES = ("random", "peaked", "tied", "one_signed_v", "constant")
-PAIRED = "paired"
+PAIRED, COMMON = "paired", "common"
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Problem:
 
 
 def make(case: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = (2, 40, 3, 16)) -> Problem:
-    generator = torch.Generator().manual_seed((*CASES, PAIRED).index(case))
+    generator = torch.Generator().manual_seed((*CASES, PAIRED, COMMON).index(case))
     q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
     if case == "peaked":
         q, k = q * 4, k * 4
@@ -34,6 +34,8 @@ def make(case: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, 
         k = k[:, :4].repeat(1, shape[1] // 4 + 1, 1, 1)[:, : shape[1]]  # every key returns after four
     elif case == PAIRED:
         k = k[:, ::2].repeat_interleave(2, dim=1)[:, : shape[1]]  # ties in one tile, other maxima in the next
+    elif case == COMMON:
+        k = k + 2 * torch.randn(shape[-1], generator=generator)  # keys with a part in common
     elif case == "one_signed_v":
         v = -v.abs() - 1
     elif case == "constant":

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from attention_cases import COMMON
+
 from attention.numerics import SITES as DECLARED
 from attention.numerics import Numerics
 
@@ -115,3 +118,35 @@ def _values(name: str, row: Row) -> tuple[str, ...]:
 
 
 CASES = [Case(name, value, row) for name, rows in SITES.items() for row in rows for value in _values(name, row)]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Sites that act together, on inputs of ``attention_cases``, in the flash backends."""
+
+    sites: str
+    inputs: str
+    dtype: torch.dtype = torch.float32
+    softcap: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.sites} {self.dtype}"
+
+
+APART = "saved_statistics=max_and_sum delta=rowsum_p_dp"
+TOGETHER = [
+    *(Meeting(f"{APART} exponent={form} row_max=stabilized_safe", "tied") for form in CHOICES["exponent"]),
+    Meeting(f"{APART} scores=m20 statistics=m20 tile_k=48", "tied"),
+    Meeting("saved_statistics=max_and_sum delta=recomputed_o", "tied", softcap=5.0),
+    *(
+        Meeting(f"row_residual={residual} {sites}", COMMON, dtype)
+        for residual in ("centered_keys", "corrected_rows")
+        for dtype, sites in (
+            *((torch.bfloat16, f"delta={delta}") for delta in CHOICES["delta"]),
+            (torch.bfloat16, "gradient_accumulator=bf16 tile_k=32"),
+            (torch.bfloat16, "probabilities=fp32 inputs=m5 saved_statistics=max_and_sum"),
+            (torch.float32, "score_gradients=m3 probabilities=m3 delta_sum=m6"),
+            (torch.float32, "logsumexp=m4 exponent=separate_multiply delta=rowsum_p_dp_normalized"),
+        )
+    ),
+]

@@ -82,12 +82,6 @@ def assert_same_run(run: Path, old: Path) -> None:
     assert (weights(run, LAST), optimizer(run, LAST)) == (weights(old, LAST), optimizer(old, LAST))
 
 
-def test_the_old_run_has_what_a_branch_must_keep(place: Place) -> None:
-    events = [(event["kind"], event["step"]) for event in interventions(place.runs / "old")]
-    assert ("switch", STEP) in events
-    assert any(kind == "alarm" and step < STEP for kind, step in events)
-
-
 @pytest.mark.parametrize("step", [BEFORE, STEP])
 def test_a_branch_of_a_recording_run_has_the_same_bits(place: Place, step: int) -> None:
     before = tree(Path(place.recording("old")))
@@ -110,18 +104,6 @@ def test_a_branch_from_the_checkpoint_of_an_alarm_has_the_same_bits(place: Place
     alarmed = next(event["step"] for event in interventions(old) if event["kind"] == "alarm")
     run = branch(place, "alarmed_on", of=checkpoint(place, "alarmed", alarmed))
     assert_same_run(place.train(run.name, {**fields, **RESUME}), old)
-
-
-def test_a_branch_that_is_switched_at_an_alarm_is_probed_anew(place: Place) -> None:
-    # A short course with an alarm's checkpoint at its end.
-    fields = {**FIELDS, "run.steps": 5, "alarm": dataclasses.replace(ALARM, response="checkpoint", switches=())}
-    old = place.train("ends", fields)
-    alarmed = next(event["step"] for event in interventions(old) if event["kind"] == "alarm")
-    run = branch(place, "switched_there", of=checkpoint(place, old.name, alarmed))
-    alarm = dataclasses.replace(ALARM, switches=(f"{alarmed}:0:flash_delta_from_p",))
-    place.train(run.name, {**fields, **RESUME, "alarm": alarm})
-    before, after = ({probe["step"]: probe for probe in probes(folder)}[alarmed] for folder in (old, run))
-    assert before["delta_error_rms"][0] != after["delta_error_rms"][0]
 
 
 def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
@@ -154,15 +136,6 @@ def test_the_checkpoint_is_the_old_one_but_for_where_it_lies(place: Place) -> No
     assert after.config_json == before.config_json | {
         section: before.config_json[section] | fields for section, fields in changed.items()
     }
-
-
-def test_logs_end_before_the_checkpoint(place: Place) -> None:
-    run, old = branch(place, "logged"), place.runs / "old"
-    assert lines(run, without=()) == [line for line in lines(old, without=()) if line["step"] < STEP]
-    assert probes(run) == [entry for entry in probes(old) if entry["step"] < STEP]
-    assert interventions(run) == [
-        event for event in interventions(old) if event["step"] < STEP or event["kind"] == "switch"
-    ]
 
 
 # ---- the record

@@ -9,49 +9,21 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
 
 import training.checkpoint as checkpoint
 from errors import UserError
 from files import sha256_file
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded, rng_state, set_rng_state
-from training.optim import OptimConfig, build_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "SHA256SUMS"}
-
-
-class TinyModel(nn.Module):
-    """The names and the weight tying of the real model, nothing else of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        block = nn.ModuleDict(
-            {"attn": nn.ModuleDict({"c_attn": nn.Linear(4, 12)}), "mlp": nn.ModuleDict({"c_fc": nn.Linear(12, 4)})}
-        )
-        self.transformer = nn.ModuleDict({"wte": nn.Embedding(7, 4), "h": nn.ModuleList([block])})
-        self.lm_head = nn.Linear(4, 7, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight
-
-    def forward(self, tokens_B: Tensor) -> Tensor:
-        block = self.transformer["h"][0]
-        return self.lm_head(
-            block["mlp"]["c_fc"](torch.tanh(block["attn"]["c_attn"](self.transformer["wte"](tokens_B))))
-        )
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        tokens_B = torch.randint(0, 7, (6,), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens_B), tokens_B.roll(1)).backward()
-        optimizer.step()
 
 
 def save(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
@@ -90,47 +62,6 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("fused", ["off", "on"])
-def test_five_steps_save_load_five_steps_equal_ten(tmp_path: Path, name: Any, fused: Any) -> None:
-    config = OptimConfig(optimizer=name, fused=fused, weight_decay=0.01, lr=0.01)
-    torch.manual_seed(0)
-    straight = TinyModel()
-    train(straight, build_optimizer(straight, config, "cpu"), range(10))
-
-    torch.manual_seed(0)
-    first = TinyModel()
-    optimizer = build_optimizer(first, config, "cpu")
-    train(first, optimizer, range(5))
-    checkpoints = make(tmp_path)
-    save(checkpoints, 5, model_state=first.state_dict(), optimizer_state=optimizer.state_dict())
-
-    second = TinyModel()
-    resumed = build_optimizer(second, config, "cpu")
-    loaded = newest(checkpoints)
-    second.load_state_dict(loaded.model_state)
-    resumed.load_state_dict(loaded.optimizer_state)
-    train(second, resumed, range(5, 10))
-    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_optimizer_state_comes_back_as_torch_made_it(tmp_path: Path, name: Any) -> None:
-    model = TinyModel()
-    optimizer = build_optimizer(model, OptimConfig(optimizer=name), "cpu")
-    train(model, optimizer, range(2))
-    expected = optimizer.state_dict()
-    save(checkpoints := make(tmp_path), 2, optimizer_state=expected)
-    loaded = newest(checkpoints).optimizer_state
-    assert loaded["param_groups"] == expected["param_groups"]
-    assert loaded["state"].keys() == expected["state"].keys()
-    for index, entries in expected["state"].items():
-        assert loaded["state"][index].keys() == entries.keys()
-        for key, value in entries.items():
-            assert loaded["state"][index][key].dtype == value.dtype
-            assert torch.equal(loaded["state"][index][key], value)
-
-
 def test_everything_else_comes_back(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13 / 3)
     scaler.scale(torch.zeros(()))
@@ -149,10 +80,7 @@ def test_everything_else_comes_back(tmp_path: Path) -> None:
     assert {key: getattr(loaded, key) for key in given} == given
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (24 * dtype.itemsize,), dtype=torch.uint8)
     # A bool, a scalar, nothing, and a transposed view beside it: unequal widths, an odd offset, no contiguity.
@@ -172,14 +100,15 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_tied_weights_are_stored_once_and_come_back_under_both_names(tmp_path: Path) -> None:
-    model = TinyModel()
-    path = save(checkpoints := make(tmp_path), 1, model_state=model.state_dict())
+    weight = torch.rand(7, 4)
+    state = {"transformer.wte.weight": weight, "lm_head.weight": weight}
+    path = save(checkpoints := make(tmp_path), 1, model_state=state)
     with safe_open(path / "model.safetensors", framework="pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
         assert "transformer.wte.weight" in file.keys()  # noqa: SIM118
     loaded = newest(checkpoints).model_state
-    assert loaded.keys() == model.state_dict().keys()
-    assert torch.equal(loaded["lm_head.weight"], model.lm_head.weight)
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(tensor, weight) for tensor in loaded.values())
 
 
 def test_equal_but_separate_weights_stay_separate(tmp_path: Path) -> None:
@@ -187,12 +116,6 @@ def test_equal_but_separate_weights_stay_separate(tmp_path: Path) -> None:
     loaded = newest(checkpoints).model_state
     loaded["a"].zero_()
     assert loaded["b"].tolist() == [1.0, 1.0]
-
-
-def test_loaded_tensors_do_not_write_to_the_file(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 1)
-    newest(checkpoints).model_state["weight"].zero_()
-    assert newest(checkpoints).model_state["weight"].unique().tolist() == [1.0]
 
 
 def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
@@ -229,25 +152,10 @@ def test_a_checkpoint_is_five_files_and_none_a_pickle(tmp_path: Path) -> None:
             assert opened.keys() is not None
 
 
-def test_saving_and_loading_never_call_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: Any, **__: Any) -> None:
-        raise AssertionError("pickle was used")
-
-    for name in ("load", "save"):
-        monkeypatch.setattr(torch, name, forbidden)
-    for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
-        monkeypatch.setattr(f"pickle.{name}", forbidden)
-    assert newest(make(tmp_path, 1)).step == 1
-
-
 def test_sha256sum_accepts_the_sums(tmp_path: Path) -> None:
     path = make(tmp_path, 1).folder / "step_00000001"
     done = subprocess.run(["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=path, capture_output=True, text=True)
     assert (done.returncode, done.stdout.count(": OK")) == (0, 4), done.stderr
-
-
-def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
-    assert make(tmp_path).load_newest() is None
 
 
 def test_before_looks_further_back(tmp_path: Path) -> None:
@@ -256,30 +164,29 @@ def test_before_looks_further_back(tmp_path: Path) -> None:
     assert loaded.step == 2
 
 
-@pytest.mark.parametrize("file", sorted(FILES))
-def test_flipped_byte_falls_back_and_names_both(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def without(path: Path) -> None:
+    path.unlink()
+
+
+def shortened(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [*((damage, file) for damage in (flip_a_byte, without) for file in sorted(FILES)), (shortened, "SHA256SUMS")],
+)
+def test_a_damaged_one_falls_back_and_names_both(
+    tmp_path: Path, damage: Callable[[Path], None], file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoints = make(tmp_path, 1, 2)
-    flip_a_byte(checkpoints.folder / "step_00000002" / file)
+    damage(checkpoints.folder / "step_00000002" / file)
     assert newest(checkpoints).step == 1
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ")
     assert warning.count("\n") == 1
     assert str(checkpoints.folder / "step_00000001") in warning
     assert str(checkpoints.folder / "step_00000002") in warning
-
-
-@pytest.mark.parametrize("file", sorted(FILES))
-def test_missing_file_falls_back(tmp_path: Path, file: str) -> None:
-    checkpoints = make(tmp_path, 1, 2)
-    (checkpoints.folder / "step_00000002" / file).unlink()
-    assert newest(checkpoints).step == 1
-
-
-def test_sums_that_leave_a_file_out_are_not_trusted(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 1, 2)
-    sums = checkpoints.folder / "step_00000002" / "SHA256SUMS"
-    sums.write_text("".join(sums.read_text().splitlines(keepends=True)[:3]))
-    assert newest(checkpoints).step == 1
 
 
 def test_all_damaged_is_one_line_that_names_them(tmp_path: Path) -> None:
@@ -342,21 +249,6 @@ def test_checkpoints_of_an_abandoned_course_go(tmp_path: Path) -> None:
     assert newest(checkpoints).step == 25
 
 
-def test_old_ones_go_only_after_the_new_one_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = make(tmp_path, 1, keep_last=1)
-    seen: list[list[int]] = []
-    rmtree = shutil.rmtree
-
-    def watched(path: Path, **kwargs: Any) -> None:
-        seen.append(steps_in(checkpoints))
-        rmtree(path, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", watched)
-    save(checkpoints, 2)
-    assert all(2 in steps for steps in seen)
-    assert steps_in(checkpoints) == [2]
-
-
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 1, 2)
     save(checkpoints, 2, position=77)
@@ -393,48 +285,6 @@ def test_full_disk_keeps_the_last_good_one_and_names_it(
     assert re.search(r"needs about \d+ bytes, \d+ are free", message)
     assert message.endswith(f"the last good checkpoint is {checkpoints.folder / 'step_00000001'}")
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000001", "step_00000002"]
-
-
-ON_A_SMALL_DISK = """
-import shutil, sys
-from pathlib import Path
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import torch
-from errors import UserError
-from test_checkpoint import make, newest, save, steps_in
-disk = Path({disk!r})
-checkpoints = make(disk, 1)
-try:
-    save(checkpoints, 2, model_state={{"weight": torch.rand(200_000)}})
-except UserError as error:
-    print(error)
-    assert newest(checkpoints).step == 1
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000001"]
-    save(checkpoints, 3)
-    print("steps", steps_in(checkpoints))
-"""
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    mount = [
-        "unshare",
-        "--user",
-        "--mount",
-        "--map-root-user",
-        "sh",
-        "-c",
-        'mount -t tmpfs -o size=256k none "$0" && exec "$@"',
-    ]
-    disk = str(tmp_path / "disk")
-    os.mkdir(disk)
-    if not shutil.which("unshare") or subprocess.run([*mount, disk, "true"], capture_output=True).returncode:
-        pytest.skip("this machine lets no user mount a disk of its own")
-    script = ON_A_SMALL_DISK.format(root=str(ROOT), disk=disk)
-    done = subprocess.run([*mount, disk, sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "No space left on device" in done.stdout
-    assert "steps [1, 3]" in done.stdout
 
 
 # Each moment in a process of its own, forked from one that has torch imported already.
@@ -501,38 +351,3 @@ def test_next_save_clears_what_a_killed_one_left(killed: Path, tmp_path: Path, s
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep_last=1))
     save(checkpoints, 4)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000004"]
-
-
-KILLED_AT_RANDOM = """
-import os, random, signal, sys, time
-from pathlib import Path
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import torch
-from test_checkpoint import make, newest, save
-begun = time.monotonic()
-checkpoints = make(Path({folder!r}), 1, keep_last=1)
-one_save = time.monotonic() - begun
-random.seed(0)
-reached = 1
-for _ in range(12):
-    child = os.fork()
-    if child == 0:
-        for step in range(reached + 1, 10**6):
-            save(checkpoints, step, model_state={{"weight": torch.full((50_000,), float(step))}})
-    time.sleep(random.uniform(0.0, 6 * one_save))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    loaded = newest(checkpoints)
-    assert loaded.step >= reached
-    assert loaded.model_state["weight"].unique().tolist() == [float(loaded.step)]
-    reached = loaded.step
-print("reached", reached)
-"""
-
-
-def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    script = KILLED_AT_RANDOM.format(root=str(ROOT), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "warning" not in done.stderr
-    assert int(done.stdout.split()[1]) > 1

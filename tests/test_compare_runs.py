@@ -91,24 +91,6 @@ def test_one_sentence_about_the_data(
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:")] == [sentence]
 
 
-def test_other_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write_run(tmp_path / "a", [2.0] * 3, digests="a")
-    b = write_run(tmp_path / "b", [2.0] * 3, digests="b", batches={"data_sha256": "bb", "recording": ""})
-    compare(a, b, "--out", "none")
-    assert "b from step 0 on (data_sha256, recording differ)." in capsys.readouterr().out
-
-
-def test_one_run_that_differs_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [write_run(tmp_path / name, [2.0] * 3, digests=d) for name, d in (("a", "a"), ("b", "a"), ("c", "ab"))]
-    compare(*folders, "--out", "none")
-    assert "Data: NOT identical: other batches than a: c from step 1 on." in capsys.readouterr().out
-
-
-def test_identical_runs_never_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare(*(write_run(tmp_path / name, [2.0, float("nan")]) for name in "ab"), "--out", "none")
-    assert "b against a: the same training losses, bit for bit; no setting differs." in capsys.readouterr().out
-
-
 def test_other_validation_sequences_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", [2.0], batches={"validation_sequences": 8})
     b = write_run(tmp_path / "b", [2.0], batches={"validation_sequences": 16})
@@ -132,10 +114,6 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return captured
 
 
-def test_an_unknown_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such run folder" in mistake(capsys, tmp_path / "nothing")
-
-
 def test_a_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "neither a run nor a folder of runs" in mistake(capsys, tmp_path)
 
@@ -148,12 +126,6 @@ def test_a_run_without_training_loss(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", [2.0] * 3), write_run(tmp_path / "b", [2.0] * 3, first=10)
     assert "b and a have no step in common" in mistake(capsys, a, b)
-
-
-def test_a_config_that_is_not_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write_run(tmp_path / "a", [2.0])
-    (a / "config.json").write_text("{")
-    assert "config.json: not the record of a run" in mistake(capsys, a)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,6 @@ def test_a_column_leaves_out_lines_without_it() -> None:
     assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 2.0, 1: 1.0}
 
 
-def test_an_evaluation_before_the_step_survives_it() -> None:
-    records = [{"step": 0, "val_loss": 3.0}, {"step": 0, "train_loss": 2.0}, {"step": 1, "train_loss": 1.0}]
-    assert dict(curves.column(curves.by_step(records), "val_loss")) == {0: 3.0}
-
-
 def test_a_rollback_replaces_what_followed() -> None:
     records = [*run([4.0, 3.0, 9.0, 9.0]), *run([2.0], first=2)]
     assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 4.0, 1: 3.0, 2: 2.0}
@@ -69,10 +64,6 @@ def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int |
 )
 def test_explosion_step(losses: list[float], step: int | None) -> None:
     assert curves.explosion_step(losses, margin=0.5, patience=4) == step
-
-
-def test_the_margin_counts_from_the_best_so_far() -> None:
-    assert curves.explosion_step([1.0, 2.0, 1.2, 1.6, 1.6], margin=0.5, patience=2) == 3
 
 
 @pytest.mark.parametrize(("patience", "step"), [(21, 120), (22, None)])

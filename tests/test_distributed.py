@@ -42,12 +42,6 @@ def test_cuda_asked_for_and_absent_is_one_line() -> None:
         distributed.start("cuda")
 
 
-@pytest.mark.usefixtures("alone")
-def test_unknown_device_names_the_choices() -> None:
-    with pytest.raises(UserError, match=r"^run\.device = 'tpu': expected one of auto, cpu, cuda$"):
-        distributed.start("tpu")  # type: ignore[arg-type]
-
-
 def test_more_processes_than_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -80,22 +74,6 @@ def test_deterministic_mode_sets_torch_cudnn_and_cublas(monkeypatch: pytest.Monk
     distributed.set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
-
-
-@pytest.mark.usefixtures("settings")
-def test_deterministic_mode_too_late_for_cublas_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="before anything uses CUDA"):
-        distributed.set_deterministic(True)
-
-
-@pytest.mark.usefixtures("settings")
-@pytest.mark.parametrize("on", [True, False])
-@pytest.mark.filterwarnings("error")
-def test_tf32_switches_products_and_convolutions(on: bool) -> None:
-    distributed.set_tf32(on)
-    assert torch.backends.cuda.matmul.allow_tf32 is on
-    assert torch.backends.cudnn.allow_tf32 is on
 
 
 WORKER = """
@@ -199,7 +177,3 @@ def test_accumulated_gradients_are_the_single_process_sum_over_processes(facts: 
 
 def test_first_backward_rounds_as_all_later_ones(facts: list[dict[str, Any]]) -> None:
     assert len({digest for fact in facts for digest in fact["digests"]}) == 1
-
-
-def test_stopping_leaves_the_group(facts: list[dict[str, Any]]) -> None:
-    assert all(fact["stopped"] for fact in facts)

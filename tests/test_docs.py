@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional
 
 import config
-from attention.numerics import SITES
 from attention.readme import written
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +27,6 @@ def blocks(document: Path, language: str) -> list[str]:
 def test_the_tables_are_those_that_the_declarations_make() -> None:
     """``python -m attention.readme`` writes them."""
     assert written(ATTENTION.read_text()) == ATTENTION.read_text()
-
-
-def test_every_rounding_site_is_in_an_equation() -> None:
-    equations = "".join(blocks(ATTENTION, "math"))
-    switches = ("row_max", "hidden_tiles", "tile_q", "tile_k", "delta")
-    switches += ("probabilities_rounding", "output_rounding", "delta_rounding")
-    sites = [name for name in SITES if name not in switches and not name.startswith("row_max_")]
-    assert [name for name in sites if rf"\mathrm{{{name}}}".replace("_", r"\_") not in equations] == []
 
 
 def test_python_examples_of_attention_run() -> None:

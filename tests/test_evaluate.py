@@ -1,7 +1,6 @@
 """training/evaluate.py: one number, however the fixed batches are dealt out, and a model left as it was."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from errors import UserError
 from training import distributed
-from training.evaluate import EvaluationConfig, evaluate
+from training.evaluate import evaluate
 
 VOCABULARY, T = 11, 8
 CPU = torch.device("cpu")
@@ -100,53 +99,6 @@ def test_modes_are_put_back_module_by_module() -> None:
     assert (model.training, model.embedding.training, model.dropout.training) == (True, False, True)
 
 
-def test_modes_are_put_back_after_an_error() -> None:
-    model = TinyModel().train()
-    model.embedding.weight = nn.Parameter(torch.zeros(1, VOCABULARY))
-    with pytest.raises(IndexError):
-        value(model, FixedBatches())
-    assert model.dropout.training
-
-
-def test_dropout_is_off() -> None:
-    model = TinyModel().train()
-    assert value(model, FixedBatches()) == value(model, FixedBatches())
-
-
-def test_no_graph_is_kept() -> None:
-    model = TinyModel()
-    grads = []
-    model.embedding.register_forward_hook(lambda module, inputs, output: grads.append(output.requires_grad))
-    value(model, FixedBatches())
-    assert grads == [False] * 5
-
-
-def test_the_autocast_context_is_around_the_forward() -> None:
-    seen = []
-    model = TinyModel()
-    model.embedding.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    evaluate(model, FixedBatches(), CPU, torch.autocast("cpu", torch.bfloat16), None)
-    assert seen == [True] * 5
-
-
-def test_every_batch_gets_the_rounding_seed() -> None:
-    model, seed = TinyModel(), torch.tensor(5)
-    evaluate(model, FixedBatches(), CPU, contextlib.nullcontext(), seed)
-    assert model.seeds == [seed] * 5
-
-
-def test_a_diverged_model_gives_nan() -> None:
-    model = TinyModel()
-    with torch.no_grad():
-        model.embedding.weight.fill_(math.nan)
-    assert math.isnan(value(model, FixedBatches()))
-
-
 def test_no_batches_is_an_error() -> None:
     with pytest.raises(UserError, match="validation_sequences"):
         value(TinyModel(), FixedBatches(count=0))
-
-
-def test_a_negative_interval_is_refused() -> None:
-    with pytest.raises(UserError, match=r"evaluation\.every = -1"):
-        EvaluationConfig(every=-1)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from layer_captures import random_layer, tied_layer
+from layer_captures import random_layer
 
-from attention import AttentionSpec
-from figures import curves, delta, head_norms, keys, over_steps, similarity
-from probes.accumulation import Accumulation, accumulate
-from probes.capture import LayerCapture
+from figures import curves, delta, head_norms, over_steps, similarity
 from probes.delta_error import delta_errors
 from probes.low_rank import weighted_keys
-
-PAPER = AttentionSpec(numerics="rounded_forward")
 
 
 def run(telemetry: list[dict[str, Any]]) -> over_steps.RunCurves:
@@ -36,10 +30,6 @@ def test_head_norms_are_those_of_the_heads_rows() -> None:
     assert norms.outliers == (1,)
 
 
-def test_the_chosen_head_has_the_largest_norm_and_nan_is_not_it() -> None:
-    assert delta.choose_head([1.0, 3.0, math.nan, 2.0]) == 1
-
-
 def test_the_running_sum_is_that_of_the_errors_of_delta() -> None:
     layer = random_layer()
     error = delta.head_error(layer, head=1, batch=0, token=5, label="")
@@ -48,43 +38,6 @@ def test_the_running_sum_is_that_of_the_errors_of_delta() -> None:
     assert total[-1] == pytest.approx(errors.sum().item())
     assert spread[-1] == pytest.approx(errors.square().sum().sqrt().item())
     assert len(total) == errors.numel()
-
-
-def test_features_of_one_token_add_up_to_its_error() -> None:
-    layer = random_layer()
-    error = delta.head_error(layer, head=2, batch=1, token=9, label="")
-    assert error.product_D.sum().item() == pytest.approx(error.error_BT[1, 9].item(), rel=1e-3, abs=1e-6)
-
-
-def test_a_planted_head_has_a_biased_sum_and_its_neighbors_have_not() -> None:
-    """V of one sign below zero and dO above: the error of delta is negative, by many standard errors."""
-    layer = tied_layer(spec=PAPER)
-    planted, healthy = (delta.head_error(layer, head=head, batch=0, token=4, label="") for head in (1, 0))
-    assert planted.mean / planted.standard_error < -8
-    assert abs(healthy.mean / healthy.standard_error) < 4
-
-
-def test_the_row_chosen_for_figure_6_has_two_unit_probabilities() -> None:
-    layer = tied_layer(spec=PAPER, sign=1.0)
-    batch, token, feature = keys.choose_row(layer, 1)
-    sums = keys_of(layer, batch, token, feature)
-    assert sums.one_S.sum() == 2
-
-
-def keys_of(layer: LayerCapture, batch: int, token: int, feature: int) -> Accumulation:
-    """Of head 1, the planted one."""
-    return accumulate(layer, batch, 1, token, feature)
-
-
-def test_figure_6_tells_every_key() -> None:
-    layer = tied_layer(spec=PAPER, sign=1.0)
-    batch, token, feature = keys.choose_row(layer, 1)
-    sums = keys_of(layer, batch, token, feature)
-    table = keys.draw_accumulation(sums, label="", feature=feature).table
-    assert table["key"].tolist() == list(range(token + 1))
-    assert table["p_bar_is_1"].tolist() == sums.one_S.tolist()
-    terms_S = sums.p_bar_S.double() * sums.v_S.double()
-    assert table["error"].tolist() == pytest.approx((sums.low_S - terms_S.cumsum(0)).tolist(), abs=1e-12)
 
 
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:

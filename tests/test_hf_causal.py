@@ -70,14 +70,6 @@ def test_the_gradient_of_w_q_follows_from_what_was_captured(folder: Path) -> Non
         torch.testing.assert_close(high_dw_q(layer).reshape(expected.shape), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_w_q_is_the_projection_of_q(folder: Path) -> None:
-    """At position 0 nothing is rotated."""
-    model = load(folder)
-    for layer in model.capture(*batch()):
-        q = layer.x_BTC[:, 0] @ model.w_q(layer.layer).T
-        torch.testing.assert_close(layer.q_BTHD[:, 0].flatten(1), q, rtol=1e-4, atol=1e-5)
-
-
 def test_shared_keys_and_values_are_repeated(folder: Path) -> None:
     layer = load(folder).capture(*batch())[0]
     assert layer.q_BTHD.shape == layer.k_BTHD.shape == layer.v_BTHD.shape == (2, T, 4, 8)
@@ -121,9 +113,3 @@ def test_weights_that_lack_a_tensor(tmp_path: Path) -> None:
     del tensors["model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "lack" in refusal(tmp_path)
-
-
-def test_another_family(tmp_path: Path) -> None:
-    config = transformers.GPTNeoXConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=16, vocab_size=64)
-    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
-    assert "model_type = 'gpt_neox'" in refusal(tmp_path)

@@ -15,7 +15,7 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
 from errors import UserError
 from model import GPT, ModelConfig, initialize
-from training.intervention import Interventions, Switch, parse_switch, plans_at
+from training.intervention import Switch, parse_switch, plans_at
 from training.metrics import read_lines
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -74,11 +74,6 @@ def test_plans_are_a_function_of_the_step() -> None:
     assert names[9] == names[100] == ["flash", "flash_untiled", "standard"]
 
 
-@pytest.mark.parametrize("text", ["5000:1:flash", "0:0:standard", "7:11:flash_fp32_o:flash"])
-def test_an_option_is_read_as_it_is_written(text: str) -> None:
-    assert parse_switch(text).option() == text
-
-
 @pytest.mark.parametrize("text", ["", "5000:1", "5000:1:", "x:1:flash", "-5:1:flash", "5:1:flash:flash:flash"])
 def test_what_is_no_switch_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"alarm\.switches.*STEP:LAYER:PRESET"):
@@ -98,14 +93,6 @@ def test_a_switch_that_cannot_be_fails_before_the_run_starts(place: Place, text:
     with pytest.raises(UserError, match=message):
         place.train("impossible", {"alarm.switches": (text,)})
     assert not (place.runs / "impossible").exists()
-
-
-def test_a_switch_to_what_is_there_is_none() -> None:
-    base = preset("flash").resolve(2, 2)
-    some = Interventions(base, [], lambda plans: None, None)
-    assert some.add(Switch(5, 1, "flash")) is False
-    assert some.add(Switch(5, 1, "flash_fp32_o")) is True
-    assert some.add(Switch(6, 1, "flash_fp32_o")) is False
 
 
 # ---- runs
@@ -130,20 +117,6 @@ def test_a_layer_switched_at_step_0_is_a_layer_with_a_rule(place: Place) -> None
     at_once = place.train("at_once", {**BF16, "alarm.switches": ("0:1:flash_delta_from_p",)})
     assert lines(ruled) == lines(at_once)
     assert weights(ruled, 20) == weights(at_once, 20)
-
-
-def test_the_record_says_what_was_switched(switched_run: Path) -> None:
-    (entry,) = interventions(switched_run)
-    assert entry == {
-        "step": 7,
-        "batch": 7,
-        "kind": "switch",
-        "layer": 1,
-        "from": "flash",
-        "to": "flash_delta_from_p",
-        "cause": "schedule",
-        "option": "7:1:flash_delta_from_p",
-    }
 
 
 def test_a_replay_with_the_records_switches_has_the_same_bits(place: Place, switched_run: Path) -> None:
@@ -187,17 +160,6 @@ def test_a_switch_in_the_past_of_a_resumed_run_is_refused(place: Place) -> None:
     place.train("past", {**BF16, "run.steps": 10})
     with pytest.raises(UserError, match=r"7:1:flash_delta_from_p.*a step from 10 on"):
         place.train("past", {**BF16, **SWITCH, "run.resume": "yes"})
-
-
-def test_a_rollback_goes_back_behind_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:
-    # The loss turns NaN at step 13 by way of the weights; the checkpoint of step 10 is from before the switch of step 12.
-    base = preset("flash").resolve(2, 2)
-    some = Interventions(base, [Switch(12, 1, "flash_fp32_o")], lambda plans: None, tmp_path_factory.mktemp("run"))
-    labels = []
-    for batch, step in enumerate((11, 12, 13, 10, 11, 12, 13), start=11):
-        some.advance(step, batch)
-        labels.append(some.plans[1].groups[0].spec.preset)
-    assert labels == ["flash", "flash_fp32_o", "flash_fp32_o", "flash", "flash", "flash_fp32_o", "flash_fp32_o"]
 
 
 # ---- compiled

@@ -74,10 +74,3 @@ def test_the_python_example_of_the_readme_gives_gradients() -> None:
     names["o"].float().square().sum().backward()
     assert names["o"].shape == names["q"].shape
     assert names["q"].grad.abs().max() > 0
-
-
-def test_a_heading_that_is_not_there_is_told(tmp_path: Path) -> None:
-    page = tmp_path / "a.md"
-    page.write_text("# One *thing*: `x`\n\n[here](#one-thing-x) [not](#two) [gone](b.md) `[code](c.md)`\n")
-    assert links(page) == ["#one-thing-x", "#two", "b.md"]
-    assert anchors(page) == {"one-thing-x"}

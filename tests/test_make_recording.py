@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +48,6 @@ def test_other_batches_are_refused_and_nothing_stays(dataset: Path, tmp_path: Pa
     assert not (tmp_path / "made").exists()
 
 
-def test_an_existing_folder_is_left_alone(dataset: Path, tmp_path: Path) -> None:
-    (tmp_path / "made").mkdir()
-    with pytest.raises(UserError, match="exists"):
-        make_recording.make(settings_for(dataset), tmp_path / "made", STEPS, {})
-    assert (tmp_path / "made").is_dir()
-
-
 def test_the_command_line_takes_fields_of_the_recipe(dataset: Path, tmp_path: Path) -> None:
     fields = ["--data.dataset", str(dataset), "--data.sequence-length", "4", "--data.seed", "9"]
     make_recording.main(["configs/debug.py", "--steps", "3", "--out", str(tmp_path / "made"), *fields])
@@ -63,25 +55,11 @@ def test_the_command_line_takes_fields_of_the_recipe(dataset: Path, tmp_path: Pa
     assert (made.steps, made.header.seed, made.header.sequence_length) == (3, 9, 4)
 
 
-def test_the_recording_of_the_command_line_can_carry_tokens(dataset: Path, tmp_path: Path) -> None:
-    fields = ["--data.dataset", str(dataset), "--data.sequence-length", "4", "--data.record-tokens"]
-    make_recording.main(["configs/debug.py", "--steps", "3", "--out", str(tmp_path / "made"), *fields])
-    made = Recording.open(tmp_path / "made")
-    assert made.tokens is not None
-    assert made.tokens.shape == (3, made.header.global_batch, 5)
-
-
 def test_a_recording_to_replay_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = ["--data.dataset", str(dataset), "--data.replay", str(tmp_path / "other")]
     with pytest.raises(SystemExit):
         make_recording.main(["configs/debug.py", "--out", str(tmp_path / "made"), *fields])
     assert "expected nothing while data.replay" in capsys.readouterr().err
-
-
-def test_a_run_without_digests_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "train_loss": 1.0}) + "\n")
-    with pytest.raises(UserError, match="no data_digest"):
-        make_recording.logged_digests(tmp_path)
 
 
 def test_the_published_recording_is_whole_and_small() -> None:

@@ -53,27 +53,11 @@ def test_statistics_are_those_of_the_whole_matrix(chunk: int, softcap: float) ->
         torch.testing.assert_close(getattr(measured, name).double(), value, rtol=40 * D * 2.0**-24, atol=1e-6)
 
 
-def test_stacked_heads_are_measured_each_by_itself() -> None:
-    q, k, _ = operands()
-    together = attention_statistics(q, k, scale=SCALE, top_k=(2,))
-    alone = [attention_statistics(q[:, :, [h]], k[:, :, [h]], scale=SCALE, top_k=(2,)) for h in range(H)]
-    for field in dataclasses.fields(together):
-        parts = torch.cat([getattr(one, field.name) for one in alone])
-        torch.testing.assert_close(getattr(together, field.name), parts, rtol=1e-5, atol=1e-6)
-
-
 def test_repeated_maxima_are_told_by_tolerance() -> None:
     # Row t sees the first t + 1 scores: alone; 2^-9 apart; 1e-3 apart; exactly tied.
     k = along([1.0, 1.0 + 2.0**-9, 1.0 + 2.0**-9 + 0.0009, 1.0 + 2.0**-9 + 0.0009])
     ties = attention_statistics(torch.ones_like(k), k, scale=1.0).ties
     torch.testing.assert_close(ties, torch.tensor([[1 / 4, 2 / 4, 3 / 4]]))
-
-
-def test_ties_are_those_of_the_scores_as_the_kernel_rounds_them() -> None:
-    k = along([1.0, 1.0 + 2.0**-9])
-    q = torch.ones_like(k)
-    assert attention_statistics(q, k, scale=1.0).ties[0, 0] == 0
-    assert attention_statistics(q, k, scale=1.0, scores_format="bf16").ties[0, 0] == 0.5
 
 
 def test_rounded_scores_are_counted_as_by_hand() -> None:
@@ -83,18 +67,6 @@ def test_rounded_scores_are_counted_as_by_hand() -> None:
     measured = attention_statistics(q, k, scale=SCALE, scores_format="m2", chunk=T).ties[:, 0]
     assert torch.equal(measured, expected)
     assert (expected > 0).all()
-
-
-@pytest.mark.parametrize(("largest", "share"), [(87.0, 0.0), (88.0, 0.5), (-87.0, 0.0), (-88.0, 0.5)])
-def test_underflow_is_a_tied_row_beyond_the_range(largest: float, share: float) -> None:
-    # Row 0 has a single score, so nothing ties there; row 1 has two of the same.
-    k = along([largest, largest])
-    assert attention_statistics(torch.ones_like(k), k, scale=1.0).underflow.tolist() == [share]
-
-
-def test_a_row_beyond_the_range_that_is_not_tied_does_not_underflow() -> None:
-    k = along([100.0, 90.0])
-    assert attention_statistics(torch.ones_like(k), k, scale=1.0).underflow.tolist() == [0.0]
 
 
 def test_underflow_is_where_the_stabilizer_loses_a_row() -> None:
@@ -110,19 +82,6 @@ def test_underflow_is_where_the_stabilizer_loses_a_row() -> None:
     measured = attention_statistics(q, k, scale=SCALE, chunk=T).underflow
     assert torch.equal(measured, lost.float().mean(dim=(0, 2)))
     assert measured.min() > 0
-
-
-def test_uniform_attention_has_the_entropy_of_its_rows() -> None:
-    zeros = torch.zeros(1, T, 1, D)
-    measured = attention_statistics(zeros, zeros, scale=1.0)
-    lengths = torch.arange(1, T + 1, dtype=torch.float64)
-    assert measured.entropy.item() == pytest.approx(lengths.log().mean().item(), rel=1e-6)
-    assert measured.sink.item() == pytest.approx((1 / lengths[1:]).mean().item(), rel=1e-6)
-
-
-def test_more_keys_than_a_row_has_hold_all_of_it() -> None:
-    q, k, _ = operands()
-    torch.testing.assert_close(attention_statistics(q, k, scale=SCALE, top_k=(1000,)).top_k, torch.ones(H, 1))
 
 
 def test_nothing_is_nan_where_probabilities_underflow() -> None:

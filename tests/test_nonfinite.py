@@ -89,14 +89,6 @@ def test_stop_exits_with_1_and_records_step_and_batch(place: Place, capsys: pyte
     assert "step 14, batch 14: loss nan" in capsys.readouterr().out
 
 
-def test_stop_keeps_the_checkpoints(place: Place) -> None:
-    run = stopped(place, "stop_checkpoint", {})
-    loaded = Checkpoints(run / "checkpoints", TINY.checkpoint).load_newest()
-    assert loaded is not None
-    assert loaded.step == 10
-    assert all(tensor.isfinite().all() for tensor in loaded.model_state.values())
-
-
 @pytest.mark.parametrize(("every", "told"), [(10, "The checkpoints in "), (0, "There is no checkpoint yet")])
 def test_stop_says_whether_there_is_a_checkpoint(
     place: Place, capsys: pytest.CaptureFixture[str], every: int, told: str
@@ -352,16 +344,6 @@ def test_a_resumed_run_still_tells_of_a_rollback_over_its_checkpoint(place: Plac
         assert repr(one) == repr(other)  # NaN is not equal to itself
 
 
-def test_rollback_keeps_its_counts(place: Place) -> None:
-    config = place.config("unused", ROLLBACK)
-    guard = NonFiniteGuard(config.nonfinite)
-    run = place.train("rollback_counted", ROLLBACK)
-    loaded = Checkpoints(run / "checkpoints", config.checkpoint).load_newest()
-    assert loaded is not None
-    guard.load_state(loaded.extra["guard"])
-    assert (guard.nonfinite_steps, guard.rollbacks, guard.lr_scaled_until) == (1, 1, 14)
-
-
 # ---- float16
 
 
@@ -425,20 +407,3 @@ def test_float16_gradient_that_is_never_finite_is_no_overflow_for_ever(
 
 
 # ---- the guard by itself
-
-
-@pytest.mark.parametrize("policy", ["stop", "skip", "continue"])
-def test_guard_follows_the_policy(policy: Any) -> None:
-    guard = NonFiniteGuard(NonFiniteConfig(policy=policy))
-    assert [guard.decide(overflow=False), guard.decide(overflow=True)] == [policy, "overflow"]
-    assert (guard.nonfinite_steps, guard.overflow_steps) == (1, 1)
-
-
-def test_guard_state_survives_json() -> None:
-    guard, other = (NonFiniteGuard(NonFiniteConfig(policy="rollback")) for _ in range(2))
-    guard.decide(overflow=False)
-    guard.decide(overflow=True)
-    guard.rolled_back(to_step=40)
-    other.load_state(json.loads(json.dumps(guard.state())))
-    assert other.state() == guard.state()
-    assert [other.lr_factor(step) for step in (40, 139, 140)] == [0.5, 0.5, 1.0]

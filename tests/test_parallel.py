@@ -2,11 +2,10 @@
 
 import os
 import signal
-from functools import partial
 
 import pytest
 
-from data.parallel import ordered_map, worker_count
+from data.parallel import ordered_map
 from errors import UserError
 
 
@@ -51,16 +50,3 @@ def test_an_error_in_a_task_is_raised_as_it_is(workers):
 def test_a_killed_worker_is_one_line():
     with pytest.raises(UserError, match="a worker process was killed"):
         list(ordered_map(KillItself, [1], workers=2))
-
-
-def test_make_may_carry_arguments():
-    assert list(ordered_map(partial(partial, pow, 2), [3, 4], workers=1)) == [8, 16]
-
-
-def test_zero_workers_means_the_cpus_of_this_process():
-    assert worker_count(0) == len(os.sched_getaffinity(0))
-
-
-def test_negative_workers_are_refused():
-    with pytest.raises(UserError, match="workers = -1"):
-        worker_count(-1)

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from attention.numerics import BASES, HARDWARE, MICROCOSM, ROUNDED_FORWARD, Numerics, numerics_from_key
+from attention.numerics import BASES, HARDWARE, Numerics, numerics_from_key
 from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe
-from attention.presets import PRESETS
 from attention.renamed import RENAMED
 from errors import UserError
-from training.retired import upgraded
 
 ROOT = Path(__file__).resolve().parent.parent
-FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
 
 
 @pytest.mark.parametrize("old", [name for name in RENAMED if "=" not in name])
@@ -36,72 +33,6 @@ def test_an_old_value_is_todays(old: str) -> None:
     assert getattr(numerics_from_key(json.dumps(written)), site) == now
 
 
-def test_the_names_of_a_published_runs_record_are_read() -> None:
-    """As experiments/fast_failure keeps it."""
-    for run, preset in (("o_stochastic", "flash_stochastic_o"), ("flash_unfused", "flash_separate_multiply")):
-        record = json.loads((ROOT / f"experiments/fast_failure/runs/{run}/config.json").read_text())
-        assert upgraded(record["config"])["attention"]["default"]["preset"] == preset
-
-
-@pytest.mark.parametrize("name", FLASH)
-@pytest.mark.parametrize("base", BASES)
-def test_every_flash_preset_works_on_every_base(name: str, base: str) -> None:
-    numerics = AttentionSpec(preset=name, numerics=base).resolve()
-    assert numerics_from_key(numerics.key()) == numerics
-
-
-@pytest.mark.parametrize(
-    ("preset", "sites"),
-    [
-        ("flash", ()),
-        ("flash_subtract_first", ("exponent=subtract_first",)),
-        ("flash_separate_multiply", ("exponent=separate_multiply",)),
-        ("flash_rounded_sum", ("divisor=rounded",)),
-        ("flash_delta_from_p", ("delta=rowsum_p_dp",)),
-        (
-            "flash_delta_from_p_subtract_first",
-            ("saved_statistics=max_and_sum", "exponent=subtract_first", "delta=rowsum_p_dp"),
-        ),
-        ("flash_recompute_o", ("delta=recomputed_o",)),
-        ("flash_fp32_o", ("delta_output=fp32",)),
-        ("flash_fp32_pv", ("probabilities=fp32",)),
-        ("flash_stochastic_p", ("probabilities_rounding=stochastic",)),
-        ("flash_stochastic_p_o", ("probabilities_rounding=stochastic", "output_rounding=stochastic")),
-        ("flash_o_stochastic_delta_nearest", ("output_rounding=stochastic", "delta_output=input")),
-        ("flash_o_nearest_delta_stochastic", ("delta_output=input", "delta_rounding=stochastic")),
-        ("flash_o_fp32_delta_nearest", ("output=fp32", "delta_output=input")),
-    ],
-)
-def test_a_preset_changes_what_its_name_says_and_nothing_else(preset: str, sites: tuple[str, ...]) -> None:
-    assert AttentionSpec(preset=preset).resolve().differences(HARDWARE) == sites
-
-
-def test_the_bases_are_the_columns_of_the_table_of_sites() -> None:
-    assert ROUNDED_FORWARD.differences(HARDWARE) == (
-        "scores=input",
-        "statistics=input",
-        "exponent=subtract_first",
-        "tile_product=input",
-        "accumulator=input",
-    )
-    assert (ROUNDED_FORWARD.tile_q, ROUNDED_FORWARD.tile_k) == (512, 512)
-    assert BASES["fp32"].delta_output == "fp32"
-    assert BASES["fp32"].output == "input"
-    assert (MICROCOSM.accumulator, MICROCOSM.output, MICROCOSM.scores) == ("m1", "m1", "m7")
-
-
-def test_runs_a_to_d_round_the_two_uses_of_o_as_the_table_says() -> None:
-    def roundings(run: str) -> tuple[str, str, str]:
-        n = AttentionSpec(preset=RENAMED[f"flash_run_{run}"], numerics="microcosm").resolve()
-        forward = n.output if n.output == "fp32" else n.output_rounding
-        return forward, n.delta_output, n.delta_rounding
-
-    assert roundings("a") == ("stochastic", "output", "nearest")
-    assert roundings("b") == ("stochastic", "m1", "nearest")
-    assert roundings("c") == ("fp32", "m1", "nearest")
-    assert roundings("d") == ("nearest", "m1", "stochastic")
-
-
 def test_numerics_written_before_p_bars_rounding_had_a_name_rounded_it_to_nearest() -> None:
     """A record of a run, as experiments/fast_failure keeps them."""
     written = json.loads((ROOT / "experiments/fast_failure/runs/o_stochastic/config.json").read_text())["attention"][0][
@@ -111,30 +42,14 @@ def test_numerics_written_before_p_bars_rounding_had_a_name_rounded_it_to_neares
     assert numerics_from_key(json.dumps(written)) == AttentionSpec(preset="flash_stochastic_o").resolve()
 
 
-@pytest.mark.parametrize("base", ["hardware", "rounded_forward", "microcosm"])
-def test_numerics_written_before_the_exponent_had_a_name_are_those_of_their_base(base: str) -> None:
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("site", ["exponent", "saved_statistics"])
+def test_numerics_written_before_a_site_had_a_name_are_those_of_their_base(site: str, base: str) -> None:
+    """But of ``fp32``, whose exponent the kernels computed by an FMA."""
     written = asdict(BASES[base])
-    del written["exponent"]
-    assert numerics_from_key(json.dumps(written)) == BASES[base]
-
-
-def test_fp32_numerics_written_before_the_exponent_had_a_name_were_folded_by_the_kernels() -> None:
-    written = asdict(BASES["fp32"])
-    del written["exponent"]
-    assert numerics_from_key(json.dumps(written)).differences(BASES["fp32"]) == ("exponent=fma",)
-
-
-def test_stochastic_p_rounds_p_bar_on_every_base() -> None:
-    formats = {
-        base: AttentionSpec(preset="flash_stochastic_p", numerics=base).resolve().probabilities for base in BASES
-    }
-    assert formats == {
-        "hardware": "input",
-        "rounded_forward": "input",
-        "published": "input",
-        "fp32": "input",
-        "microcosm": "m7",
-    }
+    del written[site]
+    expected = ("exponent=fma",) if (site, base) == ("exponent", "fp32") else ()
+    assert numerics_from_key(json.dumps(written)).differences(BASES[base]) == expected
 
 
 def test_single_sites_override_the_preset() -> None:
@@ -245,6 +160,8 @@ def test_bad_specs_name_field_value_and_choices(arguments: dict, field: str) -> 
         {"row_max_beta": 1.0},
         {"row_max_tolerance": -1e-3},
         {"row_max_cap": 0.0},
+        {"row_sum_floor": -1.0},
+        {"row_sum_floor": 2.0},
         {"tile_k": -1},
         {"delta": "rowsum"},
         {"output_rounding": "up"},
@@ -253,13 +170,6 @@ def test_bad_specs_name_field_value_and_choices(arguments: dict, field: str) -> 
 def test_numerics_out_of_range_are_refused(changes: dict) -> None:
     with pytest.raises(UserError):
         replace(Numerics(), **changes)
-
-
-def test_input_becomes_the_dtype_and_nothing_else_changes() -> None:
-    concrete = ROUNDED_FORWARD.concrete("bf16")
-    assert concrete.scores == concrete.output == "bf16"
-    assert concrete.delta_output == "output"
-    assert concrete.logsumexp == "fp32"
 
 
 def test_the_plan_needs_no_torch() -> None:

@@ -39,13 +39,6 @@ def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
     assert "holds an earlier quickstart" in again.stderr
 
 
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_is_told(option: str) -> None:
-    done = subprocess.run(["bash", str(SCRIPT), option], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: quickstart.sh [--python INTERPRETER] [--out FOLDER]\nRecord a run")
-
-
 @pytest.mark.parametrize("arguments", [["--pyton", "x"], ["--out"], ["--python", "/nope"]])
 def test_unknown_options_are_one_line(arguments: list[str]) -> None:
     done = subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader, npy_head
+from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader
 from errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,34 +142,6 @@ def test_the_example_of_the_readme_holds(tmp_path):
     assert [line for line in shown if line not in readme] == []
 
 
-def test_numpy_opens_the_offsets_file(tmp_path):
-    write(tmp_path / "r", 5)
-    assert np.array_equal(np.load(tmp_path / "r" / "offsets.npy")[:, :-1], make_rows(5)[0])
-
-
-def test_the_head_keeps_its_size_up_to_the_largest_count():
-    assert [len(npy_head("<u8", (rows, 2**32, 2**32))) for rows in (0, 2**63)] == [HEAD_BYTES, HEAD_BYTES]
-
-
-@pytest.mark.parametrize("batch", [1, 32])
-def test_a_sequence_takes_sixteen_bytes_at_most(tmp_path, batch):
-    recorder = Recorder.create(tmp_path / "r", make_header(batch=batch))
-    for row in make_rows(10, batch=batch)[0]:
-        recorder.append(row)
-    recorder.close()
-    assert (tmp_path / "r" / "offsets.npy").stat().st_size - HEAD_BYTES <= 16 * 10 * batch
-
-
-def test_a_long_recording_opens_in_under_a_second(tmp_path):
-    recorder = Recorder.create(tmp_path / "r", make_header(batch=32))
-    for row in make_rows(13_000, batch=32)[0]:
-        recorder.append(row)
-    recorder.close()
-    began = time.perf_counter()
-    assert Recording.open(tmp_path / "r").steps == 13_000
-    assert time.perf_counter() - began < 1
-
-
 @pytest.mark.parametrize(("carried", "name"), [(False, "offsets.npy"), (True, "offsets.npy"), (True, "tokens.npy")])
 def test_an_unfinished_recording_cut_at_any_byte_keeps_its_whole_rows(tmp_path, carried, name):
     write(tmp_path / "r", 4, carried=carried, finish=False, flush_at=2)
@@ -233,14 +205,6 @@ def test_a_changed_byte_names_its_step(tmp_path, name, finish):
             Recording.open(tmp_path / "r")
 
 
-def test_a_changed_fact_in_the_header_is_found(tmp_path):
-    write(tmp_path / "r", 3)
-    path = tmp_path / "r" / "header.json"
-    path.write_text(path.read_text().replace('"seed": 5', '"seed": 6'))
-    with pytest.raises(UserError, match="altered"):
-        Recording.open(tmp_path / "r")
-
-
 def test_swapped_steps_are_found(tmp_path):
     write(tmp_path / "r", 3)
     path = tmp_path / "r" / "offsets.npy"
@@ -278,14 +242,6 @@ def test_a_foreign_recording_that_points_beyond_the_data_is_refused(tmp_path):
         recorder.append(np.array([offset], dtype=np.uint64))
     recorder.close()
     with pytest.raises(UserError, match="step 1 points beyond the 100 tokens"):
-        Recording.open(tmp_path / "r")
-
-
-def test_an_offset_near_the_largest_number_is_refused(tmp_path):
-    recorder = Recorder.create(tmp_path / "r", make_header(batch=1))
-    recorder.append(np.array([2**64 - 1], dtype=np.uint64))
-    recorder.close()
-    with pytest.raises(UserError, match="step 0 points beyond"):
         Recording.open(tmp_path / "r")
 
 

@@ -49,17 +49,6 @@ def test_a_published_config_with_the_chunked_loss_reads_as_todays_default() -> N
     assert configuration.from_json(TrainConfig, published(loss_chunk=32_768)) == TrainConfig()
 
 
-def test_a_config_from_before_there_was_speed_is_of_the_reference_operators() -> None:
-    content = configuration.to_json(TrainConfig())
-    del content["speed"]
-    assert upgraded(content, goes_on_from="step_8")["speed"] == {"reference": True}
-
-
-def test_what_is_written_today_stays_as_it_is() -> None:
-    content = configuration.to_json(TrainConfig())
-    assert upgraded(content) == content
-
-
 def test_no_retired_field_is_a_field_of_today() -> None:
     content = configuration.to_json(TrainConfig())
     assert [field for field in RETIRED if field.split(".")[1] in content[field.split(".")[0]]] == []
@@ -72,12 +61,6 @@ def test_no_retired_field_is_a_field_of_today() -> None:
 def test_a_command_of_before_is_told_what_replaced_its_option(typed: str) -> None:
     with pytest.raises(UserError, match=rf"^{typed.split()[0]} is gone: commit c487be1 had it; .*--speed\.reference"):
         configuration.override(TrainConfig(), typed.split())
-
-
-def test_reading_needs_no_arithmetic() -> None:
-    assert (
-        configuration.from_json(TrainConfig, published(fused_norm=True, loss_chunk=64, overlap=True)) == TrainConfig()
-    )
 
 
 @pytest.mark.parametrize(

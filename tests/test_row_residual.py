@@ -24,8 +24,9 @@ ON_GPU = [
     pytest.param("cuda", backend, marks=pytest.mark.gpu, id=f"{backend}-cuda")
     for backend in ("flash", "flash_reference")
 ]
+# What needs hundreds of blocks is not for the interpreter: test_sites.py holds its kernels to the reference.
+LARGE = pytest.mark.parametrize(("device", "backend"), [] if INTERPRETED else [REFERENCE, *ON_GPU])
 RUNNERS = [pytest.param("cpu", "flash", id="interpreter")] if INTERPRETED else [REFERENCE, *ON_GPU]
-KERNELS = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 on_gpu = pytest.mark.gpu if not INTERPRETED else pytest.mark.skip(reason="sizes for a GPU")
 
 
@@ -70,13 +71,11 @@ def row_sums(p: Problem, *sites: str, preset: str = "flash", backend: str = "fla
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("chosen", ["taken_out", pytest.param("not taken_out", marks=pytest.mark.slow)])
-def test_the_kernels_in_tritons_interpreter(chosen: str) -> None:
-    pass_in_the_interpreter(__file__, "-k", chosen)
+def test_the_kernels_in_tritons_interpreter() -> None:
+    pass_in_the_interpreter(__file__)
 
 
-@pytest.mark.parametrize(("device", "backend"), RUNNERS)
+@LARGE
 @pytest.mark.parametrize("logit", [20.0, 350.0])
 def test_corrected_rows_are_nearest_to_fp64_and_have_least_along_the_mean_key(
     logit: float, device: str, backend: str
@@ -105,64 +104,42 @@ def test_corrected_rows_are_nearest_to_fp64_and_have_least_along_the_mean_key(
     assert dq["flash_delta_normalized"] == pytest.approx(dq["flash_delta_from_p"], rel=0.02)
 
 
+@LARGE
+def test_only_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(device: str, backend: str) -> None:
+    p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
+    coarse = ("logsumexp=m4", "score_gradients=fp32")
+    left = {
+        delta: row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt()
+        for delta in SITES["delta"].choices
+    }
+    assert left.pop("rowsum_p_dp_normalized") < 1e-5
+    assert left["rowsum_p_dp"] > 1e-2
+
+
 @pytest.mark.parametrize(("device", "backend"), RUNNERS)
-class TestRowSums:
-    def test_only_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(self, device: str, backend: str) -> None:
-        p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
-        coarse = ("logsumexp=m4", "score_gradients=fp32")
-        left = {
-            delta: row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt()
-            for delta in SITES["delta"].choices
-        }
-        assert left.pop("rowsum_p_dp_normalized") < 1e-5
-        assert left["rowsum_p_dp"] > 1e-2
-
-    @pytest.mark.parametrize("saved", ["fp32", "m4"])
-    @pytest.mark.parametrize("rounded", ["input", "m3"])
-    def test_taken_out_they_are_zero(self, rounded: str, saved: str, device: str, backend: str) -> None:
-        """To the rounding of P in P K for corrected rows, exactly but for FP32's sums with the mean key; also where P does not sum to 1."""
-        p = moved(common_keys((1, 48, 2, 16), logit=60.0, ones=True, dtype=torch.float32), on(device))
-        sites = ("output=bf16", "probabilities=bf16", f"score_gradients={rounded}", f"logsumexp={saved}")
-        left = {
-            name: row_sums(p, *sites, f"row_residual={name}", backend=backend).square().mean().sqrt()
-            for name in SITES["row_residual"].choices
-        }
-        assert left["kept"] > 1e-3
-        assert left["centered_keys"] < 1e-5
-        assert left["corrected_rows"] < left["kept"] * 2.0**-7
-
-    def test_rows_whose_p_is_zero_throughout_have_no_gradient(self, device: str, backend: str) -> None:
-        """L of logits of 641 is 768 with one mantissa bit: exp(-127) is 0 in FP32, and 0 / 0 must not come of it."""
-        p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), on(device))
-        p.q.zero_()[..., 0], p.k.zero_()[..., 0] = 4 * 641.0, 1.0
-        for sites in (("delta=rowsum_p_dp_normalized",), ("row_residual=corrected_rows",)):
-            coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtract_first", *sites)
-            gradients = run(p, AttentionSpec(sites=coarse, backend=backend))[1:]
-            assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
+@pytest.mark.parametrize(("rounded", "saved"), [("input", "m4"), ("m3", "fp32")])
+def test_taken_out_they_are_zero(rounded: str, saved: str, device: str, backend: str) -> None:
+    """To the rounding of P in P K for corrected rows, exactly but for FP32's sums with the mean key; also where P does not sum to 1."""
+    p = moved(common_keys((1, 48, 2, 16), logit=60.0, ones=True, dtype=torch.float32), on(device))
+    sites = ("output=bf16", "probabilities=bf16", f"score_gradients={rounded}", f"logsumexp={saved}")
+    left = {
+        name: row_sums(p, *sites, f"row_residual={name}", backend=backend).square().mean().sqrt()
+        for name in SITES["row_residual"].choices
+    }
+    assert left["kept"] > 1e-3
+    assert left["centered_keys"] < 1e-5
+    assert left["corrected_rows"] < left["kept"] * 2.0**-7
 
 
-@pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize("chosen", ["centered_keys", "corrected_rows"])
-@pytest.mark.parametrize(
-    ("dtype", "sites"),
-    [
-        *((torch.bfloat16, (f"delta={delta}",)) for delta in SITES["delta"].choices),
-        (torch.bfloat16, ("gradient_accumulator=bf16", "tile_k=32")),
-        (torch.bfloat16, ("probabilities=fp32", "inputs=m5", "saved_statistics=max_and_sum")),
-        (torch.float32, ("score_gradients=m3", "probabilities=m3", "delta_sum=m6")),
-        (torch.float32, ("logsumexp=m4", "exponent=separate_multiply", "delta=rowsum_p_dp_normalized")),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
-)
-def test_kernels_agree_with_the_reference(dtype: torch.dtype, sites: tuple[str, ...], chosen: str, device: str) -> None:
-    """By less than a quarter of the reference's own rounding error, or by FP32 noise, as in ``test_kernels``."""
-    p = moved(common_keys((1, 70, 2, 16), logit=10.0, dtype=dtype), on(device))
-    sites = (*BLOCKS, *sites, f"row_residual={chosen}")
-    found, expected = (run(p, AttentionSpec(sites=sites, backend=b)) for b in ("flash", "flash_reference"))
-    unit = magnitudes(p)
-    apart = relative_errors(found, tuple(x.double() for x in expected), unit)
-    for name, a, own in zip(("o", "dq", "dk", "dv"), apart, relative_errors(expected, oracle(p), unit), strict=True):
-        assert a <= max(own / 4, 2.0**-21), f"{name}: {a:.2e} apart, own error {own:.2e}"
+@pytest.mark.parametrize(("device", "backend"), RUNNERS)
+def test_rows_whose_p_is_zero_throughout_have_no_gradient(device: str, backend: str) -> None:
+    """L of logits of 641 is 768 with one mantissa bit: exp(-127) is 0 in FP32, and 0 / 0 must not come of it."""
+    p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), on(device))
+    p.q.zero_()[..., 0], p.k.zero_()[..., 0] = 4 * 641.0, 1.0
+    for sites in (("delta=rowsum_p_dp_normalized",), ("row_residual=corrected_rows",)):
+        coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtract_first", *sites)
+        gradients = run(p, AttentionSpec(sites=coarse, backend=backend))[1:]
+        assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
 
 
 NEW = ["flash_delta_normalized", "flash_centered_keys", "flash_corrected_rows"]
@@ -189,27 +166,14 @@ def test_at_the_size_of_training_kernels_agree_and_repeat(preset: str, length: i
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
-class TestRefusals:
-    @pytest.mark.parametrize("chosen", ["centered_keys", "corrected_rows"])
-    def test_with_a_soft_cap(self, chosen: str) -> None:
-        plans = AttentionConfig(
-            flash_backend="flash_reference", default=AttentionSpec(sites=(f"row_residual={chosen}",))
-        ).resolve(1, 2)
-        settings = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 16}
-        attention.check(plans, **settings)
-        with pytest.raises(UserError, match=f"row_residual = '{chosen}', expected kept with a soft-cap"):
-            attention.check(plans, **settings, softcap=30.0)
-
-    @pytest.mark.parametrize("backend", ["standard", "standard_triton"])
-    def test_by_standard_attention(self, backend: str) -> None:
-        sites = ("row_residual=corrected_rows",)
-        plans = AttentionConfig(default=AttentionSpec(preset="standard", sites=sites, backend=backend)).resolve(1, 2)
-        with pytest.raises(UserError, match="row_residual = 'corrected_rows', expected kept"):
-            attention.check(plans, device="cpu", dtype=torch.bfloat16, head_dim=16)
-
-    def test_of_an_unknown_value(self) -> None:
-        with pytest.raises(UserError, match="row_residual = 'centered'"):
-            AttentionSpec(sites=("row_residual=centered",))
+@pytest.mark.parametrize("chosen", ["centered_keys", "corrected_rows"])
+def test_a_soft_cap_refuses_it(chosen: str) -> None:
+    spec = AttentionSpec(sites=(f"row_residual={chosen}",), backend="flash_reference")
+    plans = AttentionConfig(default=spec).resolve(1, 2)
+    settings = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 16}
+    attention.check(plans, **settings)
+    with pytest.raises(UserError, match=f"row_residual = '{chosen}', expected kept with a soft-cap"):
+        attention.check(plans, **settings, softcap=30.0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel in it")

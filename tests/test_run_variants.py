@@ -77,14 +77,6 @@ def test_a_run_killed_before_its_last_checkpoint_is_seen_to_its_end(
     assert weights(cut, 20) == weights(straight, 20)
 
 
-def test_a_run_that_fails_by_itself_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        start(place, "--variants", f"lost: --data.dataset {place.folder}/nowhere")
-    assert stop.value.code == 1
-    assert "lost: failed with exit code 2" in capsys.readouterr().out
-    assert "no such data set" in (place.folder / "logs/lost.log").read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -187,12 +179,3 @@ def test_every_variant_of_the_reproduction_is_understood(monkeypatch: pytest.Mon
     made = run_variants.variants(*run_variants.parse(arguments))
     assert len(made) == len({variant.name for variant in made}) > 30
     assert len({str(config.load(variant.arguments).attention) for variant in made}) > 15
-
-
-def test_an_existing_run_is_not_touched_without_resume(place: Place) -> None:
-    folder = place.runs / "there"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(SystemExit):
-        start(place, "--variants", "there")
-    assert (folder / "metrics.jsonl").read_text() == ""

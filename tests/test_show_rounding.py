@@ -42,10 +42,6 @@ def examples() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_document_has_its_examples() -> None:
-    assert len(examples()) == NUMERICS.read_text().count(COMMAND) > 0
-
-
 @pytest.mark.parametrize(("arguments", "output"), examples(), ids=[arguments for arguments, _ in examples()])
 def test_the_document_shows_what_the_script_prints(
     arguments: str, output: str, capsys: pytest.CaptureFixture[str]
@@ -84,13 +80,6 @@ def test_the_papers_example_has_the_papers_error(capsys: pytest.CaptureFixture[s
     assert "guard 1 round 0 sticky 1" in out
 
 
-def test_a_small_third_term_turns_a_tie_into_a_step_away_from_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    tie = printed("0b1.0000000 0b1.0000001", capsys)
-    decided = printed("0b1.0000000 0b1.0000001 0x1p-12 --accumulate fp32", capsys)
-    assert "exactly half a unit: to even, down, towards zero" in tie
-    assert "more than half a unit: up, away from zero" in decided
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -110,17 +99,6 @@ def test_a_small_third_term_turns_a_tie_into_a_step_away_from_zero(capsys: pytes
 )
 def test_lines(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert line in (text.strip() for text in printed(arguments, capsys).splitlines())
-
-
-def test_every_order_of_three_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed("1 0x1p-8 0x1p-8 --brief", capsys).splitlines()
-    table_lines = [line for line in lines if line.startswith("(")]
-    assert len(table_lines) == 6
-    assert [line.endswith("exact") for line in table_lines] == [False, False, True, True, True, True]
-
-
-def test_what_is_nearly_half_is_not_printed_as_half(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "-0.5000001 units" in printed("1 0x1.000002p-8 --inputs fp32", capsys)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 import torch
-from attention_cases import PAIRED, magnitudes, make, oracle, relative_errors, run
+from attention_cases import PAIRED, Problem, magnitudes, make, oracle, relative_errors, run
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
-from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, Case, is_format
+from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, TOGETHER, Case, Meeting, is_format
 from torch import Tensor
 
 import attention
@@ -32,7 +32,7 @@ def cases(chosen: list[Case]) -> pytest.MarkDecorator:
 @functools.cache
 def results(backend: str, sites: tuple[str, ...], device: str = "cpu") -> tuple[Tensor, ...]:
     """O, dQ, dK and dV of FP32 inputs whose row maxima are tied and differ from tile to tile, by a preset of the backend."""
-    p = make(PAIRED, torch.float32, torch.device(device), SHAPE)
+    p = paired(device)
     preset = "standard" if backend.startswith("standard") else "flash"
     return run(p, AttentionSpec(preset=preset, sites=sites, backend=backend), seed=5)
 
@@ -46,13 +46,17 @@ def moved(found: tuple[Tensor, ...], plain: tuple[Tensor, ...]) -> str:
     return " ".join(name for name, a, b in zip(NAMES, found, plain, strict=True) if not torch.equal(a, b))
 
 
-def apart(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], device: str) -> dict[str, tuple[float, float]]:
-    """Distance of two results, and how far it may be: a quarter of the rounding error of the second against FP64, or FP32 noise."""
-    p = make(PAIRED, torch.float32, torch.device(device), SHAPE)
+def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], p: Problem, softcap: float = 0.0) -> None:
+    """Two results are apart by a quarter of the rounding error of the second against FP64 at the most, or by FP32 noise."""
     unit = magnitudes(p)
     distances = relative_errors(found, tuple(x.double() for x in expected), unit)
-    own = relative_errors(expected, oracle(p), unit)
-    return {n: (d, max(o / 4, 2.0**-21)) for n, d, o in zip(NAMES, distances, own, strict=True)}
+    own = relative_errors(expected, oracle(p, softcap), unit)
+    for name, distance, error in zip(NAMES, distances, own, strict=True):
+        assert distance <= max(error / 4, 2.0**-21), f"{name}: {distance:.2e} apart, own error {error:.2e}"
+
+
+def paired(device: str) -> Problem:
+    return make(PAIRED, torch.float32, torch.device(device), SHAPE)
 
 
 @here
@@ -103,7 +107,7 @@ def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: 
 @pytest.mark.parametrize("site", [name for name in FIELDS if is_format(name)])
 def test_more_bits_of_a_site_are_a_smaller_error(site: str) -> None:
     """Four bits more are an error of a sixteenth against FP64, in the tensor that the site moves most; one bit off would be 8 or 32."""
-    p = make(PAIRED, torch.float32, torch.device("cpu"), SHAPE)
+    p = paired("cpu")
     errors = [
         max(relative_errors(results("flash_reference", (*PLAIN, f"{site}=m{bits}")), oracle(p), magnitudes(p)))
         for bits in (3, 7, 11)
@@ -151,8 +155,7 @@ def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: s
 @cases(CASES)
 def test_the_flash_kernels_round_as_the_reference(case: Case, device: str) -> None:
     found, expected = (results(backend, case.sites(changed=True), device) for backend in ("flash", "flash_reference"))
-    for name, (distance, allowed) in apart(found, expected, device).items():
-        assert distance <= allowed, name
+    assert_near(found, expected, paired(device))
 
 
 @pytest.mark.parametrize("device", KERNELS)
@@ -168,5 +171,17 @@ def test_a_site_moves_what_it_reaches_in_the_standard_kernels(case: Case, device
 def test_the_standard_kernels_round_as_the_matrices(case: Case, device: str) -> None:
     sites = standard_sites(case.sites(changed=True))
     found, expected = (results(backend, sites, device) for backend in ("standard_triton", "standard"))
-    for name, (distance, allowed) in apart(found, expected, device).items():
-        assert distance <= allowed, name
+    assert_near(found, expected, paired(device))
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("meeting", TOGETHER, ids=str)
+def test_sites_that_meet_are_rounded_by_the_flash_kernels_as_in_the_reference(meeting: Meeting, device: str) -> None:
+    """At a length that no block divides."""
+    p = make(meeting.inputs, meeting.dtype, torch.device(device), (1, 41, 2, 16))
+    sites = ("tile_q=16", "tile_k=16", *meeting.sites.split())
+    found, expected = (
+        run(p, AttentionSpec(sites=sites, backend=backend), seed=5, softcap=meeting.softcap)
+        for backend in ("flash", "flash_reference")
+    )
+    assert_near(found, expected, p, meeting.softcap)

@@ -24,13 +24,6 @@ def test_only_the_librarys_own_sources_belong(library):
     assert [str(path) for path in library_files(library)] == [f"package/m{n:03}.py" for n in range(2 * VAL_EVERY)]
 
 
-def test_files_are_whole_and_end_in_a_separator(tmp_path, library):
-    prepare_stdlib(tmp_path / "out", library=library)
-    held_out = [VAL_EVERY - 1, 2 * VAL_EVERY - 1]
-    expected = "".join(f"# package/m{number:03}.py\n\0" for number in held_out)
-    assert TokenFile.open(tmp_path / "out", "val").tokens.tobytes() == expected.encode()
-
-
 def test_no_file_is_in_both_splits(tmp_path, library):
     prepare_stdlib(tmp_path / "out", library=library)
     split_documents = [
@@ -67,16 +60,3 @@ def test_damaged_data_are_not_taken_for_the_same(tmp_path, library):
     path.write_bytes(bytes(reversed(path.read_bytes())))
     with pytest.raises(UserError, match="--force replaces it"):
         prepare_stdlib(tmp_path / "out", library=library)
-
-
-def test_force_mends_damaged_data(tmp_path, library):
-    prepared, _ = prepare_stdlib(tmp_path / "out", library=library)
-    (tmp_path / "out" / "train.bin").write_bytes(b"")
-    assert prepare_stdlib(tmp_path / "out", library=library, force=True) == (prepared, False)
-    TokenFile.open(tmp_path / "out", "train", verify="sha256")
-
-
-def test_python_without_sources_is_one_line(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="0 Python sources found"):
-        prepare_stdlib(tmp_path / "out", library=tmp_path / "empty")

@@ -100,18 +100,6 @@ def test_held_out_part_is_spread_evenly(tmp_path):
     assert prepare(tmp_path, source, val_fraction=0.25)["val"] == b"3\x007\x0011\x00"
 
 
-def test_held_out_text_of_its_own(tmp_path):
-    for name in "ab":
-        (tmp_path / name).write_text(name)
-    assert prepare(tmp_path, tmp_path / "a", val=tmp_path / "b") == {"train": b"a\0", "val": b"b\0"}
-
-
-def test_xz_file_gives_what_it_holds(tmp_path):
-    source = tmp_path / "t.txt.xz"
-    source.write_bytes(lzma.compress(b"a\n<|endoftext|>\nb"))
-    assert prepare(tmp_path, source) == {"train": b"a\0", "val": b"b\0"}
-
-
 def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
     source = tmp_path / "texts"
     for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", "b/.git/x", "c.txt"):
