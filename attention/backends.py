@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .numerics import Numerics
-from .triton.block_sizes import HEAD_DIMS, tile_obstacle
+from .triton.block_sizes import head_dim_obstacle, tile_obstacle
 from .user_error import UserError
 
 
@@ -72,9 +72,8 @@ def _triton(call: Call, instead: str) -> str | None:
         return f"it needs triton, which is not installed; {instead}"
     if call.device != "cuda" and not _interprets():
         return f"it needs a CUDA device (or TRITON_INTERPRET=1); {instead}"
-    if call.head_dim not in HEAD_DIMS:
-        return f"it takes head dims {', '.join(map(str, HEAD_DIMS))}, not {call.head_dim}; {instead}"
-    return None
+    head_dim = head_dim_obstacle(call.head_dim)
+    return f"{head_dim}; {instead}" if head_dim else None
 
 
 def _interprets() -> bool:

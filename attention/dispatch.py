@@ -31,7 +31,7 @@ def run(
 
     Args:
         q_BTHD, k_BTHD, v_BTHD: one dtype, any strides (views of a fused projection need no copy). Keys may be more or fewer than queries;
-            with ``causal`` query t sees keys up to t.
+            with ``causal`` query t sees keys up to t. Heads of k and v may be fewer, HK: head h of q then reads head h // (H // HK).
         plan: which heads use what; ``attention.check`` has said before that this machine can run it.
         rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so that
             it should be another one at every step.
@@ -41,9 +41,12 @@ def run(
     Returns the dtype of q, or float32 where a group hands its O on unrounded. Raises ``UserError`` unless q, k and v have the plan's heads,
     as tensors that are laid out [B, H, T, D] mostly have not, or for another ``rounding_seed``.
     """
-    for name, x in (("q", q_BTHD), ("k", k_BTHD), ("v", v_BTHD)):
-        if x.ndim != 4 or x.shape[2] != plan.n_head:
-            expected = f"[batch, time, head, width] with the {plan.n_head} heads of the plan"
+    n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
+    group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
+    for name, x, n_head in (("q", q_BTHD, plan.n_head), ("k", k_BTHD, n_key if group else 0), ("v", v_BTHD, n_key)):
+        if x.ndim != 4 or x.shape[2] != n_head:
+            heads = f"the {plan.n_head} heads of the plan" + ("" if name == "q" else ", or of a divisor of it, as k and v")
+            expected = f"[batch, time, head, width] with {heads}"
             raise UserError(f"attention of layer {plan.layer}: {name} has shape {tuple(x.shape)}: expected {expected}")
     if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:
         raise UserError(
@@ -61,7 +64,15 @@ def run(
 
     if len(plan.groups) == 1:
         return call(plan.groups[0], q_BTHD, k_BTHD, v_BTHD)
-    parts = [call(g, *(_chosen(x, g.heads) for x in (q_BTHD, k_BTHD, v_BTHD))) for g in plan.groups]
+    parts = []
+    for g in plan.groups:
+        shared = tuple(head // group for head in g.heads[::group])
+        if [head // group for head in g.heads] != [key for key in shared for _ in range(group)]:
+            raise UserError(
+                f"attention of layer {plan.layer}: heads {g.heads} have rules of their own: expected whole groups of {group} heads, "
+                "which share keys"
+            )
+        parts.append(call(g, _chosen(q_BTHD, g.heads), *(_chosen(x, shared) for x in (k_BTHD, v_BTHD))))
     order = [head for group in plan.groups for head in group.heads]
     back = tuple(order.index(head) for head in range(plan.n_head))
     dtype = torch.float32 if any(part.dtype == torch.float32 for part in parts) else q_BTHD.dtype

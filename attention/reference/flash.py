@@ -218,6 +218,26 @@ def _row_residual(
     return excess, sites.delta_sum(delta + _over_row_sum(sums.ds_unrounded, sums.p))
 
 
+def _add_gradients(
+    totals: tuple[Tensor, ...], problem: Problem, heads: slice, do: Tensor, o: Tensor, saved: Tensor
+) -> None:
+    """Add to dQ [B, H, T, D] and to dK and dV [B, HK, S, D] what comes of ``problem``: those of the H heads that ``heads`` names, no two
+    with the same keys. dO and O are of all heads, as is what was saved."""
+    dq, dk, dv = totals[0][:, heads], *totals[1:]
+    do, o, saved = do[:, heads], o[:, heads], saved[:, heads]
+    add = problem.sites.gradient_accumulator
+    for rows in problem.row_tiles():
+        do_rows, kept_rows = do[:, :, rows], saved_rows(saved, rows)
+        delta = _delta_rows(problem, rows, do_rows, o[:, :, rows], kept_rows)
+        excess, delta_of_keys = _row_residual(problem, rows, do_rows, kept_rows, delta)
+        for columns in problem.column_tiles(rows):
+            parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta, delta_of_keys)
+            for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+                total[:, :, where] = add(total[:, :, where] + part)
+        if excess is not None:
+            dq[:, :, rows] = add(dq[:, :, rows] - excess)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::flash_reference_backward", mutates_args=())
 def _backward(
     do: Tensor,
@@ -237,19 +257,11 @@ def _backward(
         problem = make_problem(q, k, v, numerics, scale, causal, softcap)
         do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
-        dq, dk, dv = (torch.zeros_like(x) for x in (problem.q, problem.k, problem.v))
-        add = problem.sites.gradient_accumulator
-        for rows in problem.row_tiles():
-            do_rows, kept_rows = do_BHTD[:, :, rows], saved_rows(saved, rows)
-            delta = _delta_rows(problem, rows, do_rows, o_BHTD[:, :, rows], kept_rows)
-            excess, delta_of_keys = _row_residual(problem, rows, do_rows, kept_rows, delta)
-            for columns in problem.column_tiles(rows):
-                parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta, delta_of_keys)
-                for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
-                    total[:, :, where] = add(total[:, :, where] + part)
-            if excess is not None:
-                dq[:, :, rows] = add(dq[:, :, rows] - excess)
-        return problem.gradients(dq, dk, dv, q.dtype)
+        dk = torch.zeros_like(problem.k[:, :: problem.group])
+        totals = torch.zeros_like(problem.q), dk, torch.zeros_like(dk)
+        for heads in (slice(head, None, problem.group) for head in range(problem.group)):
+            _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, o_BHTD, saved)
+        return problem.gradients(*totals, q.dtype)
 
 
 @_backward.register_fake

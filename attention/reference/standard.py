@@ -59,6 +59,8 @@ def _backward(
         dq = scale * (ds @ problem.k)
         dk = scale * (ds.transpose(-1, -2) @ problem.q)
         dv = sites.probabilities(p).transpose(-1, -2) @ do_BHTD
+        if problem.group > 1:
+            dk, dv = (x.unflatten(1, (-1, problem.group)).sum(dim=2) for x in (dk, dv))
         return problem.gradients(dq, dk, dv, q.dtype)
 
 

@@ -6,7 +6,7 @@ Legend: B batch, H heads, T sequence, D head dim; a tile has R rows (queries) an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,10 @@ class Sites:
 
 @dataclass(frozen=True)
 class Problem:
-    """What both directions share: operands in float32 [B, H, T, D], the sites, and the shape of the mask."""
+    """What both directions share: operands in float32 [B, H, T, D], the sites, and the shape of the mask.
+
+    Heads that share keys have each a copy here.
+    """
 
     sites: Sites
     q: Tensor
@@ -45,6 +48,12 @@ class Problem:
     scale: float
     causal: bool
     softcap: float
+    group: int
+    """Heads of queries that share one head of keys."""
+
+    def of_heads(self, heads: slice) -> Problem:
+        """The problem of some of the heads."""
+        return replace(self, q=self.q[:, heads], k=self.k[:, heads], v=self.v[:, heads])
 
     def row_tiles(self) -> Iterator[slice]:
         yield from _slices(self.q.shape[2], self.sites.numerics.tile_q)
@@ -102,7 +111,10 @@ def _slices(length: int, tile: int) -> Iterator[slice]:
 def make_problem(q: Tensor, k: Tensor, v: Tensor, key: str, scale: float, causal: bool, softcap: float) -> Problem:
     sites = Sites(numerics_from_key(key), q.dtype)
     q_BHTD, k_BHTD, v_BHTD = (sites.inputs(x.transpose(1, 2).float()) for x in (q, k, v))
-    return Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap)
+    group = q_BHTD.shape[1] // k_BHTD.shape[1]
+    if group > 1:
+        k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
+    return Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group)
 
 
 def multiply(a: Tensor, b: Tensor, products: str) -> Tensor:

@@ -136,6 +136,10 @@ class Shape(NamedTuple):
     BS: int
     """Columns (keys) of a block."""
     D: int
+    WIDTH: int
+    """Columns that a block of rows has on chip: D, or the power of 2 above it."""
+    GROUP: int
+    """Heads of queries that share one head of keys."""
     HEADS: int
     """Heads that programs walk side by side."""
     TMA: bool
@@ -209,9 +213,9 @@ def round_to(b_x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def random_words(p_seed, o_row, STREAM: tl.constexpr, D: tl.constexpr):
-    """Philox words for rows ``o_row`` [BT] (int64, counted over the whole output) of D elements: [BT, D / 8, 2, 2] uint32."""
-    o_group = (o_row[:, None] * (D // 8) + tl.arange(0, D // 8)[None, :]).to(tl.uint32)
+def random_words(p_seed, o_row, STREAM: tl.constexpr, SHAPE: tl.constexpr):
+    """Philox words for rows ``o_row`` [BT] (int64, counted over the whole output) of D elements: [BT, WIDTH / 8, 2, 2] uint32."""
+    o_group = (o_row[:, None] * (SHAPE.D // 8) + tl.arange(0, SHAPE.WIDTH // 8)[None, :]).to(tl.uint32)
     o_zero = o_group * 0
     b_0, b_1, b_2, b_3 = tl.philox(tl.load(p_seed), o_group, o_zero, o_zero + STREAM, o_zero, _ROUNDS)
     return tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))

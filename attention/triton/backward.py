@@ -44,9 +44,10 @@ from .arithmetic import (
     round_to,
     stored_code,
 )
-from .block_sizes import Blocks
+from .block_sizes import Blocks, width
 from .loads import (
     block_scores,
+    load_keys,
     load_output_rows,
     load_rows,
     load_statistics,
@@ -86,13 +87,13 @@ def query_kernel(
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
     A delta made from P takes two launches: one that makes delta only, and one for dQ, with delta LOADED. CORRECTED_ROWS passes the
-    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, H, D].
+    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D].
     """
     FROM_P: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALIZED
     ONLY_DELTA: tl.constexpr = FROM_P or SITES.delta == RECOMPUTED_O
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    D: tl.constexpr = SHAPE.D
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
@@ -104,10 +105,10 @@ def query_kernel(
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
     p_row = i_bh.to(tl.int64) * T + o_t
-    # [BT, D]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, D, True, False)
+    # [BT, WIDTH]
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False)
     b_q = operand(b_q, SITES.inputs, DTYPE)
-    b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, D, True, False)
+    b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE, True, False)
     b_do = operand(b_do, SITES.output_gradient, DTYPE)
     # [BT]
     b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
@@ -123,9 +124,9 @@ def query_kernel(
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
         b_delta = tl.zeros([BT], tl.float32)
-    b_acc = tl.zeros([BT, D], tl.float32)
-    b_part = tl.zeros([BT, D], tl.float32)
-    b_pk = tl.zeros([BT, D], tl.float32)
+    b_acc = tl.zeros([BT, WIDTH], tl.float32)
+    b_part = tl.zeros([BT, WIDTH], tl.float32)
+    b_pk = tl.zeros([BT, WIDTH], tl.float32)
     # [BT]: rowsum(P), and rowsum(dS) with dS as rounded for the product and before.
     b_row_sum = tl.zeros([BT], tl.float32)
     b_r = tl.zeros([BT], tl.float32)
@@ -137,7 +138,7 @@ def query_kernel(
             b_s, b_k = block_scores(
                 b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
             )
-            b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED == 1, SHAPE.TMA)
+            b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, MASKED == 1, SHAPE.TMA)
             b_v = operand(b_v, SITES.inputs, DTYPE)
             b_p = probabilities(
                 b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
@@ -174,14 +175,19 @@ def query_kernel(
     if not ONLY_DELTA:
         b_dq = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
         if SITES.row_residual == CENTERED_KEYS:
-            b_c = tl.load(p_center + i_bh.to(tl.int64) * D + tl.arange(0, D))
+            o_d = tl.arange(0, WIDTH)
+            if WIDTH == SHAPE.D:
+                b_c = tl.load(p_center + (i_bh // SHAPE.GROUP).to(tl.int64) * SHAPE.D + o_d)
+            else:
+                p_c = p_center + (i_bh // SHAPE.GROUP).to(tl.int64) * SHAPE.D
+                b_c = tl.load(p_c + o_d, mask=o_d < SHAPE.D, other=0.0)
             b_dq = round_to(b_dq - scalars.scale * (b_r[:, None] * b_c[None, :]), SITES.gradient_accumulator)
         if SITES.row_residual == CORRECTED_ROWS:
             b_share = tl.div_rn(b_r, b_row_sum)
             b_dq = round_to(b_dq - scalars.scale * (b_share[:, None] * b_pk), SITES.gradient_accumulator)
             b_delta = round_to(b_delta + tl.div_rn(b_r_unrounded, b_row_sum), SITES.delta_sum)
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
-        store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, D)
+        store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE)
     else:
         if SITES.delta == RECOMPUTED_O:
             b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
@@ -214,79 +220,91 @@ def key_kernel(
     SITES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """dK and dV of one block of columns; scores are held transposed [BS, BT], so that they are left operands of both products."""
+    """dK and dV of one block of columns, summed over the heads that share it; scores are held transposed [BS, BT], so that they are left
+    operands of both products."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    D: tl.constexpr = SHAPE.D
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     blocks = tl.cdiv(S, BS)
-    i_bh, i_s = place(blocks, SHAPE.HEADS)
+    i_group, i_s = place(blocks, SHAPE.HEADS)
     column = i_s * BS
     o_s = column + tl.arange(0, BS)
-    # [BS, D]
-    b_k = load_rows(p_k, strides_k, i_bh, H, column, S, BS, D, True, False)
-    b_v = load_rows(p_v, strides_v, i_bh, H, column, S, BS, D, True, False)
+    heads = H if SHAPE.GROUP == 1 else H // SHAPE.GROUP
+    # [BS, WIDTH]
+    b_k = load_rows(p_k, strides_k, i_group, heads, column, S, BS, SHAPE, True, False)
+    b_v = load_rows(p_v, strides_v, i_group, heads, column, S, BS, SHAPE, True, False)
     b_k, b_v = operand(b_k, SITES.inputs, DTYPE), operand(b_v, SITES.inputs, DTYPE)
-    b_dk = tl.zeros([BS, D], tl.float32)
-    b_dv = tl.zeros([BS, D], tl.float32)
-    b_dk_part = tl.zeros([BS, D], tl.float32)
-    b_dv_part = tl.zeros([BS, D], tl.float32)
+    b_dk = tl.zeros([BS, WIDTH], tl.float32)
+    b_dv = tl.zeros([BS, WIDTH], tl.float32)
+    b_dk_part = tl.zeros([BS, WIDTH], tl.float32)
+    b_dv_part = tl.zeros([BS, WIDTH], tl.float32)
     # Rows before ``first`` see none of these columns; from ``middle`` on, all of them.
     first = column // BT * BT if SHAPE.CAUSAL else 0
     middle = tl.cdiv(column + BS - 1, BT) * BT if SHAPE.CAUSAL else 0
-    for MASKED in tl.static_range(1, -1, -1):
-        for start in range(first if MASKED else middle, tl.minimum(middle, T) if MASKED else T, BT):
-            o_t = start + tl.arange(0, BT)
-            p_row = i_bh.to(tl.int64) * T + o_t
-            # [BT, D]
-            b_q = load_rows(p_q, strides_q, i_bh, H, start, T, BT, D, not SHAPE.EVEN, SHAPE.TMA)
-            b_q = operand(b_q, SITES.inputs, DTYPE)
-            b_do = load_rows(p_do, strides_do, i_bh, H, start, T, BT, D, not SHAPE.EVEN, SHAPE.TMA)
-            b_do = operand(b_do, SITES.output_gradient, DTYPE)
-            # [BT]
-            b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
-            if SHAPE.EVEN:
-                b_delta = tl.load(p_delta + p_row)
-            else:
-                b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
-            b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
-            m_s = o_s[:, None] <= o_t[None, :]
-            b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
-            b_p = probabilities(
-                b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
-            )
-            b_dv_part = dot(operand(b_p, SITES.probabilities, DTYPE), b_do, b_dv_part)
-            b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
-            b_ds = b_p * (round_to(b_dp, SITES.probability_gradients) - b_delta[None, :])
-            if SHAPE.SOFTCAP:
-                b_t = b_s / scalars.softcap
-                b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
-            b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)
-            if SITES.gradient_accumulator != FP32:
-                m_full = (start + BT) % tile == 0
-                b_dk = tl.where(m_full, round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator), b_dk)
-                b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, SITES.gradient_accumulator), b_dv)
-                b_dk_part = tl.where(m_full, 0.0, b_dk_part)
-                b_dv_part = tl.where(m_full, 0.0, b_dv_part)
+    # Heads that share these keys follow one another, each summed over its rows, in every program in the same order.
+    for i_head in range(SHAPE.GROUP):
+        i_bh = i_group * SHAPE.GROUP + i_head
+        for MASKED in tl.static_range(1, -1, -1):
+            for start in range(first if MASKED else middle, tl.minimum(middle, T) if MASKED else T, BT):
+                o_t = start + tl.arange(0, BT)
+                p_row = i_bh.to(tl.int64) * T + o_t
+                # [BT, WIDTH]
+                b_q = load_rows(p_q, strides_q, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA)
+                b_q = operand(b_q, SITES.inputs, DTYPE)
+                b_do = load_rows(p_do, strides_do, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA)
+                b_do = operand(b_do, SITES.output_gradient, DTYPE)
+                # [BT]
+                b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
+                if SHAPE.EVEN:
+                    b_delta = tl.load(p_delta + p_row)
+                else:
+                    b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
+                b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
+                m_s = o_s[:, None] <= o_t[None, :]
+                b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
+                b_p = probabilities(
+                    b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
+                )
+                b_dv_part = dot(operand(b_p, SITES.probabilities, DTYPE), b_do, b_dv_part)
+                b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
+                b_ds = b_p * (round_to(b_dp, SITES.probability_gradients) - b_delta[None, :])
+                if SHAPE.SOFTCAP:
+                    b_t = b_s / scalars.softcap
+                    b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
+                b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)
+                if SITES.gradient_accumulator != FP32:
+                    m_full = (start + BT) % tile == 0
+                    b_dk = tl.where(m_full, round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator), b_dk)
+                    b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, SITES.gradient_accumulator), b_dv)
+                    b_dk_part = tl.where(m_full, 0.0, b_dk_part)
+                    b_dv_part = tl.where(m_full, 0.0, b_dv_part)
+        if SHAPE.GROUP > 1 and SITES.gradient_accumulator != FP32:
+            # The next head's first tile is another one.
+            b_dk = round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator)
+            b_dv = round_to(b_dv + b_dv_part, SITES.gradient_accumulator)
+            b_dk_part = tl.zeros([BS, WIDTH], tl.float32)
+            b_dv_part = tl.zeros([BS, WIDTH], tl.float32)
     b_dk = round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator)
     b_dv = round_to(b_dv + b_dv_part, SITES.gradient_accumulator)
-    store_rows(p_dk, b_dk, i_bh, column, S, H, stride_gb, stride_gr, BS, D)
-    store_rows(p_dv, b_dv, i_bh, column, S, H, stride_gb, stride_gr, BS, D)
+    store_rows(p_dk, b_dk, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
+    store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
 
 
 def empty_gradients(q: Tensor, k: Tensor) -> Tensor:
-    """Room for dQ, dK and dV, [B, max(T, S), 3 H, D] in q's dtype: the layout of a fused projection, whose gradient then needs no copy."""
+    """Room for dQ, dK and dV, [B, max(T, S), H + 2 HK, D] in q's dtype, HK the heads of keys: the layout of a fused projection, whose
+    gradient then needs no copy."""
     B, T, H, D = q.shape
-    return torch.empty((B, max(T, k.shape[1]), 3 * H, D), device=q.device, dtype=q.dtype)
+    return torch.empty((B, max(T, k.shape[1]), H + 2 * k.shape[2], D), device=q.device, dtype=q.dtype)
 
 
 def apart(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """dQ, dK and dV from the one tensor of ``empty_gradients``."""
     # Split by a list, and cut where lengths differ only: torch.compile then sees that split and joined they are the whole again.
-    parts = gradients.split([q.shape[2]] * 3, dim=2)
+    parts = gradients.split([x.shape[2] for x in (q, k, v)], dim=2)
     return [g if g.shape[1] == x.shape[1] else g[:, : x.shape[1]] for g, x in zip(parts, (q, k, v), strict=True)]
 
 
@@ -309,13 +327,13 @@ def launch_backward(
     ``n`` is concrete; ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L, or m and log2 l, as the forward kernel left
     them; ``blocks`` are those of dK/dV and of dQ.
     """
-    (B, T, H, D), S = q.shape, k.shape[1]
+    (B, T, H, D), (_, S, HK, _) = q.shape, k.shape
     of_keys, of_queries = blocks
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
     centered = n.row_residual == "centered_keys"
     center = round_tensor(k.float(), n.inputs).mean(dim=1).contiguous() if centered else delta
     gradients = empty_gradients(q, k)
-    dq, dk, dv = gradients.split(H, dim=2)
+    dq, dk, dv = gradients.split([H, HK, HK], dim=2)
     by_columns = of_queries.descriptors and takes_descriptor(k, v)
     by_rows = of_keys.descriptors and takes_descriptor(q, do)
     known = {
@@ -335,6 +353,8 @@ def launch_backward(
             BT=blocks.rows,
             BS=blocks.columns,
             D=D,
+            WIDTH=width(D),
+            GROUP=H // HK,
             HEADS=blocks.heads,
             TMA=tma,
             CAUSAL=causal,
@@ -376,7 +396,7 @@ def launch_backward(
     queries(query_sites.delta)
     if n.delta != "rowsum_do_o":
         queries(LOADED.value)
-    key_kernel[(B * H * triton.cdiv(S, of_keys.columns),)](
+    key_kernel[(B * HK * triton.cdiv(S, of_keys.columns),)](
         p_q=rows_source(q, of_keys.rows, by_rows),
         p_k=k,
         p_v=v,

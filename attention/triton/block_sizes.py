@@ -11,9 +11,21 @@ from dataclasses import dataclass, replace
 
 from ..numerics import SITES, Numerics
 
-HEAD_DIMS = (16, 32, 64, 128)
 SMALLEST = 16
 """Rows and columns that Triton's matrix product needs at least."""
+LARGEST_HEAD_DIM = 256
+
+
+def head_dim_obstacle(head_dim: int) -> str | None:
+    """Why the kernels cannot take a head dim, or None: random bits come for 8 elements at once."""
+    if head_dim % 8 or not SMALLEST <= head_dim <= LARGEST_HEAD_DIM:
+        return f"it takes head dims divisible by 8 from {SMALLEST} to {LARGEST_HEAD_DIM}, not {head_dim}"
+    return None
+
+
+def width(head_dim: int) -> int:
+    """Columns that a block of rows has on chip, where their number must be a power of 2; in memory there are none more."""
+    return 1 << (head_dim - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,10 @@ _NARROW = {
     ("keys", 128): Blocks(64, 64, 4, 2, descriptors=True),
     ("queries", 64): Blocks(64, 64, 4, 3, descriptors=True),
     ("queries", 128): Blocks(64, 64, 4, 2, descriptors=True),
+    ("forward", 256): Blocks(64, 64, 8, 2, descriptors=True),
+    ("tiled", 256): Blocks(64, 64, 8, 2, descriptors=True),
+    ("keys", 256): Blocks(32, 64, 8, 2, descriptors=True),
+    ("queries", 256): Blocks(64, 32, 8, 2, descriptors=True),
 }
 # An operand in float32 against one in BF16 is three products of BF16 operands (``arithmetic.dot``).
 _SPLIT = {
@@ -121,8 +137,9 @@ def _stored(fmt: str, dtype: str) -> bool:
 
 def _choose(kind: str, narrow: bool, dtype: str, head_dim: int) -> Blocks:
     if narrow:
-        return _NARROW[kind, 64 if head_dim <= 64 else 128]
-    return (_SPLIT if dtype == "bf16" else _WIDE)[kind]
+        return _NARROW[kind, max(64, width(head_dim))]
+    blocks = (_SPLIT if dtype == "bf16" else _WIDE)[kind]
+    return blocks if head_dim <= 128 else replace(blocks, rows=32, columns=32, warps=8, stages=1)
 
 
 def _fit(blocks: Blocks, n: Numerics, rows: int, columns: int) -> Blocks:

@@ -56,8 +56,8 @@ from .arithmetic import (
     stored_code,
     weights,
 )
-from .block_sizes import Blocks, walks_tiles
-from .loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor, visible
+from .block_sizes import Blocks, walks_tiles, width
+from .loads import block_scores, load_keys, load_rows, place, rows_source, store_rows, takes_descriptor, visible
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
 _PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)
@@ -107,7 +107,7 @@ def forward_range(
     """
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    D: tl.constexpr = SHAPE.D
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     FOLD: tl.constexpr = SITES.exponent
     COARSE: tl.constexpr = SITES.tile_product != FP32 or SITES.accumulator != FP32
     SHIFTS: tl.constexpr = SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE
@@ -145,8 +145,8 @@ def forward_range(
                 b_sum = tl.maximum(b_sum, b_least)
             b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
         b_m = b_m_new
-        # [BS, D]
-        b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED, SHAPE.TMA)
+        # [BS, WIDTH]
+        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, MASKED, SHAPE.TMA)
         b_v = operand(b_v, SITES.inputs, DTYPE)
         b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:
@@ -155,7 +155,7 @@ def forward_range(
                 b_sum = tl.maximum(b_sum, b_least)
             b_d = round_to(b_alpha * b_d + b_sum, SITES.statistics)
         if COARSE:
-            b_product = dot(b_p, b_v, tl.zeros([BT, D], tl.float32), SITES.products == TF32X3)
+            b_product = dot(b_p, b_v, tl.zeros([BT, WIDTH], tl.float32), SITES.products == TF32X3)
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, SITES)
         else:
             b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None], SITES.products == TF32X3)
@@ -191,7 +191,7 @@ def forward_tile(
     """Algorithm 1 for one tile [first, last) larger than a block: first its row maximum and ties, then its product in FP32."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    D: tl.constexpr = SHAPE.D
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     FOLD: tl.constexpr = SITES.exponent
     b_top = tl.full([BT], -float("inf"), tl.float32)
     for start in range(first, last, BS):
@@ -212,12 +212,12 @@ def forward_tile(
     b_alpha = rescaling(b_m, b_m_new, scalars.unit, FOLD)
     b_sum = tl.zeros([BT], tl.float32)
     b_rounded_sum = tl.zeros([BT], tl.float32)
-    b_product = tl.zeros([BT, D], tl.float32)
+    b_product = tl.zeros([BT, WIDTH], tl.float32)
     for start in range(first, last, BS):
         b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, True, DTYPE)
         b_p = exponential(b_s, b_m_new[:, None], scalars.unit, FOLD)
         b_sum += tl.sum(b_p, 1)
-        b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, True, SHAPE.TMA)
+        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, True, SHAPE.TMA)
         b_v = operand(b_v, SITES.inputs, DTYPE)
         b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:
@@ -282,29 +282,29 @@ def forward_kernel(
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    D: tl.constexpr = SHAPE.D
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
     if SHAPE.CAUSAL:
         i_t = blocks - 1 - i_t  # the rows with most columns first, so that the last programs to run are short
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
-    # [BT, D]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, D, True, False)
+    # [BT, WIDTH]
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False)
     b_q = operand(b_q, SITES.inputs, DTYPE)
     # Rows of the whole output in order; the random bits of stochastic rounding belong to them.
     o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
     b_words = 0
     if SITES.output_rounding == STOCHASTIC:
         # Drawn while the first blocks are on their way; the volatile move keeps the compiler from drawing them later.
-        b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, D)
+        b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, SHAPE)
         if not INTERPRETED:
             b_words = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_words], tl.uint32, is_pure=False, pack=1)
     seed = 0
     if SITES.probabilities_rounding == STOCHASTIC:
         seed = tl.load(p_seed)
-    b_acc = tl.zeros([BT, D], tl.float32)
-    b_exact = tl.zeros([BT, D], tl.float32)
+    b_acc = tl.zeros([BT, WIDTH], tl.float32)
+    b_exact = tl.zeros([BT, WIDTH], tl.float32)
     b_m = tl.full([BT], -float("inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
     b_d = tl.zeros([BT], tl.float32)
@@ -382,8 +382,9 @@ def forward_kernel(
     if SITES.divisor != ROUNDED:
         b_d = b_l
     b_o = divide_rows(b_acc, b_d)
-    b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, D)
-    store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
+    stride_ob, stride_or = tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D
+    b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH)
+    store_rows(p_o, b_rounded, i_bh, row, T, H, stride_ob, stride_or, BT, SHAPE)
     if SITES.delta_output != OUTPUT_ITSELF:
         if SITES.tile_product != FP32 or SITES.accumulator != FP32:
             b_o = divide_rows(b_exact, b_d)
@@ -391,9 +392,9 @@ def forward_kernel(
             b_delta_o = residual(b_o, b_rounded, SITES.output, -SITES.delta_output)
         else:
             if SITES.delta_rounding == STOCHASTIC:
-                b_words = random_words(p_seed, o_row, _DELTA_STREAM, D)
-            b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words, BT, D)
-        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
+                b_words = random_words(p_seed, o_row, _DELTA_STREAM, SHAPE)
+            b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words, BT, WIDTH)
+        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, stride_ob, stride_or, BT, SHAPE)
 
 
 def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
@@ -453,6 +454,8 @@ def launch_forward(
             BT=blocks.rows,
             BS=blocks.columns,
             D=D,
+            WIDTH=width(D),
+            GROUP=H // k.shape[2],
             HEADS=blocks.heads,
             TMA=tma,
             CAUSAL=causal,

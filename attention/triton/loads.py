@@ -23,6 +23,7 @@ from .arithmetic import (
     round_mantissa,
     round_scores,
 )
+from .block_sizes import width
 
 
 @triton.jit
@@ -48,20 +49,26 @@ def load_rows(
     start,
     length,
     ROWS: tl.constexpr,
-    D: tl.constexpr,
+    SHAPE: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Rows [start, start + ROWS) of one head; MASKED: those from ``length`` on are 0. TMA: p_x is a descriptor, which sees to that."""
+    """Rows [start, start + ROWS) of one head, columns from D on being 0; MASKED: rows from ``length`` on are 0, too. TMA: p_x is a
+    descriptor, which sees to both."""
     if TMA:
-        b_x = p_x.load([i_bh // H, i_bh % H, start, 0]).reshape(ROWS, D)
+        b_x = p_x.load([i_bh // H, i_bh % H, start, 0]).reshape(ROWS, SHAPE.WIDTH)
     else:
         p_head = head_pointer(p_x, i_bh, H, strides.b, strides.h) + tl.cast(start, tl.int64) * strides.t
         o_r = tl.arange(0, ROWS).to(tl.int64)
-        o_d = tl.arange(0, D).to(tl.int64)
-        # [ROWS, D]
+        o_d = tl.arange(0, SHAPE.WIDTH).to(tl.int64)
+        # [ROWS, WIDTH]
         p_block = p_head + (o_r[:, None] * strides.t + o_d[None, :] * strides.d)
-        if MASKED:
+        if SHAPE.WIDTH != SHAPE.D:
+            m_x = (o_d < SHAPE.D)[None, :]
+            if MASKED:
+                m_x = m_x & (start + tl.arange(0, ROWS) < length)[:, None]
+            b_x = tl.load(p_block, mask=m_x, other=0.0)
+        elif MASKED:
             b_x = tl.load(p_block, mask=(start + tl.arange(0, ROWS) < length)[:, None], other=0.0)
         else:
             b_x = tl.load(p_block)
@@ -69,23 +76,38 @@ def load_rows(
 
 
 @triton.jit
-def load_output_rows(p_x, i_bh, H, row, T, SHAPE: tl.constexpr):
-    """Rows [row, row + BT) of one head of a contiguous [B, T, H, D]."""
-    strides = Strides(tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, SHAPE.D, 1)
-    return load_rows(p_x, strides, i_bh, H, row, T, SHAPE.BT, SHAPE.D, True, False)
+def load_keys(
+    p_x, strides, i_bh, H, start, S, ROWS: tl.constexpr, SHAPE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
+):
+    """Rows of K or V for query head i_bh of B H: GROUP of them, side by side, share a head of keys."""
+    if SHAPE.GROUP == 1:
+        b_x = load_rows(p_x, strides, i_bh, H, start, S, ROWS, SHAPE, MASKED, TMA)
+    else:
+        b_x = load_rows(p_x, strides, i_bh // SHAPE.GROUP, H // SHAPE.GROUP, start, S, ROWS, SHAPE, MASKED, TMA)
+    return b_x
 
 
 @triton.jit
-def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.constexpr, D: tl.constexpr):
+def load_output_rows(p_x, i_bh, H, row, T, SHAPE: tl.constexpr):
+    """Rows [row, row + BT) of one head of a contiguous [B, T, H, D]."""
+    strides = Strides(tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, SHAPE.D, 1)
+    return load_rows(p_x, strides, i_bh, H, row, T, SHAPE.BT, SHAPE, True, False)
+
+
+@triton.jit
+def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.constexpr, SHAPE: tl.constexpr):
     """Rows of one head into [B, length, H, D], heads of one row side by side; ``stride_b``, ``stride_r``: of batch and row."""
     o_r = tl.arange(0, ROWS).to(tl.int64)
-    o_d = tl.arange(0, D).to(tl.int64)
-    p_head = head_pointer(p_x, i_bh, H, stride_b, D)
-    # [ROWS, D]
+    o_d = tl.arange(0, SHAPE.WIDTH).to(tl.int64)
+    p_head = head_pointer(p_x, i_bh, H, stride_b, SHAPE.D)
+    # [ROWS, WIDTH]
     p_block = p_head + tl.cast(start, tl.int64) * stride_r + (o_r[:, None] * stride_r + o_d[None, :])
     if INTERPRETED and p_x.dtype.element_ty == tl.bfloat16:
         b_x = round_mantissa(b_x, BF16, NEAREST, 0)
-    tl.store(p_block, b_x.to(p_x.dtype.element_ty), mask=(start + tl.arange(0, ROWS) < length)[:, None])
+    m_x = (start + tl.arange(0, ROWS) < length)[:, None]
+    if SHAPE.WIDTH != SHAPE.D:
+        m_x = m_x & (o_d < SHAPE.D)[None, :]
+    tl.store(p_block, b_x.to(p_x.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
@@ -124,10 +146,10 @@ def block_scores(
     MASKED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """S of one block [BT, BS], and K of its columns [BS, D]."""
+    """S of one block [BT, BS], and K of its columns [BS, WIDTH]."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    b_k = load_rows(p_k, strides_k, i_bh, H, start, S, BS, SHAPE.D, MASKED, SHAPE.TMA)
+    b_k = load_keys(p_k, strides_k, i_bh, H, start, S, BS, SHAPE, MASKED, SHAPE.TMA)
     b_k = operand(b_k, SITES.inputs, DTYPE)
     b_s = dot(b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
     m_s = visible(o_t, start, S, SHAPE.CAUSAL, False, BS)
@@ -150,7 +172,7 @@ def visible(o_t, start, S, CAUSAL: tl.constexpr, EVEN: tl.constexpr, BS: tl.cons
 def rows_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
     """What kernels read blocks of rows of ``x`` [B, T, H, D] through: a descriptor for Hopper's copy engine, or ``x`` itself."""
     view = x.transpose(1, 2)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, x.shape[3]]) if tma else x
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, width(x.shape[3])]) if tma else x
 
 
 def takes_descriptor(*tensors: Tensor) -> bool:

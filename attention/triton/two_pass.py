@@ -37,8 +37,8 @@ from .arithmetic import (
     stored_code,
 )
 from .backward import apart
-from .block_sizes import Blocks, two_pass_blocks
-from .loads import block_scores, load_rows, place, rows_source, store_rows, takes_descriptor
+from .block_sizes import Blocks, two_pass_blocks, width
+from .loads import block_scores, load_keys, load_rows, place, rows_source, store_rows, takes_descriptor
 from .ops import _backward
 
 _OUTPUT_STREAM = tl.constexpr(OUTPUT_STREAM)
@@ -65,7 +65,7 @@ def standard_kernel(
     """O, m and log2 l of one block of rows."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    D: tl.constexpr = SHAPE.D
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     FOLD: tl.constexpr = SITES.exponent
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
@@ -74,8 +74,8 @@ def standard_kernel(
         i_t = blocks - 1 - i_t
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
-    # [BT, D]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, D, True, False)
+    # [BT, WIDTH]
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False)
     b_q = operand(b_q, SITES.inputs, DTYPE)
     b_m = tl.full([BT], -float("inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
@@ -94,23 +94,23 @@ def standard_kernel(
     p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
     tl.store(p_row, b_m, mask=o_t < T)
     tl.store(p_row + T, b_log_l, mask=o_t < T)
-    b_acc = tl.zeros([BT, D], tl.float32)
+    b_acc = tl.zeros([BT, WIDTH], tl.float32)
     for MASKED in tl.static_range(2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, _ = block_scores(
                 b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
             )
-            # [BS, D]
-            b_v = load_rows(p_v, strides_v, i_bh, H, start, S, BS, D, MASKED == 1, SHAPE.TMA)
+            # [BS, WIDTH]
+            b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, MASKED == 1, SHAPE.TMA)
             b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, True, False, FP32)
             b_acc = dot(operand(b_p, SITES.probabilities, DTYPE), operand(b_v, SITES.inputs, DTYPE), b_acc)
     b_words = 0
     if SITES.output_rounding == STOCHASTIC:
         # Rows of the whole output in order; the random bits belong to them.
         o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
-        b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, D)
-    b_o = round_output(b_acc, SITES.output, SITES.output_rounding, b_words, BT, D)
-    store_rows(p_o, b_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * D, H * D, BT, D)
+        b_words = random_words(p_seed, o_row, _OUTPUT_STREAM, SHAPE)
+    b_o = round_output(b_acc, SITES.output, SITES.output_rounding, b_words, BT, WIDTH)
+    store_rows(p_o, b_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
 
 
 def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor]:
@@ -155,6 +155,8 @@ def launch(
             BT=blocks.rows,
             BS=blocks.columns,
             D=D,
+            WIDTH=width(D),
+            GROUP=H // k.shape[2],
             HEADS=blocks.heads,
             TMA=tma,
             CAUSAL=causal,
