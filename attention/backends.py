@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .numerics import Numerics
 from .triton.block_sizes import head_dim_obstacle, tile_obstacle
 from .user_error import UserError
+
+FEATURES = {
+    "grouped": "heads of queries that share a head of keys",
+}
+"""What a call may ask for besides causal or full attention; a backend lacks it, and a site excludes it, where its declaration says so."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Call:
     head_dim: int
     numerics: Numerics
     softcap: float
+    features: tuple[str, ...] = ()
+    """Of ``FEATURES``, those that the call uses."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Backend:
     needs: Callable[[Call], str | None] = lambda call: None
     has_sites: bool = True
     """False: it rounds as its kernel does, whatever ``Numerics`` says."""
+    features: tuple[str, ...] = tuple(FEATURES)
+    """What it has of ``FEATURES``."""
 
 
 def _standard(*qkv: Any, **settings: Any) -> Any:
@@ -111,7 +120,7 @@ def _sdpa(name: str) -> Backend:
             return f"it takes head dims divisible by 8, not {call.head_dim}"
         return None
 
-    return Backend(run, needs, has_sites=False)
+    return Backend(run, needs, has_sites=False, features=() if name == "sdpa_efficient" else ("grouped",))
 
 
 BACKENDS: dict[str, Backend] = {
@@ -129,11 +138,13 @@ BACKENDS: dict[str, Backend] = {
 def obstacle(name: str, call: Call) -> str | None:
     """Why a backend cannot serve a call, or None."""
     backend = BACKENDS[name]
+    lacking = [FEATURES[feature] for feature in call.features if feature not in backend.features]
+    if lacking:
+        return f"it does not have {', '.join(lacking)}"
     if not backend.has_sites:
         return backend.needs(call)
     try:
         concrete = call.numerics.concrete(call.dtype)
     except UserError as error:  # sites that exclude each other for q of this dtype
         return str(error)
-    asked = Call(call.device, call.dtype, call.head_dim, concrete, call.softcap)
-    return concrete.refused_by(name, call.softcap) or backend.needs(asked)
+    return concrete.refused_by(name, call.softcap) or backend.needs(replace(call, numerics=concrete))

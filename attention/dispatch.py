@@ -45,7 +45,9 @@ def run(
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
     for name, x, n_head in (("q", q_BTHD, plan.n_head), ("k", k_BTHD, n_key if group else 0), ("v", v_BTHD, n_key)):
         if x.ndim != 4 or x.shape[2] != n_head:
-            heads = f"the {plan.n_head} heads of the plan" + ("" if name == "q" else ", or of a divisor of it, as k and v")
+            heads = f"the {plan.n_head} heads of the plan" + (
+                "" if name == "q" else ", or of a divisor of it, as k and v"
+            )
             expected = f"[batch, time, head, width] with {heads}"
             raise UserError(f"attention of layer {plan.layer}: {name} has shape {tuple(x.shape)}: expected {expected}")
     if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:

@@ -22,7 +22,7 @@ from .numerics import numerics_from_key
 from .plan import AttentionConfig, AttentionSpec
 from .presets import RECOMMENDED
 from .reference.tiles import FORMAT_OF, NAMESPACE
-from .triton.block_sizes import HEAD_DIMS
+from .triton.block_sizes import head_dim_above
 from .user_error import UserError
 
 
@@ -61,14 +61,12 @@ def scaled_dot_product_attention(
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     D = query.shape[3]
-    width = next((d for d in HEAD_DIMS if d >= D), D) if kind == "cuda" else D
-    backend, sites, stochastic = _resolved(numerics, kind, FORMAT_OF[query.dtype], width, softcap)
+    width = head_dim_above(D) if kind == "cuda" else D
+    features = ("grouped",) if key.shape[1] < query.shape[1] else ()
+    backend, sites, stochastic = _resolved(numerics, kind, FORMAT_OF[query.dtype], width, softcap, features)
     if rounding_seed is None:
         _refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
-    group = query.shape[1] // key.shape[1]
-    if group > 1:
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     q, k, v = (functional.pad(x, (0, width - D)).transpose(1, 2) for x in (query, key, value))
     scale = 1 / math.sqrt(D) if scale is None else scale
     o = BACKENDS[backend].run(q, k, v, sites, seed=rounding_seed, scale=scale, causal=is_causal, softcap=softcap)
@@ -146,7 +144,7 @@ def _resolved(*asked: Any) -> tuple[str, str, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _resolve(
-    numerics: str | AttentionSpec, kind: str, fmt: str, head_dim: int, softcap: float
+    numerics: str | AttentionSpec, kind: str, fmt: str, head_dim: int, softcap: float, features: tuple[str, ...]
 ) -> tuple[str, str, bool]:
     """Backend, key of ``Numerics``, and whether some site is stochastic. Raises ``ValueError`` where this machine cannot run it."""
     try:
@@ -154,7 +152,7 @@ def _resolve(
         config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
         group = config.resolve(1, 1)[0].groups[0]
         chosen = numerics_from_key(group.numerics)
-        reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap))
+        reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features))
     except UserError as error:
         raise ValueError(str(error)) from None
     _refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")

@@ -207,9 +207,18 @@ def _plan_layer(layer: int, specs: list[AttentionSpec], flash_backend: str) -> L
 
 
 def check(
-    plans: Iterable[LayerPlan], *, device: torch.device | str, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
+    plans: Iterable[LayerPlan],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: float = 0.0,
+    features: tuple[str, ...] = (),
 ) -> None:
-    """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can."""
+    """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can.
+
+    ``features``: of ``backends.FEATURES``, those that calls will use.
+    """
     import torch
 
     from .reference.tiles import FORMAT_OF
@@ -217,7 +226,7 @@ def check(
     kind, fmt = torch.device(device).type, FORMAT_OF[dtype]
     for plan in plans:
         for group in plan.groups:
-            call = Call(kind, fmt, head_dim, numerics_from_key(group.numerics), softcap)
+            call = Call(kind, fmt, head_dim, numerics_from_key(group.numerics), softcap, features)
             reason = obstacle(group.backend, call)
             if reason is None:
                 continue

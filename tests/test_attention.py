@@ -299,6 +299,6 @@ def test_tensors_laid_out_as_for_torch_are_refused() -> None:
     ):
         attention.run(q, q, q, plan, rounding_seed=torch.tensor(0))
     q = q.transpose(1, 2)
-    with pytest.raises(UserError, match=r"k has shape \(2, 8, 1, 16\)"):
-        attention.run(q, q[:, :, :1], q[:, :, :1], plan, rounding_seed=torch.tensor(0))
+    with pytest.raises(UserError, match=r"k has shape \(2, 8, 2, 16\)"):
+        attention.run(q, q[:, :, :2], q[:, :, :2], plan, rounding_seed=torch.tensor(0))
     assert attention.run(q, q, q, plan, rounding_seed=torch.tensor(0)).shape == q.shape

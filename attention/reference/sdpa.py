@@ -21,7 +21,8 @@ KERNELS = {
 def _sdpa(kernel: SDPBackend, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, scale: float, causal: bool) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
     with sdpa_kernel(kernel):
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
 
 # The math kernel is ordinary PyTorch that a compiler would fuse, moving its roundings; the others are opaque by nature.

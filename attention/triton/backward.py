@@ -278,7 +278,9 @@ def key_kernel(
                 b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)
                 if SITES.gradient_accumulator != FP32:
                     m_full = (start + BT) % tile == 0
-                    b_dk = tl.where(m_full, round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator), b_dk)
+                    b_dk = tl.where(
+                        m_full, round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator), b_dk
+                    )
                     b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, SITES.gradient_accumulator), b_dv)
                     b_dk_part = tl.where(m_full, 0.0, b_dk_part)
                     b_dv_part = tl.where(m_full, 0.0, b_dv_part)

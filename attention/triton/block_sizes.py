@@ -23,6 +23,11 @@ def head_dim_obstacle(head_dim: int) -> str | None:
     return None
 
 
+def head_dim_above(head_dim: int) -> int:
+    """The least head dim that the kernels take and that is no smaller; they refuse it themselves where there is none."""
+    return max(SMALLEST, -(-head_dim // 8) * 8)
+
+
 def width(head_dim: int) -> int:
     """Columns that a block of rows has on chip, where their number must be a power of 2; in memory there are none more."""
     return 1 << (head_dim - 1).bit_length()

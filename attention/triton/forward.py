@@ -382,9 +382,8 @@ def forward_kernel(
     if SITES.divisor != ROUNDED:
         b_d = b_l
     b_o = divide_rows(b_acc, b_d)
-    stride_ob, stride_or = tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D
     b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH)
-    store_rows(p_o, b_rounded, i_bh, row, T, H, stride_ob, stride_or, BT, SHAPE)
+    store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
     if SITES.delta_output != OUTPUT_ITSELF:
         if SITES.tile_product != FP32 or SITES.accumulator != FP32:
             b_o = divide_rows(b_exact, b_d)
@@ -394,7 +393,7 @@ def forward_kernel(
             if SITES.delta_rounding == STOCHASTIC:
                 b_words = random_words(p_seed, o_row, _DELTA_STREAM, SHAPE)
             b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words, BT, WIDTH)
-        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, stride_ob, stride_or, BT, SHAPE)
+        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
 
 
 def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
