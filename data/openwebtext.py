@@ -6,19 +6,15 @@ gives the split (0.0005 held out, seed 2357, shuffled), the separator after each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
-from data.parallel import ordered_map, worker_count
-from data.text import Batch, BatchEncoder, Piece, Prepared, writer
+from data.text import Piece, Prepared, encode, writer
 from data.token_files import new_dataset
-from data.tokenizers import make_tokenizer
+from data.tokenizers import make_tokenizer, thread_count
 from errors import UserError
 
 if TYPE_CHECKING:
@@ -27,15 +23,7 @@ if TYPE_CHECKING:
 HUB_NAME = "Skylion007/openwebtext"
 EXPECTED_DOCUMENTS = {"train": 8_009_762, "val": 4_007}
 EXPECTED_TOKENS = {"train": 9_035_582_198, "val": 4_434_897}
-TASK_DOCUMENTS = 256
-
-
-class Rows(NamedTuple):
-    """Documents ``first`` to ``last - 1`` of a split: what a worker encodes at once."""
-
-    split: str
-    first: int
-    last: int
+DOCUMENTS_AT_ONCE = 4096
 
 
 def prepare_openwebtext(
@@ -52,10 +40,10 @@ def prepare_openwebtext(
     ``cache`` is where ``datasets`` keeps its Arrow copy (its own place when None). ``UserError``: ``datasets`` missing,
     text that cannot be had or opened, counts other than expected (unless allowed), a data set already there.
     """
-    workers = worker_count(workers)
+    threads = thread_count(workers)
     tokenizer = make_tokenizer("gpt2")
     with new_dataset(folder, force=force) as staging:
-        splits = split_as_nanogpt(load(source, cache, workers))
+        splits = split_as_nanogpt(load(source, cache, threads))
         documents = {name: len(rows) for name, rows in splits.items()}
         if not allow_other_counts:
             check_counts("documents", documents, EXPECTED_DOCUMENTS)
@@ -66,10 +54,12 @@ def prepare_openwebtext(
             bar = stack.enter_context(
                 tqdm(total=total, unit=" documents", unit_scale=True, desc="tokens", disable=None)
             )
-            encoded = ordered_map(partial(RowEncoder, splits), _tasks(documents), workers=workers)
-            for rows, tokens in stack.enter_context(closing(encoded)):
-                writers[rows.split].write(tokens)
-                bar.update(rows.last - rows.first)
+            for name, rows in splits.items():
+                for first in range(0, len(rows), DOCUMENTS_AT_ONCE):
+                    texts = rows[first : first + DOCUMENTS_AT_ONCE]["text"]
+                    pieces = [Piece(text.encode(), True, f"{name} document {n}") for n, text in enumerate(texts, first)]
+                    writers[name].write(encode(tokenizer, pieces, threads))
+                    bar.update(len(texts))
             if not allow_other_counts:
                 check_counts("tokens", {name: w.count for name, w in writers.items()}, EXPECTED_TOKENS)
         headers = {name: w.header for name, w in writers.items() if w.header}
@@ -119,24 +109,3 @@ def check_counts(what: str, found: dict[Any, int], expected: dict[str, int]) -> 
         else ""
     )
     raise UserError(f"OpenWebText: {one} {what}, expected {other}{order}; --allow-other-counts accepts them")
-
-
-def _tasks(documents: dict[str, int]) -> Iterator[Rows]:
-    for split, count in documents.items():
-        for first in range(0, count, TASK_DOCUMENTS):
-            yield Rows(split, first, min(first + TASK_DOCUMENTS, count))
-
-
-class RowEncoder:
-    """Reads and encodes rows in a worker: only row numbers travel there, the text is mapped from disk."""
-
-    def __init__(self, splits: dict[str, Dataset]):
-        self._splits = splits
-        self._encoder = BatchEncoder("gpt2")
-
-    def __call__(self, rows: Rows) -> tuple[Rows, np.ndarray]:
-        """The rows' tokens, 1-D uint16, a separator after each document (also after an empty one, as nanoGPT)."""
-        texts = self._splits[rows.split][rows.first : rows.last]["text"]
-        documents = enumerate(texts, rows.first)
-        pieces = [Piece(text.encode(), True, f"{rows.split} document {number}") for number, text in documents]
-        return rows, self._encoder(Batch(rows.split, pieces))[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.text import Prepared, writer
+from data.text import Piece, Prepared, encode, writer
 from data.token_files import TokenFile, TokenHeader, new_dataset
 from data.tokenizers import ByteTokenizer
 from errors import UserError
@@ -75,15 +75,8 @@ def is_held_out(index: int) -> bool:
 
 def encode_files(library: Path, paths: list[Path]) -> np.ndarray:
     """Byte tokens of the files, uint8, 1-D: each file whole, then a separator; ``UserError`` for a file with byte 0."""
-    tokenizer = ByteTokenizer()
-    separator = np.array([tokenizer.separator], tokenizer.dtype)
-    parts: list[np.ndarray] = []
-    for path in paths:
-        try:
-            parts += [tokenizer.encode((library / path).read_bytes()), separator]
-        except ValueError as error:
-            raise UserError(f"{library / path}: {error}") from None
-    return np.concatenate(parts)
+    pieces = [Piece((library / path).read_bytes(), True, str(library / path)) for path in paths]
+    return encode(ByteTokenizer(), pieces, 1)
 
 
 def _same_data(folder: Path, tokens: dict[str, np.ndarray]) -> dict[str, TokenHeader] | None:

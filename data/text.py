@@ -9,24 +9,24 @@ Text is UTF-8 for GPT-2's vocabulary, anything without byte 0 for byte tokens.
 from __future__ import annotations
 
 import lzma
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from data.parallel import ordered_map, worker_count
 from data.token_files import TokenHeader, TokenWriter, new_dataset
-from data.tokenizers import Tokenizer, make_tokenizer
+from data.tokenizers import Tokenizer, make_tokenizer, thread_count
 from errors import UserError, invalid
 
 SEPARATOR_LINE = b"<|endoftext|>"
-BATCH_BYTES = 1 << 20
-BATCH_PIECES = 4096
+PIECE_BYTES = 1 << 20
+"""A longer document is encoded in pieces."""
+BATCH_BYTES = 1 << 23
+"""Text that is encoded at once, its pieces side by side in threads."""
 
 
 class Piece(NamedTuple):
@@ -35,13 +35,6 @@ class Piece(NamedTuple):
     text: bytes
     ends_document: bool
     place: str  # file and number of the document, for error messages
-
-
-class Batch(NamedTuple):
-    """What a worker encodes at once."""
-
-    split: str
-    pieces: list[Piece]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +59,7 @@ def prepare_text(
 
     ``UserError``: source missing or empty, text that the vocabulary cannot hold, a data set already there.
     """
-    workers = worker_count(workers)
+    threads = thread_count(workers)
     train_files = text_files(source)
     val_files = text_files(val) if val else []
     shared = {path.resolve() for path in train_files} & {path.resolve() for path in val_files}
@@ -86,10 +79,8 @@ def prepare_text(
             size = sum(path.stat().st_size for path in train_files + val_files)
             # disable=None: no bar where stderr is not a terminal.
             bar = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="tokens", disable=None))
-            batches = _batches(train_files, val_files, val_fraction, documents, bar.update)
-            encoded = ordered_map(partial(BatchEncoder, vocabulary), batches, workers=workers)
-            for split, tokens in stack.enter_context(closing(encoded)):
-                writers[split].write(tokens)
+            for split, pieces in _batches(train_files, val_files, val_fraction, documents, bar.update):
+                writers[split].write(encode(tokenizer, pieces, threads))
             _check_both_splits(documents, val)
         headers = {split: w.header for split, w in writers.items() if w.header}
     return Prepared(headers=headers, documents=documents)
@@ -137,7 +128,7 @@ def _batches(
     val_fraction: float,
     documents: dict[str, int],
     advance: Callable[[int], object],
-) -> Iterator[Batch]:
+) -> Iterator[tuple[str, list[Piece]]]:
     """Batches of about ``BATCH_BYTES`` in the order of the text; counts ``documents`` of each split as it goes."""
     held: dict[str, list[Piece]] = {"train": [], "val": []}
     sizes = {"train": 0, "val": 0}
@@ -150,12 +141,12 @@ def _batches(
             held[split].append(piece)
             sizes[split] += len(piece.text)
             documents[split] += piece.ends_document
-            if sizes[split] >= BATCH_BYTES or len(held[split]) >= BATCH_PIECES:
-                yield Batch(split, held[split])
+            if sizes[split] >= BATCH_BYTES:
+                yield split, held[split]
                 held[split], sizes[split] = [], 0
     for split, pieces in held.items():
         if pieces:
-            yield Batch(split, pieces)
+            yield split, pieces
 
 
 def _pieces(paths: list[Path], advance: Callable[[int], object]) -> Iterator[Piece]:
@@ -179,7 +170,7 @@ def _pieces(paths: list[Path], advance: Callable[[int], object]) -> Iterator[Pie
                 raise UserError(f"{path}: not a whole .xz file ({error})") from error
 
 
-def split_documents(stream: IO[bytes], piece_bytes: int = BATCH_BYTES) -> Iterator[tuple[bytes, bool]]:
+def split_documents(stream: IO[bytes], piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[bytes, bool]]:
     """``(text, ends_document)`` in order; a document longer than ``piece_bytes`` comes in pieces that encode as the whole."""
     held = bytearray()
     begun = False  # a piece of the document was already given
@@ -223,25 +214,17 @@ def _last_cut(text: bytearray) -> int:
     return 0
 
 
-class BatchEncoder:
-    """Turns a ``Batch`` into its split's name and tokens; made once in each worker."""
-
-    def __init__(self, vocabulary: str):
-        self._tokenizer = make_tokenizer(vocabulary)
-
-    def __call__(self, batch: Batch) -> tuple[str, np.ndarray]:
-        """Tokens 1-D, of the vocabulary's dtype; ``UserError`` with the place of text that it cannot hold."""
-        separator = np.array([self._tokenizer.separator], self._tokenizer.dtype)
-        parts = []
-        for piece in batch.pieces:
+def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], threads: int) -> np.ndarray:
+    """Tokens of the pieces, 1-D, a separator behind each document; ``UserError`` with the place of text that cannot be represented."""
+    try:
+        encoded = tokenizer.encode([piece.text for piece in pieces], threads)
+    except ValueError:
+        for piece in pieces:
             try:
-                parts.append(self._tokenizer.encode(piece.text))
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{piece.place}: not UTF-8 ({error.reason}); --vocabulary bytes takes any text"
-                ) from None
+                tokenizer.encode([piece.text])
             except ValueError as error:
                 raise UserError(f"{piece.place}: {error}") from None
-            if piece.ends_document:
-                parts.append(separator)
-        return batch.split, np.concatenate(parts)
+        raise
+    separator = np.array([tokenizer.separator], tokenizer.dtype)
+    ends = [separator if piece.ends_document else separator[:0] for piece in pieces]
+    return np.concatenate([part for pair in zip(encoded, ends, strict=True) for part in pair])

@@ -5,8 +5,9 @@ Both end a document with one separator token, so that a stream of documents can 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import tiktoken
 
 
-class Tokenizer(ABC):
+class Tokenizer(Protocol):
     """One vocabulary: how text becomes tokens, and in which type they are stored."""
 
     vocabulary: ClassVar[str]
@@ -24,41 +25,46 @@ class Tokenizer(ABC):
     dtype: ClassVar[str]
     separator: ClassVar[int]
 
-    @abstractmethod
-    def encode(self, text: bytes) -> np.ndarray:
-        """Tokens of UTF-8 text, 1-D, of ``dtype``, without a separator; ``ValueError`` for text it cannot represent."""
+    def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
+        """Tokens of each UTF-8 text, 1-D, of ``dtype``, without a separator; ``ValueError`` for text it cannot represent."""
 
 
-class ByteTokenizer(Tokenizer):
+class ByteTokenizer:
     """A token is a byte's value; byte 0, which text does not hold, separates documents."""
 
-    vocabulary = "bytes"
-    vocabulary_size = 256
-    dtype = "uint8"
-    separator = 0
+    vocabulary: ClassVar[str] = "bytes"
+    vocabulary_size: ClassVar[int] = 256
+    dtype: ClassVar[str] = "uint8"
+    separator: ClassVar[int] = 0
 
-    def encode(self, text: bytes) -> np.ndarray:
-        if b"\0" in text:
+    def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
+        if any(b"\0" in text for text in texts):
             raise ValueError("byte 0 in the text, which byte tokens keep for the end of a document")
-        return np.frombuffer(text, np.uint8)
+        return [np.frombuffer(text, np.uint8) for text in texts]
 
 
-class GPT2Tokenizer(Tokenizer):
+class GPT2Tokenizer:
     """GPT-2's vocabulary; 50256 (``<|endoftext|>``) ends a document. Such a mark *within* a text is plain characters.
 
     Raises ``UserError`` where tiktoken has no copy of GPT-2's two files and cannot download them.
     """
 
-    vocabulary = "gpt2"
-    vocabulary_size = 50257
-    dtype = "uint16"
-    separator = 50256
+    vocabulary: ClassVar[str] = "gpt2"
+    vocabulary_size: ClassVar[int] = 50257
+    dtype: ClassVar[str] = "uint16"
+    separator: ClassVar[int] = 50256
 
     def __init__(self, encoding: tiktoken.Encoding | None = None):
         self._encoding = encoding or _gpt2_encoding()
 
-    def encode(self, text: bytes) -> np.ndarray:
-        return np.array(self._encoding.encode_ordinary(text.decode()), np.uint16)
+    def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
+        try:
+            decoded = [text.decode() for text in texts]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 ({error.reason}); --vocabulary bytes takes any text") from None
+        return [
+            np.array(tokens, np.uint16) for tokens in self._encoding.encode_ordinary_batch(decoded, num_threads=threads)
+        ]
 
 
 def _gpt2_encoding() -> tiktoken.Encoding:
@@ -74,7 +80,7 @@ def _gpt2_encoding() -> tiktoken.Encoding:
         ) from error
 
 
-TOKENIZERS: dict[str, type[Tokenizer]] = {cls.vocabulary: cls for cls in (GPT2Tokenizer, ByteTokenizer)}
+TOKENIZERS: dict[str, type[GPT2Tokenizer] | type[ByteTokenizer]] = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def make_tokenizer(vocabulary: str) -> Tokenizer:
@@ -82,3 +88,10 @@ def make_tokenizer(vocabulary: str) -> Tokenizer:
     if vocabulary not in TOKENIZERS:
         raise invalid("vocabulary", vocabulary, TOKENIZERS)
     return TOKENIZERS[vocabulary]()
+
+
+def thread_count(asked: int) -> int:
+    """``asked`` threads, or for 0 one for each CPU this process may use; ``UserError`` below 0."""
+    if asked < 0:
+        raise invalid("workers", asked, "0 (one for each CPU) or more")
+    return asked or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--force", action="store_true", help="replace a data set of that name")
 
     pooled = OneLineParser(add_help=False)
-    pooled.add_argument("--workers", type=int, default=0, help="processes (default: one for each CPU)")
+    pooled.add_argument("--workers", type=int, default=0, help="threads (default: one for each CPU)")
 
     text = kinds.add_parser("text", parents=[common, pooled], help="any text: a file, an .xz file or a folder of them")
     text.description = "Documents end at a line holding only <|endoftext|> and at the end of a file."

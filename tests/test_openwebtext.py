@@ -1,15 +1,12 @@
 """data/openwebtext.py"""
 
-import pickle
-from functools import partial
-
 import numpy as np
 import pytest
 import tiktoken
 
 import data.openwebtext as openwebtext
 import data.tokenizers
-from data.openwebtext import RowEncoder, Rows, prepare_openwebtext
+from data.openwebtext import prepare_openwebtext
 from data.token_files import TokenFile
 from errors import UserError
 
@@ -71,15 +68,6 @@ def test_other_tokens_than_nanogpts_are_refused(tmp_path, source, monkeypatch):
     with pytest.raises(UserError, match="expected 9,035,582,198 train, 4,434,897 val"):
         prepare(tmp_path, source, allow_other_counts=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_what_workers_are_sent_encodes_the_same_there(tmp_path, source):
-    splits = openwebtext.split_as_nanogpt(openwebtext.load(source, tmp_path / "cache", 1))
-    make = partial(RowEncoder, splits)
-    rows = Rows("train", 10, 20)
-    here, there = make()(rows)[1], pickle.loads(pickle.dumps(make))()(rows)[1]
-    assert here.size > 0
-    assert here.tolist() == there.tolist()
 
 
 def test_damaged_parquet_is_one_line(tmp_path, source):

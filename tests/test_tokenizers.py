@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from data.tokenizers import ByteTokenizer, GPT2Tokenizer, make_tokenizer
+from data.tokenizers import ByteTokenizer, GPT2Tokenizer, make_tokenizer, thread_count
 from errors import UserError
 
 _CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir()) / "data-gym-cache")
@@ -18,18 +18,18 @@ needs_bpe_files = pytest.mark.skipif(
 
 
 def test_byte_tokens_are_the_bytes_of_the_text():
-    assert ByteTokenizer().encode("aé".encode()).tolist() == [97, 195, 169]
+    assert ByteTokenizer().encode(["aé".encode()])[0].tolist() == [97, 195, 169]
 
 
 @needs_bpe_files
 def test_gpt2_tokens_are_openais():
     # The values of OpenAI's encoder.json and vocab.bpe for "Hello world".
-    assert GPT2Tokenizer().encode(b"Hello world").tolist() == [15496, 995]
+    assert GPT2Tokenizer().encode([b"Hello world"])[0].tolist() == [15496, 995]
 
 
 @needs_bpe_files
 def test_gpt2_mark_within_text_is_plain_characters():
-    assert 50256 not in GPT2Tokenizer().encode(b"a <|endoftext|> b")
+    assert 50256 not in GPT2Tokenizer().encode([b"a <|endoftext|> b"])[0]
 
 
 def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):
@@ -40,3 +40,10 @@ def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):
     with pytest.raises(UserError, match="set TIKTOKEN_CACHE_DIR") as raised:
         make_tokenizer("gpt2")
     assert "\n" not in str(raised.value)
+
+
+def test_a_thread_for_each_cpu_unless_told_otherwise():
+    assert thread_count(0) == len(os.sched_getaffinity(0))
+    assert thread_count(3) == 3
+    with pytest.raises(UserError, match="workers = -1"):
+        thread_count(-1)
