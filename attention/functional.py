@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     features = ("grouped",) if key.shape[1] < query.shape[1] else ()
     backend, sites, stochastic = _resolved(numerics, kind, FORMAT_OF[query.dtype], width, softcap, features)
     if rounding_seed is None:
-        _refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
+        refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     q, k, v = (functional.pad(x, (0, width - D)).transpose(1, 2) for x in (query, key, value))
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -102,7 +102,7 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
         warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=3)
 
 
-def _refuse(wrong: bool, message: str) -> None:
+def refuse(wrong: bool, message: str) -> None:
     if wrong:
         raise ValueError(f"low-precision attention: {message}")
 
@@ -111,29 +111,29 @@ def _refuse_arguments(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, gqa: bool, softcap: float
 ) -> None:
     """``ValueError`` for the first argument that cannot be served, whatever the numerics."""
-    _refuse(dropout != 0, f"dropout_p = {dropout}: expected 0, it has no dropout")
-    _refuse(mask is not None, "attn_mask: expected None")
-    _refuse(scale is not None and not math.isfinite(scale), f"scale = {scale}: expected a finite number")
-    _refuse(not (0 <= softcap < math.inf), f"softcap = {softcap}: expected 0 or a positive number")
+    refuse(dropout != 0, f"dropout_p = {dropout}: expected 0, it has no dropout")
+    refuse(mask is not None, "attn_mask: expected None")
+    refuse(scale is not None and not math.isfinite(scale), f"scale = {scale}: expected a finite number")
+    refuse(not (0 <= softcap < math.inf), f"softcap = {softcap}: expected 0 or a positive number")
     for name, x in (("query", q), ("key", k), ("value", v)):
-        _refuse(x.ndim != 4, f"{name} has shape {list(x.shape)}: expected [batch, heads, length, head dim]")
-        _refuse(x.layout != torch.strided or x.is_nested, f"{name} is nested or sparse: expected a strided tensor")
-        _refuse(0 in x.shape, f"{name} has shape {list(x.shape)}: expected no empty dimension")
-        _refuse(x.dtype not in FORMAT_OF, f"{name} is {x.dtype}: expected float32, bfloat16 or float16")
-        _refuse(x.device != q.device, f"{name} is on {x.device}: expected {q.device}, as the query")
-        _refuse(x.device.type not in ("cpu", "cuda", "meta"), f"{name} is on {x.device}: expected cpu or cuda")
+        refuse(x.ndim != 4, f"{name} has shape {list(x.shape)}: expected [batch, heads, length, head dim]")
+        refuse(x.layout != torch.strided or x.is_nested, f"{name} is nested or sparse: expected a strided tensor")
+        refuse(0 in x.shape, f"{name} has shape {list(x.shape)}: expected no empty dimension")
+        refuse(x.dtype not in FORMAT_OF, f"{name} is {x.dtype}: expected float32, bfloat16 or float16")
+        refuse(x.device != q.device, f"{name} is on {x.device}: expected {q.device}, as the query")
+        refuse(x.device.type not in ("cpu", "cuda", "meta"), f"{name} is on {x.device}: expected cpu or cuda")
     autocast = torch.is_autocast_enabled(q.device.type)
-    _refuse(
+    refuse(
         not autocast and not (q.dtype == k.dtype == v.dtype), f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one"
     )
-    _refuse(k.shape != v.shape, f"key has shape {list(k.shape)}, value {list(v.shape)}: expected the same")
+    refuse(k.shape != v.shape, f"key has shape {list(k.shape)}, value {list(v.shape)}: expected the same")
     fits = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    _refuse(not fits, f"query has shape {list(q.shape)}, key {list(k.shape)}: expected one batch size and head dim")
+    refuse(not fits, f"query has shape {list(q.shape)}, key {list(k.shape)}: expected one batch size and head dim")
     heads, groups = q.shape[1], k.shape[1]
-    _refuse(
+    refuse(
         not gqa and heads != groups, f"{heads} query heads, {groups} key heads: expected as many, or enable_gqa=True"
     )
-    _refuse(heads % groups != 0, f"{heads} query heads, {groups} key heads: expected a divisor of {heads}")
+    refuse(heads % groups != 0, f"{heads} query heads, {groups} key heads: expected a divisor of {heads}")
 
 
 @torch.compiler.assume_constant_result
@@ -155,6 +155,6 @@ def _resolve(
         reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features))
     except UserError as error:
         raise ValueError(str(error)) from None
-    _refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
+    refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
     rounding = (chosen.probabilities_rounding, chosen.output_rounding, chosen.delta_rounding)
     return group.backend, group.numerics, "stochastic" in rounding and BACKENDS[group.backend].has_sites
