@@ -1,13 +1,12 @@
 """Time whole training steps: variants of the config, and nanoGPT if given, in one process and interleaved; a table, and JSON.
 
-    python scripts/bench_train.py configs/fast_failure.py --nanogpt ../nanoGPT --variants plain reference=speed.reference=true
+    python scripts/bench_train.py configs/fast_failure.py --nanogpt ../nanoGPT --variants plain "reference: --speed.reference"
 
-A variant is ``NAME=section.field=value,section.field=value``; ``plain`` is the recipe as it stands. Each runs ``train.loop`` itself:
-batches drawn and recorded, metrics written, gradients clipped; no evaluation, checkpoint or probe falls into a round. A round runs
-every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds, and the range. nanoGPT runs as
-its bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
-
-``--profile FILE`` writes the kernels of five steps of each. A variant that fails is told of and makes the exit code 2; the others go on.
+A variant is ``NAME`` or ``NAME: FLAGS``, flags as train.py takes them; flags of the command itself go to every variant. Each runs
+``train.loop`` itself: batches drawn and recorded, metrics written, gradients clipped; no evaluation, checkpoint or probe falls into a
+round. A round runs every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds, and the range.
+nanoGPT runs as its bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
+A variant that fails is told of and makes the exit code 2; the others go on.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
+import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ from training.distributed import Distributed
 from training.run import open_run
 from training.signals import Leaving
 
-WARM_UP, PROFILED = 3, 5
-QUIET = {"evaluation.every": 0, "telemetry.every": 0, "checkpoint.every": 0, "data.verify": "size"}
-"""Fields of a run of which only the steps are timed."""
+WARM_UP = 3
+QUIET = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint.every", "0", "--data.verify", "size"]
+"""Flags of a run of which only the steps are timed."""
 
 
 @dataclass
@@ -56,16 +56,16 @@ class Contender:
     tokens_per_step: int
     run: Callable[[int], None]
     enter: Callable[[], None]
-    settings: dict[str, Any]
+    settings: str
     own_bytes: int = 0
     peak_bytes: int = 0
     times: list[float] = field(default_factory=list)
     failed: str = ""
 
-    def attempt(self, function: Callable[..., None], *args: Any) -> None:
+    def attempt(self, function: Callable[[Contender, Any], None], argument: Any) -> None:
         """Call it; what it raises is noted, and the others go on."""
         try:
-            function(self, *args)
+            function(self, argument)
         except Exception as error:
             self.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
             print(f"{self.name} failed: {self.failed}", file=sys.stderr)
@@ -91,42 +91,15 @@ def write_tokens(folder: Path, vocabulary: int, count: int) -> None:
             out.write(tokens)
 
 
-def typed_fields(option: str, changes: Iterable[str]) -> dict[str, str]:
-    """Fields typed as ``section.field=value``. Raises ``UserError`` for one without a value."""
-    pairs = [change.partition("=") for change in changes]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise invalid(option, name, "section.field=value")
-    return {name: value for name, _, value in pairs}
-
-
-def variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainConfig, dict[str, str]]:
-    """(name, config, the fields it changes) of a variant as typed; it writes into ``folder``, on the data set there."""
-    name, _, changes = text.partition("=")
-    fields = typed_fields("--variants", filter(None, changes.split(",")))
+def variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainConfig, str]:
+    """(name, config, flags) of a variant as typed; it writes into ``folder``, on the data set there unless it names another."""
+    name, _, flags = (part.strip() for part in text.partition(":"))
+    if "=" in name:
+        raise invalid("--variants", text, 'NAME, or "NAME: --section.field value ..."')
     here = {"run.name": name, "run.folder": folder / "runs", "data.record": folder / "recordings" / name}
-    here |= {} if recipe.data.dataset and "data.dataset" in fields else {"data.dataset": folder / "data"}
-    return name, changed(recipe, {**QUIET, **here, **fields}), fields
-
-
-def changed(recipe: TrainConfig, fields: dict[str, Any]) -> TrainConfig:
-    return configuration.override(
-        recipe, [word for name, value in fields.items() for word in option(recipe, name, value)]
-    )
-
-
-def option(recipe: TrainConfig, key: str, value: Any) -> list[str]:
-    """One field as the command line has it; switches are flags there."""
-    current: Any = recipe
-    for part in key.split("."):
-        current = getattr(current, part, None)
-    flag, value = key.replace("_", "-"), str(value)
-    if not isinstance(current, bool):
-        return [f"--{flag}", value]
-    if value.lower() not in ("true", "false"):
-        raise UserError(f"--variants: {key} = {value!r}: expected true or false")
-    section, _, last = flag.rpartition(".")
-    return [f"--{flag}" if value.lower() == "true" else f"--{section}.no-{last}"]
+    here |= {"data.dataset": folder / "data"}
+    typed = [word for field, value in here.items() for word in (f"--{field}", str(value))]
+    return name, configuration.override(recipe, [*QUIET, *typed, *shlex.split(flags)]), flags
 
 
 def prepare(contender: Contender, build: Callable[[], Callable[[int], None]]) -> None:
@@ -144,7 +117,7 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
     name, config, settings = variant(recipe, text, folder)
 
     def enter() -> None:
-        distributed.set_deterministic(config.precision.deterministic, config.precision.fill_memory)
+        distributed.set_deterministic(config.precision.deterministic)
         distributed.set_tf32(config.precision.tf32)
 
     def build() -> Callable[[int], None]:
@@ -209,7 +182,7 @@ def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Contender:
 
         return run
 
-    contender = Contender("nanogpt", B * T, lambda count: None, enter, {"from": folder.name})
+    contender = Contender("nanogpt", B * T, lambda count: None, enter, folder.name)
     contender.attempt(prepare, build)
     return contender
 
@@ -226,17 +199,6 @@ def one_round(contender: Contender, steps: int) -> None:
     contender.times.append((time.perf_counter() - began) / steps)
     if torch.cuda.is_available():
         contender.peak_bytes = max(contender.peak_bytes, torch.cuda.max_memory_allocated() - others)
-
-
-def profile(contender: Contender, tables: list[str]) -> None:
-    """Add the operations that take most of five steps, as torch's profiler has them."""
-    contender.enter()
-    with torch.profiler.profile() as recorded:
-        contender.run(PROFILED)
-        synchronize()
-    key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    table = recorded.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=100)
-    tables.append(f"{contender.name}, {PROFILED} steps\n{table}\n")
 
 
 def row_of(contender: Contender, flops_per_token: int, peak: float | None) -> dict[str, Any]:
@@ -283,11 +245,6 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
         for contender in contenders:
             if not contender.failed:
                 contender.attempt(one_round, args.steps)
-    tables: list[str] = []
-    if args.profile:
-        for contender in [one for one in contenders if not one.failed]:
-            contender.attempt(profile, tables)
-        files.write_text(args.profile, "\n".join(tables))
     device = torch.device("cuda" if torch.cuda.is_available() and recipe.run.device != "cpu" else "cpu")
     peak = throughput.peak_flops(device, recipe.run.peak_tflops)
     with torch.device("meta"):
@@ -307,20 +264,19 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     }
 
 
-def check(args: argparse.Namespace) -> TrainConfig:
+def check(args: argparse.Namespace, flags: list[str]) -> TrainConfig:
     """The recipe. Raises ``UserError`` for what cannot be, before anything is built."""
     for name in ("rounds", "steps"):
         if getattr(args, name) < 1:
             raise invalid(f"--{name}", getattr(args, name), "at least 1")
-    recipe = changed(configuration.load(args.recipe), typed_fields("--set", args.set))
+    recipe = configuration.load([*args.recipe, *flags])
     names = [variant(recipe, text, Path("bench"))[0] for text in args.variants]
     if len(set(names)) < len(names) or "nanogpt" in names:
         raise invalid("--variants", " ".join(args.variants), "each name once, and not nanogpt")
     if args.nanogpt and not (args.nanogpt / "model.py").is_file():
         raise UserError(f"--nanogpt {args.nanogpt}: no model.py in it")
-    for path in filter(None, (args.json, args.profile)):
-        if not path.parent.is_dir():
-            raise UserError(f"{path}: no folder {path.parent}")
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"{args.json}: no folder {args.json.parent}")
     return recipe
 
 
@@ -328,15 +284,13 @@ def check(args: argparse.Namespace) -> TrainConfig:
 def main() -> None:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="+", help="recipe and ablation, as train.py takes them")
-    parser.add_argument("--set", nargs="+", default=[], metavar="field=value", help="of the recipe, for all variants")
-    parser.add_argument("--variants", nargs="+", default=["plain"], metavar="NAME=field=value,...")
+    parser.add_argument("--variants", nargs="+", default=["plain"], metavar="NAME[: FLAGS]")
     parser.add_argument("--nanogpt", type=Path, help="folder of a nanoGPT checkout")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="steps a round")
-    parser.add_argument("--profile", type=Path, help="file for the kernels of each")
     parser.add_argument("--json", type=Path, help="file for all numbers")
-    args = parser.parse_args()
-    recipe = check(args)
+    args, flags = parser.parse_known_args()
+    recipe = check(args, flags)
     with tempfile.TemporaryDirectory() as folder:
         content = measure(args, recipe, Path(folder))
     print(table(content["rows"]))

@@ -12,12 +12,9 @@ Shapes: R processes, M micro-batches of a process in one step, B micro-batch, G 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
+import io
 import os
-import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import _root  # noqa: F401
@@ -26,56 +23,39 @@ import numpy as np
 from data.recording import Recorder, Recording, RecordingHeader
 from data.token_files import TokenFile
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from files import sync_folder
-
-# As the published code writes them; a stray blank or zero would not come back from a round trip.
-LINE = re.compile(r"(0|[1-9][0-9]{0,19})(,(0|[1-9][0-9]{0,19}))*\n")
+from files import sync_folder, write_bytes
 
 
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"generated_indices_rank_{rank}.txt"
 
 
-def _find_rank_files(folder: Path) -> list[Path]:
-    """The files of ranks 0 to R - 1, in order."""
-    pattern = re.compile(r"generated_indices_rank_(\d+)\.txt")
-    found = [match for path in sorted(folder.glob("*")) if (match := pattern.fullmatch(path.name))]
-    if not found:
-        raise UserError(f"{folder}: no generated_indices_rank_0.txt there")
-    paths = [_rank_file(folder, rank) for rank in range(max(int(match[1]) for match in found) + 1)]
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path}: missing, though a file of a higher rank is there: all ranks' files are needed")
-    return paths
+def _read_rank(path: Path) -> np.ndarray:
+    """Offsets of a process [S, M B], uint64. Raises ``UserError`` for a file that is absent, empty, ragged or cut short."""
+    if not path.is_file():
+        raise UserError(f"{path}: missing: all ranks' files are needed, from generated_indices_rank_0.txt on")
+    content = path.read_bytes()
+    if not content.endswith(b"\n"):
+        raise UserError(f"{path}: no steps in it, or its last line end is missing: cut short?")
+    try:
+        return np.loadtxt(content.decode("ascii").splitlines(), np.uint64, comments=None, delimiter=",", ndmin=2)
+    except ValueError as error:
+        raise UserError(f"{path}: not lines of offsets with commas between them ({error})") from None
 
 
-def _read_lines(path: Path) -> Iterator[list[int]]:
-    """The offsets of each line; ``UserError`` names the first line that is not a list of them."""
-    with open(path, encoding="ascii", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not LINE.fullmatch(line):
-                cut = "" if line.endswith("\n") else " (its line end is missing: cut short?)"
-                raise UserError(f"{path}: line {number} is not offsets with commas between them{cut}: {line[:40]!r}")
-            yield [int(offset) for offset in line.split(",")]
-
-
-def _read_steps(paths: list[Path], micro_batch: int) -> Iterator[np.ndarray]:
-    """The global rows [G] that the ranks' lines make; all lines must be of one length."""
-    width = 0
-    for number, lines in enumerate(itertools.zip_longest(*map(_read_lines, paths)), start=1):
-        for path, line in zip(paths, lines, strict=True):
-            if line is None:
-                other = next(p for p, there in zip(paths, lines, strict=True) if there is not None)
-                raise UserError(
-                    f"{path} ends at line {number - 1}, {other} goes on: cut all ranks to the same number of lines"
-                )
-            width = width or len(line)
-            if len(line) != width:
-                raise UserError(f"{path}: line {number} has {len(line)} offsets, earlier lines have {width}")
-        if width % micro_batch:
-            raise invalid("--micro-batch", micro_batch, f"a divisor of the {width} offsets of a line of {paths[0]}")
-        offsets_RMB = np.array(lines, dtype=object).reshape(len(paths), -1, micro_batch)
-        yield offsets_RMB.transpose(1, 0, 2).ravel()
+def _read_steps(folder: Path, micro_batch: int) -> np.ndarray:
+    """The global rows [S, G] that the ranks' lines make. Raises ``UserError`` where they are not of one shape."""
+    count = max(len(list(folder.glob("generated_indices_rank_*.txt"))), 1)
+    ranks = [_read_rank(_rank_file(folder, rank)) for rank in range(count)]
+    steps, width = ranks[0].shape
+    for rank, offsets in enumerate(ranks):
+        if offsets.shape != (steps, width):
+            lines = f"{len(offsets)} lines of {offsets.shape[1]} offsets, that of rank 0 {steps} of {width}"
+            raise UserError(f"{_rank_file(folder, rank)}: {lines}: cut all ranks to the same number of lines")
+    if width % micro_batch:
+        raise invalid("--micro-batch", micro_batch, f"a divisor of the {width} offsets of a line")
+    offsets_RSMB = np.stack(ranks).reshape(count, steps, -1, micro_batch)
+    return offsets_RSMB.transpose(1, 2, 0, 3).reshape(steps, -1)
 
 
 def from_published(folder: Path, name: Path, dataset: Path, sequence_length: int, micro_batch: int) -> int:
@@ -83,21 +63,17 @@ def from_published(folder: Path, name: Path, dataset: Path, sequence_length: int
 
     Raises ``UserError`` when files are missing or ragged, when offsets lie beyond the data, or when ``name`` exists.
     """
-    paths = _find_rank_files(folder)
     if os.path.lexists(name):
         raise UserError(f"{name} exists: choose another name or remove it")
+    offsets_SG = _read_steps(folder, micro_batch)
     train = TokenFile.open(dataset, "train", verify="sha256")
     validation = TokenFile.open(dataset, "val")
-    rows = _read_steps(paths, micro_batch)
-    first = next(rows, None)
-    if first is None:
-        raise UserError(f"{paths[0]}: no steps in it")
     header = RecordingHeader(
         data_sha256=train.header.sha256,
         data_tokens=train.header.count,
         validation_sha256=validation.header.sha256,
         sequence_length=sequence_length,
-        global_batch=len(first),
+        global_batch=offsets_SG.shape[1],
         seed=None,
         source_run=f"published code: {folder.resolve().name}",
         vocabulary=train.header.vocabulary,
@@ -106,18 +82,20 @@ def from_published(folder: Path, name: Path, dataset: Path, sequence_length: int
         carries_tokens=False,
     )
     highest = train.header.count - sequence_length - 1
+    beyond = np.argwhere(offsets_SG > max(highest, 0))
+    if len(beyond) or highest < 0:
+        step = beyond[0, 0] if len(beyond) else 0
+        raise UserError(
+            f"{folder}: step {step} (line {step + 1}) has offset {offsets_SG[step].max()}, the last one where {sequence_length} + 1 "
+            f"of the {train.header.count} tokens of {dataset} fit is {highest}: another data set or sequence length?"
+        )
     # Under its name only when whole: half of it would replay, too.
     aside = name.with_name(f".{name.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         recorder = Recorder.create(aside, header)
-        for step, offsets_G in enumerate(itertools.chain([first], rows)):
-            if max(offsets_G) > highest:
-                raise UserError(
-                    f"{folder}: step {step} (line {step + 1}) has offset {max(offsets_G)}, the last one where {sequence_length} + 1 "
-                    f"of the {train.header.count} tokens of {dataset} fit is {highest}: another data set or sequence length?"
-                )
-            recorder.append(offsets_G.astype(np.uint64))
+        for offsets_G in offsets_SG:
+            recorder.append(offsets_G)
         recorder.close()
         os.replace(aside, name)
     except BaseException:
@@ -141,24 +119,11 @@ def to_published(name: Path, folder: Path, ranks: int, micro_batch: int) -> int:
     if any(folder.glob("generated_indices_rank_*")):
         raise UserError(f"{folder}: has generated_indices_rank files: choose another folder or remove them")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [_rank_file(folder, rank) for rank in range(ranks)]
-    asides = [path.with_name(path.name + ".tmp") for path in paths]
-    try:
-        with contextlib.ExitStack() as stack:
-            outputs = [stack.enter_context(open(aside, "w", encoding="ascii", newline="\n")) for aside in asides]
-            for offsets_G in recording.offsets:
-                offsets_MRB = offsets_G.reshape(-1, ranks, micro_batch)
-                for rank, output in enumerate(outputs):
-                    output.write(",".join(map(str, offsets_MRB[:, rank].ravel().tolist())) + "\n")
-            for output in outputs:
-                output.flush()
-                os.fsync(output.fileno())
-        for aside, path in zip(asides, paths, strict=True):
-            os.replace(aside, path)
-    finally:
-        for aside in asides:
-            aside.unlink(missing_ok=True)
-    sync_folder(folder)
+    for rank in range(ranks):
+        offsets_SM = recording.offsets.reshape(recording.steps, -1, ranks, micro_batch)[:, :, rank]
+        text = io.BytesIO()
+        np.savetxt(text, offsets_SM.reshape(recording.steps, -1), fmt="%d", delimiter=",")
+        write_bytes(_rank_file(folder, rank), text.getvalue())
     return recording.steps
 
 
