@@ -7,7 +7,7 @@
     python tests/golden.py --gpu                300 steps of fast_failure on a GPU against the published run flash
                                                 (needs data/tokens/corpus; further options go to train.py)
 
-What is checked is what was recorded: new presets, bases and sites need no entry. A name that changes gets a row in ``RENAMED``.
+What is checked is what was recorded: new presets, bases and sites need no entry. Old names are those of ``attention.renamed``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path(__file__).resolve().parent / "golden"
 PARTS = ("losses", "reference", "interpreter")
-
-# Recorded name -> today's, of presets, bases, sites ("exponent") and values of sites ("exponent=folded"), in any order.
-RENAMED: dict[str, str] = {}
 
 # Where arithmetic is another machine's, a sum may come out in another order; then numbers are compared to this, relative to the largest
 # of their tensor: one unit in the last place of BF16 for what is rounded to BF16, and what a loss keeps of FP32 sums.
@@ -69,13 +66,6 @@ SITES = (
     "gradient_accumulator=m6",
 )
 TILES = ("tile_q=16", "tile_k=32")
-
-
-def name_today(name: str) -> str:
-    """What a recorded name is called now; a site with its value by the site's row and the value's."""
-    name = RENAMED.get(name, name)
-    site, equals, value = name.partition("=")
-    return f"{RENAMED.get(site, site)}={value}" if equals else name
 
 
 def machine() -> dict[str, str]:
@@ -187,9 +177,9 @@ def compute(part: str, key: str) -> dict[str, Any] | None:
     q, k, v, do = problem(dtype)
     try:
         spec = AttentionSpec(
-            preset=name_today(preset),
-            numerics=name_today(base),
-            sites=tuple(name_today(site) for site in sites.split(",") if site),
+            preset=preset,
+            numerics=base,
+            sites=tuple(filter(None, sites.split(","))),
             backend=backend,
         )
         config = AttentionConfig(flash_backend="flash" if part == "interpreter" else "flash_reference", default=spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from scripts import branch_run as script
 from training.alarm import AlarmConfig
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
-from training.weights import read_checkpoint
 
 BEFORE, STEP, LAST = 10, 20, 30
 # Both layers are accused at step 4; a switch before the checkpoint and one of its very step.
@@ -98,14 +96,6 @@ def test_a_branch_of_a_replay_has_the_same_bits(place: Place) -> None:
     assert record_of(run)["batches"] == record_of(old)["batches"]
 
 
-def test_a_branch_from_the_checkpoint_of_an_alarm_has_the_same_bits(place: Place) -> None:
-    fields = {**FIELDS, "alarm": dataclasses.replace(ALARM, response="checkpoint")}
-    old = place.train("alarmed", fields)
-    alarmed = next(event["step"] for event in interventions(old) if event["kind"] == "alarm")
-    run = branch(place, "alarmed_on", of=checkpoint(place, "alarmed", alarmed))
-    assert_same_run(place.train(run.name, {**fields, **RESUME}), old)
-
-
 def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
     before = tree(Path(place.recording("old")))
     branch(place, "thief")
@@ -121,21 +111,6 @@ def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None
 def test_the_newest_checkpoint_of_a_run_is_taken(place: Place) -> None:
     run = branch(place, "newest", of=place.runs / "old")
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{LAST:08d}"]
-
-
-def test_the_checkpoint_is_the_old_one_but_for_where_it_lies(place: Place) -> None:
-    after, before = (read_checkpoint(path) for path in (branch(place, "same"), checkpoint(place, "old")))
-    for name in ("model", "optimizer", "rng"):
-        contents = [(one.path / f"{name}.safetensors").read_bytes() for one in (after, before)]
-        assert contents[0] == contents[1], name
-    assert (after.step, after.position, after.extra) == (before.step, before.position, before.extra)
-    changed = {
-        "run": {"name": "same", "folder": str(place.runs)},
-        "data": {"record": "", "record_tokens": False},
-    }
-    assert after.config_json == before.config_json | {
-        section: before.config_json[section] | fields for section, fields in changed.items()
-    }
 
 
 # ---- the record

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 from errors import UserError
-from training import distributed
 from training.evaluate import evaluate
 
 VOCABULARY, T = 11, 8
@@ -22,12 +20,10 @@ class TinyModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, VOCABULARY)
         self.dropout = nn.Dropout(0.5)
-        self.seeds: list[Tensor | None] = []
         torch.manual_seed(0)
         nn.init.normal_(self.embedding.weight)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, rounding_seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        self.seeds.append(rounding_seed)
         logits_BTV = self.dropout(self.embedding(tokens_BT))
         return logits_BTV, nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=-1)
 
@@ -62,21 +58,6 @@ def value(model: nn.Module, batches: FixedBatches) -> float:
 def test_the_mean_is_over_targets_not_over_batches() -> None:
     # In float64 throughout: fewer than 100 targets, one rounding for each addition at most.
     assert value(TinyModel().double(), FixedBatches()) == pytest.approx(expected_loss(), rel=100 * 2**-53)
-
-
-def evaluate_on_two(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model = TinyModel()
-    result = value(model, FixedBatches(rank, 2))
-    Path(folder, f"value{rank}").write_text(result.hex())
-    distributed.stop()
-
-
-def test_two_processes_get_the_value_of_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(evaluate_on_two, args=(str(tmp_path),), nprocs=2)
-    both = [float.fromhex((tmp_path / f"value{rank}").read_text()) for rank in range(2)]
-    # Five float64 terms in another order: one unit in the last place for each addition at most.
-    assert both == [pytest.approx(value(TinyModel(), FixedBatches()), rel=5 * 2**-53)] * 2
 
 
 def test_the_model_is_called_past_its_ddp_wrapper() -> None:

@@ -361,19 +361,3 @@ def test_kernels_have_p_of_a_single_key_as_the_reference(exponent: str, saved: s
         assert largest > 2e-3
     else:
         assert largest < (2.0**-21 if exponent == "fma" else 2.0**-30)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", SITES["exponent"].choices)
-def test_kernels_have_one_half_for_two_tied_keys(form: str, device: str) -> None:
-    x = two_tied(kernel_rows(2e5, device))
-    assert (column_sums(x, f"exponent={form}", APART, backend="flash")[:, 1::2] - 0.5).abs().max() < 2.0**-21
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_kernels_dq_and_dk_of_a_single_key_are_zero(device: str) -> None:
-    """delta sums the same FP32 products as dP: what is left is the order of a sum of 64."""
-    x = kernel_rows(2e5, device)
-    cured, joined = (x.run(backend="flash", preset=preset)[1:3] for preset in (CURE, "flash_delta_from_p"))
-    for a, b in zip(cured, joined, strict=True):
-        assert a.double().norm() < 1e-3 * b.double().norm()

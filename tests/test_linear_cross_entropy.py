@@ -161,9 +161,9 @@ KERNEL_DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.
 
 
 @pytest.mark.parametrize("place", KERNEL_DEVICES)
-@pytest.mark.parametrize("v", [300, 4096, 5000])
+@pytest.mark.parametrize("v", [300, 5000])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kernel_agrees_with_torch(dtype: torch.dtype, settings: dict[str, float], v: int, place: str) -> None:
     if place == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
