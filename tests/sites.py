@@ -125,26 +125,47 @@ class Meeting:
     """Sites that act together, on inputs of ``attention_cases``, in the flash backends."""
 
     sites: str
-    inputs: str
+    inputs: str = "random"
     dtype: torch.dtype = torch.float32
     softcap: float = 0.0
+    numerics: str = "hardware"
 
     def __str__(self) -> str:
-        return f"{self.sites} {self.dtype}"
+        return f"{self.numerics} {self.sites} {self.dtype}"
 
 
+BF16 = torch.bfloat16
 APART = "saved_statistics=max_and_sum delta=rowsum_p_dp"
+ROUNDED_SUM = "divisor=rounded probabilities=m3"  # in three bits its sum is far from l
+DRAWN = "probabilities_rounding=stochastic"
+MANY_BLOCKS = "statistics=bf16 tile_product=bf16 accumulator=m4"  # tile_k of 48 and 0 are no block sizes
 TOGETHER = [
     *(Meeting(f"{APART} exponent={form} row_max=stabilized_safe", "tied") for form in CHOICES["exponent"]),
     Meeting(f"{APART} scores=m20 statistics=m20 tile_k=48", "tied"),
-    Meeting("saved_statistics=max_and_sum delta=recomputed_o", "tied", softcap=5.0),
+    Meeting("delta=rowsum_p_dp", "peaked", softcap=5.0),
+    Meeting("saved_statistics=max_and_sum delta=recomputed_o", "peaked", softcap=5.0),
+    Meeting(f"{ROUNDED_SUM} {DRAWN}"),
+    Meeting(f"{ROUNDED_SUM} delta_output=residual8"),
+    Meeting(f"{ROUNDED_SUM} statistics=m4 tile_product=m6"),
+    Meeting(f"{ROUNDED_SUM} row_max=stabilized_safe"),
+    Meeting(f"{ROUNDED_SUM} tile_k=48 delta_output=fp32 accumulator=m5"),
+    Meeting(DRAWN, dtype=torch.float16),
+    Meeting(f"{DRAWN} probabilities=m3"),  # fewer random bits than are cut off
+    Meeting(f"{DRAWN} tile_k=48 statistics=m12 tile_product=m12 accumulator=m12", dtype=BF16),
+    Meeting(f"{DRAWN} products=tf32x3 row_max=stabilized_safe", dtype=BF16),
+    Meeting(f"{DRAWN} output_rounding=stochastic delta_output=m4 delta_rounding=stochastic", dtype=BF16),
+    Meeting(f"{MANY_BLOCKS} tile_k=0", "tied", BF16),
+    Meeting(f"{MANY_BLOCKS} tile_k=48 row_max=stabilized", "tied", BF16),
+    Meeting(f"{MANY_BLOCKS} tile_k=48 delta_output=fp32", "tied", BF16),
+    Meeting("delta=rowsum_p_dp", numerics="microcosm"),
+    Meeting("output_rounding=stochastic", numerics="microcosm"),
     *(
         Meeting(f"row_residual={residual} {sites}", COMMON, dtype)
         for residual in ("centered_keys", "corrected_rows")
         for dtype, sites in (
-            *((torch.bfloat16, f"delta={delta}") for delta in CHOICES["delta"]),
-            (torch.bfloat16, "gradient_accumulator=bf16 tile_k=32"),
-            (torch.bfloat16, "probabilities=fp32 inputs=m5 saved_statistics=max_and_sum"),
+            *((BF16, f"delta={delta}") for delta in CHOICES["delta"]),
+            (BF16, "gradient_accumulator=bf16 tile_k=32"),
+            (BF16, "probabilities=fp32 inputs=m5 saved_statistics=max_and_sum"),
             (torch.float32, "score_gradients=m3 probabilities=m3 delta_sum=m6"),
             (torch.float32, "logsumexp=m4 exponent=separate_multiply delta=rowsum_p_dp_normalized"),
         )

@@ -194,31 +194,6 @@ def test_other_head_dims_and_default_tiles(head_dim: int, backend: str, device: 
     assert_agree(p, chosen(backend, sites=()), chosen(backend, kernel=False, sites=()))
 
 
-@pytest.mark.parametrize("preset", ["flash", "flash_stable", "flash_fp32_o"])
-@pytest.mark.parametrize("tile", [0, pytest.param(32, marks=slow), 48])
-def test_a_tile_of_many_blocks_is_kept(preset: str, tile: int, device: torch.device) -> None:
-    """tile_k = 48 is no block size, 0 is the whole sequence: the kernel walks the tile in blocks and rounds once a tile."""
-    sites = (f"tile_k={tile}", "tile_q=16", "statistics=bf16", "tile_product=bf16", "accumulator=m4")
-    flash_agrees(problem("tied", device, shape=(1, 70, 1, 16)), preset, sites=sites)
-
-
-@pytest.mark.parametrize(
-    "sites",
-    [
-        ("probabilities_rounding=stochastic",),
-        ("delta_output=residual8",),
-        ("statistics=m4", "tile_product=m6"),
-        ("row_max=stabilized_safe",),
-        ("tile_k=48", "delta_output=fp32", "accumulator=m5"),
-    ],
-    ids=" ".join,
-)
-def test_o_is_divided_by_the_sum_that_the_reference_makes(sites: tuple[str, ...], device: torch.device) -> None:
-    """P_bar in three bits, so that its sum is far from l; rows of blocks without and with hidden columns."""
-    p = problem("random", device, torch.float32, (1, 70, 1, 16))
-    flash_agrees(p, "flash_rounded_sum", sites=(*TILES, "probabilities=m3", *sites), seed=5)
-
-
 @pytest.mark.parametrize("shape", [(2, 40, 2, 16), (1, 33, 1, 64)])
 @pytest.mark.parametrize("tiles", [(16, 16), (32, 48)])
 def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[int, int], device: torch.device) -> None:
@@ -227,33 +202,6 @@ def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[in
     in_pytorch = spec("flash_stochastic_p", sites=(), backend="flash_reference")
     found, expected = (weights_seen(x, device, shape, seed=2**40 + 7) for x in (kernel, in_pytorch))
     assert share_apart(found, expected) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sites"),
-    [
-        (torch.float16, ()),
-        (torch.float32, ("probabilities=m3",)),  # fewer random bits than are cut off
-        (torch.bfloat16, ("tile_k=48", "statistics=m12", "tile_product=m12", "accumulator=m12")),
-        (torch.bfloat16, ("products=tf32x3", "row_max=stabilized_safe")),
-        (torch.bfloat16, ("output_rounding=stochastic", "delta_output=m4", "delta_rounding=stochastic")),
-    ],
-)
-def test_draws_agree_in_other_formats_and_tiles(
-    dtype: torch.dtype, sites: tuple[str, ...], device: torch.device
-) -> None:
-    p = problem("random", device, dtype, (2, 40, 1, 16))
-    flash_agrees(p, "flash", sites=(*TILES, "probabilities_rounding=stochastic", *sites), seed=2**40 + 7)
-
-
-@pytest.mark.parametrize("preset", ["flash", "flash_delta_from_p", "flash_stochastic_o"])
-def test_microcosm_numerics_agree(preset: str, device: torch.device) -> None:
-    flash_agrees(problem("random", device, torch.float32, (1, 40, 1, 16)), preset, "microcosm", sites=())
-
-
-@pytest.mark.parametrize("preset", ["flash", "flash_delta_from_p", "flash_recompute_o"])
-def test_softcap_agrees(preset: str, device: torch.device) -> None:
-    flash_agrees(problem("peaked", device, torch.float32, (1, 33, 1, 16)), preset, softcap=5.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
