@@ -12,6 +12,7 @@ from .presets import PRESETS
 if TYPE_CHECKING:
     from .dispatch import run
     from .functional import replace_sdpa, scaled_dot_product_attention
+    from .watching import attach, watch
 
 __all__ = [
     "PRESETS",
@@ -21,14 +22,22 @@ __all__ = [
     "HeadGroup",
     "LayerPlan",
     "Numerics",
+    "attach",
     "check",
     "replace_sdpa",
     "run",
     "scaled_dot_product_attention",
+    "watch",
 ]
 
 # The plan is plain Python: configs are read and checked without paying for torch, or having it.
-_NEED_TORCH = {"run": "dispatch", "scaled_dot_product_attention": "functional", "replace_sdpa": "functional"}
+_NEED_TORCH = {
+    "run": "dispatch",
+    "scaled_dot_product_attention": "functional",
+    "replace_sdpa": "functional",
+    "watch": "watching",
+    "attach": "watching",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import wrap_torch_function
 
 from .backends import BACKENDS, Call, obstacle
 from .numerics import numerics_from_key
@@ -26,6 +27,7 @@ from .triton.block_sizes import head_dim_above
 from .user_error import UserError
 
 
+@wrap_torch_function(lambda query, key, value, *_, **__: (query, key, value))  # a mode sees it as it sees torch's
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

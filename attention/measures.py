@@ -120,10 +120,7 @@ def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
 
 def _row_probabilities(s_BHRS: Tensor, top_k: Sequence[int]) -> dict[str, Tensor]:
     """Of each row: entropy, largest and first probability, and the sums of the k largest [X, K]."""
-    log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
-    p_BHRS = log_p_BHRS.exp()
-    # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
-    entropy_X = -(p_BHRS * log_p_BHRS.clamp_(min=-1e4)).sum(dim=-1)
+    entropy_X, p_BHRS = entropy_of(s_BHRS)
     measured = {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1), "sink": p_BHRS[..., 0]}
     S = s_BHRS.shape[-1]
     if top_k:
@@ -131,6 +128,14 @@ def _row_probabilities(s_BHRS: Tensor, top_k: Sequence[int]) -> dict[str, Tensor
         sums = [largest_BHRK[..., :k].sum(dim=-1) for k in top_k]
         measured["top_k"] = torch.stack(sums, dim=-1)
     return measured
+
+
+def entropy_of(s_BHRS: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy of each row [B, H, R], nats, and P = softmax(S)."""
+    log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
+    p_BHRS = log_p_BHRS.exp()
+    # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
+    return -(p_BHRS * log_p_BHRS.clamp_(min=-1e4)).sum(dim=-1), p_BHRS
 
 
 def _over_rows(rows: dict[str, Tensor]) -> AttentionStatistics:

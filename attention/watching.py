@@ -1,0 +1,437 @@
+"""A check for any training run: logits, entropy, one-hot rows and the error of delta of every attention, by layer and head.
+
+    with watch(model, every=100, log="watch.jsonl", optimizer=optimizer):
+        ...  # any training loop
+
+It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager". Every
+n-th step one forward and backward pass is looked at; the others pay for two hooks. Training is not changed, unless ``switch`` is given.
+
+A layer leaves by the rule of ``growth.py`` on its largest logits. On 56 runs of GPT-2 124M, a probe every 100 steps, that rule on layer 1
+warned of 16 of 19 explosions and flagged 1 of 15 stable runs (experiments/alarm/README.md).
+
+Legend: B batch, H heads, T queries, S keys, D head dim, R some of the queries.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from .functional import scaled_dot_product_attention
+from .growth import Growth, GrowthRule, Probe, growth, large_logits
+from .measures import entropy_of, score_rows
+from .plan import AttentionSpec
+from .reference.exact import exact_float32
+from .reference.tiles import FORMAT_OF
+from .rounding import round_to
+
+COLUMNS = {
+    "max_logit": "largest score",
+    "entropy": "mean entropy of a row, nats",
+    "one_hot": "share of rows whose largest probability rounds to 1 in BF16",
+    "delta_error": "root mean square of rowsum(dO * O) - rowsum(P * dP), O as attention returned it, over that of rowsum(P * dP)",
+    "delta_bias": "mean of the same, over the same",
+    "row_residual": "root mean square of r = rowsum(dS), dS as the backward pass with that O rounds it, over the same",
+    "dq_error": "||sum over queries of dQ - dQ in FP32|| over ||sum of dQ in FP32||, dQ as attention's backward pass made it",
+    "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
+}
+"""Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
+FROM_GRADIENTS = tuple(COLUMNS)[3:]
+RATES = "on GPT-2 124M this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
+_ONE = 1 - 2.0**-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of attention, of a few sequences. Copies, so that nothing keeps the batch alive."""
+
+    q_BHTD: Tensor
+    k_BHSD: Tensor
+    v_BHSD: Tensor
+    o_BHTD: Tensor
+    mask_BHTS: Tensor | None
+    causal: bool
+    scale: float
+    softcap: float
+    dropout: float
+    do_BHTD: Tensor | None = None
+    dq_BHTD: Tensor | None = None
+
+
+@torch.no_grad()
+def measure(call: Call) -> dict[str, Tensor]:
+    """``COLUMNS`` of one call, each [H]; those from gradients only where there are gradients."""
+    q, k, v, o = (x.float() for x in (call.q_BHTD, call.k_BHSD, call.v_BHSD, call.o_BHTD))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    do = None if call.do_BHTD is None or call.dropout else call.do_BHTD.float()
+    rows: dict[str, list[Tensor]] = {}
+    dq = torch.zeros_like(q)
+    with exact_float32(q.device):
+        shape: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "causal": call.causal}
+        for chosen, s in score_rows(q.transpose(1, 2), k.transpose(1, 2), mask_BHTS=call.mask_BHTS, **shape):
+            largest = s.amax(dim=-1)
+            entropy, p = entropy_of(s)
+            found = {"max": largest, "entropy": entropy, "one": (p.amax(dim=-1) > _ONE).float()}
+            if do is not None:
+                dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
+                delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
+                ds = round_to(p * (dp - from_o[..., None]), FORMAT_OF[call.o_BHTD.dtype])
+                found |= {"delta": delta, "error": from_o - delta, "r": ds.sum(dim=-1)}
+                slope = (1 - (s / call.softcap).square()).masked_fill(s == -math.inf, 0.0) if call.softcap else 1.0
+                dq[:, :, chosen] = call.scale * (p * (dp - delta[..., None]) * slope) @ k[:, :, : s.shape[-1]]
+            for name, value in found.items():
+                # A row that may see no key, as of padding, has no softmax.
+                rows.setdefault(name, []).append(value.where(largest != -math.inf, -math.inf if name == "max" else 0.0))
+    whole = {name: torch.cat(parts, dim=2) for name, parts in rows.items()}
+    seen = (whole["max"] != -math.inf).sum(dim=(0, 2)).clamp(min=1)
+
+    def mean(x: Tensor) -> Tensor:
+        return x.sum(dim=(0, 2)) / seen
+
+    columns = {
+        "max_logit": whole["max"].amax(dim=(0, 2)),
+        "entropy": mean(whole["entropy"]),
+        "one_hot": mean(whole["one"]),
+    }
+    if do is not None:
+        size = mean(whole["delta"].square()).sqrt()
+        columns["delta_error"] = _over(mean(whole["error"].square()).sqrt(), size)
+        columns["delta_bias"] = _over(mean(whole["error"]), size)
+        columns["row_residual"] = _over(mean(whole["r"].square()).sqrt(), size)
+    if call.dq_BHTD is not None:
+        dq = dq.where((whole["max"] != -math.inf)[..., None], 0.0)
+        if do is not None:
+            wrong, exact = ((x).sum(dim=(0, 2)).norm(dim=-1) for x in (call.dq_BHTD.float() - dq, dq))
+            columns["dq_error"] = _over(wrong, exact)
+        read = all(bool(x.isfinite().all()) for x in (q, k, v, o, call.do_BHTD) if x is not None)
+        columns["nan_made"] = 1.0 * read * ~call.dq_BHTD.isfinite().all(dim=-1).all(dim=-1).all(dim=0)
+    return columns
+
+
+def _over(x: Tensor, size: Tensor) -> Tensor:
+    return x / size.where(size > 0, 1.0)
+
+
+class Watch(TorchFunctionMode):
+    """Made by ``watch``. As a context manager it is closed with the block. Rows of the last look: ``record``."""
+
+    def __init__(self, model: nn.Module, **chosen: Any):
+        super().__init__()
+        self._model = model
+        self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
+        self._switch, self._wandb, self._rule, self._say = (
+            chosen["switch"],
+            chosen["wandb"],
+            chosen["rule"],
+            chosen["say"],
+        )
+        self._step, self._clock, self._counts = chosen["start"], float(chosen["start"]), chosen["optimizer"] is None
+        self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115  (close() does)
+        self.record: dict[str, Any] = {}
+        self.left: dict[int, int] = {}
+        """Step at which a layer left."""
+        self._due, self._looked_at, self._inside = False, -1, False
+        self._calls: list[Call] = []
+        self._found: dict[int, dict[str, Tensor]] = {}
+        self._seen = 0
+        self._probes: dict[int, list[Probe]] = {}
+        self._pass = ExitStack()
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+        if chosen["optimizer"] is not None:
+            self._hooks.append(chosen["optimizer"].register_step_post_hook(self._stepped))
+
+    def __enter__(self) -> Watch:  # the model's passes enter the mode, not the block
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks away and close the file."""
+        self._write()
+        for hook in self._hooks:
+            hook.remove()
+        if self._log is not None:
+            self._log.close()
+
+    # ---- when
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._step += 1
+        self._clock += float(optimizer.param_groups[0]["lr"])
+
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self._write()
+        self._seen = 0
+        self._due = self._step % self._every == 0 and self._step != self._looked_at
+        if self._due or (self._switch is not None and self.left):
+            # What is compiled hides its calls. Nothing is compiled before this module is there, and it takes seconds to import.
+            if "torch._dynamo" in sys.modules:
+                self._pass.enter_context(torch.compiler.set_stance("force_eager"))
+            self._register()
+            super().__enter__()
+            self._pass.callback(super().__exit__, None, None, None)
+
+    def _end(self, model: nn.Module, _: Any, output: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self._pass.close()
+        if self._due and not self._seen:
+            self.close()
+            raise ValueError(
+                'watch: this forward pass made no call of scaled_dot_product_attention (in Hugging Face: attn_implementation="sdpa"; '
+                "activation checkpointing: use_reentrant=False)"
+            )
+        self._looked_at, self._due = (self._step if self._due else self._looked_at), False
+        if self._counts:
+            self._step, self._clock = self._step + 1, self._clock + 1
+
+    # ---- what
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (_TORCHS, scaled_dot_product_attention) or self._inside:
+            return func(*args, **(kwargs or {}))
+        return self._attend(lambda: func(*args, **(kwargs or {})), **_named(*args, **(kwargs or {})))
+
+    def _register(self) -> None:
+        """For this pass, stand in for the attention function of a Hugging Face model that is not torch's."""
+        library: Any = sys.modules.get("transformers.modeling_utils")
+        configs = (getattr(module, "config", None) for module in self._model.modules())
+        name = next((c._attn_implementation for c in configs if c and hasattr(c, "_attn_implementation")), None)
+        if library is None or name in (None, "sdpa", "eager"):
+            return
+        functions = library.ALL_ATTENTION_FUNCTIONS
+        function = functions[name]
+
+        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Any:
+            def run() -> Tensor:
+                return function(module, q, k, v, mask, **more)[0].transpose(1, 2)
+
+            padding = mask
+            if mask is not None and mask.ndim == 2:  # flash kernels' own: which keys are no padding
+                padding = mask[:, None, None, : k.shape[2]].bool()
+            causal = mask is None and q.shape[2] > 1 and more.get("is_causal", getattr(module, "is_causal", True))
+            named = _named(q, k, v, padding, more.get("dropout", 0.0), causal, more.get("scaling"), True)
+            window, named["softcap"] = more.get("sliding_window"), more.get("softcap") or 0.0
+            if causal and window and window < k.shape[2]:
+                named["attn_mask"] = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(
+                    1 - window
+                )
+            return self._attend(run, **named).transpose(1, 2), None
+
+        functions[name] = attend
+
+        def undo() -> None:
+            del functions[name]
+            if functions[name] is not function:
+                functions[name] = function
+
+        self._pass.callback(undo)
+
+    def _attend(self, run: Callable[[], Tensor], **named: Any) -> Tensor:
+        layer, self._seen = self._seen, self._seen + 1
+        self._inside = True
+        try:
+            if self._switch is not None and self._due and not self.record:
+                with torch.no_grad():  # in the first pass, so that what it refuses is known before it is needed
+                    scaled_dot_product_attention(**named, numerics=self._switch)
+            moved = self._switch if layer in self.left else None
+            o = run() if moved is None else scaled_dot_product_attention(**named, numerics=moved)
+        finally:
+            self._inside = False
+        if self._due:
+            self._keep(layer, named, o)
+        return o
+
+    def _keep(self, layer: int, named: dict[str, Any], o: Tensor) -> None:
+        def few(x: Tensor) -> Tensor:
+            return x.detach().reshape(-1, *x.shape[-3:])[: self._sequences].to(o.dtype, copy=True)
+
+        q, mask = named["query"], named["attn_mask"]
+        if mask is not None:
+            mask = mask.detach().reshape(-1, *(1,) * (3 - mask.ndim), *mask.shape[-3:])[: self._sequences].clone()
+        call = Call(
+            q_BHTD=few(q),
+            k_BHSD=few(named["key"]),
+            v_BHSD=few(named["value"]),
+            o_BHTD=few(o),
+            mask_BHTS=mask,
+            causal=bool(named["is_causal"]),
+            scale=named["scale"] or q.shape[-1] ** -0.5,
+            softcap=named["softcap"],
+            dropout=named["dropout_p"],
+        )
+        self._calls.append(call)
+
+        def output_gradient(do: Tensor) -> None:
+            self._calls[layer] = replace(self._calls[layer], do_BHTD=few(do))
+            if not q.requires_grad:
+                finish()
+
+        def query_gradient(dq: Tensor) -> None:
+            self._calls[layer] = replace(self._calls[layer], dq_BHTD=few(dq))
+            finish()
+
+        def finish() -> None:
+            self._found[layer] = measure(self._calls[layer])
+            if len(self._found) == len(self._calls):
+                self._write()
+
+        if o.requires_grad:
+            o.register_hook(output_gradient)
+            if q.requires_grad:
+                q.register_hook(query_gradient)
+
+    # ---- what is said
+
+    def _write(self) -> None:
+        """Bring a look to the host and the file. Calls whose gradient never came are measured without one."""
+        if not self._calls:
+            return
+        found = [self._found.get(layer) or measure(call) for layer, call in enumerate(self._calls)]
+        self._calls, self._found = [], {}
+        names = [name for name in COLUMNS if any(name in columns for columns in found)]
+        lists = {name: [columns[name].tolist() if name in columns else None for columns in found] for name in names}
+        self.record = {"step": self._looked_at, "clock": self._clock, **lists}
+        if self._log is not None:
+            self._log.write(json.dumps(_strict(self.record)) + "\n")
+            self._log.flush()
+        if self._wandb is not None:
+            self._wandb.log(_table(self.record))
+        if self._looked_at >= self._warm_up:
+            self._judge([columns["max_logit"].tolist() for columns in found])
+        for layer, made in enumerate(lists.get("nan_made", [])):
+            if made and any(made):
+                self._say(
+                    f"step {self._looked_at}: attention layer {layer}: its kernel made a NaN of finite q, k, v and dO"
+                )
+
+    def _judge(self, logits: list[list[float]]) -> None:
+        for layer, logit_H in enumerate(logits):
+            logit_1H = torch.tensor([logit_H], dtype=torch.float64)
+            probes = self._probes.setdefault(layer, [])
+            probes.append(Probe(self._looked_at, self._clock, logit_1H, logit_1H))
+            found = growth(probes, self._rule)
+            if found is not None and found.layers() and layer not in self.left:
+                self.left[layer] = self._looked_at
+                self._say(self._sentence(layer, found, logit_1H))
+
+    def _sentence(self, layer: int, found: Growth, logit_1H: Tensor) -> str:
+        head = found.heads(0)[0]
+        large = int(large_logits(logit_1H, self._rule).sum())
+        name = self._switch.label() if isinstance(self._switch, AttentionSpec) else self._switch
+        then = f"; from now on it runs {name}" if name else ""
+        return (
+            f"step {self._looked_at}: attention layer {layer} leaves: largest logit {logit_1H[0, head]:.4g} in head {head}, growing like "
+            f"the summed learning rate to the power {found.exponent_LH[0, head]:.1f}; {large} of {logit_1H.shape[1]} heads above "
+            f"{self._rule.logit:g} ({RATES}){then}"
+        )
+
+
+_TORCHS = functional.scaled_dot_product_attention
+
+
+def _named(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+    **_: Any,
+) -> dict[str, Any]:
+    """The arguments of a call by name, without what ours has beyond torch's but the soft-cap."""
+    named = dict(locals())
+    del named["_"]
+    return named
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN: numbers that are not finite become strings."""
+    if isinstance(value, dict):
+        return {name: _strict(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_strict(one) for one in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _table(record: dict[str, Any]) -> dict[str, Any]:
+    """For W&B: a table with a row for each head."""
+    import wandb
+
+    names = [name for name in COLUMNS if name in record]
+    rows = [
+        [record["step"], layer, head, *(record[name][layer][head] if record[name][layer] else None for name in names)]
+        for layer, heads in enumerate(record["max_logit"])
+        for head in range(len(heads))
+    ]
+    return {"attention": wandb.Table(columns=["step", "layer", "head", *names], data=rows)}
+
+
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 100,
+    log: str | Path | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    switch: str | AttentionSpec | None = None,
+    wandb: Any = None,
+    warm_up: int = 0,
+    sequences: int = 1,
+    start: int = 0,
+    rule: GrowthRule | None = None,
+    say: Callable[[str], object] = print,
+) -> Watch:
+    """Look at every attention of ``model`` in each n-th training step, from now on until ``close()`` or the end of the block.
+
+    Args:
+        model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
+        every: steps between two looks.
+        log: JSONL file that a line a look is appended to: step, clock, and ``COLUMNS`` by layer and head.
+        optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
+        switch: preset, or ``AttentionSpec``, that a layer moves to when it leaves. Looks from then on are those of that attention. One process only.
+        wandb: a W&B run that gets a table a look.
+        warm_up: steps at the start that the alarm does not look at: give the learning rate's.
+        sequences: of the batch that are looked at, the first ones.
+        start: number of the first step, of a resumed run.
+        rule: the alarm's thresholds.
+        say: gets one line when a layer leaves, or a kernel made a NaN.
+
+    Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
+    """
+    for name, value, least in (
+        ("every", every, 1),
+        ("sequences", sequences, 1),
+        ("warm_up", warm_up, 0),
+        ("start", start, 0),
+    ):
+        if value < least:
+            raise ValueError(f"watch: {name} = {value}: expected a whole number of {least} or more")
+    if switch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise ValueError(f"watch: switch = {switch!r}: expected None, as each process would decide by itself")
+    chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
+    return Watch(model, **chosen, sequences=sequences, start=start, rule=rule or GrowthRule(), say=say)
+
+
+attach = watch
+"""For a loop without a block: call ``close()`` in the end."""

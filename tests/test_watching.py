@@ -1,0 +1,303 @@
+"""attention/watching.py: what it measures of anyone's model, that it changes nothing, and what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import attention
+from attention import watch
+from attention.growth import GrowthRule
+from attention.watching import COLUMNS
+
+B, T, H, D, C = 3, 24, 4, 16, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(C, 3 * C), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.view(B, T, H, D).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        self.seen = (q, k, v, o)
+        return x + self.out(o.transpose(1, 2).reshape(B, T, C))
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.square().mean()
+
+
+def data(step: int = 0) -> Tensor:
+    return torch.randn(B, T, C, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, steps: int = 1, optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(data(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_columns_are_those_of_a_plain_fp64_computation() -> None:
+    model = Model()
+    with watch(model, sequences=B) as seen, torch.autocast("cpu", torch.bfloat16):
+        loss = model(data())
+        block = model.blocks[1]
+        q, k, v, o = block.seen
+        do, dq = torch.autograd.grad(loss, (o, q), retain_graph=True)
+        loss.backward()
+    q, k, v, o, do, dq = (x.detach().to(torch.bfloat16).double() for x in (q, k, v, o, do, dq))
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    s = (q @ k.mT / D**0.5).masked_fill(hidden, -math.inf)
+    p, dp = s.softmax(dim=-1), do @ v.mT
+    delta, low = (p * dp).sum(-1), (do * o).sum(-1)
+    size = delta.square().mean(dim=(0, 2)).sqrt()
+    exact = ((p * (dp - delta[..., None])) @ k / D**0.5).sum(dim=(0, 2))
+    expected = {
+        "max_logit": s.amax(dim=(0, 2, 3)),
+        "entropy": -(p * p.clamp(min=1e-300).log()).sum(-1).mean(dim=(0, 2)),
+        "one_hot": (p.amax(-1) > 1 - 2**-9).double().mean(dim=(0, 2)),
+        "delta_error": (low - delta).square().mean(dim=(0, 2)).sqrt() / size,
+        "delta_bias": (low - delta).mean(dim=(0, 2)) / size,
+        "dq_error": (dq.sum(dim=(0, 2)) - exact).norm(dim=-1) / exact.norm(dim=-1),
+        "nan_made": torch.zeros(H).double(),
+    }
+    assert set(expected) | {"row_residual"} == set(COLUMNS)
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.tensor(seen.record[name][1]).double(), value, rtol=2e-3, atol=1e-6, msg=name)
+
+
+def test_the_rounding_of_o_is_seen_in_delta_and_in_r_and_is_none_in_fp32() -> None:
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Model().to(dtype)
+        with watch(model) as seen:
+            model(data().to(dtype)).backward()
+        found[dtype] = {name: max(map(max, seen.record[name])) for name in ("delta_error", "row_residual", "dq_error")}
+    for name, rounded in found[torch.bfloat16].items():
+        assert rounded > 1e-3 > 100 * found[torch.float32][name]
+
+
+def test_training_is_the_same_bit_for_bit() -> None:
+    plain, watched = Model(), Model()
+    train(plain, 4)
+    with watch(watched, every=2):
+        train(watched, 4)
+    for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("counted_by", ["forward passes", "optimizer"])
+def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if counted_by == "optimizer" else None
+    with watch(model, every=2, log=tmp_path / "log", optimizer=optimizer, start=7):
+        train(model, 5, optimizer)
+        model.eval()
+        model(data())
+    assert [record["step"] for record in records(tmp_path / "log")] == [8, 10]
+
+
+def test_micro_batches_of_a_step_count_as_one(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, every=1, log=tmp_path / "log", optimizer=optimizer):
+        for _ in range(2):
+            for micro in range(3):
+                model(data(micro)).backward()
+            optimizer.step()
+    assert [(record["step"], round(record["clock"], 6)) for record in records(tmp_path / "log")] == [(0, 0), (1, 0.1)]
+
+
+def test_between_looks_no_call_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    with watch(model, every=10) as seen:
+        model(data()).backward()
+        monkeypatch.setattr(seen, "_attend", None)
+        model(data()).backward()
+        assert torch.overrides._get_current_function_mode() is None
+
+
+def test_activation_checkpointing_and_compilation_hide_nothing() -> None:
+    looks = []
+    for kind in ("plain", "checkpointed", "compiled"):
+        model = Model()
+        model.checkpointed = kind == "checkpointed"
+        called: Any = torch.compile(model, backend="eager") if kind == "compiled" else model
+        if kind == "compiled":
+            called(data()).backward()
+            model.zero_grad()
+        with watch(called) as seen:
+            called(data()).backward()
+        looks.append({name: value for name, value in seen.record.items() if name != "clock"})
+    assert looks[0] == looks[1] == looks[2]
+    assert len(looks[0]["dq_error"]) == 2
+
+
+def test_rows_of_padding_count_for_nothing() -> None:
+    class Padded(nn.Module):
+        def forward(self, q: Tensor, mask: Tensor | None) -> Tensor:
+            return (
+                functional.scaled_dot_product_attention(q, q.detach() * 2, q.detach(), attn_mask=mask)
+                .nan_to_num()
+                .sum()
+            )
+
+    q = torch.randn(1, 2, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    mask[4:] = False
+    mask[:, 4:] = False
+    found = []
+    for tensor, hidden in ((q, mask), (q[:, :, :4], mask[:4, :4])):
+        model = Padded()
+        with watch(model) as seen:
+            model(tensor.clone().requires_grad_(), hidden).backward()
+        found.append(seen.record)
+    for name in ("max_logit", "entropy", "one_hot", "delta_error"):
+        torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(found[1][name]))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "mine"])
+def test_hugging_face_models_with_grouped_queries(implementation: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    transformers.AttentionInterface.register("mine", lambda *args, **more: sdpa_attention_forward(*args, **more))
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    config = transformers.LlamaConfig(**shape, intermediate_size=64, vocab_size=50)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+    before = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    with watch(model) as seen:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == before
+    assert [len(heads) for heads in seen.record["max_logit"]] == [4, 4]
+    assert all(0 < error < 1e-3 for heads in seen.record["dq_error"] for error in heads)
+
+
+class Growing(nn.Module):
+    """One head of two, whose logits grow as the power ``power`` of the step."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.power, self.step, self.weight = power, 0, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        q = self.weight * x * 100 * (self.step / 10) ** self.power
+        return functional.scaled_dot_product_attention(q, x, x).sum()
+
+
+@pytest.mark.parametrize(("power", "leaves"), [(4.0, True), (2.0, False)])
+def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) -> None:
+    said: list[str] = []
+    model = Growing(power)
+    with watch(model, every=1, say=said.append) as seen:
+        for _ in range(40):
+            model(data().view(B, T, H, D).transpose(1, 2)).backward()
+    assert list(seen.left) == [0] * leaves
+    assert len(said) == leaves
+    assert all("layer 0" in line and "\n" not in line for line in said)
+
+
+def test_a_layer_that_left_runs_the_preset_it_is_switched_to() -> None:
+    rule = GrowthRule(exponent=0.0, logit=0.0, window=1.1, probes=1, share=0.0)
+    model, coarse = Growing(1.0), attention.AttentionSpec(numerics="microcosm")
+    x = data().view(B, T, H, D).transpose(1, 2).bfloat16()
+    with watch(model, every=1, switch=coarse, rule=rule, say=lambda line: None) as seen:
+        for _ in range(4):
+            found = model(x)
+            found.backward()
+    assert 0 in seen.left
+    q = (model.weight * x * 100 * (model.step / 10)).to(torch.bfloat16)
+    expected = attention.scaled_dot_product_attention(q, x, x, numerics=coarse).sum()
+    assert torch.equal(found, expected)
+    assert not torch.equal(expected, functional.scaled_dot_product_attention(q, x, x).sum())
+
+
+def test_what_the_preset_cannot_do_is_refused_in_the_first_pass() -> None:
+    class Dropout(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    with watch(model := Dropout(), switch="standard"), pytest.raises(ValueError, match="dropout"):
+        model(torch.randn(1, 1, 4, 8, requires_grad=True))
+
+
+class NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.nan
+
+
+@pytest.mark.parametrize(("kernel", "factor", "made"), [(True, 1.0, 1.0), (False, math.nan, 0.0), (False, 1.0, 0.0)])
+def test_a_nan_that_a_kernel_made_is_told_from_the_models_own(kernel: bool, factor: float, made: float) -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x * 1.0
+            o = functional.scaled_dot_product_attention(q, x.detach(), x.detach())
+            return (o * factor).sum() + (NanGradient.apply(q).sum() if kernel else 0.0)
+
+    said: list[str] = []
+    with watch(model := Broken(), say=said.append) as seen:
+        model(torch.randn(1, 1, 4, 8, requires_grad=True)).backward()
+    assert seen.record["nan_made"] == [[made]]
+    assert len(said) == made
+
+
+def test_a_model_without_such_attention_is_refused_at_once() -> None:
+    model = nn.Linear(2, 2)
+    with watch(model), pytest.raises(ValueError, match="no call of scaled_dot_product_attention"):
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2))  # the hooks are gone
+
+
+@pytest.mark.parametrize("bad", [{"every": 0}, {"sequences": 0}, {"warm_up": -1}, {"start": -1}])
+def test_bad_arguments(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        watch(Model(), **bad)
+
+
+def test_the_file_is_strict_json_and_the_table_has_a_row_a_head(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    logged: list[dict[str, Any]] = []
+    run = type("Run", (), {"log": staticmethod(logged.append)})
+    model = Model()
+    with torch.no_grad():
+        model.blocks[1].qkv.weight[0] = math.inf
+    with watch(model, log=tmp_path / "log", wandb=run, say=lambda line: None):
+        model(data()).backward()
+    (record,) = [json.loads(line, parse_constant=None) for line in (tmp_path / "log").read_text().splitlines()]
+    assert record["max_logit"][1][0] in ("nan", "inf")
+    assert len(logged[0]["attention"].data) == 2 * H
