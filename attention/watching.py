@@ -409,7 +409,7 @@ def watch(
         every: steps between two looks.
         log: JSONL file that a line a look is appended to: step, clock, and ``COLUMNS`` by layer and head.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
-        switch: preset, or ``AttentionSpec``, that a layer moves to when it leaves. Looks from then on are those of that attention. One process only.
+        switch: preset, or ``AttentionSpec``, that a layer moves to when it leaves; one process only.
         wandb: a W&B run that gets a table a look.
         warm_up: steps at the start that the alarm does not look at: give the learning rate's.
         sequences: of the batch that are looked at, the first ones.
