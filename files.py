@@ -19,19 +19,30 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_all(folder: Path, contents: dict[str, bytes]) -> None:
+    """Replace files of ``folder``, each in one step, the first when all are on the disk: one that is full changes none of them.
+
+    On an error nothing is left beside them.
+    """
+    asides = {folder / f"{name}.tmp": folder / name for name in contents}
+    try:
+        for aside, content in zip(asides, contents.values(), strict=True):
+            with open(aside, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for aside, path in asides.items():
+            os.replace(aside, path)
+    except BaseException:
+        for aside in asides:
+            aside.unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content`` in one step; on any error the old file stays and nothing is left beside it."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        with open(aside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    write_all(path.parent, {path.name: content})
 
 
 def write_text(path: Path, content: str) -> None:
@@ -39,9 +50,14 @@ def write_text(path: Path, content: str) -> None:
     write_bytes(path, content.encode())
 
 
+def json_text(content: Any) -> str:
+    """JSON with two-space indents and a closing newline."""
+    return json.dumps(content, indent=2) + "\n"
+
+
 def write_json(path: Path, content: Any) -> None:
-    """As ``write_text``, two-space indents and a closing newline."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    """As ``write_text``, of ``json_text``."""
+    write_text(path, json_text(content))
 
 
 def sha256_file(path: Path) -> str:

@@ -30,9 +30,7 @@ from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from files import sync_folder
 from training import record
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
-from training.intervention import INTERVENTIONS_FILE, drop_interventions
-from training.metrics import METRICS_FILE, Reached, drop_lines, read_metrics
-from training.telemetry import TELEMETRY_FILE, behind_probe
+from training.metrics import METRICS_FILE, read_metrics
 from training.weights import read_checkpoint
 
 
@@ -58,21 +56,6 @@ def settings_of(loaded: Loaded, out: Path) -> dict[str, Any]:
     return settings
 
 
-def copy_logs(loaded: Loaded, folder: Path, to: Path) -> None:
-    """What the run in ``folder`` had logged when it wrote the checkpoint, as resuming it would keep that."""
-    reached = Reached(loaded.step, loaded.position)
-    for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
-        if not (folder / name).is_file():
-            continue
-        shutil.copyfile(folder / name, to / name)
-        if name == INTERVENTIONS_FILE:
-            drop_interventions(to / name, reached, loaded.extra.get("switches", ()))
-        else:
-            # The checkpoint of an alarm was written behind the probe of its step.
-            probed = name == TELEMETRY_FILE and loaded.extra.get("probed", False)
-            drop_lines(to / name, behind_probe(reached, probed))
-
-
 def write(out: Path, loaded: Loaded, folder: Path) -> None:
     """Make the run ``out`` of the checkpoint; it appears under its name only when whole.
 
@@ -87,8 +70,7 @@ def write(out: Path, loaded: Loaded, folder: Path) -> None:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        copy_logs(loaded, folder, aside)
-        record.write_record(aside, content)
+        record.write_record(aside, content, record.logs_before(folder, loaded))
         Checkpoints(aside / "checkpoints", CheckpointConfig()).save(
             loaded.step,
             model_state=loaded.model_state,

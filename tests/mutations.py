@@ -595,7 +595,7 @@ REFUSALS = [
         "auto begins a recording again that a killed start has left",
         'None if config.run.resume == "no" else 0',
         'None if config.run.resume != "yes" else 0',
-        "tests/test_unattended.py -k left",
+        "tests/test_crashes.py -k change_of_a_file",
     ),
     Mutation(
         "auto leaves a folder alone that no run has made",

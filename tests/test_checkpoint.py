@@ -6,9 +6,7 @@ import errno
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,69 +283,3 @@ def test_full_disk_keeps_the_last_good_one_and_names_it(
     assert re.search(r"needs about \d+ bytes, \d+ are free", message)
     assert message.endswith(f"the last good checkpoint is {checkpoints.folder / 'step_00000001'}")
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000001", "step_00000002"]
-
-
-# Each moment in a process of its own, forked from one that has torch imported already.
-KILLED_SAVES = """
-import os, shutil, signal, sys
-from pathlib import Path
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from test_checkpoint import MOMENTS, SAME_STEP, make, save
-
-def kill_at(moment):
-    calls = 0
-    def lethal(real):
-        def wrapped(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-        return wrapped
-    os.fsync, os.rename, shutil.rmtree = lethal(os.fsync), lethal(os.rename), lethal(shutil.rmtree)
-
-for step in MOMENTS:
-    for moment in MOMENTS[step]:
-        checkpoints = make(Path({folder!r}) / f"{{step}}_{{moment}}", 1, 2, keep_last=2)
-        child = os.fork()
-        if child == 0:
-            kill_at(moment)
-            save(checkpoints, step, position=99)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (step, moment)
-"""
-
-# A save of step 3 beside 1 and 2 calls fsync on five files and on their folder (1 - 6), rename (7: in place after it),
-# fsync on the parent (8), rmtree of a replaced one (9), and to forget step 1 rename (10) and rmtree (11).
-# A save of step 2 has its predecessor in the way: rmtree (7) and rename (8) of that come before its own rename (9).
-NEW_STEP, SAME_STEP = 3, 2
-MOMENTS = {NEW_STEP: range(1, 12), SAME_STEP: range(1, 12)}
-LAST_BEFORE_IN_PLACE = {NEW_STEP: 7, SAME_STEP: 9}
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders STEP_MOMENT, in each of which a save was killed."""
-    folder = tmp_path_factory.mktemp("killed")
-    script = KILLED_SAVES.format(root=str(ROOT), folder=str(folder))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.mark.parametrize(("step", "moment"), [(step, moment) for step in MOMENTS for moment in MOMENTS[step]])
-def test_kill_during_a_save_leaves_the_one_before_or_the_new_one_whole(
-    killed: Path, step: int, moment: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = newest(Checkpoints(killed / f"{step}_{moment}" / "checkpoints", CheckpointConfig()))
-    in_place = moment > LAST_BEFORE_IN_PLACE[step]
-    assert (loaded.step, loaded.position) == ((step, 99) if in_place else (2, 2))
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("step", "moment"), [(step, moment) for step in MOMENTS for moment in (1, 7, 9, 10, 11)])
-def test_next_save_clears_what_a_killed_one_left(killed: Path, tmp_path: Path, step: int, moment: int) -> None:
-    shutil.copytree(killed / f"{step}_{moment}", tmp_path, dirs_exist_ok=True)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep_last=1))
-    save(checkpoints, 4)
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000004"]

@@ -30,6 +30,7 @@ from tiny_runs import (
     weights,
 )
 
+import files
 import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.recording import Recording
@@ -274,6 +275,47 @@ def test_a_log_that_takes_no_line_is_found_before_anything_is_changed(
     with pytest.raises(UserError, match=rf"{name}: cannot be written \(Operation not permitted\)"):
         place.train(f"immutable_{name}", RESUME)
     assert tree(run) == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "name"), [(True, name) for name in ("config.json", *record.LOGS)] + [(False, "config.json")]
+)
+def test_a_full_disk_is_found_before_anything_is_changed(
+    place: Place, saved: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_name = f"full_{name}_{saved}"
+    fields = {"alarm": AlarmConfig(switches=("0:1:flash_fp32_o",)), "data.record": place.recording(run_name)}
+    if saved:
+        run = place.train(run_name, fields)
+        shutil.rmtree(run / "checkpoints/step_00000020")  # there are lines to drop
+    else:
+        run = dead_at_5(place, run_name, fields)
+    before = tree(run), tree(Path(fields["data.record"]))
+
+    def full(path: Any, *mode: Any) -> Any:
+        if Path(path).name == f"{name}.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return open(path, *mode)
+
+    monkeypatch.setattr(files, "open", full, raising=False)
+    with pytest.raises(UserError, match=rf"cannot write {run / name}\.tmp \(No space left on device\)"):
+        place.train(run_name, {**fields, **RESUME})
+    assert (tree(run), tree(Path(fields["data.record"]))) == before
+    monkeypatch.undo()
+    assert weights(place.train(run_name, {**fields, **RESUME}), 20)
+
+
+def test_lines_that_are_gone_are_told(place: Place, straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place.train("gap", {"run.steps": 10})
+    log = run / "metrics.jsonl"
+    rows = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(rows[:4] + rows[6:]))
+    capsys.readouterr()
+    place.train("gap", {**RESUME, "run.steps": 30})
+    err = capsys.readouterr().err
+    assert f"warning: {log}: 2 lines from before {run}/checkpoints/step_00000010 are gone" in err
+    assert [line["step"] for line in lines(run)] == [step for step in range(31) if step not in (4, 5)]
+    assert weights(run, 30) == weights(straight, 30)
 
 
 def test_another_number_of_processes_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

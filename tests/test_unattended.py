@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, command, environment, lines, new_place, optimizer, train_and_kill, tree, weights
+from tiny_runs import ROOT, Place, command, environment, lines, new_place, optimizer, tree, weights
 
 import config as configuration
 import train
@@ -64,46 +62,6 @@ def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place, straight:
     assert (lines(run), weights(run, 20), tree(Path(fields["data.record"]))) == before
 
 
-def test_auto_goes_on_with_a_killed_run(place: Place, straight: Path) -> None:
-    fields = fields_of(place, "killed")
-    elsewhere = Place.__new__(Place)
-    elsewhere.folder, elsewhere.runs, elsewhere.data = place.folder, place.folder / "killed", place.data
-    assert train_and_kill(elsewhere, place.config("run", fields)) == -9
-    place.train("run", fields)
-    assert_same_run(place, place.folder / "killed/run", straight, "killed")
-
-
-@pytest.mark.parametrize("left", ["recording", "folder", "lock", "config", "first_step"])
-def test_auto_starts_again_whatever_a_start_has_left(
-    place: Place, straight: Path, left: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = fields_of(place, left)
-    run = place.folder / left / "run"
-
-    def dies(*arguments: Any, **named: Any) -> None:
-        os._exit(9)
-
-    # A child that dies at the place in question leaves what a kill there leaves.
-    where: dict[str, tuple[Any, str]] = {
-        "recording": (record, "make_folder"),
-        "folder": (record, "lock"),
-        "lock": (record, "write_record"),
-        "config": (train, "announce"),
-        "first_step": (train, "take_step"),
-    }
-    child = os.fork()
-    if child == 0:
-        setattr(*where[left], dies)
-        place.train("run", fields)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert Path(fields["data.record"]).exists()
-    assert run.exists() is (left != "recording")
-    assert (run / "config.json").exists() is (left in ("config", "first_step"))
-    place.train("run", fields)
-    assert_same_run(place, run, straight, left)
-
-
 def test_auto_leaves_a_folder_alone_that_no_run_has_made(place: Place) -> None:
     (place.runs / "papers").mkdir(parents=True)
     (place.runs / "papers/thesis.tex").write_text("so far")
@@ -124,13 +82,6 @@ def test_auto_leaves_a_finished_recording_alone(place: Place, straight: Path) ->
     with pytest.raises(UserError, match=r"straight: a finished recording, and this run starts from step 0"):
         place.train("run", fields)
     assert tree(Path(place.recording("straight"))) == before
-
-
-def test_what_a_killed_deletion_left_goes_with_the_next_start(place: Place) -> None:
-    run = place.train("pruned")
-    (run / "checkpoints/.step_00000005.tmp").mkdir()
-    place.train("pruned", AUTO)
-    assert not (run / "checkpoints/.step_00000005.tmp").exists()
 
 
 @pytest.mark.parametrize(
@@ -253,31 +204,3 @@ def test_all_processes_leave_after_the_same_step(place: Place, tmp_path: Path) -
     arguments = [str(place.preset_file(straight))]
     subprocess.run(command(ROOT / "train.py", arguments, 2), check=True, env=environment(), timeout=120)
     assert weights(place.runs / "asked_one", 20) == weights(place.runs / "asked_none", 20)
-
-
-@pytest.mark.slow
-def test_one_command_in_a_loop_comes_to_the_end(place: Place, straight: Path) -> None:
-    """Killed at random moments, from the start of the process on, until it ends by itself."""
-    fields = {**fields_of(place, "supervised"), "checkpoint.every": 1, "evaluation.every": 10}
-    arguments = command(ROOT / "train.py", [str(place.preset_file(place.config("run", fields)))])
-    began, kills = time.monotonic(), 0
-    subprocess.run([sys.executable, "-c", "import train"], check=True, env=environment(), cwd=ROOT)
-    start = time.monotonic() - began
-    generator = random.Random(1)
-    for _ in range(200):
-        with subprocess.Popen(
-            arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment()
-        ) as process:
-            try:
-                code = process.wait(timeout=start * generator.uniform(0.8, 2.0) + 0.1 * min(kills, 20))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                kills += 1
-                continue
-            assert process.stderr is not None
-            assert code == 0, process.stderr.read().decode()
-            break
-    assert kills > 3
-    run = place.folder / "supervised/run"
-    assert weights(run, 20) == weights(straight, 20)
-    assert tree(Path(fields["data.record"])) == tree(Path(place.recording("straight")))

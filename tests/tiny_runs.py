@@ -117,9 +117,9 @@ class Place:
         return path
 
 
-def lines(run: Path, *, without: tuple[str, ...] = TIMING) -> list[dict[str, Any]]:
-    """metrics.jsonl as written (not-finite numbers are strings, which compare), less the columns that tell time."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def lines(run: Path, *, without: tuple[str, ...] = TIMING, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """A run's log as written (not-finite numbers are strings, which compare), less the columns that tell time."""
+    records = [json.loads(line) for line in (run / name).read_text().splitlines()]
     return [{name: value for name, value in record.items() if name not in without} for record in records]
 
 

@@ -128,6 +128,7 @@ class Checkpoints:
         aside = self.folder / f".{_name(step)}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
             self.clear()
             aside.mkdir()
             sums = {name: _write(aside / name, content) for name, content in contents.items()}
@@ -141,7 +142,7 @@ class Checkpoints:
                 raise self._refused(step, needed, error) from error
             raise
         if prune:
-            self._prune(step)
+            self.prune(step)
         return path
 
     def load_newest(self, before: int | None = None) -> Loaded | None:
@@ -204,7 +205,7 @@ class Checkpoints:
         counted = set(self._found().values())
         for path in (*self.folder.glob(".step_*.tmp"), *self.folder.glob(".step_*.old")):
             if path not in counted:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
     def _put_in_place(self, aside: Path, step: int) -> Path:
         path, old = self.folder / _name(step), self.folder / f".{_name(step)}.old"
@@ -216,7 +217,8 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
         return path
 
-    def _prune(self, newest: int) -> None:
+    def prune(self, newest: int) -> None:
+        """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
         found = self._found()
         kept = sorted(step for step in found if step <= newest)[-self.config.keep_last :]
         for step, path in found.items():

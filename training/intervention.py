@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from attention.plan import LayerPlan, switched
 from errors import invalid
-from training.metrics import JsonLines, Reached, drop_lines
+from training.metrics import JsonLines, Reached
 
 INTERVENTIONS_FILE = "interventions.jsonl"
 
@@ -60,16 +60,14 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
     return tuple(plans)
 
 
-def drop_interventions(path: Path, resumed: Reached, known: Sequence[dict[str, Any]]) -> None:
-    """Rewrite the record without what a run will do again that goes on from a checkpoint; ``known``: its ``state()``."""
-    # A switch of the very step that the checkpoint knows was made before it; an alarm is raised behind it and will be again.
+def made_before(line: dict[str, Any], resumed: Reached, known: Sequence[dict[str, Any]]) -> bool:
+    """Whether a line of the record is from before a checkpoint, and a run that goes on from that will not write it again.
+
+    ``known``: the checkpoint's ``state()``. A switch of its very step that it knows was made before it; an alarm is raised behind it.
+    """
     made = {None, *(Switch(**entry).option() for entry in known)}
-
-    def made_before_it(line: dict[str, Any]) -> bool:
-        there = (line["step"], line.get("batch", resumed.batch)) == resumed
-        return there and line["kind"] == "switch" and line.get("option") in made
-
-    drop_lines(path, resumed, made_before_it)
+    there = (line["step"], line.get("batch", resumed.batch)) == resumed
+    return resumed.after(line) or (there and line["kind"] == "switch" and line.get("option") in made)
 
 
 class Interventions:
@@ -96,7 +94,6 @@ class Interventions:
         known: Sequence[dict[str, Any]] = (),
     ):
         self._base, self._check, self._folder = base, check, folder
-        self._known = known
         self._switches = [Switch(**entry) for entry in known]
         # What the checkpoint knows was made, and recorded, before it was written.
         self.plans = base if resumed is None else plans_at(base, self._switches, resumed.step)
@@ -112,13 +109,6 @@ class Interventions:
             self._switches.append(switch)
         for switch in self._switches:
             check(plans_at(base, self._switches, switch.step))
-        self._resumed = resumed
-
-    def open(self) -> None:
-        """Drop what the record says of steps that the resumed run will do again. Call it once the run is sure to start."""
-        if self._folder is None or self._resumed is None or not (self._folder / INTERVENTIONS_FILE).exists():
-            return
-        drop_interventions(self._folder / INTERVENTIONS_FILE, self._resumed, self._known)
 
     def add(self, switch: Switch) -> bool:
         """Schedule one more; False where the layer has that attention then anyway. Raises ``UserError`` where it cannot be."""
@@ -155,6 +145,7 @@ class Interventions:
         file = JsonLines(self._folder / INTERVENTIONS_FILE)
         try:
             file.append({"step": step, "batch": batch, **facts})
+            file.sync()
         finally:
             file.close()
 

@@ -32,7 +32,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -87,14 +87,11 @@ class Reached(NamedTuple):
 class JsonLines:
     """A file of records that have a ``step``, one line of strict JSON each.
 
-    Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one. ``resumed``: where the run goes on;
-    lines from behind that are dropped; None keeps what is there. Raises ``UserError`` for a damaged file.
+    Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one.
     """
 
-    def __init__(self, path: Path, resumed: Reached | None = None):
+    def __init__(self, path: Path):
         self.path = path
-        if resumed is not None and path.exists():
-            drop_lines(path, resumed)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
 
     def append(self, record: dict[str, Any]) -> None:
@@ -110,8 +107,11 @@ class JsonLines:
             raise UserError(f"{self.path}: the disk took only part of the line of step {record['step']}: is it full?")
 
     def sync(self) -> None:
-        """Bring every line so far to the disk."""
-        os.fsync(self._file.fileno())
+        """Bring every line so far to the disk. Raises ``UserError`` where it takes them not."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be brought to the disk ({error.strerror})") from error
 
     def close(self) -> None:
         self._file.close()
@@ -121,25 +121,22 @@ class Metrics:
     """Writer of one run's measurements.
 
     Args:
-        folder: the run's folder; made when missing.
+        folder: the run's folder; made when missing. Lines that are there stay.
         wandb_run: what ``start_wandb`` gave, closed with this; None without W&B.
-        resumed: where the run goes on; lines from behind that are dropped. None: a new run.
         enabled: False on every process but the first; then nothing is read or written.
 
-    Raises:
-        UserError: a new run's folder already holds metrics; the file is damaged.
+    ``lines``: how many the file has.
     """
 
-    def __init__(self, folder: Path, wandb_run: Any = None, *, resumed: Reached | None = None, enabled: bool = True):
+    def __init__(self, folder: Path, wandb_run: Any = None, *, enabled: bool = True):
         self._file: JsonLines | None = None
         self._wandb_run = wandb_run
+        self.lines = 0
         if not enabled:
             return
-        path = folder / METRICS_FILE
-        if resumed is None and path.exists():
-            raise UserError(f"{path} exists: resume that run, or choose another name or folder")
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = JsonLines(path, resumed)
+        self._file = JsonLines(folder / METRICS_FILE)
+        self.lines = self._file.path.read_bytes().count(b"\n")
 
     def log(self, step: int, **scalars: Any) -> None:
         """Append one line. Values: bool, int, float, str, None (not known, as the MFU of a CPU), or what has ``item()``
@@ -148,10 +145,11 @@ class Metrics:
             return
         record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
         self._file.append(record)
+        self.lines += 1
         self._log_to_wandb(record)
 
     def sync(self) -> None:
-        """Bring every line so far to the disk, as a checkpoint behind them is."""
+        """Bring every line so far to the disk."""
         if self._file is not None:
             self._file.sync()
 
@@ -222,15 +220,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield _restored(record)
 
 
-def drop_lines(path: Path, resumed: Reached, keep: Callable[[dict[str, Any]], bool] = lambda record: False) -> None:
-    """Rewrite a file of ``JsonLines`` without the records from behind ``resumed``, less those to ``keep``."""
-    kept = [record for record in read_lines(path) if resumed.after(record) or keep(record)]
-    try:
-        files.write_text(path, "".join(map(_line, kept)))
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be rewritten without the lines behind the checkpoint ({error.strerror})"
-        ) from error
+def text_of(records: Iterable[dict[str, Any]]) -> str:
+    """The content of a file of ``JsonLines``."""
+    return "".join(map(_line, records))
 
 
 def _line(record: dict[str, Any]) -> str:

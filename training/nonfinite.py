@@ -106,7 +106,7 @@ class NonFiniteGuard:
 
     def state(self) -> dict[str, int]:
         """Plain numbers for a checkpoint."""
-        names = ("nonfinite_steps", "overflow_steps", "rollbacks", "skips_in_a_row", "lr_scaled_until")
+        names = ("nonfinite_steps", "overflow_steps", "rollbacks", "skips_in_a_row", "lr_scaled_until", "went_back_to")
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:

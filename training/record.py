@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
@@ -22,13 +22,15 @@ from typing import IO, Any
 import torch
 
 from errors import UserError, invalid
-from files import write_json
+from files import json_text, write_all
 from training import distributed
-from training.intervention import INTERVENTIONS_FILE
-from training.metrics import METRICS_FILE, WANDB_ID_FILE, read_lines
+from training.checkpoint import Loaded
+from training.intervention import INTERVENTIONS_FILE, made_before
+from training.metrics import METRICS_FILE, WANDB_ID_FILE, Reached, read_lines, text_of
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
+LOGS = (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE)
 # What a start may leave in a run's folder before its config.json is there.
 _OF_A_START = (LOCK_FILE, "config.json.tmp", "wandb", WANDB_ID_FILE, f"{WANDB_ID_FILE}.tmp")
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
@@ -136,20 +138,31 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
 
 
 def check_logs(folder: Path) -> None:
-    """Raise ``UserError`` for what a run has measured and is damaged or cannot be written: a resume rewrites one file after the other."""
-    for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
-        if (folder / name).exists():
-            collections.deque(read_lines(folder / name), maxlen=0)
+    """Raise ``UserError`` for a file that a resume rewrites and that is damaged or cannot be replaced."""
+    for path in (folder / name for name in ("config.json", *LOGS)):
+        if path.exists():
+            if path.name in LOGS:
+                collections.deque(read_lines(path), maxlen=0)
             try:
-                open(folder / name, "ab").close()
+                open(path, "r+b").close()  # refused also where only appending is allowed
             except OSError as error:
-                raise UserError(f"{folder / name}: cannot be written ({error.strerror})") from error
+                raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def clear(folder: Path) -> None:
-    """Remove what a run has measured, before it starts from step 0 again."""
-    for name in (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE):
-        (folder / name).unlink(missing_ok=True)
+def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
+    """What the run in ``folder`` had logged when it wrote the checkpoint, by name of the file. Lines that are gone are a warning."""
+    # The checkpoint of an alarm was written behind the probe of its step.
+    probed, reached = loaded.extra.get("probed", False), Reached(loaded.step, loaded.position)
+    kept: dict[str, Callable[[dict[str, Any]], bool]] = {
+        METRICS_FILE: reached.after,
+        TELEMETRY_FILE: Reached(loaded.step + probed, loaded.position + probed).after,
+        INTERVENTIONS_FILE: lambda line: made_before(line, reached, loaded.extra.get("switches", ())),
+    }
+    logs = {name: [*filter(kept[name], read_lines(folder / name))] for name in LOGS if (folder / name).is_file()}
+    gone = loaded.extra.get("lines", 0) - len(logs.get(METRICS_FILE, ()))
+    if gone > 0:
+        print(f"warning: {folder / METRICS_FILE}: {gone} lines from before {loaded.path} are gone", file=sys.stderr)
+    return {name: text_of(records).encode() for name, records in logs.items()}
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -272,12 +285,17 @@ def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterato
         yield where, saved, now
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``folder``/config.json, aside and renamed. Raises ``UserError`` when the disk takes it not."""
+def write_record(folder: Path, record: dict[str, Any], logs: dict[str, bytes] | None = None) -> None:
+    """Write ``folder``/config.json, and ``logs`` in the place of those there, none before all are on the disk; None leaves them.
+
+    Raises ``UserError`` when the disk takes it not; all is then as it was.
+    """
     try:
-        write_json(folder / "config.json", record)
+        write_all(folder, {"config.json": json_text(record).encode(), **(logs or {})})
+        for name in set(LOGS) - set(LOGS if logs is None else logs):
+            (folder / name).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"run.folder: cannot write {folder / 'config.json'} ({error.strerror})") from error
+        raise UserError(f"run.folder: cannot write {error.filename or folder} ({error.strerror})") from error
 
 
 def _git_commit() -> str | None:

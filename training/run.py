@@ -110,12 +110,13 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
             resumed=resumed,
             known=() if loaded is None else loaded.extra.get("switches", ()),
         )
+        if loaded is not None and interventions.changes(loaded.step):
+            loaded.extra["probed"] = False  # with a switch that is made only now it is another probe
         if config.alarm.response == "switch":
             check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
         batches = open_data(config, place, loaded, undo)
         network = build_network(config, place, interventions.plans, loaded)
         wandb_run = open_folder(config, place, folder, plans, batches, checkpoints, goes_on, loaded, held, undo)
-        interventions.open()
         run = Run(
             config=config,
             place=place,
@@ -126,7 +127,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
             guard=NonFiniteGuard(config.nonfinite),
             withholding=Withholding(config.nonfinite.policy, place.device),
             checkpoints=checkpoints,
-            metrics=Metrics(folder, wandb_run, resumed=resumed, enabled=place.is_main),
+            metrics=Metrics(folder, wandb_run, enabled=place.is_main),
             telemetry=None,
             watch=Watch(config.alarm, config.optim.warmup_steps),
             start_step=0 if loaded is None else loaded.step,
@@ -136,7 +137,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         )
         if loaded is not None:
             run.guard.load_state(loaded.extra["guard"])
-        open_telemetry(run, loaded, resumed)
+        open_telemetry(run, loaded)
         undo.pop_all()
     return run
 
@@ -252,25 +253,26 @@ def open_folder(
         resumed=loaded is not None,
         enabled=place.is_main,
     )
-    if place.is_main:
-        if goes_on:
-            checkpoints.clear()
-        if goes_on and loaded is None:
-            place.say(f"{folder}: no checkpoint yet; starting from step 0")
-            record.clear(folder)
-        elif loaded is not None and loaded.step == config.run.steps:
-            place.say(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
+    if place.is_main and not goes_on:
         record.write_record(folder, content)
+    elif place.is_main:
+        record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
+        checkpoints.clear()
+        # A kill may have come before the ones that are no longer kept had gone.
+        if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
+            checkpoints.prune(loaded.step)
+        if loaded is None:
+            place.say(f"{folder}: no checkpoint yet; starting from step 0")
+        elif loaded.step == config.run.steps:
+            place.say(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
     return wandb_run
 
 
-def open_telemetry(run: Run, loaded: Loaded | None, resumed: Reached | None) -> None:
+def open_telemetry(run: Run, loaded: Loaded | None) -> None:
     """Make the probes, on the main process, and show the alarm what they have measured before."""
     config = run.config
     if not run.place.is_main or not config.telemetry.every:
         return
-    # A switch that is made only now makes it another probe.
-    probed = loaded is not None and loaded.extra.get("probed", False) and not run.interventions.changes(loaded.step)
     run.telemetry = Telemetry(
         config.telemetry,
         run.network.raw,
@@ -280,8 +282,7 @@ def open_telemetry(run: Run, loaded: Loaded | None, resumed: Reached | None) -> 
         precision=config.precision,
         rounding_seed=functools.partial(rounding_seed, config.run.seed, micro_batch=0),
         rate=functools.partial(learning_rate, config=config.optim),
-        resumed=resumed,
-        probed=probed,
+        probed=loaded.step if loaded is not None and loaded.extra.get("probed") else None,
     )
     for earlier in run.telemetry.earlier():
         run.watch.update(earlier)
@@ -291,13 +292,16 @@ def open_telemetry(run: Run, loaded: Loaded | None, resumed: Reached | None) -> 
 
 
 def save(run: Run, step: int, *, probed: bool = False) -> None:
-    """Write the checkpoint of ``step`` (rank 0), the recording flushed before it; ``probed``: behind the probe of that step."""
+    """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it; ``probed``: behind the probe of that step."""
     if run.telemetry is not None:
         run.telemetry.forget()
     states = distributed.gather_bytes(rng_state(run.place.device))
     failure = None
     try:
         run.batches.flush()
+        for log in (run.metrics, run.telemetry):
+            if log is not None:
+                log.sync()
         if run.place.is_main:
             run.checkpoints.save(
                 step,
@@ -313,11 +317,11 @@ def save(run: Run, step: int, *, probed: bool = False) -> None:
                     "data_digest": run.batches.digest(),
                     "switches": run.interventions.state(step),
                     "probed": probed,
+                    "lines": run.metrics.lines,
                 },
                 # While every step is skipped, the weights may be what is wrong: those from before stay.
                 prune=not run.guard.skips_in_a_row,
             )
-            run.metrics.sync()
     except UserError as error:
         failure = error
     # All processes leave together: one that waits for a dead rank 0 would hang.

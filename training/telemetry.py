@@ -37,7 +37,7 @@ from probes.low_rank import unrotated
 from probes.spectral import SpectralState, attention_norms
 from training.cuda_graph import CudaRecorder
 from training.evaluate import ValidationBatches
-from training.metrics import JsonLines, Reached, read_lines, read_run_file
+from training.metrics import JsonLines, read_lines, read_run_file
 from training.precision import PrecisionConfig
 from training.telemetry_graph import Measurement, Probe, model_identity
 
@@ -108,8 +108,8 @@ class Telemetry:
 
     ``rounding_seed``: by step, seed of the probe's stochastic roundings. Each probe has draws of its own: with the same ones an element is
     rounded the same way more often than not, probe after probe, and errors of delta, summed over probes, look like a bias.
-    ``resumed``: place of the checkpoint that the run goes on from; what the file has from behind that is dropped. Where the checkpoint
-    was written behind the probe of its step (``probed``), that one stays and is not made again: its vectors are gone.
+    ``probed``: step of the checkpoint that the run goes on from where that was written behind the probe of its step; this one is in the
+    file and is not made again: its vectors are gone.
 
     Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
     """
@@ -125,15 +125,13 @@ class Telemetry:
         precision: PrecisionConfig,
         rounding_seed: Callable[[int], int],
         rate: Callable[[int], float],
-        resumed: Reached | None = None,
-        probed: bool = False,
+        probed: int | None = None,
     ):
         self._seed, self._seed_of = torch.zeros((), dtype=torch.int64, device=device), rounding_seed
         self._probe = build_probe(config, model, probe_batch(batches, config.sequences), device, precision, self._seed)
         self._rate, self._summed = rate, (0, 0.0)
-        self._file = JsonLines(folder / TELEMETRY_FILE, None if resumed is None else behind_probe(resumed, probed))
-        last = list(read_lines(self._file.path))[-1:] if probed else []
-        self._kept = [record for record in last if resumed is not None and record["step"] == resumed.step]
+        self._file = JsonLines(folder / TELEMETRY_FILE)
+        self._kept = [record for record in list(read_lines(self._file.path))[-1:] if record["step"] == probed]
 
     def probe(self, step: int, batch: int) -> dict[str, Any]:
         """Measure, write the line and return it, or return the one that is kept of this step; ``batch``: the next to be drawn."""
@@ -179,13 +177,12 @@ class Telemetry:
         records = list(read_lines(self._file.path))
         return records[: len(records) - len(self._kept)]
 
+    def sync(self) -> None:
+        """Bring every probe so far to the disk."""
+        self._file.sync()
+
     def close(self) -> None:
         self._file.close()
-
-
-def behind_probe(resumed: Reached, probed: bool) -> Reached:
-    """Where telemetry goes on: with ``probed`` behind the probe of the checkpoint's own step."""
-    return Reached(resumed.step + probed, resumed.batch + probed)
 
 
 def probe_batch(batches: ValidationBatches, sequences: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,270 @@
+"""Killed before any change of a file, or cut off from power there, a run ends with the same bits: the same command, given again.
+
+Each kill is of a fork of this process, which has imported everything and trained once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import ROOT, Place, command, environment, lines, new_place, tree
+
+import train
+import training.checkpoint
+from config import TrainConfig
+from training.alarm import AlarmConfig
+from training.run import Run
+
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+TIMES = ("tokens_per_second", "mfu", "seconds", "probe_seconds")
+RUN = {
+    "run.resume": "auto",
+    "run.steps": 6,
+    "data.record_tokens": True,
+    "checkpoint.every": 2,
+    "checkpoint.keep_last": 1,
+    "evaluation.every": 3,
+    "telemetry.every": 3,
+    "alarm": AlarmConfig(switches=("3:1:flash_fp32_o",)),
+}
+# Alarms at every probe, which save again what was just saved.
+ALARMS = AlarmConfig(
+    response="checkpoint",
+    growth_exponent=1e-9,
+    growth_window=1.001,
+    growth_logit=0,
+    growth_share=0,
+    growth_probes=1,
+    warm_up=0,
+)
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": RUN,
+    # Back over the broken checkpoint of step 4 to that of step 2; then 4 is saved again.
+    "rollback": {**RUN, "nonfinite.policy": "rollback", "checkpoint.keep_last": 2, "alarm": ALARMS},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    save = train.save
+
+    def broken_at_4(run: Run, step: int) -> None:
+        if run.config.nonfinite.policy == "rollback" and (step, run.batches.position) == (4, 4):
+            run.network.raw.transformer.ln_f.weight.data[0] = float("inf")
+        save(run, step)
+
+    with new_place(tmp_path_factory) as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save", broken_at_4)
+        yield place
+
+
+class Doom:
+    """Ends this process (SIGKILL) before its ``at``-th change of a file below ``folder``; a write counts twice, the second time half done.
+
+    ``power``: what was not flushed by then is lost, too; renamed and removed files stay so.
+    """
+
+    def __init__(self, folder: Path, at: int, *, power: bool):
+        self.folder, self.at, self.power, self.done = folder, at, power, 0
+        self.flushed: dict[int, bytes] = {}
+        for path in self._files():
+            self._note(os.open(path, os.O_RDONLY))
+        sys.addaudithook(self._hook)
+        os.fsync = self._fsync
+        builtins.open = functools.partial(self._open, open)  # type: ignore[assignment]
+        write = training.checkpoint.save_file
+        training.checkpoint.save_file = lambda tensors, path: (path.touch(), write(tensors, path))  # type: ignore[assignment]
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.folder.rglob("*") if path.is_file()]
+
+    def point(self) -> None:
+        self.done += 1
+        if self.done == self.at:
+            if self.power:
+                self.at = 0
+                for path in self._files():
+                    path.write_bytes(self.flushed.get(path.stat().st_ino, b""))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if writes and isinstance(path, str) and path.startswith(str(self.folder)):
+                self.point()
+        elif event in CHANGES:
+            self.point()
+
+    def _note(self, descriptor: int) -> None:
+        """What the file holds is on the disk. Its descriptor stays open: no other file is given its inode."""
+        self.flushed[os.fstat(descriptor).st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+
+    def _fsync(self, descriptor: int) -> None:
+        self.point()
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            self._note(os.dup(descriptor))
+
+    def _open(self, real: Callable[..., Any], path: Any, mode: str = "r", buffering: int = -1, **rest: Any) -> Any:
+        return Torn(self, path, mode) if buffering == 0 else real(path, mode, buffering, **rest)
+
+
+class Torn(io.FileIO):
+    def __init__(self, doom: Doom, path: Any, mode: str):
+        super().__init__(path, mode)
+        self._doom = doom
+
+    def write(self, content: Any) -> int:
+        self._doom.point()
+        half = len(content) // 2
+        super().write(content[:half])
+        self._doom.point()
+        return half + super().write(content[half:])
+
+    def truncate(self, size: int | None = None) -> int:
+        self._doom.point()
+        return super().truncate(size)
+
+
+class Case:
+    """A run, its recording and what it says, in a folder of their own."""
+
+    def __init__(self, place: Place, scenario: str, name: str):
+        self.folder = place.folder / name
+        self.folder.mkdir()
+        here = {"run.folder": str(self.folder / "runs"), "data.record": str(self.folder / "recording")}
+        self.config: TrainConfig = place.config("run", {**SCENARIOS[scenario], **here})
+        self.log = place.folder / f"{name}.log"
+        self.changes = 0
+
+    def start(self, at: int = 0, *, power: bool = False, seconds: float | None = None) -> int:
+        """Give the command, to a process that dies at its change number ``at`` or after ``seconds``; its exit code, negative if killed."""
+        child = os.fork()
+        if child == 0:
+            self._child(at, power)
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def _child(self, at: int, power: bool) -> None:
+        code = 1
+        try:
+            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            doom = Doom(self.folder, at, power=power)
+            train.train(self.config)
+            Path(f"{self.log}.changes").write_text(str(doom.done))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def left(self) -> dict[str, Any]:
+        """All that a run leaves, less times and what the record says of its sessions."""
+        run = self.folder / "runs/run"
+        names = ("metrics.jsonl", "telemetry.jsonl", "interventions.jsonl")
+        files = {name: digest for name, digest in tree(self.folder).items() if name.endswith((".safetensors", ".npy"))}
+        return {
+            "names": list(tree(self.folder)),
+            "files": files,
+            "header": (self.folder / "recording/header.json").read_text(),
+            "logs": [lines(run, without=TIMES, name=name) for name in names],
+        }
+
+
+Straight = Callable[[str], tuple[dict[str, Any], int]]
+
+
+@pytest.fixture(scope="module")
+def straight(place: Place) -> Straight:
+    """Of a scenario: what a run leaves that was never interrupted, and how often it changes a file."""
+
+    @functools.cache
+    def straight(scenario: str) -> tuple[dict[str, Any], int]:
+        # Once in this process, so that its children find everything imported.
+        train.train(Case(place, scenario, f"{scenario}_warm").config)
+        case = Case(place, scenario, f"{scenario}_straight")
+        assert case.start() == 0, case.log.read_text()
+        return case.left(), int(Path(f"{case.log}.changes").read_text())
+
+    return straight
+
+
+def check(place: Place, scenario: str, kills: tuple[int, ...], *, power: bool, expected: dict[str, Any]) -> None:
+    """Killed at each of the points in turn, a run that is then left alone leaves what is expected."""
+    case = Case(place, scenario, f"{scenario}_{'power_' if power else ''}{'_'.join(map(str, kills))}")
+    assert [case.start(at, power=power) for at in kills] == [-9] * len(kills), case.log.read_text()
+    assert case.start() == 0, case.log.read_text()
+    assert case.left() == expected, kills
+    shutil.rmtree(case.folder)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power_cut"])
+def test_a_run_killed_before_a_change_of_a_file_ends_with_the_same_bits(
+    place: Place, straight: Straight, power: bool
+) -> None:
+    """At every fourth change of the start, others with a power cut, and some of the rest."""
+    expected, changes = straight("plain")
+    for at in [*range(1 + power, 40, 4), *range(40, changes + 1, changes // 8)]:
+        check(place, "plain", (at,), power=power, expected=expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power_cut"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(
+    place: Place, straight: Straight, scenario: str, power: bool
+) -> None:
+    """At every change; every second time again in what follows."""
+    expected, changes = straight(scenario)
+    generator = random.Random(1)
+    for at in range(1, changes + 1):
+        again = (generator.randint(1, 20),) if at % 2 else ()
+        check(place, scenario, (at, *again), power=power, expected=expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_one_command_in_a_loop_comes_to_the_end_through_a_hundred_kills(place: Place, straight: Straight) -> None:
+    """70 before a change of a file, 20 of them with the power cut; 20 at a random time; 10 of a process of its own while it starts."""
+    SCENARIOS["long"] = {**RUN, "run.steps": 200, "checkpoint.every": 1, "evaluation.every": 20, "telemetry.every": 7}
+    expected, _ = straight("long")
+    case = Case(place, "long", "supervised")
+    began = time.monotonic()
+    assert Case(place, "plain", "timed").start() == 0
+    seconds, generator, reached = time.monotonic() - began, random.Random(1), []
+    command_line = command(ROOT / "train.py", [str(place.preset_file(case.config))])
+    for kill in generator.sample(range(100), 100):
+        if kill < 70:
+            assert case.start(generator.randint(1, 80), power=kill < 20) == -9, case.log.read_text()
+        elif kill < 90:
+            assert case.start(seconds=generator.uniform(0, seconds)) == -9, case.log.read_text()
+        else:
+            with subprocess.Popen(command_line, stdout=subprocess.DEVNULL, env=environment()) as process:
+                time.sleep(generator.uniform(0, 5))
+                process.kill()
+            assert process.returncode == -9
+        reached.append(max([int(path.name[5:]) for path in case.folder.glob("runs/run/checkpoints/step_*")], default=0))
+    assert 0 < reached[-1] < 200
+    subprocess.run(command_line, check=True, stdout=subprocess.DEVNULL, env=environment())
+    print(f"reached after each kill: {reached}")
+    assert case.left() == expected
