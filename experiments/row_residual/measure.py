@@ -177,7 +177,7 @@ def seeded(layer: LayerCapture) -> LayerCapture:
 
 
 def seen(
-    model: GPT, config: TrainConfig, batch: tuple[Tensor, Tensor], own: bool
+    model: GPT, config: TrainConfig, batch: tuple[Tensor, Tensor], layers: Sequence[int] | None, own: bool
 ) -> Iterator[tuple[str, LayerCapture]]:
     """Every attention by its name, as the plan of what it is to be measured on, layer by layer."""
     known = variants(config.model.n_layer, config.model.n_head)
@@ -185,7 +185,7 @@ def seen(
 
     def captured() -> list[LayerCapture]:
         autocast = config.precision.autocast(tokens.device)
-        return [seeded(layer) for layer in capture(model, tokens, targets, autocast=autocast)]
+        return [seeded(layer) for layer in capture(model, tokens, targets, layers, autocast=autocast)]
 
     plain = [] if own else captured()
     for name, (plans, softcap) in known.items():
@@ -212,7 +212,8 @@ def measure(path: Path, arguments: Namespace, device: torch.device) -> list[dict
         place["captured"] = "own" if arguments.own else "plain"
         rows: list[dict[str, object]] = []
         exact: dict[object, tuple[Tensor, Tensor]] = {}
-        for name, layer in seen(model, config, (batch[0].to(device), batch[1].to(device)), arguments.own):
+        on_device = (batch[0].to(device), batch[1].to(device))
+        for name, layer in seen(model, config, on_device, arguments.layers, arguments.own):
             key = (name if arguments.own else "", layer.layer, layer.softcap)
             if key not in exact:
                 exact = exact if not arguments.own else {}
@@ -230,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="data set (default: the run's)")
     parser.add_argument("--sequences", type=int, default=8, help="of validation data (default %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of one at most (default %(default)s)")
+    parser.add_argument("--layers", type=int, nargs="+", help="from 0 (default: all)")
     parser.add_argument("--own", action="store_true", help="one backward pass by each attention, not one for all")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "rows.csv")
     arguments = parser.parse_args(argv)
