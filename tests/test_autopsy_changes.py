@@ -6,13 +6,11 @@ import pytest
 from layer_captures import tied_layer
 from planted_models import healthy, plant, subject
 
-from attention import PRESETS, AttentionSpec
+from attention import AttentionSpec
 from autopsy.changes import (
     Change,
     HeadChanges,
     head_changes,
-    preset_changes,
-    rounding_sites,
     smallest_set,
     try_changes,
 )
@@ -62,37 +60,6 @@ def test_the_sites_that_carry_it_are_those_of_o(planted: HeadChanges) -> None:
     assert planted.together.name == "tile_product, accumulator, output"
 
 
-def test_every_change_of_a_head_that_has_none_left_is_tried() -> None:
-    spec = AttentionSpec(preset="flash_delta_from_p", numerics="rounded_forward")
-    tried = preset_changes(spec, spec.resolve(), "bf16")
-    assert "flash_delta_from_p" not in tried
-    assert set(tried) == {n for n in PRESETS if not n.startswith("sdpa_")} - {"flash_delta_from_p"}
-
-
-def test_torchs_kernel_has_no_folded_exponential_to_take_away() -> None:
-    spec = AttentionSpec(preset="sdpa_flash")
-    tried = preset_changes(spec, spec.resolve(), "bf16")
-    assert "flash_separate_multiply" not in tried
-    assert {"flash", "flash_subtract_first", "flash_delta_from_p"} <= set(tried)
-
-
-@pytest.mark.parametrize(
-    ("spec", "fmt", "expected"),
-    [
-        (AttentionSpec(), "bf16", ["inputs", "probabilities", "output"]),
-        (AttentionSpec(), "fp32", []),
-        (
-            AttentionSpec(preset="flash_o_fp32_delta_nearest"),
-            "bf16",
-            ["inputs", "probabilities", "output_gradient", "delta_output"],
-        ),
-        (AttentionSpec(preset="flash_delta_from_p"), "bf16", ["inputs", "probabilities", "output"]),
-    ],
-)
-def test_the_sites_that_round(spec: AttentionSpec, fmt: str, expected: list[str]) -> None:
-    assert rounding_sites(spec.resolve().concrete(fmt)) == expected
-
-
 def test_a_head_whose_p_bar_is_drawn_has_its_changes_measured() -> None:
     """P_bar in FP32 has nothing left to draw, which no change may trip over."""
     spec = AttentionSpec(preset="flash_stochastic_p", numerics="rounded_forward")
@@ -115,10 +82,6 @@ def test_the_smallest_set_has_no_site_to_spare() -> None:
     )
     assert found is not None
     assert found.name == "output, accumulator"
-
-
-def test_no_set_where_all_of_them_do_not_remove_it() -> None:
-    assert smallest_set(["scores", "output"], lambda sites: change("", 1.0)) is None
 
 
 def test_a_model_is_looked_into_head_by_head() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from planted_models import PAPER, SHAPE, healthy, plant
-from tiny_runs import Place, make_data, new_place, preset
+from tiny_runs import Place, new_place, preset
 
 import config as configuration
 from attention import AttentionConfig
@@ -152,16 +152,6 @@ def test_a_backend_that_cannot_run_here_is_replaced_aloud(
     assert "computed by: flash_reference in place of sdpa_cudnn, which cannot run here" in printed
 
 
-def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no such folder" in refused(capsys, monkeypatch, tmp_path / "nowhere")
-
-
-def test_a_folder_with_no_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "no weights" in refused(capsys, monkeypatch, tmp_path)
-
-
 def changed_checkpoint(run: Path, folder: Path, **model: object) -> Path:
     """A copy whose config has another model; its checksums fit."""
     path = folder / "checkpoints/step_00000010"
@@ -201,14 +191,6 @@ def test_weights_that_are_not_finite(
         model.w_q(1)[3, 4] = torch.nan
     checkpoint = save(model, tmp_path / "checkpoints", skewed_data)
     assert "is not finite: examine an earlier checkpoint" in refused(capsys, monkeypatch, checkpoint)
-
-
-def test_data_of_a_larger_vocabulary(
-    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = save(healthy(0), tmp_path / "checkpoints", skewed_data)
-    bytes_ = make_data(tmp_path / "bytes")
-    assert "vocabulary, 64" in refused(capsys, monkeypatch, checkpoint, "--data", bytes_)
 
 
 def test_a_run_without_a_data_set_needs_one(

@@ -188,8 +188,8 @@ def test_any_length_works(length: int, backend: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_other_head_dims_and_default_tiles(head_dim: int, backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_default_tiles(head_dim: int, backend: str, device: torch.device) -> None:
     p = problem("random", device, shape=(1, 33, 1, head_dim))
     assert_agree(p, chosen(backend, sites=()), chosen(backend, kernel=False, sites=()))
 
@@ -202,17 +202,6 @@ def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[in
     in_pytorch = spec("flash_stochastic_p", sites=(), backend="flash_reference")
     found, expected = (weights_seen(x, device, shape, seed=2**40 + 7) for x in (kernel, in_pytorch))
     assert share_apart(found, expected) < 1e-3
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_full_attention_agrees_in_both_directions(backend: str, device: torch.device) -> None:
-    p = problem("random", device, torch.float32, (1, 35, 2, 16))
-
-    def full(q, k, v, plan, **settings):  # type: ignore[no-untyped-def]
-        return attention.run(q, k, v, plan, causal=False, **settings)
-
-    found, expected = (run(p, chosen(backend, kernel=kernel), call=full) for kernel in (True, False))
-    assert max(relative_errors(found, tuple(x.double() for x in expected))) < 1e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
