@@ -109,15 +109,11 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--optim.lrr 1", r"^optim\.lrr = '1': expected one of optimizer, lr, min_lr, .*fused$"),
         ("--optim.lrr=1", r"^optim\.lrr = '1': expected one of optimizer, lr"),
-        ("--optm.lr 1", r"^optm\.lr = '1': expected one of run, model, attention, data, .*wandb$"),
-        ("--run.steps.x 1", r"^run\.steps\.x = '1': expected nothing below run\.steps$"),
         (
             "--attention.rules.0.layers 1",
             r"^attention\.rules\.0\.layers = '1': expected nothing below attention\.rules$",
         ),
-        ("--run.steps many", r"--run\.steps.*'many'"),
         ("--run.steps 5 stray", r"stray"),
-        ("--precision.dtype fp8", r"'fp8'.*--precision\.dtype.*'bfloat16', 'float16', 'float32'"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),
         (f"--run.seed {2**64}", rf"^run\.seed = {2**64}: expected a whole number from -2\*\*63 to 2\*\*64 - 1"),
         ("--run.peak-tflops nan", r"^run\.peak_tflops = nan: expected 0 or a positive number"),
@@ -154,47 +150,43 @@ def test_bad_preset_file_is_one_line(tmp_path: Path, content: str, message: str)
     assert "\n" not in str(error.value)
 
 
-FIELD = """
-import dataclasses
-from configs.debug import config
-config = dataclasses.replace(config, {section}=dataclasses.replace(config.{section}, {field}))
-"""
+SECTION = "import dataclasses\nfrom configs.debug import config\nconfig = dataclasses.replace(config, {changes})\n"
 RULE = "from attention import AttentionConfig, AttentionRule\nattention = AttentionConfig(rules={rules})\n"
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "message"),
+    ("files", "content", "message"),
     [
-        ("run", "steps=1e3", r"^run\.steps = 1000\.0: expected a value of type int$"),
-        ("data", "global_batch=8.0", r"^data\.global_batch = 8\.0: expected a value of type int$"),
-        ("data", "dataset=b'x'", r"^data\.dataset = b'x': expected a value of type str$"),
-        ("model", "bias='no'", r"^model\.bias = 'no': expected a value of type bool$"),
-        ("wandb", "tags='a'", r"^wandb\.tags = 'a': expected a value of type tuple\[str, \.\.\.\]$"),
+        (
+            [],
+            SECTION.format(changes="run=dataclasses.replace(config.run, steps=1e3)"),
+            r"^run\.steps = 1000\.0: .* type int$",
+        ),
+        (
+            [],
+            SECTION.format(changes="wandb=dataclasses.replace(config.wandb, tags='a')"),
+            r"^wandb\.tags = 'a': .* tuple\[str",
+        ),
+        (
+            [DEBUG],
+            RULE.format(rules="(AttentionRule(heads=(1.0,)),)"),
+            r"^attention\.rules\.0\.heads\.0 = 1\.0: .* type int$",
+        ),
+        (
+            [DEBUG],
+            RULE.format(rules="(AttentionRule(attention='flash'),)"),
+            r"^attention\.rules\.0\.attention = 'flash'",
+        ),
+        ([DEBUG], RULE.format(rules="AttentionRule()"), r"^attention\.rules = .*: expected a value of type tuple"),
     ],
 )
-def test_a_recipe_with_a_value_of_another_type_is_refused(
-    tmp_path: Path, section: str, field: str, message: str
+def test_a_file_with_a_value_of_another_type_is_refused(
+    tmp_path: Path, files: list[str], content: str, message: str
 ) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(FIELD.format(section=section, field=field))
+    path.write_text(content)
     with pytest.raises(UserError, match=message):
-        load([str(path)])
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ("(AttentionRule(layers=1),)", r"^attention\.rules\.0\.layers = 1: expected a value of type tuple"),
-        ("(AttentionRule(heads=(1.0,)),)", r"^attention\.rules\.0\.heads\.0 = 1\.0: expected a value of type int$"),
-        ("(AttentionRule(attention='flash'),)", r"^attention\.rules\.0\.attention = 'flash': expected one of preset"),
-        ("AttentionRule()", r"^attention\.rules = .*: expected a value of type tuple"),
-    ],
-)
-def test_an_ablation_with_a_value_of_another_type_is_refused(tmp_path: Path, rules: str, message: str) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(RULE.format(rules=rules))
-    with pytest.raises(UserError, match=message):
-        load([DEBUG, str(path)])
+        load([*files, str(path)])
 
 
 def test_lists_in_a_python_file_are_tuples(tmp_path: Path) -> None:
@@ -218,9 +210,7 @@ def test_one_or_two_files_come_first(arguments: list[str]) -> None:
     ("content", "message"),
     [
         ({"data": {"batch": 1}}, r"^data = 'batch': expected one of dataset, sequence_length"),
-        ({"data": 1}, r"^data = 1: expected one of dataset"),
         ({"data": {"global_batch": "8"}}, r"^data\.global_batch = '8': expected a value of type int$"),
-        ({"data": {"global_batch": True}}, r"^data\.global_batch = True: expected a value of type int$"),
         ({"data": {"verify": "no"}}, r"^data\.verify = 'no': expected one of sha256, size$"),
         ({"wandb": {"tags": "x"}}, r"^wandb\.tags = 'x': expected a value of type tuple\[str, \.\.\.\]$"),
         ({"attention": {"rules": [{"layers": ["a"]}]}}, r"^attention\.rules\.0\.layers\.0 = 'a': expected"),
