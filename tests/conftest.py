@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -34,3 +37,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def low_precision_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """attention/ under the name that it is installed by, whatever version of it may be installed."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "low_precision_attention").symlink_to(Path(__file__).resolve().parent.parent / "attention")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return importlib.import_module("low_precision_attention")

@@ -50,28 +50,6 @@ def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(monkeypa
     torch.testing.assert_close(names["largest"][0], torch.tensor(visible))
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Llama"])
-def test_the_hugging_face_adapter_trains_as_eager_attention_does_and_refuses_padding(family: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    exec(compile(blocks(ROOT / "docs" / "huggingface.md", "python")[0], "huggingface.md", "exec"), {})
-    sizes = {"vocab_size": 101, "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64}
-    sizes |= {"attn_pdrop": 0.0} if family == "GPT2" else {"num_key_value_heads": 2, "intermediate_size": 96}
-    make = getattr(transformers, f"{family}Config")
-    tokens = torch.randint(0, 101, (2, 48), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for name in ("delta_from_p", "eager"):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(make(**sizes), attn_implementation=name).eval()
-        with torch.autocast("cpu", torch.bfloat16):
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
-        if name == "delta_from_p":
-            with pytest.raises(ValueError, match="without padding"):
-                model(input_ids=tokens, attention_mask=(torch.arange(48) > 4).expand(2, 48).long(), use_cache=False)
-    error = ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item()
-    assert 0 < error < 0.01
-
-
 def training_commands() -> list[list[str]]:
     """Arguments of every ``python train.py ...`` of the attention document."""
     lines = [line for block in blocks(ATTENTION, "") for line in block.splitlines()]

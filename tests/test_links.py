@@ -67,6 +67,7 @@ def test_training_commands_of_the_readme_are_understood(monkeypatch: pytest.Monk
         assert config.load(arguments) != config.load(arguments[:1])
 
 
+@pytest.mark.usefixtures("low_precision_attention")
 def test_the_python_example_of_the_readme_gives_gradients() -> None:
     names: dict[str, Any] = {}
     (example,) = [body for language, body in _FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]

@@ -1,0 +1,67 @@
+"""Train a Hugging Face language model with low-precision attention: a minute on a CPU, or on a GPU.
+
+pip install . transformers
+python examples/huggingface_finetune.py                       a small random Llama learns the bytes of Python's own argparse.py
+python examples/huggingface_finetune.py --model FOLDER_OR_NAME --text notes.txt --numerics flash_delta_from_p
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import transformers
+from low_precision_attention import PRESETS, huggingface
+
+
+def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedModel, torch.Tensor]:
+    """The model, and the text as tokens [N]; without a name a small random Llama, whose tokens are bytes."""
+    if name:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
+        return model, torch.tensor(transformers.AutoTokenizer.from_pretrained(name)(text)["input_ids"])
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model, torch.tensor(list(text.encode()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="", help="folder or name of a causal language model (default: a small random Llama)"
+    )
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="UTF-8 file to learn")
+    parser.add_argument("--numerics", default="flash_delta_from_p", choices=PRESETS, metavar="PRESET")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokens = load(options.model, options.text.read_text(), huggingface.register(options.numerics))
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    for step in range(options.steps):
+        starts = torch.randint(len(tokens) - options.length, (options.batch,))
+        batch = torch.stack([tokens[start : start + options.length] for start in starts]).to(device)
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0 or step == options.steps - 1:
+            print(f"step {step}: loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    main()
