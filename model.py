@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attention import LayerPlan, dispatch
+from attention.measures import largest_logits
 from errors import invalid
 from fused.linear_cross_entropy import linear_cross_entropy
 
 Activation = Literal["gelu", "gelu_tanh"]
-
-# Queries handled at once when the largest attention logit is looked for: [B, H, 128, T] instead of [B, H, T, T].
-QUERY_CHUNK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +51,8 @@ class ModelConfig:
     """Layer norm of q and k in every head (Henry et al. 2020; this form: Dehghani et al. 2023)."""
     attention_softcap: float = 0.0
     """Attention logits become cap * tanh(logit / cap) (Gemma 2: 50); 0 is off."""
-    logit_softcap: float = 0.0
-    """Output logits become cap * tanh(logit / cap) (Gemma 2: 30); 0 is off."""
     gated_attention: bool = False
     """Attention output times sigmoid(W x), elementwise, per head (arXiv 2505.06708)."""
-    z_loss: float = 0.0
-    """Coefficient of mean(logsumexp(logits)^2) in the training loss (PaLM: 1e-4); 0 is off."""
     qk_clip_tau: float = 0.0
     """After a step, heads whose largest logit passed this are scaled back to it (Kimi K2: 100); 0 is off."""
 
@@ -71,7 +65,7 @@ class ModelConfig:
             raise invalid("model.n_head", self.n_head, f"a divisor of model.n_embd = {self.n_embd}")
         if self.activation not in get_args(Activation):
             raise invalid("model.activation", self.activation, get_args(Activation))
-        for name in ("attention_softcap", "logit_softcap", "z_loss", "qk_clip_tau"):
+        for name in ("attention_softcap", "qk_clip_tau"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise invalid(f"model.{name}", value, "a finite number of at least 0 (0 is off)")
@@ -99,23 +93,6 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
     "microcosm": replace(_GPT2, n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=256),
     "debug": replace(_GPT2, n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256),
 }
-
-
-def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor) -> Tensor:
-    """Largest q . k / sqrt(D) of each head over the batch and the causal half, [H] float32, outside the autograd graph.
-
-    No absolute value: a large negative logit does no harm in a softmax. Works through the queries in chunks.
-    """
-    T, D = q_BTHD.shape[1], q_BTHD.shape[3]
-    with torch.no_grad(), torch.autocast(q_BTHD.device.type, enabled=False):
-        q_BHTD, k_BHTD = q_BTHD.detach().float().transpose(1, 2), k_BTHD.detach().float().transpose(1, 2)
-        chunks = []
-        for start in range(0, T, QUERY_CHUNK):
-            stop = min(start + QUERY_CHUNK, T)
-            logits_BHTT = q_BHTD[:, :, start:stop] @ k_BHTD[:, :, :stop].mT
-            future_TT = torch.ones(stop - start, stop, dtype=torch.bool, device=q_BTHD.device).triu(start + 1)
-            chunks.append(logits_BHTT.masked_fill(future_TT, -math.inf).amax(dim=(0, 2, 3)))
-        return torch.stack(chunks).amax(dim=0) / math.sqrt(D)
 
 
 class CausalSelfAttention(nn.Module):
@@ -163,7 +140,8 @@ class CausalSelfAttention(nn.Module):
             q_BTHD, k_BTHD = self.q_norm(q_BTHD).type_as(v_BTHD), self.k_norm(k_BTHD).type_as(v_BTHD)
         if self.tracks_logits and self.training:
             with torch.no_grad():
-                self.max_logit_H.copy_(torch.maximum(self.max_logit_H, largest_logits(q_BTHD, k_BTHD)))
+                logits_H = largest_logits(q_BTHD, k_BTHD, scale=(C // self.n_head) ** -0.5)
+                self.max_logit_H.copy_(torch.maximum(self.max_logit_H, logits_H))
         o_BTHD = self.attend(q_BTHD, k_BTHD, v_BTHD, rounding_seed)
         o_BTC = o_BTHD.reshape(B, T, C)
         if self.gate is not None:
@@ -255,7 +233,7 @@ class GPT(nn.Module):
 
         ``tokens_BT``, ``targets_BT`` int64; ``rounding_seed`` int64 [] seeds stochastic rounding (none given: 0);
         ``attention.run`` keeps layers apart.
-        ``logit_softcap`` is Gemma 2's (arXiv 2408.00118), in float32. Raises ``UserError`` for sequences beyond block_size.
+        Raises ``UserError`` for sequences beyond block_size.
         """
         T = tokens_BT.shape[1]
         if self.config.block_size < T:
@@ -266,37 +244,22 @@ class GPT(nn.Module):
         if self.loss_chunk and self.training and targets_BT is not None:
             return None, self.chunked_loss(x_BTC, targets_BT)
         logits_BTV = self.lm_head(x_BTC)
-        if self.config.logit_softcap:
-            logits_BTV = self.config.logit_softcap * torch.tanh(logits_BTV.float() / self.config.logit_softcap)
         return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
 
     def loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over targets other than -1, float32 []; while training, plus the z-loss.
+        """Mean cross-entropy in nats over targets other than -1, float32 [].
 
-        The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training
-        pushes them down. z-loss: z_loss * mean(log(Z)^2), Z the softmax's normalizer (PaLM, arXiv 2204.02311, section 5); left
-        out in evaluation, so that validation losses of runs with and without it compare.
+        The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training pushes them down.
         """
-        logits_NV, targets_N = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
-        loss = functional.cross_entropy(logits_NV, targets_N, ignore_index=-1)
-        if self.config.z_loss and self.training:
-            counted_N = targets_N != -1
-            squares_N = torch.logsumexp(logits_NV, dim=-1).square()
-            loss = loss + self.config.z_loss * torch.where(counted_N, squares_N, 0.0).sum() / counted_N.sum()
-        return loss
+        return functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=-1)
 
     def chunked_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-        """``loss`` of what the head would make of x, without its logits; for training, so z-loss included."""
+        """``loss`` of what the head would make of x, without its logits."""
         device = x_BTC.device.type
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
         return linear_cross_entropy(
-            x_BTC.flatten(0, 1),
-            self.lm_head.weight,
-            targets_BT.flatten(),
-            chunk=self.loss_chunk,
-            z_loss=self.config.z_loss,
-            softcap=self.config.logit_softcap,
+            x_BTC.flatten(0, 1), self.lm_head.weight, targets_BT.flatten(), chunk=self.loss_chunk
         )
 
     def attentions(self) -> list[CausalSelfAttention]:

@@ -31,7 +31,7 @@ READ_EVERY = {"cpu": 1, "cuda": 16}
 
 def train(config: TrainConfig) -> None:
     """Run ``config`` to its last step. Raises ``UserError`` for what the user can mend."""
-    distributed.set_deterministic(config.precision.deterministic, config.precision.fill_memory)
+    distributed.set_deterministic(config.precision.deterministic)
     distributed.set_tf32(config.precision.tf32)
     place = distributed.start(config.run.device)
     try:

@@ -8,7 +8,7 @@ Legend: B batch, H heads, T positions, D head width; R the queries of one chunk,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +38,6 @@ class AttentionStatistics:
     """Mean probability of key 0, over the rows that have another key to choose (positions 1 and later)."""
     top_1: Tensor
     """Mean over rows of the largest probability."""
-    top_k: Tensor
-    """[H, K]: mean over rows of the sum of the k largest probabilities, for each k asked for (Su Jianlin's measure of concentration)."""
     ties: Tensor
     """[H, 3]: share of rows with more than one score within a tolerance of the row maximum, for each of ``TIE_TOLERANCES``."""
     underflow: Tensor
@@ -54,7 +52,6 @@ def attention_statistics(
     scale: float,
     softcap: float = 0.0,
     scores_format: str = "fp32",
-    top_k: Sequence[int] = (),
     chunk: int = QUERY_CHUNK,
 ) -> AttentionStatistics:
     """Statistics of causal attention; layers may be stacked along H.
@@ -65,13 +62,12 @@ def attention_statistics(
         softcap: c > 0 makes the scores c tanh(S / c).
         scores_format: format of the site ``scores``: ties and row maxima are those of the rounded scores, as the kernel sees them;
             probabilities are always those of the unrounded ones.
-        top_k: which cumulative probabilities to report besides ``top_1``; each costs a partial sort.
         chunk: queries handled at once: memory is B * H * chunk * T floats, times about four.
     """
     rows: list[dict[str, Tensor]] = []
     with exact_float32(q_BTHD.device):
         for _, s_BHRS in score_rows(q_BTHD, k_BTHD, scale=scale, softcap=softcap, chunk=chunk):
-            rows.append({**_row_extremes(s_BHRS, scores_format), **_row_probabilities(s_BHRS, top_k)})
+            rows.append({**_row_extremes(s_BHRS, scores_format), **_row_probabilities(s_BHRS)})
     return _over_rows({name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]})
 
 
@@ -107,6 +103,17 @@ def score_rows(
         yield rows, s_BHRS
 
 
+@torch.no_grad()
+def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor, *, scale: float) -> Tensor:
+    """Largest scale q . k of each head over the batch and the causal half, [H] float32, whatever autocast is on.
+
+    No absolute value: a large negative logit does no harm in a softmax.
+    """
+    with torch.autocast(q_BTHD.device.type, enabled=False):
+        tops = [s_BHRS.amax(dim=(0, 2, 3)) for _, s_BHRS in score_rows(q_BTHD, k_BTHD, scale=scale)]
+    return torch.stack(tops).amax(dim=0)
+
+
 def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
     """Maximum, ties [X, 3] and underflow of each row, of the scores rounded to a format."""
     s_BHRS = round_to(s_BHRS, scores_format)
@@ -118,16 +125,10 @@ def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
     return {"max": max_X, "ties": torch.stack(ties, dim=-1).float(), "underflow": underflow_X.float()}
 
 
-def _row_probabilities(s_BHRS: Tensor, top_k: Sequence[int]) -> dict[str, Tensor]:
-    """Of each row: entropy, largest and first probability, and the sums of the k largest [X, K]."""
+def _row_probabilities(s_BHRS: Tensor) -> dict[str, Tensor]:
+    """Of each row: entropy, largest and first probability."""
     entropy_X, p_BHRS = entropy_of(s_BHRS)
-    measured = {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1), "sink": p_BHRS[..., 0]}
-    S = s_BHRS.shape[-1]
-    if top_k:
-        largest_BHRK = p_BHRS.topk(min(max(top_k), S), dim=-1).values
-        sums = [largest_BHRK[..., :k].sum(dim=-1) for k in top_k]
-        measured["top_k"] = torch.stack(sums, dim=-1)
-    return measured
+    return {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1), "sink": p_BHRS[..., 0]}
 
 
 def entropy_of(s_BHRS: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +141,7 @@ def entropy_of(s_BHRS: Tensor) -> tuple[Tensor, Tensor]:
 
 def _over_rows(rows: dict[str, Tensor]) -> AttentionStatistics:
     """Reduce what was measured of each row, [B, H, T] or [B, H, T, K], to heads."""
-    T, H = rows["max"].shape[2], rows["max"].shape[1]
+    T = rows["max"].shape[2]
     return AttentionStatistics(
         max_logit=rows["max"].amax(dim=(0, 2)),
         min_row_max=rows["max"].amin(dim=(0, 2)),
@@ -148,7 +149,6 @@ def _over_rows(rows: dict[str, Tensor]) -> AttentionStatistics:
         # Row 0 sees key 0 alone; a sequence of one token has no other row.
         sink=rows["sink"][:, :, min(1, T - 1) :].mean(dim=(0, 2)),
         top_1=rows["top_1"].mean(dim=(0, 2)),
-        top_k=rows["top_k"].mean(dim=(0, 2)) if "top_k" in rows else rows["max"].new_zeros(H, 0),
         ties=rows["ties"].mean(dim=(0, 2)),
         underflow=rows["underflow"].mean(dim=(0, 2)),
     )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.measures import largest_logits
 from autopsy.verdict import (
     Bias,
     Finding,
@@ -30,7 +31,6 @@ from autopsy.verdict import (
     token_sizes,
     verdict,
 )
-from model import largest_logits
 from probes.accumulation import count_ones, one_signed_share
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors, effective_numerics, group_of, high_outputs, output_errors
@@ -130,7 +130,7 @@ class LayerSums:
         alike = coherence(pk_BHTD, x_BTC)
         self._sum("coherence", alike.within_H)
         self._sum("one_signed", one_signed_share(layer.v_BTHD))
-        logits_H = largest_logits(layer.q_BTHD, layer.k_BTHD) * (layer.scale * layer.q_BTHD.shape[-1] ** 0.5)
+        logits_H = largest_logits(layer.q_BTHD, layer.k_BTHD, scale=layer.scale)
         self.max_logit_H = logits_H if self.max_logit_H is None else torch.maximum(self.max_logit_H, logits_H)
 
     def _sum(self, name: str, value: Tensor) -> None:

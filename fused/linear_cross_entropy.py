@@ -6,9 +6,9 @@ gradients of x and of W at once; the backward pass only scales those two (the ar
 
 For each row x of x_NC with target t, w_v the rows of W, and lse = log sum_v exp(s_v):
 
-    s_v = x . w_v                 rounded to x's dtype, as autocast leaves it; then, in float32, softcap * tanh(s_v / softcap)
-    loss = lse - s_t + z_loss * lse^2
-    dloss/ds_v = exp(s_v - lse) (1 + 2 z_loss lse) - [v = t]      times 1 - (s_v / softcap)^2; rounded to x's dtype
+    s_v = x . w_v                              rounded to x's dtype, as autocast leaves it
+    loss = lse - s_t
+    dloss/ds_v = exp(s_v - lse) - [v = t]      rounded to x's dtype
 
 What differs from autograd's path: the gradient of the logits is rounded before it is divided by the number of targets, not after
 (the same bits where that number is a power of two); the gradient of W is summed in float32 over blocks and never rounded to x's
@@ -26,9 +26,7 @@ IGNORED_TARGET = -1
 
 
 @torch.library.custom_op("fused::linear_cross_entropy", mutates_args=())
-def _sum_and_gradients(
-    x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int, z_loss: float, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_and_gradients(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """(sum of the losses [], its gradients by x [N, C] in x's dtype and by W [V, C] in W's)."""
     with torch.autocast(x_NC.device.type, enabled=False):
         operand_VC, targets_N = weight_VC.to(x_NC.dtype), targets_N.contiguous()
@@ -39,7 +37,7 @@ def _sum_and_gradients(
         for rows in (slice(start, start + chunk) for start in range(0, x_NC.shape[0], chunk)):
             x = x_NC[rows]
             logits = torch.mm(x, operand_VC.mT, out=buffer[: x.shape[0]])
-            _softmax(x.device)(logits, targets_N[rows], loss_N[rows], z_loss, softcap)
+            _softmax(x.device)(logits, targets_N[rows], loss_N[rows])
             torch.mm(logits, operand_VC, out=dx_NC[rows])
             part = _float32_product(logits.mT, x)
             dweight_VC = part if dweight_VC is None else dweight_VC.add_(part)
@@ -48,7 +46,7 @@ def _sum_and_gradients(
 
 
 @_sum_and_gradients.register_fake
-def _(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int, z_loss: float, softcap: float):  # type: ignore[no-untyped-def]
+def _(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int):  # type: ignore[no-untyped-def]
     return x_NC.new_empty((), dtype=torch.float32), torch.empty_like(x_NC), torch.empty_like(weight_VC)
 
 
@@ -60,7 +58,7 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _backward(ctx, dloss, *_):  # type: ignore[no-untyped-def]
     dx_NC, dweight_VC = ctx.saved_tensors
     # In float32: a product of dtypes would round dloss, a scalar, to that of dx first.
-    return (dloss * dx_NC.float()).to(dx_NC.dtype), dloss * dweight_VC, None, None, None, None
+    return (dloss * dx_NC.float()).to(dx_NC.dtype), dloss * dweight_VC, None, None
 
 
 _sum_and_gradients.register_autograd(_backward, setup_context=_setup_context)
@@ -82,29 +80,23 @@ def _softmax(device: torch.device):  # type: ignore[no-untyped-def]
     return softmax_rows_triton
 
 
-def softmax_rows(logits_NV: Tensor, targets_N: Tensor, loss_N: Tensor, z_loss: float, softcap: float) -> None:
+def softmax_rows(logits_NV: Tensor, targets_N: Tensor, loss_N: Tensor) -> None:
     """Write the loss of every row into ``loss_N`` and turn its logits into their gradient, in place; ignored rows become 0.
 
     ``loss_N`` float32; the equations on top of the module, all in float32 but for the one rounding at the end.
     """
     s_NV = logits_NV.float()
-    if softcap:
-        s_NV = softcap * torch.tanh(s_NV / softcap)
     lse_N = torch.logsumexp(s_NV, dim=-1)
     counted_N = targets_N != IGNORED_TARGET
     target_N1 = targets_N.clamp(min=0)[:, None]
-    losses_N = lse_N - s_NV.gather(1, target_N1)[:, 0] + z_loss * lse_N.square()
+    losses_N = lse_N - s_NV.gather(1, target_N1)[:, 0]
     loss_N.copy_(torch.where(counted_N, losses_N, 0.0))
-    ds_NV = torch.exp(s_NV - lse_N[:, None]) * (1 + 2 * z_loss * lse_N)[:, None]
+    ds_NV = torch.exp(s_NV - lse_N[:, None])
     ds_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, -1, dtype=torch.float32))
-    if softcap:
-        ds_NV *= 1 - (s_NV / softcap).square()
     logits_NV.copy_(torch.where(counted_N[:, None], ds_NV, 0.0))
 
 
-def linear_cross_entropy(
-    x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, *, chunk: int, z_loss: float = 0.0, softcap: float = 0.0
-) -> Tensor:
+def linear_cross_entropy(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, *, chunk: int) -> Tensor:
     """Mean loss of the equations on top, float32 [], over targets other than -1 (NaN where there is none).
 
     Args:
@@ -112,7 +104,6 @@ def linear_cross_entropy(
         weight_VC: the head's weight, float32 master copy; rounded to x's dtype inside. Its gradient is float32.
         targets_N: int64, -1 for none.
         chunk: tokens whose logits exist at once; [chunk, V] of x's dtype is the operator's memory beside the gradients.
-        z_loss, softcap: as ``ModelConfig`` has them; 0 is off.
     """
-    total = _sum_and_gradients(x_NC, weight_VC, targets_N, chunk, z_loss, softcap)[0]
+    total = _sum_and_gradients(x_NC, weight_VC, targets_N, chunk)[0]
     return total / (targets_N != IGNORED_TARGET).sum()

@@ -9,34 +9,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from attention.triton.arithmetic import BF16, INTERPRETED, LOG2_E, NEAREST, round_mantissa
 
 
 @triton.jit
-def _tanh(b_x):
-    """CUDA's own. The interpreter lacks it: a series near 0, next term below 1e-8 of it; elsewhere 1 - e does not cancel."""
-    if not INTERPRETED:
-        return libdevice.tanh(b_x)
-    b_e = tl.exp2(tl.abs(b_x) * (-2 * LOG2_E))
-    b_t = (1 - b_e) / (1 + b_e)
-    b_q = b_x * b_x
-    b_series = b_x * (1 + b_q * (-1 / 3 + b_q * (2 / 15 + b_q * (-17 / 315 + b_q * (62 / 2835)))))
-    return tl.where(tl.abs(b_x) < 0.25, b_series, tl.where(b_x < 0, -b_t, b_t))
-
-
-@triton.jit
-def _scores(p_row, o_v, V, softcap, SOFTCAP: tl.constexpr):
-    b_s = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
-    if SOFTCAP:
-        b_s = tl.where(o_v < V, softcap * _tanh(b_s / softcap), -float("inf"))
-    return b_s
-
-
-@triton.jit
 def softmax_rows_kernel(
-    p_logits, p_targets, p_loss, V, z_loss, softcap, SOFTCAP: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr
+    p_logits, p_targets, p_loss, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     i_n = tl.program_id(0).to(tl.int64)
     p_row = p_logits + i_n * V
@@ -46,29 +25,26 @@ def softmax_rows_kernel(
     b_target = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         o_v = start + tl.arange(0, BLOCK)
-        b_s = _scores(p_row, o_v, V, softcap, SOFTCAP)
+        b_s = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(row_max, tl.max(b_s))
         b_l = b_l * tl.exp2((row_max - new_max) * LOG2_E) + tl.exp2((b_s - new_max) * LOG2_E)
         # Picked out here: a load by itself could meet the gradient that another warp has written there already.
         b_target += tl.where(o_v == target, b_s, 0.0)
         row_max = new_max
     lse = row_max + tl.log(tl.sum(b_l))
-    loss = lse - tl.sum(b_target) + z_loss * lse * lse
+    loss = lse - tl.sum(b_target)
     tl.store(p_loss + i_n, tl.where(target == IGNORED, 0.0, loss))
-    factor = 1 + 2 * z_loss * lse
     for start in range(0, V, BLOCK):
         o_v = start + tl.arange(0, BLOCK)
-        b_s = _scores(p_row, o_v, V, softcap, SOFTCAP)
-        b_ds = tl.exp2((b_s - lse) * LOG2_E) * factor - tl.where(o_v == target, 1.0, 0.0)
-        if SOFTCAP:
-            b_ds *= 1 - (b_s / softcap) * (b_s / softcap)
+        b_s = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
+        b_ds = tl.exp2((b_s - lse) * LOG2_E) - tl.where(o_v == target, 1.0, 0.0)
         b_ds = tl.where(target == IGNORED, 0.0, b_ds)
         if INTERPRETED and p_logits.dtype.element_ty == tl.bfloat16:
             b_ds = round_mantissa(b_ds, BF16, NEAREST, 0)
         tl.store(p_row + o_v, b_ds.to(p_logits.dtype.element_ty), mask=o_v < V)
 
 
-def softmax_rows_triton(logits_NV: Tensor, targets_N: Tensor, loss_N: Tensor, z_loss: float, softcap: float) -> None:
+def softmax_rows_triton(logits_NV: Tensor, targets_N: Tensor, loss_N: Tensor) -> None:
     """See ``softmax_rows``; all three contiguous."""
     N, V = logits_NV.shape
     with torch.cuda.device_of(logits_NV):
@@ -77,9 +53,6 @@ def softmax_rows_triton(logits_NV: Tensor, targets_N: Tensor, loss_N: Tensor, z_
             targets_N,
             loss_N,
             V,
-            z_loss,
-            softcap,
-            SOFTCAP=softcap > 0,
             IGNORED=-1,
             BLOCK=min(4096, triton.next_power_of_2(V)),
             num_warps=8,

@@ -112,8 +112,7 @@ def capture(
     module's mode and method is put back, also after an error. Nothing waits for the device.
 
     Args:
-        model: the plain ``GPT``; not what ``torch.compile`` or DDP made of it. The loss is the one of its mode: z-loss
-            belongs to it while training.
+        model: the plain ``GPT``; not what ``torch.compile`` or DDP made of it.
         tokens_BT, targets_BT: int64 on the model's device.
         layers: which, from 0; all if None.
         autocast: entered around the forward pass alone, as in training.

@@ -1,13 +1,10 @@
 """The error of delta, token by token: delta_lp - delta_hp of arXiv 2510.04212, Figure 5, and whether it is biased.
 
 delta[T] = sum_d dO[T, d] O[T, d]. The backward pass forms dS = P * (dP - delta), so an error of delta adds
--scale * error[T] * (P K)[T] to dQ[T] (``probes.low_rank`` has that equation). What counts as high precision is a choice:
-
-- ``backward``: O = P V in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The
-  error is then what makes dS inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it is ``fp32``, which
-  leaves out what FP32 does to L at large logits: that P sums to 1 + y, |y| up to |L| 2^-24, a factor common to a row.
-- ``fp32``: all of attention in FP32 from the same q, k and v. A rounding of S counts as an error of O.
-- ``fp64``: the same in FP64.
+-scale * error[T] * (P K)[T] to dQ[T] (``probes.low_rank`` has that equation). High precision is O = P V
+in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The error is then what makes dS
+inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it is all of attention in FP32 from the same q, k and v,
+which leaves out what FP32 does to L at large logits: that P sums to 1 + y, |y| up to |L| 2^-24, a factor common to a row.
 
 dO is the one that attention reads (rounded at site ``output_gradient``) on both sides, q, k and v as at site ``inputs``.
 
@@ -16,11 +13,9 @@ Legend: B batch, T positions, H heads, D head width, U units (blocks of tokens) 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,15 +30,11 @@ from attention.reference.flash import row_residuals as reference_row_residuals
 from attention.reference.tiles import FORMAT_OF, Problem, Sites, make_problem, o_for_delta
 from probes.capture import LayerCapture
 
-Reference = Literal["backward", "fp32", "fp64"]
-
 HIGH = FP32.with_sites({"output": "fp32", "inputs": "fp32", "tile_q": 0, "tile_k": 0})
 """O of this is unrounded FP32, in one tile."""
 
 UNIT = 32
 """Consecutive tokens whose mean error is one draw for the standard error: neighbors attend to the same keys."""
-
-_FP64_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class DeltaError:
     low_BHT: Tensor
     """As the backward pass of this layer and head sees it, float32."""
     high_BHT: Tensor
-    """From the high-precision O; float32, or float64 for reference ``fp64``."""
+    """From the high-precision O, float32."""
 
     @property
     def error_BHT(self) -> Tensor:
@@ -94,9 +85,7 @@ def high_outputs(layer: LayerCapture) -> Tensor:
     return over_groups(layer, lambda group: high_output(layer, group))
 
 
-def delta_errors(
-    layer: LayerCapture, *, reference: Reference = "backward", high_BHTD: Tensor | None = None
-) -> DeltaError:
+def delta_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> DeltaError:
     """delta in low and high precision for each token and head of a layer (arXiv 2510.04212, section 3.2, Figure 5a).
 
     Low precision is, head by head, what the layer's plan says: rowsum(dO * O) with the O that was produced where that O is
@@ -105,9 +94,7 @@ def delta_errors(
     """
     return DeltaError(
         low_BHT=over_groups(layer, lambda group: _low(layer, group)),
-        high_BHT=over_groups(
-            layer, lambda group: _rowsum(_do(layer, group), _high(layer, group, reference, high_BHTD))
-        ),
+        high_BHT=over_groups(layer, lambda group: _rowsum(_do(layer, group), _high(layer, group, high_BHTD))),
     )
 
 
@@ -145,7 +132,7 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
 
 def output_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor:
     """O_lp - O_hp, [B, H, T, D], of the O inside delta (of the O handed on, where delta has none in it)."""
-    return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, "backward", high_BHTD))
+    return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, high_BHTD))
 
 
 def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
@@ -210,14 +197,12 @@ def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> t
 
 
 @torch.no_grad()
-def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference = "backward") -> Tensor:
-    """O of a group in high precision, [B, H, T, D]; see the top of this module for ``reference``."""
+def high_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
+    """O of a group in high precision, [B, H, T, D]; see the top of this module."""
     numerics = effective_numerics(group)
-    if reference == "fp64":
-        return _fp64_output(problem_of(layer, group, _with_inputs_of(numerics, layer)))
     n = numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
-    if reference == "fp32" or {n.scores, n.statistics, n.logsumexp} == {"fp32"}:
-        return forward_pass(layer, group, _with_inputs_of(numerics, layer))[0].transpose(1, 2)
+    if {n.scores, n.statistics, n.logsumexp} == {"fp32"}:
+        return forward_pass(layer, group, HIGH.with_sites({"inputs": n.inputs}))[0].transpose(1, 2)
     saved = forward_pass(layer, group, numerics)[2]
     with exact_float32(layer.q_BTHD.device):
         problem = problem_of(layer, group, numerics)
@@ -232,27 +217,11 @@ def high_output(layer: LayerCapture, group: HeadGroup, reference: Reference = "b
         return torch.cat(outputs, dim=2)
 
 
-def _high(layer: LayerCapture, group: HeadGroup, reference: Reference, high_BHTD: Tensor | None) -> Tensor:
+def _high(layer: LayerCapture, group: HeadGroup, high_BHTD: Tensor | None) -> Tensor:
     """``high_output``, taken from those of all heads where they are known."""
     if high_BHTD is None:
-        return high_output(layer, group, reference)
+        return high_output(layer, group)
     return high_BHTD[:, head_index(group.heads, high_BHTD.device)]
-
-
-def _with_inputs_of(numerics: Numerics, layer: LayerCapture) -> Numerics:
-    """High precision from operands that are rounded as those of ``numerics``."""
-    return HIGH.with_sites({"inputs": numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype]).inputs})
-
-
-def _fp64_output(problem: Problem) -> Tensor:
-    """softmax(S) V in FP64, some rows at a time."""
-    problem = dataclasses.replace(problem, q=problem.q.double(), k=problem.k.double(), v=problem.v.double())
-    outputs = []
-    for start in range(0, problem.q.shape[2], _FP64_ROWS):
-        rows = slice(start, min(start + _FP64_ROWS, problem.q.shape[2]))
-        columns = slice(0, rows.stop)
-        outputs.append(torch.softmax(problem.scores(rows, columns), dim=-1) @ problem.v[:, :, columns])
-    return torch.cat(outputs, dim=2)
 
 
 def _do(layer: LayerCapture, group: HeadGroup) -> Tensor:

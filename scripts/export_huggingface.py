@@ -7,15 +7,16 @@ python scripts/export_huggingface.py runs/NAME exported/NAME                    
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import _root  # noqa: F401
 
+import config as configuration
 from attention import AttentionConfig, AttentionSpec
-from errors import OneLineParser, UserError, check_place, exit_on_user_error
+from errors import OneLineParser, check_place, exit_on_user_error
 from model import GPT, ModelConfig
 from training.huggingface import export_gpt2
+from training.retired import upgraded
 from training.weights import load_weights, read_checkpoint
 
 
@@ -25,14 +26,7 @@ def load_model(folder: Path) -> GPT:
     Raises ``UserError`` for what is no checkpoint, is damaged, or has a config that this version does not know.
     """
     checkpoint = read_checkpoint(folder)
-    section = checkpoint.config_json.get("model")
-    if not isinstance(section, dict):
-        raise UserError(f"checkpoint {checkpoint.path}: its config has no section model")
-    if unknown := sorted(section.keys() - {field.name for field in dataclasses.fields(ModelConfig)}):
-        raise UserError(
-            f"checkpoint {checkpoint.path}: its config has model.{unknown[0]}, which this version does not know"
-        )
-    config = ModelConfig(**section)
+    config = configuration.from_json(ModelConfig, upgraded(checkpoint.config_json).get("model"), "model")
     plans = AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
     model = GPT(config, plans)
     load_weights(model, checkpoint)

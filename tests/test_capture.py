@@ -21,7 +21,7 @@ VARIANTS = {
     "plain": BASE,
     "qk_norm": dataclasses.replace(BASE, qk_norm=True),
     "gated": dataclasses.replace(BASE, gated_attention=True),
-    "softcap": dataclasses.replace(BASE, attention_softcap=5.0, z_loss=1e-2),
+    "softcap": dataclasses.replace(BASE, attention_softcap=5.0),
 }
 MIXED = AttentionConfig(
     flash_backend="flash_reference",

@@ -12,7 +12,7 @@ import pytest
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from config import PRESETS, TrainConfig, from_json, load, to_json
 from errors import UserError
-from training.metrics import WandbConfig
+from training.alarm import AlarmConfig
 
 RECIPES = sorted(PRESETS.glob("*.py"))
 ABLATIONS = sorted((PRESETS / "ablations").glob("*.py"))
@@ -58,7 +58,9 @@ def test_ablation_changes_attention_only(ablation: Path) -> None:
 
 def test_json_has_no_tuples() -> None:
     rules = (AttentionRule(layers=(1,), heads=(0, 2)),)
-    config = dataclasses.replace(load([DEBUG]), attention=AttentionConfig(rules=rules), wandb=WandbConfig(tags=("a",)))
+    config = dataclasses.replace(
+        load([DEBUG]), attention=AttentionConfig(rules=rules), alarm=AlarmConfig(switches=("3:1:flash",))
+    )
     content = to_json(config)
     assert content == json.loads(json.dumps(content))
     assert through_json(config) == config
@@ -163,11 +165,6 @@ RULE = "from attention import AttentionConfig, AttentionRule\nattention = Attent
             r"^run\.steps = 1000\.0: .* type int$",
         ),
         (
-            [],
-            SECTION.format(changes="wandb=dataclasses.replace(config.wandb, tags='a')"),
-            r"^wandb\.tags = 'a': .* tuple\[str",
-        ),
-        (
             [DEBUG],
             RULE.format(rules="(AttentionRule(heads=(1.0,)),)"),
             r"^attention\.rules\.0\.heads\.0 = 1\.0: .* type int$",
@@ -212,7 +209,7 @@ def test_one_or_two_files_come_first(arguments: list[str]) -> None:
         ({"data": {"batch": 1}}, r"^data = 'batch': expected one of dataset, sequence_length"),
         ({"data": {"global_batch": "8"}}, r"^data\.global_batch = '8': expected a value of type int$"),
         ({"data": {"verify": "no"}}, r"^data\.verify = 'no': expected one of sha256, size$"),
-        ({"wandb": {"tags": "x"}}, r"^wandb\.tags = 'x': expected a value of type tuple\[str, \.\.\.\]$"),
+        ({"alarm": {"switches": "x"}}, r"^alarm\.switches = 'x': expected a value of type tuple\[str, \.\.\.\]$"),
         ({"attention": {"rules": [{"layers": ["a"]}]}}, r"^attention\.rules\.0\.layers\.0 = 'a': expected"),
     ],
 )

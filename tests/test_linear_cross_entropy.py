@@ -19,12 +19,6 @@ from fused.linear_cross_entropy import linear_cross_entropy, softmax_rows
 from model import GPT, ModelConfig, initialize
 
 HALF = [torch.bfloat16, torch.float16]
-SETTINGS = {
-    "plain": {},
-    "z_loss": {"z_loss": 1e-2},
-    "softcap": {"softcap": 3.0},
-    "both": {"z_loss": 1e-2, "softcap": 3.0},
-}
 
 
 class Result(NamedTuple):
@@ -45,48 +39,39 @@ def problem(
     return x_NC.to(device), weight_VC.to(device), targets_N.to(device)
 
 
-def reference(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, softcap: float = 0.0) -> Tensor:
+def reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """What ``GPT.forward`` and ``GPT.loss`` do, in the dtype of x; the softmax in float32 at least."""
     logits = functional.linear(x, weight.to(x.dtype))
     logits = logits.float() if logits.dtype in HALF else logits
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    loss = functional.cross_entropy(logits, targets, ignore_index=-1)
-    if z_loss:
-        counted = targets != -1
-        loss = loss + z_loss * torch.where(counted, torch.logsumexp(logits, -1).square(), 0.0).sum() / counted.sum()
-    return loss
+    return functional.cross_entropy(logits, targets, ignore_index=-1)
 
 
-def differentiate(function, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, **settings) -> Result:  # type: ignore[no-untyped-def]
+def differentiate(function, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, **chunk: int) -> Result:  # type: ignore[no-untyped-def]
     """Loss and gradients; x is rounded to ``dtype`` on the way in, as autocast does it."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    loss = function(x.to(dtype), weight, targets, **settings)
+    loss = function(x.to(dtype), weight, targets, **chunk)
     (3 * loss).backward()
     assert x.grad is not None
     assert weight.grad is not None
     return Result(loss.detach(), x.grad, weight.grad)
 
 
-def errors(found: Result, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, **settings) -> list[float]:  # type: ignore[no-untyped-def]
+def errors(found: Result, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> list[float]:  # type: ignore[no-untyped-def]
     """Root mean square distance from fp64, of what the rounded x and W give."""
     rounded = (x.to(dtype).double(), weight.to(dtype).double())
-    exact = differentiate(reference, *rounded, targets, torch.float64, **settings)
+    exact = differentiate(reference, *rounded, targets, torch.float64)
     return [(a.double() - b).square().mean().sqrt().item() for a, b in zip(found, exact, strict=True)]
 
 
 @pytest.mark.parametrize("chunk", [64, 16, 48])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_errors_are_within_twice_those_of_autograds_path(
-    dtype: torch.dtype, settings: dict[str, float], chunk: int, device: torch.device
-) -> None:
+def test_errors_are_within_twice_those_of_autograds_path(dtype: torch.dtype, chunk: int, device: torch.device) -> None:
     squares = torch.zeros(3, 2)
     for seed in range(6):  # a loss is one number: alone it may be right by accident
         tensors = problem(device, seed=seed)
-        found = differentiate(linear_cross_entropy, *tensors, dtype, chunk=chunk, **settings)
-        plain = differentiate(reference, *tensors, dtype, **settings)
-        pairs = zip(*(errors(result, *tensors, dtype, **settings) for result in (found, plain)), strict=True)
+        found = differentiate(linear_cross_entropy, *tensors, dtype, chunk=chunk)
+        plain = differentiate(reference, *tensors, dtype)
+        pairs = zip(*(errors(result, *tensors, dtype) for result in (found, plain)), strict=True)
         squares += torch.tensor(list(pairs)).square()
     # Half a float32 rounding of a loss near 6 is granted, which in float32 is all the error there is.
     floors = [found.loss.item() * 2.0**-24, 0.0, 0.0]
@@ -97,7 +82,7 @@ def test_errors_are_within_twice_those_of_autograds_path(
 def test_the_operator_is_sound() -> None:
     """torch's own checks: the fake agrees with the real one, and autograd is registered."""
     x, weight, targets = problem(torch.device("cpu"), 12, 8, 20)
-    arguments = (x.requires_grad_(), weight.requires_grad_(), targets, 5, 0.0, 0.0)
+    arguments = (x.requires_grad_(), weight.requires_grad_(), targets, 5)
     torch.library.opcheck(
         torch.ops.fused.linear_cross_entropy.default,
         arguments,
@@ -107,7 +92,7 @@ def test_the_operator_is_sound() -> None:
 
 # ---- in the model
 
-TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=61, vocab_multiple=8, z_loss=1e-3)
+TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=61, vocab_multiple=8)
 
 
 def tiny(loss_chunk: int) -> GPT:
@@ -162,9 +147,8 @@ KERNEL_DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.
 
 @pytest.mark.parametrize("place", KERNEL_DEVICES)
 @pytest.mark.parametrize("v", [300, 5000])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernel_agrees_with_torch(dtype: torch.dtype, settings: dict[str, float], v: int, place: str) -> None:
+def test_the_kernel_agrees_with_torch(dtype: torch.dtype, v: int, place: str) -> None:
     if place == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     from fused.softmax_triton import softmax_rows_triton
@@ -173,27 +157,24 @@ def test_the_kernel_agrees_with_torch(dtype: torch.dtype, settings: dict[str, fl
     logits = (4 * torch.randn(9, v, generator=generator)).to(dtype).to(place)
     targets = torch.randint(v, (9,), generator=generator).to(place)
     targets[4] = -1
-    arguments = (settings.get("z_loss", 0.0), settings.get("softcap", 0.0))
     results = []
     for function, compute in ((softmax_rows, torch.float64), (softmax_rows, dtype), (softmax_rows_triton, dtype)):
         rows = logits.clone() if compute == dtype else logits.double()
         loss = torch.full((9,), torch.nan, device=place, dtype=torch.float32)
         if compute == torch.float64:
-            loss, rows = exact_rows(rows, targets, *arguments)
+            loss, rows = exact_rows(rows, targets)
         else:
-            function(rows, targets, loss, *arguments)
+            function(rows, targets, loss)
         results.append((loss.double(), rows.double()))
     (exact_loss, exact), (torch_loss, by_torch), (kernel_loss, by_kernel) = results
     assert (by_kernel - exact).norm() <= 2 * (by_torch - exact).norm()
     assert (kernel_loss - exact_loss).norm() <= 2 * (torch_loss - exact_loss).norm() + exact_loss.norm() * 2.0**-24
 
 
-def exact_rows(logits: Tensor, targets: Tensor, z_loss: float, softcap: float) -> tuple[Tensor, Tensor]:
+def exact_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and gradients of the rows in fp64, by autograd."""
     logits = logits.detach().requires_grad_()
-    s = softcap * torch.tanh(logits / softcap) if softcap else logits
-    losses = functional.cross_entropy(s, targets, ignore_index=-1, reduction="none")
-    losses = losses + torch.where(targets != -1, z_loss * torch.logsumexp(s, -1).square(), 0.0)
+    losses = functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     losses.sum().backward()
     assert logits.grad is not None
     return losses.detach(), logits.grad

@@ -20,9 +20,7 @@ TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50,
 STABILIZERS: dict[str, dict[str, Any]] = {
     "qk_norm": {"qk_norm": True},
     "attention_softcap": {"attention_softcap": 5.0},
-    "logit_softcap": {"logit_softcap": 3.0},
     "gated_attention": {"gated_attention": True},
-    "z_loss": {"z_loss": 1e-2},
     "qk_clip": {"qk_clip_tau": 1.0},
 }
 
@@ -86,8 +84,10 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
         ({"n_embd": 64.0}, "model.n_embd = 64.0: expected an integer of at least 1"),
         ({"vocab_multiple": 0}, "model.vocab_multiple = 0: expected an integer of at least 1"),
         ({"activation": "relu"}, "model.activation = 'relu': expected one of gelu, gelu_tanh"),
-        ({"logit_softcap": -1.0}, "model.logit_softcap = -1.0: expected a finite number of at least 0 (0 is off)"),
-        ({"z_loss": math.nan}, "model.z_loss = nan: expected a finite number of at least 0 (0 is off)"),
+        (
+            {"attention_softcap": -1.0},
+            "model.attention_softcap = -1.0: expected a finite number of at least 0 (0 is off)",
+        ),
     ],
 )
 def test_config_names_field_value_and_choices(changes: dict[str, Any], message: str) -> None:
@@ -205,7 +205,7 @@ def test_loss_is_mean_cross_entropy_over_all_columns_padding_included() -> None:
 
 
 def test_targets_of_minus_one_do_not_count() -> None:
-    model, (tokens, targets) = make(scale=5.0, z_loss=0.1), batch(B=2)
+    model, (tokens, targets) = make(scale=5.0), batch(B=2)
     ignored = targets.clone()
     ignored[1] = -1
     torch.testing.assert_close(model(tokens, ignored)[1], model(tokens[:1], targets[:1])[1])
@@ -216,31 +216,6 @@ def test_loss_is_float32_under_autocast() -> None:
         logits, loss = make()(*batch())
     assert logits.dtype == torch.bfloat16
     assert torch.equal(loss, functional.cross_entropy(logits.float().flatten(0, 1), batch()[1].flatten()))
-
-
-def test_z_loss_gradient_is_that_of_the_formula() -> None:
-    model, (_, targets) = make(z_loss=0.3), batch()
-    logits = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(2)).mul(3).requires_grad_()
-    (gradient,) = torch.autograd.grad(model.loss(logits, targets), logits)
-    # d/dx of c * mean((log Z)^2) = c * 2 log(Z) softmax(x) / N, d/dx of cross-entropy = (softmax(x) - onehot) / N.
-    exact = logits.detach().double()
-    log_z, p = torch.logsumexp(exact, dim=-1, keepdim=True), torch.softmax(exact, dim=-1)
-    expected = (0.3 * 2 * log_z * p + p - functional.one_hot(targets, 64)) / targets.numel()
-    assert (gradient - expected).abs().max() < 16 * torch.finfo(torch.float32).eps * expected.abs().max()
-
-
-def test_z_loss_is_left_out_of_evaluation() -> None:
-    model, plain = make(z_loss=0.3), make()
-    assert model(*batch())[1] > plain(*batch())[1]
-    assert torch.equal(model.eval()(*batch())[1], plain(*batch())[1])
-
-
-def test_logit_softcap_is_tanh_in_float32() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        plain, capped = make(scale=20.0)(batch()[0])[0], make(scale=20.0, logit_softcap=3.0)(batch()[0])[0]
-    assert plain.dtype == torch.bfloat16
-    assert plain.abs().max() > 3.0
-    assert torch.equal(capped, 3.0 * torch.tanh(plain.float() / 3.0))
 
 
 def without_epsilon(model: GPT) -> GPT:

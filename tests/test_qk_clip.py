@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec
-from model import GPT, QUERY_CHUNK, ModelConfig, initialize, largest_logits
+from attention.measures import QUERY_CHUNK, largest_logits
+from model import GPT, ModelConfig, initialize
 from training import qk_clip
 from training.qk_clip import clip_factors, clip_qk, forget_logits
 
@@ -59,14 +60,14 @@ def test_largest_logits_are_those_of_the_whole_causal_matrix(T: int) -> None:
     q, k = (torch.randint(-9, 10, (2, T, 3, 4), generator=generator).float() for _ in range(2))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
     causal = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-    assert torch.equal(largest_logits(q, k), causal.amax(dim=(0, 2, 3)))
+    assert torch.equal(largest_logits(q, k, scale=0.5), causal.amax(dim=(0, 2, 3)))
 
 
 def test_largest_logits_are_float32_under_autocast() -> None:
     q, k = (torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     with torch.autocast("cpu", torch.bfloat16):
-        inside = largest_logits(q, k)
-    assert torch.equal(inside, largest_logits(q, k))
+        inside = largest_logits(q, k, scale=0.5)
+    assert torch.equal(inside, largest_logits(q, k, scale=0.5))
 
 
 def test_maxima_run_over_micro_steps() -> None:

@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rounded_forward": {**BF16, "attention": preset("flash", "rounded_forward")},
     "accumulated": {**BF16, "data.micro_batch": 2},
     "float16_qk_clip": {"precision.dtype": "float16", "model.qk_clip_tau": 0.1},
-    "z_loss_details": {"model.z_loss": 1e-3, "telemetry.details": True, "telemetry.sequences": 3},
+    "sequences": {"telemetry.sequences": 3},
     "muon": {"optim.optimizer": "muon"},
 }
 

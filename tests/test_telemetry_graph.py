@@ -84,7 +84,7 @@ def tiny(attention: AttentionConfig, device: str = "cpu", **changes: Any) -> GPT
     width = 16 if device == "cpu" else 128
     shape: dict[str, Any] = {"n_layer": 3, "n_head": 2, "n_embd": width, "block_size": 256, "vocab_size": 64}
     config = ModelConfig(**{**shape, "vocab_multiple": 1, **changes})
-    model = GPT(config, attention.resolve(3, 2), 16 if changes.get("z_loss") else 0)
+    model = GPT(config, attention.resolve(3, 2), 16 if changes.get("gated_attention") else 0)
     initialize(model, seed=0)
     return model.to(device)
 
@@ -154,14 +154,14 @@ HEADS_APART = AttentionConfig(
 # attention, dtype, changes of the model, settings of the probe
 CASES: dict[str, tuple[AttentionConfig, str, dict[str, Any], dict[str, Any]]] = {
     "plain": (preset("flash"), "bfloat16", {}, {}),
-    "layers_apart": (LAYERS_APART, "bfloat16", {}, {"details": True}),
+    "layers_apart": (LAYERS_APART, "bfloat16", {}, {}),
     "heads_apart": (HEADS_APART, "bfloat16", {}, {}),
     "rounded_forward": (preset("flash_recompute_o", "rounded_forward"), "bfloat16", {"attention_softcap": 20.0}, {}),
     "float32": (preset("flash_stable_safe"), "float32", {"qk_norm": True, "bias": True}, {}),
     "operators": (
         preset("flash_o_nearest_delta_stochastic"),
         "bfloat16",
-        {"z_loss": 1e-3, "gated_attention": True},
+        {"gated_attention": True},
         {},
     ),
 }
@@ -211,7 +211,7 @@ ON_CUDA: dict[str, tuple[AttentionConfig, str, dict[str, Any], dict[str, Any]]] 
         {},
         {},
     ),
-    "flash_operators": (AttentionConfig(), "bfloat16", {"z_loss": 1e-3, "bias": True}, {"details": True}),
+    "flash_operators": (AttentionConfig(), "bfloat16", {"gated_attention": True, "bias": True}, {}),
     "flash_float16": (AttentionConfig(), "float16", {}, {}),
 }
 

@@ -158,10 +158,8 @@ def gather_bytes(tensor: Tensor) -> list[Tensor]:
     return [row[: int(length)].cpu() for row, length in zip(received or [], lengths, strict=False)]
 
 
-def set_deterministic(on: bool, fill_memory: bool = False) -> None:
+def set_deterministic(on: bool) -> None:
     """Choose torch's deterministic kernels, an error where an operation has none. Call it before ``start``.
-
-    ``fill_memory``: new tensors are then filled with NaN, which shows reads of what nothing has written, at the price of the writes.
 
     Raises:
         RuntimeError: CUDA has been started already, too late for cuBLAS to hear of it.
@@ -171,7 +169,8 @@ def set_deterministic(on: bool, fill_memory: bool = False) -> None:
             raise RuntimeError("set_deterministic(True) must be called before anything uses CUDA")
         os.environ[_CUBLAS_VARIABLE] = _CUBLAS_DETERMINISTIC
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = fill_memory  # type: ignore[attr-defined]
+    # Filling new tensors with NaN costs writes and shows nothing in a run.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False
 

@@ -29,8 +29,8 @@ _REQUIRED = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-# Options of this model that GPT-2 lacks. The training-only ones (z_loss, qk_clip_tau) leave the weights a plain GPT-2.
-_NOT_GPT2 = ("qk_norm", "attention_softcap", "logit_softcap", "gated_attention")
+# Options of this model that GPT-2 lacks. The training-only one (qk_clip_tau) leaves the weights a plain GPT-2.
+_NOT_GPT2 = ("qk_norm", "attention_softcap", "gated_attention")
 
 
 def read_model_config(folder: Path) -> ModelConfig:

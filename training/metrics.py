@@ -56,10 +56,6 @@ class WandbConfig:
     """project the run is filed under"""
     group: str = ""
     """empty: the recording's name, so that all runs on one recording are one group"""
-    name: str = ""
-    """empty: the run's name and its attention, `fp32_o: flash_fp32_o`; attention alone is the same for seeds of one variant"""
-    tags: tuple[str, ...] = ()
-    """free labels"""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(WandbMode):
@@ -322,14 +318,13 @@ def _init_wandb(
             dir=folder,
             id=run_id,
             group=config.group or recording or None,
-            name=config.name or f"{folder.name}: {attention_name}",
-            tags=config.tags,
+            name=f"{folder.name}: {attention_name}",
             config=config_json,
             mode=config.mode,
             # An offline run never resumes in place: a second one of the same id is written, and `wandb sync --append` joins them.
             resume="allow" if config.mode == "online" else None,
         )
-    except Exception as error:  # not its own only: a tag that W&B does not take is pydantic's error
+    except Exception as error:  # not its own only: some come from pydantic
         without = "offline or disabled" if config.mode == "online" else "disabled"
         raise invalid("wandb.mode", config.mode, f"{without}, as W&B could not start ({error})") from error
 

@@ -25,8 +25,6 @@ class PrecisionConfig:
     """torch.compile; attention stays opaque to it."""
     deterministic: bool = True
     """torch's deterministic kernels: the same run twice gives the same bits."""
-    fill_memory: bool = False
-    """For debugging, with deterministic kernels: fill new tensors with NaN, which shows a read of what nothing has written."""
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):

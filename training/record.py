@@ -50,7 +50,6 @@ _FREE_ON_RESUME = (
     "alarm",
     "checkpoint",
     "nonfinite",
-    "precision.fill_memory",
     "wandb",
 )
 _ROOT = Path(__file__).resolve().parent.parent

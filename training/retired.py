@@ -24,6 +24,12 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
     "speed.bucket_mb": (25,),
     "speed.coordinate_descent": (False,),
     "optim.newton_schulz": ("each", "graph"),
+    "model.z_loss": (0.0,),
+    "model.logit_softcap": (0.0,),
+    "precision.fill_memory": ANY,
+    "telemetry.details": ANY,
+    "wandb.name": ANY,
+    "wandb.tags": ANY,
 }
 """Field -> values that a run of today goes on with, to the same bits. Commit c487be1 has the code for the others."""
 

@@ -42,7 +42,6 @@ from training.precision import PrecisionConfig
 from training.telemetry_graph import Measurement, Probe, model_identity
 
 TELEMETRY_FILE = "telemetry.jsonl"
-TOP_K = (2, 4, 8, 16, 32)
 SCORES_BYTES = 2**30
 """Heads of several layers are measured in one go as long as their scores, B N T T in FP32, stay below this."""
 FP16_LOSS_SCALE = 2.0**10
@@ -79,8 +78,7 @@ COLUMNS = {
     "row_residual_growth": "[L][H] -u^T G v, G the sum that r adds to dW_Q, (u, v) W_Q's top singular pair: above 0 it makes W_Q grow",
 }
 """Columns of ``telemetry.jsonl``. Besides them: ``step``; ``batch``, the next to be drawn; ``lr_sum``, the scheduled learning rates of
-all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standard errors; and, with ``telemetry.details``, ``top_k_2``
-..., the mean sum of a row's k largest probabilities."""
+all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standard errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +89,6 @@ class TelemetryConfig:
     """Steps between two probes; 0 never."""
     sequences: int = 1
     """Sequences of the probe batch: the first of the validation data."""
-    details: bool = False
-    """Also the cumulative probabilities of the k largest keys, which cost partial sorts."""
     cuda_graph: bool = True
     """On CUDA, replay probes as a CUDA graph: the same bits for a fraction of the time; its memory stays reserved. No effect on a CPU."""
 
@@ -213,11 +209,10 @@ def build_probe(
     ``seed``: of stochastic roundings, int64 [] on ``device``; what it holds when a probe is made counts.
     """
     tokens_BT, targets_BT = (x.to(device) for x in batch)
-    top_k = TOP_K if config.details else ()
     scale = FP16_LOSS_SCALE if precision.dtype == "float16" else 1.0
 
     def measured(state: SpectralState | None) -> Measurement:
-        return measure(model, tokens_BT, targets_BT, seed, precision.autocast(device), state, top_k, scale)
+        return measure(model, tokens_BT, targets_BT, seed, precision.autocast(device), state, scale)
 
     recorder = None
     if config.cuda_graph and device.type == "cuda":
@@ -234,7 +229,6 @@ def measure(
     seed: Tensor,
     autocast: AbstractContextManager[object],
     state: SpectralState | None = None,
-    top_k: Sequence[int] = (),
     loss_scale: float = 1.0,
 ) -> Measurement:
     """One probe of the plain model: the columns as tensors on its device, n of the standard errors, and the state to go on from.
@@ -267,7 +261,7 @@ def measure(
     units = 0
     for members in alike(layers):
         heads = stacked(members)
-        part, units = _measure_heads(heads, loss_scale, top_k)
+        part, units = _measure_heads(heads, loss_scale)
         u_ND = torch.cat([u_LHD[layer.layer, head_index(group.heads, u_LHD.device)] for layer, group in members])
         read_NBT = torch.cat([read_LBT[layer.layer].expand(len(group.heads), -1, -1) for layer, group in members])
         part |= _measure_row_residuals(heads, loss_scale, u_ND, read_NBT)
@@ -313,16 +307,16 @@ def stacked(members: Sequence[Member]) -> LayerCapture:
     return replace(first, q_BTHD=q_BTND, k_BTHD=k_BTND, v_BTHD=v_BTND, o_BTHD=o_BTND, do_BTHD=do_BTND, plan=plan)
 
 
-def _measure_heads(heads: LayerCapture, loss_scale: float, top_k: Sequence[int]) -> tuple[dict[str, Tensor], int]:
+def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Tensor], int]:
     """The columns of heads that share their roundings, each [N], and n of the standard errors."""
     (group,) = heads.plan.groups
     numerics = effective_numerics(group).concrete(FORMAT_OF[heads.q_BTHD.dtype])
     sites = Sites(numerics, heads.q_BTHD.dtype)
     q_BTND, k_BTND = (sites.inputs(x.float()) for x in (heads.q_BTHD, heads.k_BTHD))
     statistics = attention_statistics(
-        q_BTND, k_BTND, scale=heads.scale, softcap=heads.softcap, scores_format=numerics.scores, top_k=top_k
+        q_BTND, k_BTND, scale=heads.scale, softcap=heads.softcap, scores_format=numerics.scores
     )
-    delta = delta_errors(heads, reference="backward")
+    delta = delta_errors(heads)
     error = summarize(delta.error_BHT / loss_scale)
     handed_on_BNT = (sites.output_gradient(heads.do_BTHD.float()) * heads.o_BTHD.float()).sum(dim=-1).transpose(1, 2)
     o_error = summarize((handed_on_BNT - delta.high_BHT) / loss_scale)
@@ -343,7 +337,6 @@ def _measure_heads(heads: LayerCapture, loss_scale: float, top_k: Sequence[int])
         "delta_rms": (delta.high_BHT / loss_scale).square().mean(dim=(0, 2)).sqrt(),
         "o_delta_error_mean": o_error.mean_H,
         "o_delta_error_se": o_error.standard_error_H,
-        **{f"top_k_{k}": sums_N for k, sums_N in zip(top_k, statistics.top_k.unbind(dim=-1), strict=True)},
     }
     return measured, error.units
 
