@@ -243,10 +243,6 @@ def test_a_refused_resume_leaves_a_finished_recording(place: Place, tmp_path: Pa
     assert (tree(run), tree(Path(place.recording("refused")))) == before
 
 
-def test_more_sequences_to_probe_than_there_are_are_refused(place: Place) -> None:
-    refused(place, "probed", {"telemetry.sequences": 9}, r"^telemetry\.sequences = 9: expected at most 8, ")
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl", "interventions.jsonl"])
 def test_a_damaged_line_is_found_before_anything_is_changed(place: Place, name: str) -> None:
     fields = {"alarm": AlarmConfig(switches=("0:1:flash_fp32_o",)), "data.record": place.recording(f"line_{name}")}
@@ -332,12 +328,6 @@ def test_replay_that_is_too_short_to_go_on_is_refused(place: Place) -> None:
     place.train("short_replay", {**fields, "run.steps": 10})
     with pytest.raises(UserError, match=r"^run\.steps = 20: expected at most 10: .*short ends there"):
         place.train("short_replay", {**fields, **RESUME})
-
-
-def test_record_of_a_resumed_run_says_so(place: Place) -> None:
-    run = place.train("said", {"run.steps": 10})
-    place.train("said", RESUME)
-    assert json.loads((run / "config.json").read_text())["config"]["run"]["resume"] == "yes"
 
 
 def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,17 +589,6 @@ def test_a_restart_without_wandb_leaves_the_run_as_it_was(place: Place, monkeypa
         place.train("unreached_at_5", {**RESUME, "wandb.mode": "offline", "data.record": record_to})
     assert tree(run) == before
     assert not Path(record_to).exists()
-
-
-def test_a_refused_resume_of_a_run_from_before_there_were_locks_leaves_none(place: Place) -> None:
-    run = place.train("lockless", {"run.steps": 10})
-    (run / record.LOCK_FILE).unlink()
-    before = tree(run)
-    with pytest.raises(UserError, match=r"^run\.seed = 7"):
-        place.train("lockless", {**RESUME, "run.seed": 7})
-    assert tree(run) == before
-    place.train("lockless", RESUME)
-    assert (run / record.LOCK_FILE).read_bytes() == b""
 
 
 def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,11 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_and_kill, weights
+from tiny_runs import Place, column, new_place, optimizer, preset, weights
 
 import attention
 import train
@@ -245,19 +244,6 @@ def test_each_probe_draws_its_stochastic_roundings_afresh(place: Place, attentio
 
 
 # ---- the file
-
-
-def timeless(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k != "probe_seconds"} for record in read_telemetry(run)]
-
-
-def test_a_killed_and_resumed_run_has_the_telemetry_of_a_straight_one(place: Place) -> None:
-    fields = {**BF16, "telemetry.every": 3}
-    straight = place.train("straight", fields)
-    assert train_and_kill(place, place.config("killed", fields)) == -9
-    killed = place.train("killed", {**fields, "run.resume": "yes"})
-    assert timeless(killed) == timeless(straight)
-    assert lines(killed) == lines(straight)
 
 
 def test_the_file_is_strict_json_when_a_run_fails(place: Place) -> None:
