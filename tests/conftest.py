@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tiny_runs import Place
 
 if torch.cuda.is_available():
     # cuBLAS reads it when CUDA starts, which tests of kernels do in this process before those that train.
@@ -46,3 +51,12 @@ def low_precision_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "site" / "low_precision_attention").symlink_to(Path(__file__).resolve().parent.parent / "attention")
     monkeypatch.syspath_prepend(tmp_path / "site")
     return importlib.import_module("low_precision_attention")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Where a module makes its runs."""
+    from tiny_runs import new_place
+
+    with new_place(tmp_path_factory) as made:
+        yield made

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import Place, column, lines, new_place, start_train, train_and_kill, weights
+from tiny_runs import Place, column, lines, start_train, train_and_kill, weights
 
 import train
 from config import TrainConfig
@@ -178,12 +178,6 @@ def test_the_loss_alarm_sees_a_jump_and_not_the_noise() -> None:
 
 
 # ---- responses of a run
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 # Any growth at all, of any head: an alarm within the first probes of a tiny run.

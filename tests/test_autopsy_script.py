@@ -6,14 +6,13 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from planted_models import PAPER, SHAPE, healthy, plant
-from tiny_runs import Place, new_place, preset
+from tiny_runs import Place, preset
 
 import config as configuration
 from attention import AttentionConfig
@@ -24,12 +23,6 @@ from model import GPT
 from scripts import autopsy
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.intervention import Switch
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

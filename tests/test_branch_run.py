@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Place, lines, new_place, optimizer, preset, tree, weights
+from tiny_runs import Place, lines, optimizer, preset, tree, weights
 
 from data.recording import Recording
 from errors import UserError
@@ -40,11 +39,10 @@ RESUME = {"run.resume": "yes"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(place: Place) -> Place:
     """With a run of 30 steps that recorded its batches, and checkpoints of 10, 20 and 30."""
-    with new_place(tmp_path_factory) as place:
-        place.train("old", {**FIELDS, "data.record": place.recording("old"), "data.record_tokens": True})
-        yield place
+    place.train("old", {**FIELDS, "data.record": place.recording("old"), "data.record_tokens": True})
+    return place
 
 
 def checkpoint(place: Place, run: str, step: int = STEP) -> Path:

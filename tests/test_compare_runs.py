@@ -1,13 +1,13 @@
 """scripts/compare_runs.py: the table, the sentence about the data, and one line for each mistake."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from tiny_runs import Place, lines, new_place
+from tiny_runs import Place, lines
 
 from scripts import compare_runs
 from training.metrics import Metrics
@@ -149,10 +149,9 @@ def test_a_place_that_cannot_be_written(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        place.train("one")
-        yield place
+def place(place: Place) -> Place:
+    place.train("one")
+    return place
 
 
 def published(folder: Path, losses: list[str], norms: list[float] | None = None, planned: int = 0) -> Path:

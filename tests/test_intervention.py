@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, column, lines, new_place, optimizer, preset, train_and_kill, weights
+from tiny_runs import Place, column, lines, optimizer, preset, train_and_kill, weights
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
@@ -20,12 +19,6 @@ from training.metrics import read_lines
 
 BF16 = {"precision.dtype": "bfloat16"}
 SWITCH = {"alarm.switches": ("7:1:flash_delta_from_p",)}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 def interventions(run: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from tiny_runs import (
     column,
     lines,
     make_data,
-    new_place,
     optimizer,
     preset,
     start_train,
@@ -44,12 +43,6 @@ from training.run import Run
 
 BF16 = {"precision.dtype": "bfloat16"}
 RESUME = {"run.resume": "yes"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 def assert_same_run(a: Path, b: Path, step: int = 20) -> None:

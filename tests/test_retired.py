@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Place, new_place, weights
+from tiny_runs import Place, weights
 
 import config as configuration
 from config import TrainConfig
@@ -87,12 +86,6 @@ def test_every_published_config_is_read(path: Path) -> None:
 
 
 # ---- a run from before
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 def aged(run: Path, **changes: Any) -> Path:

@@ -6,11 +6,10 @@ import argparse
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, Place, changed, column, lines, new_place, start_train, weights
+from tiny_runs import ROOT, Place, changed, column, lines, start_train, weights
 
 import config
 import train
@@ -18,12 +17,6 @@ from scripts import run_variants
 from scripts.run_variants import Variant
 from training.alarm import AlarmConfig
 from training.run import Run
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 def start(place: Place, *arguments: str) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, column, new_place, optimizer, preset, weights
+from tiny_runs import Place, column, optimizer, preset, weights
 
 import attention
 import train
@@ -28,12 +27,6 @@ from training.telemetry import COLUMNS, TelemetryConfig, measure, read_telemetry
 
 BF16 = {"precision.dtype": "bfloat16"}
 OFTEN, NEVER = {"telemetry.every": 1}, {"telemetry.every": 0}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 # ---- no bit of the training

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tape import TapeRecorder
-from tiny_runs import Place, new_place, preset
+from tiny_runs import Place, preset
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -171,12 +171,6 @@ CASES: dict[str, tuple[AttentionConfig, str, dict[str, Any], dict[str, Any]]] = 
 def test_what_is_replayed_are_the_bits_measured_op_by_op(name: str) -> None:
     attention, dtype, changes, settings = CASES[name]
     assert_same_bits(tiny(attention, **changes), dtype, "flash_fp32_o", **settings)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 def test_a_run_with_checkpoints_and_a_switch_has_the_telemetry_it_has_without(

@@ -11,12 +11,11 @@ import json
 import math
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import TINY, Place, column, lines, make_data, new_place, preset, tree, weights
+from tiny_runs import TINY, Place, column, lines, make_data, preset, tree, weights
 
 import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -34,12 +33,6 @@ from training.step import train_step
 TOKENS = TINY.data.global_batch * TINY.data.sequence_length
 NOISE = TOKENS * 2.0**-24
 BF16 = {"precision.dtype": "bfloat16"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 def assert_same_to_noise(a: Path, b: Path) -> None:

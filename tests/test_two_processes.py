@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tiny_runs import (
     command,
     environment,
     lines,
-    new_place,
     optimizer,
     preset,
     reserved_port,
@@ -36,12 +34,6 @@ pytestmark = pytest.mark.slow
 NOISE = TINY.data.global_batch * TINY.data.sequence_length * 2.0**-24
 # Two micro-steps for each of two processes, four for one.
 FIELDS: dict[str, Any] = {"run.steps": 30, "data.micro_batch": 2, "data.record_tokens": True}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 def config_of(place: Place, name: str, folder: str, fields: dict[str, Any]) -> TrainConfig:

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, command, environment, lines, new_place, optimizer, tree, weights
+from tiny_runs import ROOT, Place, command, environment, lines, optimizer, tree, weights
 
 import config as configuration
 import train
@@ -22,12 +21,6 @@ from training.run import Run
 from training.signals import EXIT_GO_ON, SIGNALS, Leaving
 
 AUTO = {"run.resume": "auto"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with new_place(tmp_path_factory) as place:
-        yield place
 
 
 @pytest.fixture(scope="module")
