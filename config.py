@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.machinery
-import importlib.util
 import io
 import itertools
-import types
+import runpy
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,17 +17,7 @@ from errors import UserError, invalid
 from training.retired import RETIRED, upgraded
 from training.settings import RunConfig, TrainConfig, to_json
 
-__all__ = [
-    "PRESETS",
-    "RunConfig",
-    "TrainConfig",
-    "from_json",
-    "load",
-    "load_attention",
-    "load_preset",
-    "override",
-    "to_json",
-]
+__all__ = ["PRESETS", "RunConfig", "TrainConfig", "from_json", "load", "override", "to_json"]
 
 PRESETS = Path(__file__).parent / "configs"
 
@@ -62,56 +50,28 @@ def _type_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
-def _typed(exported: Any, where: str = "") -> Any:
-    """What a Python file exports, every value of its field's type: no type checker has seen it. Lists become tuples, whole numbers floats.
+def _exported(path: str, name: str, kind: Any, what: str) -> Any:
+    """What a Python file sets ``name`` to, every value of its field's type: no type checker has seen it. Lists become tuples, whole
+    numbers floats.
 
-    Raises ``UserError`` that names the first field of another type.
+    Raises ``UserError`` for a file that is absent, raises or exports none, and for the first field of another type.
     """
-    return from_json(type(exported), dataclasses.asdict(exported), where)
-
-
-def load_preset(path: str) -> TrainConfig:
-    """The ``config`` that a preset file exports. Raises ``UserError`` for a file that is absent or exports none."""
-    config = getattr(_run_file(path), "config", None)
-    if not isinstance(config, TrainConfig):
-        raise invalid("config file", path, "a Python file that sets `config` to a TrainConfig")
-    typed: TrainConfig = _typed(config)
-    return typed
-
-
-def load_attention(path: str) -> AttentionConfig:
-    """The ``attention`` that an ablation file exports. Raises ``UserError`` for a file that is absent or exports none."""
-    attention = getattr(_run_file(path), "attention", None)
-    if not isinstance(attention, AttentionConfig):
-        raise invalid("ablation file", path, "a Python file that sets `attention` to an AttentionConfig")
-    typed: AttentionConfig = _typed(attention, "attention")
-    return typed
-
-
-class _WritesNothing(importlib.machinery.SourceFileLoader):
-    """Leaves no __pycache__ beside a file of the user's."""
-
-    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        pass
-
-
-def _run_file(path: str) -> types.ModuleType:
     file = Path(path)
     if not file.is_file():
         known = sorted(f"configs/{p.relative_to(PRESETS)}" for p in PRESETS.rglob("*.py") if "__" not in str(p))
         raise invalid("config file", path, known)
-    name = f"preset_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file, loader=_WritesNothing(name, str(file)))
-    if file.suffix != ".py" or spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise invalid("config file", path, "a Python file, ending in .py")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        exported = runpy.run_path(path, run_name=f"preset_{file.stem}").get(name)
     except UserError:
         raise
     except Exception as error:  # whatever a user's Python file may raise
         raise UserError(f"config file = {path!r}: it raises {type(error).__name__}: {error}") from error
-    return module
+    if not isinstance(exported, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise invalid(what, path, f"a Python file that sets `{name}` to {article} {kind.__name__}")
+    return from_json(kind, dataclasses.asdict(exported), "" if name == "config" else name)
 
 
 def load(arguments: list[str]) -> TrainConfig:
@@ -127,10 +87,11 @@ def load(arguments: list[str]) -> TrainConfig:
     if len(files) not in (1, 2):
         usage = "python train.py configs/RECIPE.py [configs/ablations/A.py] [--section.field value ...]"
         raise UserError(f"usage: {usage}; --help lists the fields")
-    config = load_preset(files[0])
+    config = _exported(files[0], "config", TrainConfig, "config file")
     if len(files) == 2:
         # What computes flash attention belongs to the recipe: an ablation changes roundings, on whatever machine.
-        attention = dataclasses.replace(load_attention(files[1]), flash_backend=config.attention.flash_backend)
+        attention = _exported(files[1], "attention", AttentionConfig, "ablation file")
+        attention = dataclasses.replace(attention, flash_backend=config.attention.flash_backend)
         config = dataclasses.replace(config, attention=attention)
     return override(config, rest)
 
