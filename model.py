@@ -88,7 +88,6 @@ _GPT2 = ModelConfig()
 MODEL_PRESETS: dict[str, ModelConfig] = {
     "gpt2": _GPT2,  # 124M
     "gpt2_medium": replace(_GPT2, n_layer=24, n_head=16, n_embd=1024),  # 350M
-    "gpt2_large": replace(_GPT2, n_layer=36, n_head=20, n_embd=1280),  # 774M
     # The CPU experiment: bytes, so that 256 rows need no padding.
     "microcosm": replace(_GPT2, n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=256),
     "debug": replace(_GPT2, n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256),

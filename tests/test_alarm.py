@@ -15,7 +15,7 @@ from tiny_runs import Place, column, lines, start_train, train_and_kill, weights
 import train
 from config import TrainConfig
 from errors import UserError
-from training.alarm import AlarmConfig, Watch, alarms, loss_alarm
+from training.alarm import AlarmConfig, Watch, alarms
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
 from training.run import Run
@@ -161,20 +161,6 @@ def test_after_a_rollback_the_course_that_was_left_is_forgotten() -> None:
     assert [alarm for entry in calm if 2000 <= entry["step"] <= 2500 for alarm in watch.update(entry)] == []
     again = [alarm for entry in failing if 2000 <= entry["step"] <= 2500 for alarm in watch.update(entry)]
     assert [(alarm.layer, alarm.step) for alarm in again] == [(2, first[0].step)]
-
-
-# ---- what it is compared with
-
-
-def test_the_loss_alarm_sees_a_jump_and_not_the_noise() -> None:
-    generator = np.random.default_rng(0)
-    losses = 3.0 - 1e-4 * np.arange(3000) + 0.05 * generator.standard_normal(3000)
-    steps = list(range(3000))
-    assert loss_alarm(steps, losses.tolist()) is None
-    losses[2500] += 0.5
-    assert loss_alarm(steps, losses.tolist()) == 2500
-    losses[2400] = math.nan
-    assert loss_alarm(steps, losses.tolist()) == 2400
 
 
 # ---- responses of a run

@@ -11,7 +11,7 @@ Legend: L layers, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -248,28 +248,3 @@ def alarms(records: Iterable[dict[str, Any]], config: AlarmConfig, warm_up: int)
     """All alarms of a run, in order: a pure function of its telemetry."""
     watch = Watch(config, warm_up)
     return [alarm for record in records for alarm in watch.update(record)]
-
-
-def loss_alarm(
-    steps: Sequence[int], losses: Sequence[float], *, sigmas: float = 6.0, window: int = 200, warm_up: int = 0
-) -> int | None:
-    """For comparison: the first step whose loss lies ``sigmas`` standard deviations above the mean of the ``window`` losses before it.
-
-    A loss that is not finite is an alarm. None where there is none.
-    """
-    values = np.asarray(losses, dtype=np.float64)
-    for index in range(window, len(values)):
-        if steps[index] < warm_up:
-            continue
-        before = values[index - window : index]
-        if not values[index] <= before.mean() + sigmas * before.std(ddof=1):
-            return steps[index]
-    return None
-
-
-def logit_alarm(records: Iterable[dict[str, Any]], threshold: float = 1000.0) -> int | None:
-    """For comparison: the first probe at which some head's largest logit passes ``threshold`` (or is not finite)."""
-    for record in records:
-        if not all(value <= threshold for row in record["max_logit"] for value in row):
-            return record["step"]
-    return None

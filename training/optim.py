@@ -205,14 +205,3 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 def gradient_norm(model: nn.Module) -> Tensor:
     """Global 2-norm of all gradients, a scalar on their device, not synchronized."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-
-
-def clip_in_step(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """As ``clip_gradients``, but left to the next step of a fused AdamW, which divides the gradients as it reads them.
-
-    It divides by max(1, (norm + 1e-6) / max_norm) where ``clip_gradients`` multiplies by the inverse: one float32 rounding more or less.
-    """
-    norm = gradient_norm(model)
-    if max_norm > 0:
-        optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
-    return norm

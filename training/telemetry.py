@@ -391,9 +391,9 @@ def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
     return columns
 
 
-def z_scores(record: dict[str, Any], prefix: str = "delta_error") -> list[list[float]]:
+def z_scores(record: dict[str, Any]) -> list[list[float]]:
     """Mean over standard error of the delta error, [L][H]; 0 where there is no error."""
-    means, errors = record[f"{prefix}_mean"], record[f"{prefix}_se"]
+    means, errors = record["delta_error_mean"], record["delta_error_se"]
     return [[_ratio(*pair) for pair in zip(*rows, strict=True)] for rows in zip(means, errors, strict=True)]
 
 
