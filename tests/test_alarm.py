@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from tiny_runs import Place, column, lines, start_train, train_and_kill, weights
 
-import train
 from config import TrainConfig
 from errors import UserError
 from training.alarm import AlarmConfig, Watch, alarms
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
-from training.run import Run
 from training.telemetry import TelemetryConfig, read_telemetry
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -236,18 +234,7 @@ def test_a_resume_from_the_checkpoint_of_an_alarm_has_the_same_record(place: Pla
     fields = {**touchy(response="checkpoint", warm_up=3), "checkpoint.every": 0}
     straight = place.folder / "straight_runs/alarmed"
     place.train("alarmed", {**fields, "run.folder": str(straight.parent)})
-    original = train.take_step
-
-    def dying(run: Run, step: int) -> Any:
-        if step == 8:
-            raise OSError("the machine is gone")
-        return original(run, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "take_step", dying)
-        with pytest.raises(OSError, match="the machine is gone"):
-            place.train("alarmed", fields)
-    run = place.runs / "alarmed"
+    run = place.train_until(8, "alarmed", fields)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000006"]
     place.train("alarmed", {**fields, "run.resume": "yes"})
     assert measured(run) == measured(straight)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from scripts import autopsy
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.intervention import Switch
 
+Command = Callable[..., str]
+
 
 @pytest.fixture(scope="module")
 def run(place: Place) -> Path:
@@ -32,22 +35,32 @@ def run(place: Place) -> Path:
     )
 
 
-def examined(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+@pytest.fixture
+def examined(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """What the command prints."""
-    monkeypatch.setattr("sys.argv", ["autopsy.py", *map(str, arguments), "--device", "cpu"])
-    autopsy.main()
-    return capsys.readouterr().out
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr("sys.argv", ["autopsy.py", *map(str, arguments), "--device", "cpu"])
+        autopsy.main()
+        return capsys.readouterr().out
+
+    return run
 
 
-def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+@pytest.fixture
+def refused(examined: Command, capsys: pytest.CaptureFixture[str]) -> Command:
     """The line that the command leaves with."""
-    with pytest.raises(SystemExit) as caught:
-        examined(capsys, monkeypatch, *arguments)
-    assert caught.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1
-    return message
+
+    def run(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as caught:
+            examined(*arguments)
+        assert caught.value.code == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert message.count("\n") == 1
+        return message
+
+    return run
 
 
 def save(model: GPT, folder: Path, data: Path, switches: tuple[Switch, ...] = ()) -> Path:
@@ -82,12 +95,10 @@ def skewed_data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_planted_checkpoint(
-    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_checkpoint(tmp_path: Path, skewed_data: Path, examined: Command) -> None:
     checkpoint = save(plant(healthy(3), 1, 3, seed=3), tmp_path / "checkpoints", skewed_data)
     out = tmp_path / "page"
-    printed = examined(capsys, monkeypatch, checkpoint, "--sequences", 16, "--out", out)
+    printed = examined(checkpoint, "--sequences", 16, "--out", out)
     assert "BIASED: the rounding of attention gives delta a biased error in 1 of 12 heads: layer 1 head 3." in printed
     removing = re.search(r"Presets that remove it: (.*)\.", printed)
     assert removing is not None
@@ -98,59 +109,35 @@ def test_a_planted_checkpoint(
     assert len((out / "autopsy.txt").read_text().splitlines()) > len(printed.splitlines()) - 2
 
 
-def test_a_healthy_checkpoint_is_said_to_be_so(
-    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_healthy_checkpoint_is_said_to_be_so(tmp_path: Path, skewed_data: Path, examined: Command) -> None:
     checkpoint = save(healthy(3), tmp_path / "checkpoints", skewed_data)
-    printed = examined(capsys, monkeypatch, checkpoint, "--sequences", 16)
+    printed = examined(checkpoint, "--sequences", 16)
     assert "HEALTHY: in none of 12 heads" in printed
 
 
 def test_a_layer_that_was_switched_is_examined_as_switched(
-    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, skewed_data: Path, examined: Command
 ) -> None:
     """The same planted weights, whose layer moved to another delta at step 5, and one that is to move after the checkpoint."""
     switches = (Switch(5, 1, "flash_recompute_o"), Switch(9, 0, "standard"))
     checkpoint = save(plant(healthy(3), 1, 3, seed=3), tmp_path / "checkpoints", skewed_data, switches)
-    printed = examined(capsys, monkeypatch, checkpoint, "--sequences", 16)
+    printed = examined(checkpoint, "--sequences", 16)
     assert "HEALTHY" in printed
     assert "switched: 5:1:flash_recompute_o (step:layer:preset)" in printed
 
 
-def test_a_runs_folder_stands_for_its_newest_checkpoint(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    printed = examined(capsys, monkeypatch, run)
+def test_a_runs_folder_stands_for_its_newest_checkpoint(run: Path, examined: Command) -> None:
+    printed = examined(run)
     assert "step_00000010" in printed
     assert "step: 10" in printed
 
 
-def test_a_backend_that_cannot_run_here_is_replaced_aloud(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint of a GPU's kernel, examined on a CPU."""
-    loaded = Checkpoints.load(run / "checkpoints/step_00000010")
-    loaded.config_json["attention"]["default"] = {"preset": "sdpa_cudnn", "numerics": "hardware"}
-    Checkpoints(tmp_path, CheckpointConfig()).save(
-        10,
-        model_state=loaded.model_state,
-        optimizer_state=loaded.optimizer_state,
-        scaler_state=loaded.scaler_state,
-        rng=loaded.rng,
-        position=loaded.position,
-        config_json=loaded.config_json,
-        extra=loaded.extra,
-    )
-    printed = examined(capsys, monkeypatch, tmp_path)
-    assert "computed by: flash_reference in place of sdpa_cudnn, which cannot run here" in printed
-
-
-def changed_checkpoint(run: Path, folder: Path, **model: object) -> Path:
-    """A copy whose config has another model; its checksums fit."""
+def changed_checkpoint(run: Path, folder: Path, section: str, **fields: object) -> Path:
+    """A copy whose config has other fields; its checksums fit."""
     path = folder / "checkpoints/step_00000010"
     shutil.copytree(run / "checkpoints/step_00000010", path)
     state = json.loads((path / "state.json").read_text())
-    state["config"]["model"] |= model
+    state["config"][section] |= fields
     (path / "state.json").write_text(json.dumps(state))
     names = [line.split()[1] for line in (path / "SHA256SUMS").read_text().splitlines()]
     sums = "".join(f"{autopsy.files.sha256_file(path / name)}  {name}\n" for name in names)
@@ -158,39 +145,39 @@ def changed_checkpoint(run: Path, folder: Path, **model: object) -> Path:
     return path
 
 
-def test_a_checkpoint_of_another_shape(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = changed_checkpoint(run, tmp_path, n_embd=32)
-    message = refused(capsys, monkeypatch, path)
+def test_a_backend_that_cannot_run_here_is_replaced_aloud(run: Path, tmp_path: Path, examined: Command) -> None:
+    """A checkpoint of a GPU's kernel, examined on a CPU."""
+    path = changed_checkpoint(run, tmp_path, "attention", default={"preset": "sdpa_cudnn", "numerics": "hardware"})
+    assert "computed by: flash_reference in place of sdpa_cudnn, which cannot run here" in examined(path)
+
+
+def test_a_checkpoint_of_another_shape(run: Path, tmp_path: Path, refused: Command) -> None:
+    path = changed_checkpoint(run, tmp_path, "model", n_embd=32)
+    message = refused(path)
     words = "its weights do not fit its config: transformer.wte.weight has shape [256, 16], expected [256, 32]"
     assert re.search(rf"{re.escape(words)} \(\d+ tensors do not fit\)$", message.strip())
 
 
 def test_a_page_that_cannot_be_written_is_told_before_the_work(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, refused: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a_file").write_text("")
     monkeypatch.setattr(autopsy, "examine", None)
-    message = refused(capsys, monkeypatch, run, "--out", tmp_path / "a_file/page")
+    message = refused(run, "--out", tmp_path / "a_file/page")
     assert "cannot be made (Not a directory)" in message
 
 
-def test_weights_that_are_not_finite(
-    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_finite(tmp_path: Path, skewed_data: Path, refused: Command) -> None:
     model = healthy(0)
     with torch.no_grad():
         model.w_q(1)[3, 4] = torch.nan
     checkpoint = save(model, tmp_path / "checkpoints", skewed_data)
-    assert "is not finite: examine an earlier checkpoint" in refused(capsys, monkeypatch, checkpoint)
+    assert "is not finite: examine an earlier checkpoint" in refused(checkpoint)
 
 
-def test_a_run_without_a_data_set_needs_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_data_set_needs_one(tmp_path: Path, refused: Command) -> None:
     checkpoint = save(healthy(0), tmp_path / "checkpoints", Path())
-    assert "--data = '': expected the folder of a data set" in refused(capsys, monkeypatch, checkpoint)
+    assert "--data = '': expected the folder of a data set" in refused(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -207,14 +194,12 @@ def test_a_run_without_a_data_set_needs_one(
         (["--hf", "nowhere", "--attention", "flesh"], "attention preset"),
     ],
 )
-def test_what_cannot_be_asked(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert message in refused(capsys, monkeypatch, *arguments)
+def test_what_cannot_be_asked(arguments: list[str], message: str, refused: Command) -> None:
+    assert message in refused(*arguments)
 
 
 def test_a_hugging_face_folder_on_a_text(
-    tmp_path: Path, skewed_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, skewed_data: Path, examined: Command, refused: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
     shape = transformers.LlamaConfig(
@@ -223,14 +208,12 @@ def test_a_hugging_face_folder_on_a_text(
     transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "llama")
     capsys.readouterr()
     folder = tmp_path / "llama"
-    printed = examined(capsys, monkeypatch, "--hf", folder, "--data", skewed_data, "--length", 32)
+    printed = examined("--hf", folder, "--data", skewed_data, "--length", 32)
     assert "family: llama" in printed
     assert "attention: flash (assumed: the folder does not say)" in printed
-    printed = examined(
-        capsys, monkeypatch, "--hf", folder, "--attention", "sdpa_flash", "--data", skewed_data, "--length", 32
-    )
+    printed = examined("--hf", folder, "--attention", "sdpa_flash", "--data", skewed_data, "--length", 32)
     assert "attention: sdpa_flash (assumed: the folder does not say)" in printed
     text = tmp_path / "text.txt"
     text.write_text("a text")
-    assert "no tokenizer in it" in refused(capsys, monkeypatch, "--hf", folder, "--data", text)
-    assert "--hf needs --data" in refused(capsys, monkeypatch, "--hf", folder)
+    assert "no tokenizer in it" in refused("--hf", folder, "--data", text)
+    assert "--hf needs --data" in refused("--hf", folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,30 +218,31 @@ def test_rollback_to_damaged_checkpoints_stops_and_is_on_record(
     assert "step_00000010 is damaged" in capsys.readouterr().out
 
 
-def test_rollback_gives_up_after_so_many(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = train.take_step
+def spoil(patch: pytest.MonkeyPatch, before: str, when: Callable[[Run, int], bool], value: float) -> None:
+    """Weights become ``value`` before ``take_step`` or ``save`` is called so: as an update can leave them whose gradient was finite."""
+    sound = getattr(train, before)
 
     def spoiled(run: Run, step: int) -> Any:
-        # From batch 12 on nothing is any good.
-        if run.batches.position >= 12:
-            run.network.raw.transformer.ln_f.weight.data.fill_(math.nan)
+        if when(run, step):
+            run.network.raw.transformer.ln_f.weight.data.fill_(value)
         return sound(run, step)
 
-    monkeypatch.setattr(train, "take_step", spoiled)
+    patch.setattr(train, before, spoiled)
+
+
+def first_save_at_20(run: Run, step: int) -> bool:
+    """Not the one of a course that a rollback has begun."""
+    return (step, run.batches.position) == (20, 20)
+
+
+def test_rollback_gives_up_after_so_many(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, "take_step", lambda run, _: run.batches.position >= 12, math.nan)
     run = stopped(place, "rollback_always", {**ROLLBACK, "nonfinite.max_rollbacks": 2})
     assert events(run) == [(12, 12, "rollback"), (10, 13, "rollback"), (10, 14, "stop")]
 
 
 def test_rollback_passes_over_a_checkpoint_with_broken_weights(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = train.save
-
-    def broken_at_20(run: Run, step: int) -> None:
-        # As an update can leave them whose gradient was finite: saved before any loss has shown it.
-        if (step, run.batches.position) == (20, 20):
-            run.network.raw.transformer.ln_f.weight.data[0] = math.inf
-        sound(run, step)
-
-    monkeypatch.setattr(train, "save", broken_at_20)
+    spoil(monkeypatch, "save", first_save_at_20, math.inf)
     run = place.train("rollback_far", {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5})
     assert events(run) == [(20, 20, "rollback")]
     assert [line["batch"] for line in lines(run) if line["step"] == 10] == [10, 21]
@@ -254,34 +255,16 @@ def test_rollback_passes_over_a_checkpoint_with_broken_weights(place: Place, mon
 def test_rollback_passes_over_a_checkpoint_whose_finite_weights_give_what_is_not(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = train.save
-
-    def huge_at_20(run: Run, step: int) -> None:
-        if (step, run.batches.position) == (20, 20):
-            run.network.raw.transformer.ln_f.weight.data.fill_(3e38)
-        sound(run, step)
-
-    monkeypatch.setattr(train, "save", huge_at_20)
+    spoil(monkeypatch, "save", first_save_at_20, 3e38)
     run = place.train("rollback_huge", {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5})
     assert events(run) == [(20, 20, "rollback"), (20, 21, "rollback")]
     assert [line["batch"] for line in lines(run) if line["step"] == 10] == [10, 22]
 
 
-def spoil_from(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    sound = train.take_step
-
-    def spoiled(run: Run, step: int) -> Any:
-        if run.batches.position == batch:
-            run.network.raw.transformer.ln_f.weight.data.fill_(math.nan)
-        return sound(run, step)
-
-    monkeypatch.setattr(train, "take_step", spoiled)
-
-
 def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil_from(monkeypatch, 5)
+    spoil(monkeypatch, "take_step", lambda run, _: run.batches.position >= 5, math.nan)
     fields = {"nonfinite.policy": "skip", "nonfinite.max_skips": 6, "checkpoint.every": 1, "checkpoint.keep_last": 2}
     run = stopped(place, "skip_always", fields)
     assert events(run) == [(step, step, "skip") for step in range(5, 11)] + [(11, 11, "stop")]
@@ -290,7 +273,7 @@ def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
 
 
 def test_skips_in_a_row_are_counted_across_a_resume(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_from(monkeypatch, 5)
+    spoil(monkeypatch, "take_step", lambda run, _: run.batches.position >= 5, math.nan)
     fields = {"nonfinite.policy": "skip", "nonfinite.max_skips": 6, "checkpoint.every": 1}
     place.train("skip_resumed", {**fields, "run.steps": 8})
     run = stopped(place, "skip_resumed", {**fields, **RESUME})
@@ -309,24 +292,10 @@ def test_a_resumed_run_still_tells_of_a_rollback_over_its_checkpoint(place: Plac
     """At step 20 it goes back to step 10 and saves a step 20 of its own; the first one's lines are of no later course than that."""
     switch = AlarmConfig(switches=("20:1:flash_fp32_o",))
     fields = {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5, "alarm": switch}
-    save, take_step = train.save, train.take_step
-
-    def broken_at_20(run: Run, step: int) -> None:
-        if (step, run.batches.position) == (20, 20):
-            run.network.raw.transformer.ln_f.weight.data[0] = math.inf
-        save(run, step)
-
-    def dying(run: Run, step: int) -> Any:
-        if step == 25:
-            raise OSError("the machine is gone")
-        return take_step(run, step)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "save", broken_at_20)
+        spoil(patch, "save", first_save_at_20, math.inf)
         straight = place.train("rollback_over", fields)
-        patch.setattr(train, "take_step", dying)
-        with pytest.raises(OSError, match="the machine is gone"):
-            place.train("rollback_over_killed", fields)
+        place.train_until(25, "rollback_over_killed", fields)
     resumed = place.train("rollback_over_killed", {**fields, **RESUME})
     assert events(resumed) == [(20, 20, "rollback")]
     assert lines(resumed) == lines(straight)

@@ -341,17 +341,7 @@ def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypa
 
 
 def dead_at_5(place: Place, name: str, fields: dict[str, Any]) -> Path:
-    original = train.take_step
-
-    def dying(run: Run, step: int) -> Any:
-        if step == 5:
-            raise OSError("the machine is gone")
-        return original(run, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "take_step", dying)
-        with pytest.raises(OSError, match="the machine is gone"):
-            place.train(name, fields)
+    place.train_until(5, name, fields)
     assert not (place.runs / name / "checkpoints").exists()
     return place.runs / name
 

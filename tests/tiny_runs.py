@@ -33,6 +33,7 @@ from training.checkpoint import CheckpointConfig
 from training.evaluate import EvaluationConfig
 from training.optim import OptimConfig
 from training.precision import PrecisionConfig
+from training.run import Run
 from training.telemetry import TelemetryConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +102,21 @@ class Place:
     def train(self, name: str, fields: Mapping[str, Any] | None = None) -> Path:
         """Run in this process; the run's folder."""
         train.train(self.config(name, fields))
+        return self.runs / name
+
+    def train_until(self, step: int, name: str, fields: Mapping[str, Any] | None = None) -> Path:
+        """A run whose machine is gone before this step."""
+        take_step = train.take_step
+
+        def dying(run: Run, at: int) -> Any:
+            if at == step:
+                raise OSError("the machine is gone")
+            return take_step(run, at)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "take_step", dying)
+            with pytest.raises(OSError, match="the machine is gone"):
+                self.train(name, fields)
         return self.runs / name
 
     def recording(self, name: str) -> str:
