@@ -64,9 +64,9 @@ def _exported(path: str, name: str, kind: Any, what: str) -> Any:
         raise invalid("config file", path, "a Python file, ending in .py")
     try:
         exported = runpy.run_path(path, run_name=f"preset_{file.stem}").get(name)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:  # whatever a user's Python file may raise
+    except BaseException as error:  # whatever a user's Python file may raise, SystemExit too
         raise UserError(f"config file = {path!r}: it raises {type(error).__name__}: {error}") from error
     if not isinstance(exported, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"

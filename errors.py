@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,11 +16,45 @@ from attention.user_error import UserError, invalid
 __all__ = [
     "OneLineParser",
     "UserError",
+    "check_memory",
     "check_place",
+    "check_size",
     "exit_on_user_error",
     "first_line",
     "invalid",
+    "reading",
 ]
+
+
+LARGEST = {
+    "n_layer": 1_000,
+    "n_head": 1_000,
+    "n_embd": 2**18,
+    "block_size": 2**24,
+    "vocab_size": 2**24,
+    "vocab_multiple": 2**16,
+    "sequence_length": 2**24,
+    "global_batch": 2**24,
+    "micro_batch": 2**20,
+    "validation_sequences": 2**24,
+}
+"""Sizes beyond these are slips: whatever uses them would allocate, or loop, until somebody stops it. 2**53 for all others."""
+
+
+def check_size(field: str, value: object, least: int) -> None:
+    """Raise ``UserError`` unless ``value`` is a whole number from ``least`` to the field's entry in ``LARGEST``."""
+    most = LARGEST.get(field.rpartition(".")[2], 2**53)
+    if type(value) is not int or value < least:
+        raise invalid(field, value, f"a whole number of {least} or more")
+    if value > most:
+        raise invalid(field, value, f"at most {most}")
+
+
+def check_memory(field: str, value: object, needed: int, there: int = 0) -> None:
+    """Raise ``UserError`` where ``needed`` bytes, a lower bound, are more than ``there``, or (0) than this machine has."""
+    there = there or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise invalid(field, value, f"less: it takes {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}")
 
 
 def check_place(path: Path, option: str) -> None:
@@ -29,6 +64,17 @@ def check_place(path: Path, option: str) -> None:
         raise UserError(f"{option} {path}: cannot be written (it is a folder)")
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UserError(f"{option} {path}: cannot be written ({above} is no folder, or takes no files)")
+
+
+@contextlib.contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Make whatever foreign content raises in the code that reads it a ``UserError`` that names ``what``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: cannot be read: {type(error).__name__}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,30 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json_text(content))
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a file to be read. Raises ``OSError`` for what is none: a FIFO would keep the reader waiting for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return open(path, "rb")
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON document. Raises ``ValueError`` for what is none, or too deep."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def read_json(path: Path) -> Any:
+    """``parse_json`` of a file. Raises ``OSError`` and ``ValueError``."""
+    with open_file(path) as file:
+        return parse_json(file.read())
+
+
 def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes, read in blocks."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

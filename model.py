@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from attention import LayerPlan, dispatch
 from attention.measures import largest_logits
-from errors import invalid
+from errors import UserError, check_memory, check_size, invalid
 from fused.linear_cross_entropy import linear_cross_entropy
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -58,9 +58,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise invalid(f"model.{name}", size, "an integer of at least 1")
+            check_size(f"model.{name}", getattr(self, name), 1)
         if self.n_embd % self.n_head:
             raise invalid("model.n_head", self.n_head, f"a divisor of model.n_embd = {self.n_embd}")
         if self.activation not in get_args(Activation):
@@ -77,6 +75,12 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """V: rows of the embedding and columns of the logits."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def least_parameters(self) -> int:
+        """Parameters without biases, gains and what stabilizers add."""
+        blocks = 12 * self.n_layer * self.n_embd**2
+        return blocks + (self.padded_vocab_size + self.block_size) * self.n_embd
 
     @property
     def head_width(self) -> int:
@@ -219,6 +223,7 @@ class GPT(nn.Module):
         self.loss_chunk = loss_chunk
         if len(plans) != config.n_layer:
             raise ValueError(f"{len(plans)} attention plans for {config.n_layer} layers")
+        check_memory("model.n_embd", config.n_embd, 4 * config.least_parameters)
         self.config = config
         self.transformer = Transformer(config, plans)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
@@ -293,6 +298,13 @@ class GPT(nn.Module):
             6 * self.num_parameters(non_embedding=True)
             + 12 * self.config.n_layer * self.config.n_embd * sequence_length
         )
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
+    """Raise ``UserError`` for the first of named weights that is not of floats, or not finite."""
+    for name, tensor in tensors:
+        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+            raise UserError(f"{where}: {name} is not finite: no weights to go on with")
 
 
 @torch.no_grad()

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LONGEST_VALUE, LONGEST_LINE = 120, 1600
+
 
 class UserError(Exception):
-    """Something the user can mend. The message is one line and stands without a traceback."""
+    """Something the user can mend. The message is one line and stands without a traceback; the middle of a very long one is left out."""
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
+        super().__init__(_cut(" ".join(message.split()), LONGEST_LINE))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def invalid(field: str, value: object, expected: str | Iterable[object]) -> UserError:
     """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices."""
     choices = expected if isinstance(expected, str) else "one of " + ", ".join(str(e) for e in expected)
-    return UserError(f"{field} = {value!r}: expected {choices}")
+    return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: expected {choices}")

@@ -17,7 +17,7 @@ from autopsy.measure import Subject
 from config import TrainConfig
 from data.token_files import TokenFile
 from errors import UserError, invalid
-from model import GPT
+from model import GPT, check_finite
 from probes import hf_causal
 from probes.capture import LayerCapture, capture
 from training.checkpoint import Loaded
@@ -37,9 +37,7 @@ def build(loaded: Loaded, device: torch.device) -> tuple[GPT, TrainConfig, list[
     served = [serve(plan, config, device) for plan in plans]
     model = GPT(config.model, tuple(served))
     load_weights(model, loaded)
-    for name, value in loaded.model_state.items():
-        if not bool(value.isfinite().all()):
-            raise UserError(f"checkpoint {loaded.path}: {name} is not finite: examine an earlier checkpoint")
+    check_finite(loaded.model_state.items(), f"checkpoint {loaded.path}")
     replaced = {g.backend for plan, now in zip(plans, served, strict=True) if plan != now for g in plan.groups}
     return model.to(device).train(), config, sorted(replaced)
 
@@ -75,7 +73,7 @@ def read_tokens(path: Path, vocabulary_size: int) -> Tensor:
     """Validation tokens [N] int64 of a data set that this vocabulary covers."""
     if path == Path():  # of a run whose recording carried its tokens
         raise invalid("--data", "", "the folder of a data set: the run's own config names none")
-    data = TokenFile.open(path, "val")
+    data = TokenFile.open(path, "val", verify="sha256")
     if data.header.vocabulary_size > vocabulary_size:
         raise invalid("--data", str(path), f"tokens of at most the model's vocabulary, {vocabulary_size}")
     return torch.from_numpy(data.tokens.astype("int64"))

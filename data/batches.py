@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
-from errors import UserError, invalid
+from errors import UserError, check_size, invalid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "global_batch", "micro_batch", "validation_sequences"):
-            if getattr(self, name) < 1:
-                raise invalid(f"data.{name}", getattr(self, name), "a whole number of 1 or more")
+            check_size(f"data.{name}", getattr(self, name), 1)
         if self.global_batch % self.micro_batch:
             raise invalid(
                 "data.global_batch", self.global_batch, f"a multiple of data.micro_batch = {self.micro_batch}"

@@ -8,12 +8,15 @@ Shapes: S steps, G global batch (sequences an optimizer step), T sequence length
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +24,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 import files
-from errors import UserError
+from data.token_files import check_tokens, mistyped
+from errors import UserError, check_size
 
 FORMAT_VERSION = 1
 HEAD_BYTES = 128
@@ -75,7 +79,7 @@ def npy_head(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def row_bytes(dtype: str, row_shape: tuple[int, ...]) -> int:
-    return int(np.dtype(dtype).itemsize * np.prod(row_shape, dtype=np.int64))
+    return np.dtype(dtype).itemsize * math.prod(row_shape)
 
 
 class RowFile:
@@ -234,6 +238,25 @@ class Recorder:
         ) from error
 
 
+@contextlib.contextmanager
+def whole_recording(name: Path) -> Iterator[Path]:
+    """A folder to record into that becomes ``name`` when the block ends, and goes when it raises: half a recording would replay, too.
+
+    Raises ``UserError`` where ``name`` exists.
+    """
+    if os.path.lexists(name):
+        raise UserError(f"{name} exists: choose another name or remove it")
+    aside = name.with_name(f".{name.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        yield aside
+        os.replace(aside, name)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    files.sync_folder(name.parent)
+
+
 def _write_header(folder: Path, header: RecordingHeader, steps: int, *, complete: bool) -> None:
     start = header.chain_start().hex()
     files.write_json(
@@ -248,7 +271,7 @@ def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
     """
     path = folder / "header.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = files.read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder}: no header.json there: not a recording (see replay_batches/README.md)") from None
     except (OSError, ValueError) as error:
@@ -263,6 +286,8 @@ def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
     header = RecordingHeader(**{name: content[name] for name in names})
     if header.chain_start().hex() != content["chain_start"]:
         raise UserError(f"{path}: altered: its fixed fields do not give its chain_start")
+    if name := mistyped(header):
+        raise UserError(f"{path}: {name} = {content[name]!r}: of another type")
     _check_values(path, content)
     return header, content["steps"], content["complete"]
 
@@ -271,11 +296,9 @@ def _check_values(path: Path, content: dict[str, Any]) -> None:
     """A foreign writer can get the digest right and a value wrong."""
     least = {"data_tokens": 1, "sequence_length": 1, "global_batch": 1, "vocabulary_size": 1}
     for name, minimum in (least | {"steps": 0, "validation_windows": 0}).items():
-        if type(content[name]) is not int or content[name] < minimum:
-            raise UserError(f"{path}: {name} = {content[name]!r}: expected a whole number of {minimum} or more")
-    for name in ("complete", "carries_tokens"):
-        if type(content[name]) is not bool:
-            raise UserError(f"{path}: {name} = {content[name]!r}: expected true or false")
+        check_size(f"{path}: header.{name}", content[name], minimum)
+    if type(content["complete"]) is not bool:
+        raise UserError(f"{path}: complete = {content['complete']!r}: expected true or false")
     if content["dtype"] not in TOKEN_DTYPES:
         raise UserError(f"{path}: dtype = {content['dtype']!r}: expected one of {', '.join(TOKEN_DTYPES)}")
 
@@ -283,7 +306,7 @@ def _check_values(path: Path, content: dict[str, Any]) -> None:
 def _open_rows(path: Path, dtype: str, row_shape: tuple[int, ...], exactly: int | None) -> np.ndarray:
     """Read-only rows of a ``RowFile``: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
     try:
-        with open(path, "rb") as file:
+        with files.open_file(path) as file:
             head = file.read(HEAD_BYTES)
         size = path.stat().st_size
     except OSError as error:
@@ -340,6 +363,8 @@ class Recording:
             steps = min(steps, len(tokens))
             shape = (header.sequence_length + 1,)
             validation = _open_rows(folder / "validation.npy", header.dtype, shape, header.validation_windows)
+            for kind, stored in (("tokens", tokens), ("validation", validation)):
+                check_tokens(stored, header.vocabulary_size, folder / f"{kind}.npy")
             if hashlib.sha256(np.ascontiguousarray(validation).data).hexdigest() != header.validation_windows_sha256:
                 raise UserError(f"{folder / 'validation.npy'}: altered: it does not match validation_windows_sha256")
         if steps < promised:

@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args, get_type_hints
 
 import numpy as np
 
@@ -46,10 +45,8 @@ class TokenHeader:
     source: str  # what it was made from, for people
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            expected = {"int": int, "str": str}[str(field.type)]
-            if type(getattr(self, field.name)) is not expected:
-                raise ValueError(f"{field.name} is not of type {field.type}")
+        if name := mistyped(self):
+            raise ValueError(f"{name} is of another type")
         if self.format_version != FORMAT_VERSION:
             raise ValueError(f"format_version {self.format_version}, this program reads {FORMAT_VERSION}")
         if self.dtype not in DTYPES:
@@ -97,7 +94,25 @@ class TokenFile:
                 f"{path}: SHA-256 {digest} where its header says {header.sha256}: damaged; {_remedy(folder, force=True)}"
             )
         tokens = np.memmap(path, header.stored_dtype, mode="r", shape=(header.count,))
+        if verify == "sha256":
+            check_tokens(tokens, header.vocabulary_size, path)
         return cls(header=header, tokens=tokens, path=path)
+
+
+def check_tokens(tokens: np.ndarray, vocabulary_size: int, path: Path) -> None:
+    """Raise ``UserError`` for a token beyond the vocabulary: whoever signed it, no embedding has a row for it."""
+    if (
+        vocabulary_size <= np.iinfo(tokens.dtype).max
+        and tokens.size
+        and (largest := int(tokens.max())) >= vocabulary_size
+    ):
+        raise UserError(f"{path}: token {largest} in a vocabulary of {vocabulary_size}")
+
+
+def mistyped(facts: Any) -> str | None:
+    """The first field of a dataclass whose value is not of the field's type."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(type(facts)).items()}
+    return next((name for name, kind in kinds.items() if type(getattr(facts, name)) not in kind), None)
 
 
 def _read_header(folder: Path, split: str) -> TokenHeader:
@@ -109,9 +124,8 @@ def _read_header(folder: Path, split: str) -> TokenHeader:
     if not path.is_file():
         raise UserError(f"{path}: no such header; {_remedy(folder)}")
     try:
-        content = json.loads(path.read_bytes())
-        return TokenHeader(**content)
-    except (ValueError, TypeError) as error:
+        return TokenHeader(**files.read_json(path))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a token file's header ({error}); {_remedy(folder, force=True)}") from error
 
 

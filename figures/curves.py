@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from errors import UserError
@@ -17,6 +18,8 @@ EXPLOSION_DEFINITION = (
     "Explosion: the first step from which the training loss stays more than {margin:g} above its best so far"
     " for {patience} steps, or is not finite."
 )
+
+NUMBERS = ("train_loss", "val_loss", "grad_norm", "tokens_per_second", "max_logit_max")
 
 
 def by_step(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -48,14 +51,28 @@ def metrics(folder: Path) -> pd.DataFrame:
     """What the run in ``folder`` logged. Raises ``UserError`` where it is no run, or has no training loss yet."""
     kept = folder / "metrics.csv"
     table = read_csv(kept) if kept.is_file() else by_step(read_metrics(folder))
+    _check_numbers(table, [name for name in NUMBERS if name in table], folder)
     if column(table, "train_loss").empty:
         raise UserError(f"{folder}: its metrics have no train_loss yet")
     return table
 
 
+def _check_numbers(table: pd.DataFrame, names: Iterable[str], folder: Path) -> None:
+    """Raise ``UserError`` for a column that has something else than numbers, or lists of them that are unlike."""
+    for name in names:
+        try:
+            np.array(table[name].tolist(), dtype=float)
+        except (ValueError, TypeError, OverflowError, KeyError):
+            raise UserError(f"{folder}: its {name} is not numbers at every step") from None
+
+
 def telemetry(folder: Path) -> pd.DataFrame:
     """The probes of a run, lists by layer or by layer and head in the cells; empty without telemetry. Raises ``UserError``."""
-    return by_step(read_telemetry(folder)) if (folder / TELEMETRY_FILE).is_file() else pd.DataFrame()
+    if not (folder / TELEMETRY_FILE).exists():
+        return pd.DataFrame()
+    table = by_step(read_telemetry(folder))
+    _check_numbers(table, ("w_q_norm", "max_logit", *({"w_k_norm", "ties_1e3"} & set(table))), folder)
+    return table
 
 
 def column(table: pd.DataFrame, name: str) -> pd.Series:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import files
 from autopsy import subjects
 from config import TrainConfig
 from errors import UserError, invalid
@@ -46,12 +46,12 @@ def load_run(folder: Path, *, margin: float = 0.5, patience: int = 200) -> RunCu
     """
     metrics, path = curves.metrics(folder), folder / "config.json"
     try:
-        facts: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
+        attention = str(files.read_json(path)["attention_name"]) if path.exists() else "?"
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not the record of a run") from None
     return RunCurves(
         name=folder.resolve().name,
-        attention=str(facts.get("attention_name", "?")),
+        attention=attention,
         exploded_at=curves.explosion_step(curves.column(metrics, "train_loss"), margin, patience),
         metrics=metrics,
         telemetry=curves.telemetry(folder),

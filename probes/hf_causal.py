@@ -20,11 +20,19 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec, LayerPlan, dispatch
-from errors import UserError, invalid
+from errors import UserError, check_memory, check_size, invalid, reading
+from model import check_finite
 from probes.capture import LayerCapture, Record
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2")
 """Values of ``model_type`` whose attention is causal, plain, and, where it rotates, rotated by halves as Llama's."""
+_SIZES = {
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+}
 _NAME = "capture_q_k_v_o"
 
 
@@ -146,10 +154,17 @@ def load(folder: Path, spec: AttentionSpec, dtype: torch.dtype, device: torch.de
         raise UserError(f"{folder}: no weights; expected *.safetensors (pickles are not read: they can run code)")
     AttentionInterface.register(_NAME, _attend)
     logging.disable_progress_bar()
-    try:
+    logging.set_verbosity_error()  # what is wrong with a folder is told below, in one line
+    with reading(folder):
         settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if settings.model_type not in FAMILIES:
             raise invalid(f"{folder}: model_type", settings.model_type, FAMILIES)
+        for name, ours in _SIZES.items():
+            check_size(f"{folder}: {name}: model.{ours}", getattr(settings, name), 1)
+        weights = 4 * settings.num_hidden_layers * settings.hidden_size**2
+        check_memory(
+            f"{folder}: hidden_size", settings.hidden_size, 4 * (weights + settings.vocab_size * settings.hidden_size)
+        )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=settings,
@@ -160,12 +175,11 @@ def load(folder: Path, spec: AttentionSpec, dtype: torch.dtype, device: torch.de
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder}: cannot be loaded: {str(error).splitlines()[0]}") from None
     model, loading = loaded
     # transformers fills what a folder lacks with random numbers.
     if lacking := sorted(loading["missing_keys"]):
         raise UserError(f"{folder}: the weights lack {lacking[0]} ({len(lacking)} missing)")
+    check_finite(model.named_parameters(), folder)
     if settings.model_type == "gpt2" and (settings.add_cross_attention or settings.reorder_and_upcast_attn):
         raise UserError(f"{folder}: cross-attention and upcast attention of GPT-2 are not looked at")
     # The reference takes any head dim, on any device; what is assumed of the attention is its numerics.
@@ -181,7 +195,7 @@ def open_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
+    except Exception:  # what it raises depends on what is wrong with which file
         tokenizer = None
     # transformers 5 makes one that knows nothing but its special tokens, of a folder that has none.
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):

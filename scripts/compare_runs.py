@@ -19,7 +19,6 @@ How a run ended:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ def load(folder: Path) -> Run:
     """Raises ``UserError`` where it is not the folder of a run, or has no training loss yet."""
     metrics = curves.metrics(folder)
     try:
-        content: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        content: dict[str, Any] = files.read_json(folder / "config.json")
         content["config"]["run"]["seed"], content["config"]["run"]["steps"], content["attention_name"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}/config.json: not the record of a run") from None

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import shutil
 from pathlib import Path
 
 import _root  # noqa: F401
 import numpy as np
 
-from data.recording import Recorder, Recording, RecordingHeader
+from data.recording import Recorder, Recording, RecordingHeader, whole_recording
 from data.token_files import TokenFile
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from files import sync_folder, write_bytes
@@ -63,8 +62,6 @@ def from_published(folder: Path, name: Path, dataset: Path, sequence_length: int
 
     Raises ``UserError`` when files are missing or ragged, when offsets lie beyond the data, or when ``name`` exists.
     """
-    if os.path.lexists(name):
-        raise UserError(f"{name} exists: choose another name or remove it")
     offsets_SG = _read_steps(folder, micro_batch)
     train = TokenFile.open(dataset, "train", verify="sha256")
     validation = TokenFile.open(dataset, "val")
@@ -89,19 +86,11 @@ def from_published(folder: Path, name: Path, dataset: Path, sequence_length: int
             f"{folder}: step {step} (line {step + 1}) has offset {offsets_SG[step].max()}, the last one where {sequence_length} + 1 "
             f"of the {train.header.count} tokens of {dataset} fit is {highest}: another data set or sequence length?"
         )
-    # Under its name only when whole: half of it would replay, too.
-    aside = name.with_name(f".{name.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with whole_recording(name) as aside:
         recorder = Recorder.create(aside, header)
         for offsets_G in offsets_SG:
             recorder.append(offsets_G)
         recorder.close()
-        os.replace(aside, name)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync_folder(name.parent)
     return recorder.steps
 
 

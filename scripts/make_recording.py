@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,8 @@ import _root  # noqa: F401
 
 import config
 from data.batches import Batches, DataConfig, open_batches
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from data.recording import whole_recording
+from errors import OneLineParser, UserError, check_size, exit_on_user_error
 from figures import curves
 
 SOURCE = "make_recording"
@@ -48,15 +48,10 @@ def record(batches: Batches, steps: int, logged: dict[int, str]) -> int:
 
 def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int:
     """Write the recording ``out``, whole or not at all; the number of digests compared. Raises ``UserError``."""
-    if out.exists():
-        raise UserError(f"{out} exists: choose another name or remove it")
-    try:
-        batches = open_batches(dataclasses.replace(data, record=str(out)), source_run=SOURCE)
+    with whole_recording(out) as aside:
+        batches = open_batches(dataclasses.replace(data, record=str(aside)), source_run=SOURCE)
         compared = record(batches, steps, logged)
         batches.close()
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
     return compared
 
 
@@ -73,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, fields = parser.parse_known_args(argv)
     chosen = config.load([args.recipe, *fields, "--data.record", str(args.out)])
     steps = args.steps or chosen.run.steps
-    if steps < 1:
-        raise invalid("--steps", args.steps, "1 or more")
+    check_size("--steps", steps, 1)
     compared = make(chosen.data, args.out, steps, logged_digests(args.against) if args.against else {})
     told = f"; {compared:,} digests of {args.against} agree" if args.against else ""
     print(f"{args.out}: {steps:,} steps of {chosen.data.global_batch} x {chosen.data.sequence_length} tokens{told}")

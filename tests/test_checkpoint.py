@@ -256,7 +256,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("every", -1), ("keep_last", 0), ("keep_every", -5)])
 def test_bad_field_is_named_with_its_value(field: str, value: int) -> None:
-    with pytest.raises(UserError, match=rf"^checkpoint\.{field} = {value}: expected at least "):
+    with pytest.raises(UserError, match=rf"^checkpoint\.{field} = {value}: expected a whole number of "):
         CheckpointConfig(**{field: value})
 
 

@@ -162,7 +162,7 @@ RULE = "from attention import AttentionConfig, AttentionRule\nattention = Attent
         (
             [],
             SECTION.format(changes="run=dataclasses.replace(config.run, steps=1e3)"),
-            r"^run\.steps = 1000\.0: .* type int$",
+            r"^run\.steps = 1000\.0: expected a whole number of 1 or more$",
         ),
         (
             [DEBUG],

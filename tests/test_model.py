@@ -80,9 +80,9 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     ("changes", "message"),
     [
         ({"n_head": 5}, "model.n_head = 5: expected a divisor of model.n_embd = 768"),
-        ({"n_layer": 0}, "model.n_layer = 0: expected an integer of at least 1"),
-        ({"n_embd": 64.0}, "model.n_embd = 64.0: expected an integer of at least 1"),
-        ({"vocab_multiple": 0}, "model.vocab_multiple = 0: expected an integer of at least 1"),
+        ({"n_layer": 0}, "model.n_layer = 0: expected a whole number of 1 or more"),
+        ({"n_embd": 64.0}, "model.n_embd = 64.0: expected a whole number of 1 or more"),
+        ({"vocab_multiple": 0}, "model.vocab_multiple = 0: expected a whole number of 1 or more"),
         ({"activation": "relu"}, "model.activation = 'relu': expected one of gelu, gelu_tanh"),
         (
             {"attention_softcap": -1.0},

@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from errors import UserError, invalid
-from files import sha256_file, sync_folder
+from errors import UserError, check_size
+from files import open_file, read_json, sha256_file, sync_folder
 
 FORMAT_VERSION = 1
 _FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
@@ -52,8 +52,7 @@ class CheckpointConfig:
             UserError: naming the first bad field, its value and what is allowed.
         """
         for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
-            if getattr(self, name) < least:
-                raise invalid(f"checkpoint.{name}", getattr(self, name), f"at least {least}")
+            check_size(f"checkpoint.{name}", getattr(self, name), least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +305,8 @@ def _joined_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        lines = (path / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+        with open_file(path / "SHA256SUMS") as file:
+            lines = file.read().decode().splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         if set(sums) != set(_FILES):
             return "SHA256SUMS does not list its files"
@@ -321,11 +321,16 @@ def _damage(path: Path) -> str | None:
 
 
 def _read(path: Path) -> Loaded:
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = read_json(path / "state.json")
     if state.get("format_version") != FORMAT_VERSION:
         raise UserError(
             f"checkpoint {path} has format_version {state.get('format_version')!r}: this code reads {FORMAT_VERSION}"
         )
+    kinds = dict.fromkeys(("step", "position", "processes"), int) | dict.fromkeys(
+        ("tied", "scaler", "config", "extra"), dict
+    )
+    if wrong := [name for name, kind in kinds.items() if type(state[name]) is not kind]:
+        raise TypeError(f"{wrong[0]} of state.json is of type {type(state[wrong[0]]).__name__}")
     model = _tensors(path / "model.safetensors")
     rng = _tensors(path / "rng.safetensors")
     return Loaded(

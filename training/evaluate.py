@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from errors import UserError, invalid
+from errors import UserError, check_size
 from training.distributed import all_reduce_sum
 
 IGNORED_TARGET = -1
@@ -25,8 +25,7 @@ class EvaluationConfig:
     """steps between two evaluations, the first before any training and one more at the end (0: never)"""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise invalid("evaluation.every", self.every, "0 (never) or a positive number of steps")
+        check_size("evaluation.every", self.every, 0)
 
 
 class ValidationBatches(Protocol):

@@ -6,7 +6,6 @@ heads inside ``c_attn`` included. The vocabulary has no padding there, so a load
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import files
 from errors import UserError, invalid
-from model import GPT, Activation, ModelConfig
+from model import GPT, Activation, ModelConfig, check_finite
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -37,7 +36,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """The ``ModelConfig`` of a GPT-2 folder: biases, no padding, no stabilizers. ``UserError`` where it is no GPT-2."""
     path = folder / "config.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = files.read_json(path)
     except FileNotFoundError:
         raise UserError(f"{folder}: no config.json; expected a local GPT-2 folder of Hugging Face") from None
     except (OSError, ValueError) as error:
@@ -49,7 +48,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         if settings.get(name, value) != value:
             raise invalid(f"{path}: {name}", settings[name], repr(value))
     activation = settings.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise invalid(f"{path}: activation_function", activation, _ACTIVATIONS)
     sizes = {
         "n_layer": 12,
@@ -102,6 +101,7 @@ def load_weights(model: GPT, folder: Path) -> None:
         if tensors[name].shape != parameter.shape:
             shapes = f"{tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}"
             raise UserError(f"{folder}: {name} has shape {shapes} (after transposing)")
+    check_finite(tensors.items(), folder)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
 

@@ -204,12 +204,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: a line that is not a record.
     """
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    try:
+        with files.open_file(path) as file:
+            lines = file.read().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return
         try:
-            record = json.loads(line)
-            if not isinstance(record["step"], int):
+            record = files.parse_json(line)
+            if type(record["step"]) is not int or not 0 <= record["step"] < 2**53:
                 raise TypeError
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: line {number} is not a record with a step") from None

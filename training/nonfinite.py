@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from errors import invalid
+from errors import check_size, invalid
 
 Policy = Literal["stop", "skip", "continue", "rollback"]
 # What was done about a step: a policy, or float16's own remedy. It is the column ``nonfinite`` of the metrics.
@@ -36,8 +36,7 @@ class NonFiniteConfig:
         if not 0 < self.lr_scale <= 1:
             raise invalid("nonfinite.lr_scale", self.lr_scale, "above 0, at most 1")
         for name in ("lr_scale_steps", "max_rollbacks", "max_skips"):
-            if getattr(self, name) < 0:
-                raise invalid(f"nonfinite.{name}", getattr(self, name), "0 or more")
+            check_size(f"nonfinite.{name}", getattr(self, name), 0)
 
 
 class Withholding:

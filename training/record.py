@@ -8,7 +8,6 @@ import errno
 import fcntl
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -22,7 +21,7 @@ from typing import IO, Any
 import torch
 
 from errors import UserError, invalid
-from files import json_text, write_all
+from files import json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
 from training.intervention import INTERVENTIONS_FILE, made_before
@@ -166,7 +165,7 @@ def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = read_json(path)
         content["config"]["run"]["resume"], content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the record of a run") from None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import attention
 from attention.plan import LayerPlan, describe
 from data.batches import Batches, open_batches
-from errors import UserError, invalid
+from errors import UserError, check_memory, invalid, reading
 from model import GPT, initialize
 from training import distributed, huggingface, record, speed, throughput
 from training.alarm import Watch
@@ -32,6 +32,7 @@ from training.retired import upgraded
 from training.settings import TrainConfig, to_json
 from training.step import Pending, rounding_seed, throwaway_backward
 from training.telemetry import Telemetry, probe_batch
+from training.weights import load_weights
 
 
 @dataclass
@@ -87,6 +88,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
 
     Raises ``UserError`` when anything asked for is missing, foreign or impossible.
     """
+    check_fits(config, place.device)
     folder = Path(config.run.folder) / config.run.name
     plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
     check = functools.partial(check_plans, config, place.device)
@@ -140,6 +142,16 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         open_telemetry(run, loaded)
         undo.pop_all()
     return run
+
+
+def check_fits(config: TrainConfig, device: torch.device) -> None:
+    """Raise ``UserError`` where the device has no room for weights, gradients and two moments, or for the blocks' inputs in BF16."""
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    check_memory("model.n_embd", config.model.n_embd, 16 * config.model.least_parameters, there)
+    tokens = config.data.micro_batch * config.data.sequence_length
+    check_memory(
+        "data.micro_batch", config.data.micro_batch, 2 * tokens * config.model.n_embd * config.model.n_layer, there
+    )
 
 
 def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPlan, ...]) -> None:
@@ -331,10 +343,11 @@ def save(run: Run, step: int, *, probed: bool = False) -> None:
 
 def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, place: Distributed) -> None:
     """Put what the checkpoint holds into the model, its optimizer, the loss scale and the generators."""
-    model.load_state_dict(loaded.model_state)
-    optimizer.load_state_dict(loaded.optimizer_state)
-    scaler.load_state_dict(loaded.scaler_state)
-    set_rng_state(loaded.rng[place.rank], place.device)
+    load_weights(model, loaded)
+    with reading(f"checkpoint {loaded.path}"):
+        optimizer.load_state_dict(loaded.optimizer_state)
+        scaler.load_state_dict(loaded.scaler_state)
+        set_rng_state(loaded.rng[place.rank], place.device)
 
 
 def roll_back(run: Run, bad_step: int) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from attention.plan import AttentionConfig
 from data.batches import DataConfig
-from errors import invalid
+from errors import check_size, invalid
 from model import ModelConfig
 from training.alarm import AlarmConfig
 from training.checkpoint import CheckpointConfig
@@ -59,8 +59,7 @@ class RunConfig:
         if self.resume not in get_args(Resume):
             raise invalid("run.resume", self.resume, get_args(Resume))
         for name in ("steps", "log_every"):
-            if getattr(self, name) < 1:
-                raise invalid(f"run.{name}", getattr(self, name), "a whole number of 1 or more")
+            check_size(f"run.{name}", getattr(self, name), 1)
         if not 0 <= self.peak_tflops < math.inf:
             raise invalid("run.peak_tflops", self.peak_tflops, "0 or a positive number of TFLOP/s")
 

@@ -27,7 +27,7 @@ from attention.measures import attention_statistics
 from attention.plan import HeadGroup, LayerPlan
 from attention.reference.exact import exact_float32
 from attention.reference.tiles import FORMAT_OF, Sites
-from errors import invalid
+from errors import check_size, invalid
 from model import GPT
 from probes.accumulation import one_signed_share
 from probes.alignment import sign_diversity, spectral_alignment
@@ -93,10 +93,8 @@ class TelemetryConfig:
     """On CUDA, replay probes as a CUDA graph: the same bits for a fraction of the time; its memory stays reserved. No effect on a CPU."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise invalid("telemetry.every", self.every, "0 (never) or a positive number of steps")
-        if self.sequences < 1:
-            raise invalid("telemetry.sequences", self.sequences, "a whole number of 1 or more")
+        check_size("telemetry.every", self.every, 0)
+        check_size("telemetry.sequences", self.sequences, 1)
 
 
 class Telemetry:

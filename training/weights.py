@@ -24,8 +24,10 @@ def read_checkpoint(path: Path) -> Loaded:
 
 def load_weights(model: GPT, checkpoint: Loaded) -> None:
     """Fill the model. Raises ``UserError``, which names one tensor, where the checkpoint is of another shape."""
-    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: list(tensor.shape) for name, tensor in checkpoint.model_state.items()}
+    expected, found = (
+        {name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in state.items()}
+        for state in (model.state_dict(), checkpoint.model_state)
+    )
     misfits = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     if misfits:
         name = misfits[0]
