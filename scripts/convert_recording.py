@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 from pathlib import Path
 
 import _root  # noqa: F401
@@ -22,7 +21,7 @@ import numpy as np
 from data.recording import Recorder, Recording, RecordingHeader, whole_recording
 from data.token_files import TokenFile
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from files import sync_folder, write_bytes
+from files import write_bytes
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

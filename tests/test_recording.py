@@ -36,7 +36,7 @@ def make_header(*, batch=3, length=4, carried=False, dtype="uint8", windows_WT=N
         "seed": 5,
         "source_run": "läuft",
         "vocabulary": "bytes",
-        "vocabulary_size": 256,
+        "vocabulary_size": np.iinfo(dtype).max + 1,
         "dtype": dtype,
         "carries_tokens": carried,
         "validation_windows": 0 if windows_WT is None else len(windows_WT),
