@@ -287,6 +287,23 @@ def published_fix() -> Figure:
     return figure
 
 
+def consistent() -> Figure:
+    """Largest logit of layer 1 of ``flash``, of delta from P and of ``flash_consistent``: one line a seed."""
+    figure, [[axis]] = page(4.6, 1, 1)
+    arms = {"flash": ORANGE, "delta_from_p": GREY, "flash_consistent": BLUE}
+    for arm, color in arms.items():
+        folder = RUNS if arm != "flash_consistent" else EXPERIMENTS / "consistent" / "runs"
+        for seed in ("", "_seed_1", "_seed_2"):
+            rows = probes(folder / f"{arm}{seed}")
+            rows = rows[rows["step"] <= 5500]
+            axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
+    write(axis, (3600, 2.5e5, "flash", ORANGE), (4300, 480, "delta from P", GREY), (4300, 25, "flash_consistent", BLUE))
+    axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 5600))
+    axis.set_title("largest attention logit of layer 1, three seeds each", fontsize=12, loc="left")
+    count_steps(axis, range(0, 5501, 1000))
+    return figure
+
+
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
     save(layers(), FAST_FAILURE / "layers.png")
@@ -295,6 +312,7 @@ def main() -> None:
     save(norms(), PAPER_FIGURES / "figure_11.png")
     save(ties(), PAPER_FIGURES / "figure_13.png")
     save(published_fix(), EXPERIMENTS / "published_fix" / "curves.png")
+    save(consistent(), EXPERIMENTS / "consistent" / "curves.png")
     save(late_switches(), LATE_SWITCHES / "late_switches.png")
 
 
