@@ -279,9 +279,8 @@ class Numerics:
                 and (n.row_max != "plain" or n.exponent == "subtract_first" or not _unrounded(n, also="input"))
             ),
         ),
-        without_softcap="m counts in natural units behind it",
     )
-    """``up``: m in log2 to the next whole number. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
+    """``up``: m to the next whole multiple of ln 2. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
     with. It is in (1/2, 1] at the row's maximum."""
     row_max_beta: float = site(
         2.0, "beta of the stabilized forms", within=("a number above 1", lambda beta: beta > 1), acts_in=(FORWARD,)

@@ -76,7 +76,7 @@ _STOCHASTIC_O: Sites = {
 }
 
 
-RECOMMENDED = "flash_corrected_rows"
+RECOMMENDED = "flash_consistent"
 """What ``scaled_dot_product_attention`` uses unless told otherwise."""
 
 PRESETS: dict[str, Preset] = {

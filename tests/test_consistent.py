@@ -28,11 +28,11 @@ def tensors(logits: float, time: int = 200) -> tuple[Tensor, Tensor, Tensor, Ten
     return tuple(x.bfloat16() for x in (q, k, -v.abs(), do))  # type: ignore[return-value]
 
 
-def largest_residual(preset: str, logits: float, **sites: Any) -> float:
+def largest_residual(preset: str, logits: float, softcap: float = 0.0, **sites: Any) -> float:
     """The largest |rowsum(dS)|, dS unrounded, over the root mean square of dO V^T: what FP32 sums leave is near 1e-6."""
     q, k, v, do = tensors(logits)
     n = numerics(preset, score_gradients="fp32", tile_k=16, tile_q=32, **sites)
-    r, _ = row_residuals(q, k, v, do, n, seed=SEED, scale=1.0)
+    r, _ = row_residuals(q, k, v, do, n, seed=SEED, scale=1.0, softcap=softcap)
     dp = torch.einsum("bthd,bshd->bhts", do.float(), v.float())
     return (r.abs().max() / dp.square().mean().sqrt()).item()
 
@@ -41,6 +41,12 @@ def largest_residual(preset: str, logits: float, **sites: Any) -> float:
 def test_rows_of_ds_sum_to_zero_at_any_size_of_the_logits(logits: float) -> None:
     assert largest_residual("flash_consistent", logits) < 1e-5
     assert largest_residual("flash", logits) > 1e-3
+
+
+def test_rows_of_ds_sum_to_zero_behind_a_soft_cap() -> None:
+    """m counts in natural units there, and is not exactly a multiple of ln 2."""
+    assert largest_residual("flash_consistent", 30.0, softcap=20.0) < 2e-5
+    assert largest_residual("flash", 30.0, softcap=20.0) > 1e-3
 
 
 @pytest.mark.parametrize("without", ["row_max_rounding", "backward_probabilities", "delta_output"])

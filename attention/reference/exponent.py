@@ -62,7 +62,10 @@ class SubtractFirst:
         return self.problem.scores(rows, columns)
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
-        return tile_row_max(s, n or self.problem.sites.numerics)
+        m = tile_row_max(s, n or self.problem.sites.numerics)
+        if self.problem.sites.numerics.row_max_rounding == "up":
+            m = (m * math.log2(math.e)).ceil() * math.log(2)
+        return m
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s - m
@@ -88,7 +91,8 @@ class Fma:
         return self.problem.products(rows, columns)
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
-        return tile_row_max(s, n or self.problem.sites.numerics, scale=self.problem.scale, unit=self.c)
+        m = tile_row_max(s, n or self.problem.sites.numerics, scale=self.problem.scale, unit=self.c)
+        return m.ceil() if self.problem.sites.numerics.row_max_rounding == "up" else m
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s.double().mul_(self.c).sub_(m).float()

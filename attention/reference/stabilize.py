@@ -28,14 +28,11 @@ def tile_row_max(scores: Tensor, numerics: Numerics, *, scale: float = 1.0, unit
     ``stabilized_safe``: the same with the shift held to at most ``row_max_cap`` c, so that l >= exp(-c) > 0 after every tile, for
     any finite scores (folded: below 1.5e9): the largest running score r of a row satisfies m - r <= c, because each tile's m is at
     most its own r_m + c.
-    ``row_max_rounding``: r_m to the next whole number, in the unit of m.
     ``scaled``: r_m. With ``hidden_tiles`` visited, a row that the mask hides from the tile has 0 by ``stabilized``.
     With m kept in BF16 (``statistics``) and S too, rounding m adds at most 1 to the shift for c = 7.
     """
     top = scores.amax(dim=-1, keepdim=True)
     row_max = unit * top
-    if numerics.row_max_rounding == "up":
-        return row_max.ceil()
     if numerics.row_max in ("plain", "scaled"):
         return row_max
     close = scores >= top - numerics.row_max_tolerance / scale

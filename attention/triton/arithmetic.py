@@ -43,6 +43,7 @@ OUTPUT_ITSELF = tl.constexpr(-1)
 """The O in delta where it is the output; a residual of so many bits is minus that number."""
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 LARGEST = tl.constexpr(LARGEST_SCALE)
 _DRAW = tl.constexpr(RANDOM_BITS)
 _ROUNDS = tl.constexpr(ROUNDS)
@@ -400,14 +401,17 @@ def log2_difference(b_s, b_m, unit, FOLD: tl.constexpr):
 
 @triton.jit
 def row_normalizer(b_top, unit, FOLD: tl.constexpr, ROUNDING: tl.constexpr):
-    """The row maximum [BT] of S as m counts: FMA and SEPARATE_MULTIPLY times unit, rounded; else as it is. UP: to a whole number."""
+    """The row maximum [BT] of S as m counts: FMA and SEPARATE_MULTIPLY times unit, rounded; else as it is. UP: to a
+    whole number of log2."""
     if FOLD == SEPARATE_MULTIPLY:
         b_r = rounded_product(b_top, unit)
     elif FOLD == FMA:
         b_r = b_top * unit
     else:
         b_r = b_top
-    if ROUNDING == UP:
+    if ROUNDING == UP and FOLD == SCALED:
+        b_r = tl.ceil(b_r * LOG2_E) * LN_2
+    elif ROUNDING == UP:
         b_r = tl.ceil(b_r)
     return b_r
 
