@@ -48,11 +48,11 @@ class ModelConfig:
     tie_embeddings: bool = True
     """One matrix for token embedding and output head (Press & Wolf 2017)."""
     qk_norm: bool = False
-    """Layer norm of q and k in every head (Henry et al. 2020; this form: Dehghani et al. 2023)."""
+    """Layer norm over D of q and k in every head, one gain [D] for all (Henry et al. 2020; this form: Dehghani et al. 2023)."""
     attention_softcap: float = 0.0
     """Attention logits become cap * tanh(logit / cap) (Gemma 2: 50); 0 is off."""
     gated_attention: bool = False
-    """Attention output times sigmoid(W x), elementwise, per head (arXiv 2505.06708)."""
+    """o * sigmoid(W x), elementwise, before the output projection, x the block's normed input (arXiv 2505.06708, position G1)."""
     qk_clip_tau: float = 0.0
     """After a step, heads whose largest logit passed this are scaled back to it (Kimi K2: 100); 0 is off."""
 
@@ -101,14 +101,8 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention: everything around q, k, v -> o, which is ``attention.run``'s.
 
-    - ``c_attn`` rows are [W_q; W_k; W_v], the D rows of a head lie together inside each.
-    - ``qk_norm``: queries and keys are normalized in every head before their product (Henry et al. 2020, arXiv 2010.04245);
-      the form is that of Dehghani et al. 2023 (ViT-22B, arXiv 2302.05442): layer norm over D, a learnable gain [D] shared by the heads, no
-      bias. The 1 / sqrt(D) stays.
-    - ``attention_softcap``: Gemma 2 (arXiv 2408.00118), inside ``attention.run``.
-    - ``gated_attention``: o * sigmoid(W_gate x) before ``c_proj``, x being the block's normed input: elementwise, every
-      head its own rows (Qiu et al. 2025, arXiv 2505.06708, their position G1).
-    - ``qk_clip_tau``: while training, ``max_logit_H`` keeps each head's largest logit until ``training.qk_clip`` reads it.
+    ``c_attn`` rows are [W_q; W_k; W_v], the D rows of a head lie together inside each. While training with ``qk_clip_tau``,
+    ``max_logit_H`` keeps each head's largest logit until ``training.qk_clip`` reads it.
     """
 
     def __init__(self, config: ModelConfig, plan: LayerPlan):

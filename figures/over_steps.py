@@ -86,32 +86,32 @@ def tie_rates(run: RunCurves) -> pd.DataFrame:
 
 
 def draw_ties(runs: Sequence[RunCurves]) -> Drawn:
-    """Figure 13: training loss, and how many rows fulfill the stabilizer's condition (a repeated maximum), over training.
+    """Figure 13: loss (of validation where all runs have it), and how many rows fulfill the stabilizer's condition, a repeated maximum.
 
     The paper counts the activations of its condition in one run; here the share of the probe batch's rows within 1e-3, which has the same
     course: mean over all heads (thick), the largest of any head (thin).
     """
     from matplotlib.lines import Line2D
 
+    evaluated = all(len(curves.column(run.metrics, "val_loss")) > 1 for run in runs)
+    column, name = ("val_loss", "validation loss") if evaluated else ("train_loss", "training loss")
     figure = canvas.sheet(0.5 + 0.14 * len(runs) + 2.7)
     upper, lower = figure.subplots(2, 1, sharex=True)
     top, tables = 0.0, []
     for index, run in enumerate(runs):
-        losses, ties = curves.column(run.metrics, "train_loss"), tie_rates(run)
+        losses, ties = curves.column(run.metrics, column), tie_rates(run)
         top = max(top, 1.1 * losses.iloc[0])
         upper.plot(losses.where(np.isfinite(losses)), **_look(index))
         lower.plot(ties[f"{TIES}_mean"], **_look(index))
         lower.plot(ties[f"{TIES}_max"], **(_look(index) | {"linewidth": 0.5}))
         for axes in (upper, lower):
             _mark(axes, index, run)
-        tables.append(
-            pd.DataFrame({"run": run.name, "train_loss": losses}).join(ties, how="outer").assign(run=run.name)
-        )
+        tables.append(pd.DataFrame({column: losses}).join(ties, how="outer").assign(run=run.name))
     # An explosion runs off the top instead of flattening everything.
     if np.isfinite(top):
         upper.set_ylim(top=min(top, upper.get_ylim()[1]))
     lower.set_ylim(bottom=0)
-    canvas.dress(upper, y="training loss\n(nats/token)")
+    canvas.dress(upper, y=f"{name}\n(nats/token)")
     canvas.dress(lower, x="optimizer step", y="share of rows with\na repeated maximum")
     lines = [Line2D([], [], **_look(index)) for index in range(len(runs))]
     labels = [canvas.wrapped(run.label, COLUMN - 0.5) for run in runs]
