@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -197,46 +198,31 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
     torch.library.opcheck(op, (q, k, v, torch.tensor(0), key, 0.5, True, 0.0))
 
 
+DRAWN_P = ("probabilities_rounding=stochastic",)
+
+
 @pytest.mark.parametrize(
-    ("spec", "dtype", "softcap", "reason", "can"),
+    ("spec", "settings", "reason", "can"),
     [
+        ({"preset": "sdpa_cudnn"}, {}, "it needs a CUDA device", "standard, flash_reference"),
+        ({"preset": "sdpa_flash"}, {"softcap": 30.0}, "no soft-cap", "standard, flash_reference"),
+        ({"backend": "standard"}, {}, "exponent = 'fma', expected subtract_first", "flash_reference"),
         (
-            AttentionSpec(preset="sdpa_cudnn"),
-            torch.bfloat16,
-            0.0,
-            "it needs a CUDA device",
-            "standard, flash_reference",
-        ),
-        (AttentionSpec(preset="sdpa_flash"), torch.bfloat16, 30.0, "no soft-cap", "standard, flash_reference"),
-        (
-            AttentionSpec(preset="flash", backend="standard"),
-            torch.bfloat16,
-            0.0,
-            "exponent = 'fma', expected subtract_first",
-            "flash_reference",
-        ),
-        (
-            AttentionSpec(preset="standard", sites=("probabilities_rounding=stochastic",)),
-            torch.bfloat16,
-            0.0,
+            {"preset": "standard", "sites": DRAWN_P},
+            {},
             "probabilities_rounding = 'stochastic', expected nearest",
             "flash_reference",
         ),
-        (
-            AttentionSpec(preset="flash_stochastic_p"),
-            torch.float32,
-            0.0,
-            "expected nearest where probabilities is fp32",
-            "",
-        ),
+        ({"sites": DRAWN_P}, {"dtype": torch.float32}, "expected nearest where probabilities is fp32", ""),
     ],
+    ids=str,
 )
 def test_what_this_machine_cannot_run_is_refused_with_the_reason(
-    spec: AttentionSpec, dtype: torch.dtype, softcap: float, reason: str, can: str
+    spec: dict[str, Any], settings: dict[str, Any], reason: str, can: str
 ) -> None:
-    plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 2)
+    plans = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(**spec)).resolve(2, 2)
     with pytest.raises(UserError) as error:
-        attention.check(plans, device=torch.device("cpu"), dtype=dtype, head_dim=16, softcap=softcap)
+        attention.check(plans, **{"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 16, **settings})
     assert reason in str(error.value)
     able = str(error.value).partition("backends that can: ")[2].split(", ")
     assert set(can.split(", ")) <= set(able)

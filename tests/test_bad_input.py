@@ -63,37 +63,20 @@ def run_main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> int:
 MISTAKES: dict[str, tuple[str, str]] = {
     "unknown_key": ("--optim.lrr 1", r"optim\.lrr = '1': expected one of optimizer, lr, min_lr"),
     "unknown_section": ("--optimizer.lr 1", r"optimizer\.lr = '1': expected one of run, model, attention, data"),
-    "unknown_literal": ("--precision.dtype fp8", r"'fp8' for argument '--precision\.dtype'.*'float16'"),
-    "not_a_number": ("--run.steps many", r"--run\.steps.*'many'"),
-    "no_steps": ("--run.steps 0", r"run\.steps = 0: expected a whole number of 1 or more"),
-    "heads_not_dividing_width": ("--model.n-head 3", r"model\.n_head = 3: expected a divisor of model\.n_embd = 16"),
     "sequence_beyond_block": ("--data.sequence-length 17", r"data\.sequence_length = 17: expected at most .* = 16"),
     "batch_not_divisible": ("--data.global-batch 7", r"data\.global_batch = 7: expected a multiple of .* = 4"),
-    "learning_rate_of_zero": ("--optim.lr 0", r"optim\.lr = 0\.0: expected a finite number above 0"),
     "name_with_slash": ("--run.name a/b", r"run\.name = 'a/b': expected letters, digits"),
-    "name_that_climbs": ("--run.name ..", r"run\.name = '\.\.': expected letters, digits"),
     "unknown_preset": (
         "--attention.default.preset flsh",
         r"attention preset = 'flsh': expected one of standard, sdpa_",
     ),
     "unknown_site": ("--attention.default.sites o=m3", r"attention sites = 'o': expected one of inputs, scores"),
-    "bad_site_value": ("--attention.default.sites output=m99", r"output = 'm99': expected one of input, fp32"),
-    "record_and_replay": (
-        "--data.record a --data.replay b",
-        r"data\.record = 'a': expected nothing while data\.replay",
-    ),
-    "tokens_without_record": ("--data.record-tokens", r"data\.record_tokens = True: expected data\.record"),
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "backend_needs_cuda": (
         "--attention.default.preset sdpa_cudnn",
         r"backend sdpa_cudnn cannot run on cpu with float32: it needs a CUDA device; backends that can: standard, sdpa_flash, ",
     ),
-    "softcap_in_a_kernel": (
-        "--attention.default.preset sdpa_math --model.attention-softcap 5",
-        r"sdpa_math cannot run .*no soft-cap; backends that can: standard, flash_reference",
-    ),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
-    "data_unnamed": ("--data.dataset=", r"data\.dataset = '': expected the folder of a data set"),
     "data_foreign": ("--data.dataset {place}/runs/there", r"train\.json: no such header; make it with"),
     "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),
     "data_too_short": (
@@ -128,7 +111,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--data.replay {place}/nowhere",
         r"data\.replay = '.*nowhere': expected the folder of a recording",
     ),
-    "replay_is_no_recording": ("--data.replay {place}/data", r"data: no header\.json there: not a recording"),
     "replay_too_short": (
         "--data.replay {place}/recordings/plain",
         r"run\.steps = 20: expected at most 10: .*plain ends there; or record a longer one",
@@ -136,14 +118,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "replay_on_other_data": (
         "--run.steps 10 --data.replay {place}/recordings/plain --data.dataset {place}/other",
         r"plain was recorded on other training tokens: SHA-256 .* set --data\.dataset",
-    ),
-    "replay_of_other_length": (
-        "--run.steps 10 --data.replay {place}/recordings/plain --data.sequence-length 8",
-        r"recorded with sequences of 16 tokens, data\.sequence_length is 8: set --data\.sequence-length 16",
-    ),
-    "replay_of_other_batch": (
-        "--run.steps 10 --data.replay {place}/recordings/plain --data.global-batch 4",
-        r"recorded with a global batch of 8, data\.global_batch is 4: set --data\.global-batch 8",
     ),
     "replay_altered": ("--run.steps 10 --data.replay {place}/recordings/altered", r"altered: step 8 does not match"),
     "weights_missing": (

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_batches import make_dataset
 
 from data.batches import DataConfig, open_batches
-from data.token_files import TokenWriter
 from errors import UserError
 from scripts.convert_recording import from_published, main, to_published
 
@@ -22,13 +22,7 @@ HIGHEST = 1000 - T - 1
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "small"
-    for split in ("train", "val"):
-        with TokenWriter(
-            folder, split, dtype="uint8", vocabulary="bytes", vocabulary_size=256, source="test"
-        ) as writer:
-            writer.write(TOKENS)
-    return folder
+    return make_dataset(tmp_path_factory.mktemp("data") / "small", TOKENS, TOKENS)
 
 
 def write_published(folder: Path, texts: list[str]) -> Path:
