@@ -117,7 +117,7 @@ def unstable_since(norms: pd.Series) -> int | None:
     return first if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median() else None
 
 
-def ending(losses: pd.Series, norms: pd.Series, planned: int, margin: float, patience: int) -> tuple[str, int | None]:
+def ending(losses: pd.Series, norms: pd.Series, done: bool, margin: float, patience: int) -> tuple[str, int | None]:
     """How the run ended, in the words of the module's docstring, and the step of its explosion or NaN."""
     exploded = curves.explosion_step(losses, margin, patience)
     if exploded is not None:
@@ -127,7 +127,7 @@ def ending(losses: pd.Series, norms: pd.Series, planned: int, margin: float, pat
     if (since := curves.open_excursion(losses, margin, patience)) is not None:
         return f"open since {since:,}", None
     last = int(losses.index[-1])
-    return f"{'stable to' if last + 1 >= planned else 'stopped early at'} {last:,}", None
+    return f"{'stable to' if done else 'stopped early at'} {last:,}", None
 
 
 def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
@@ -137,7 +137,9 @@ def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: 
     losses, norms, validation = (run.column(name) for name in ("train_loss", "grad_norm", "val_loss"))
     logits, w_q = (curves.column(run.probes, f"{name}_{layer}") for name in ("max_logit", "w_q_norm"))
     settings = run.config["config"]["run"]
-    ended, exploded = ending(losses, norms, int(settings["steps"]), margin, patience)
+    # A run that logs every tenth step ends between two of them; its last validation is at the end itself.
+    done = max(losses.index[-1] + 1, run.metrics.index.max()) >= int(settings["steps"])
+    ended, exploded = ending(losses, norms, done, margin, patience)
     tail = list(losses.tail(max(1, min(LAST_STEPS, len(losses) // LAST_SHARE))))
     row: dict[str, Any] = {
         "run": run.name,

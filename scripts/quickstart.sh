@@ -41,7 +41,7 @@ echo "== data: the sources of Python's own library, as bytes"
 export OMP_NUM_THREADS=1
 mkdir -p "$out"
 # Gated attention (Qiu et al. 2025) fails sooner and more surely than attention without a gate: experiments/microcosm.
-run() { "$python" train.py configs/quickstart.py --model.gated-attention --run.steps 801 --run.folder "$out/runs" "$@"; }
+run() { "$python" train.py configs/quickstart.py --model.gated-attention --run.steps 800 --run.folder "$out/runs" "$@"; }
 replay() { run --run.name "$1" --data.replay "$out/quickstart" --attention.default.preset "$2"; }
 
 echo "== 1 of 4: flash attention, delta = rowsum(dO * O); its batches are recorded"
