@@ -11,14 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .numerics import Numerics
+from .numerics import FEATURES, Numerics
 from .triton.block_sizes import head_dim_obstacle, tile_obstacle
 from .user_error import UserError
-
-FEATURES = {
-    "grouped": "heads of queries that share a head of keys",
-}
-"""What a call may ask for besides causal or full attention; a backend lacks it, and a site excludes it, where its declaration says so."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +28,13 @@ class Call:
     numerics: Numerics
     softcap: float
     features: tuple[str, ...] = ()
-    """Of ``FEATURES``, those that the call uses."""
+    """Of ``numerics.FEATURES``, those that the call uses besides a soft-cap."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """``run(q, k, v, numerics, *, seed, scale, causal, softcap)``: q, k, v [B, T, H, D], ``numerics`` a key, O [B, T, H, D].
+    """``run(q, k, v, numerics, *, seed, scale, causal, softcap, mask)``: q [B, T, H, D], k and v [B, S, HK, D], ``numerics`` a key, a
+    ``Mask``; O [B, T, H, D].
 
     Sites that it does not have say so themselves (``numerics.site``); ``needs`` says what else it lacks, or None.
     """
@@ -48,7 +44,7 @@ class Backend:
     has_sites: bool = True
     """False: it rounds as its kernel does, whatever ``Numerics`` says."""
     features: tuple[str, ...] = tuple(FEATURES)
-    """What it has of ``FEATURES``."""
+    """What it has of ``numerics.FEATURES``."""
 
 
 def _standard(*qkv: Any, **settings: Any) -> Any:
@@ -108,8 +104,6 @@ def _sdpa(name: str) -> Backend:
         return sdpa.run(name, *qkv, **settings)
 
     def needs(call: Call) -> str | None:
-        if call.softcap:
-            return "torch's kernels have no soft-cap"
         if name == "sdpa_math":
             return None
         if call.device != "cuda":
@@ -135,16 +129,23 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
+def excluded(name: str, numerics: Numerics, features: tuple[str, ...], softcap: float) -> str | None:
+    """What of the features the backend has not, or which site excludes one, in words; None without one. ``numerics`` is concrete, or as
+    good as that."""
+    asked = (*features, *(("softcap",) if softcap else ()))
+    for feature in asked:
+        if feature not in BACKENDS[name].features:
+            return f"it has no {FEATURES[feature]}"
+    return numerics.refused_by(name, asked) if BACKENDS[name].has_sites else None
+
+
 def obstacle(name: str, call: Call) -> str | None:
     """Why a backend cannot serve a call, or None."""
-    backend = BACKENDS[name]
-    lacking = [FEATURES[feature] for feature in call.features if feature not in backend.features]
-    if lacking:
-        return f"it does not have {', '.join(lacking)}"
-    if not backend.has_sites:
-        return backend.needs(call)
-    try:
-        concrete = call.numerics.concrete(call.dtype)
-    except UserError as error:  # sites that exclude each other for q of this dtype
-        return str(error)
-    return concrete.refused_by(name, call.softcap) or backend.needs(replace(call, numerics=concrete))
+    concrete = call.numerics
+    if BACKENDS[name].has_sites:
+        try:
+            concrete = call.numerics.concrete(call.dtype)
+        except UserError as error:  # sites that exclude each other for q of this dtype
+            return str(error)
+    reason = excluded(name, concrete, call.features, call.softcap)
+    return reason or BACKENDS[name].needs(replace(call, numerics=concrete))

@@ -5,13 +5,16 @@ Legend: B batch, H heads, T sequence, D head dim.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS
+from .backends import BACKENDS, excluded
 from .heads import head_index
+from .mask import NO_MASK, Mask
+from .numerics import numerics_from_key
 from .plan import HeadGroup, LayerPlan
 from .user_error import UserError
 
@@ -26,6 +29,7 @@ def run(
     softcap: float = 0.0,
     causal: bool = True,
     scale: float | None = None,
+    mask: Mask = NO_MASK,
 ) -> Tensor:
     """Attention of one layer, O [B, T, H, D].
 
@@ -37,6 +41,7 @@ def run(
             it should be another one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
         scale: of Q K^T; default 1 / sqrt(D).
+        mask: what else of the keys is hidden.
 
     Returns the dtype of q, or float32 where a group hands its O on unrounded. Raises ``UserError`` unless q, k and v have the plan's heads,
     as tensors that are laid out [B, H, T, D] mostly have not, or for another ``rounding_seed``.
@@ -55,13 +60,17 @@ def run(
             f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], as torch.tensor(step, device=q.device)"
         )
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
+    mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
+    features = (*mask.features(), *(("grouped",) if group > 1 else ()))
+    if features:
+        _check_features(plan, features, softcap)
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Layers and groups get seeds far apart; Philox mixes the rest.
         offset = (plan.layer * plan.n_head + group.heads[0] + 1) * 0x9E3779B97F4A7C15 & (2**62 - 1)
         seed = rounding_seed ^ offset
         return BACKENDS[group.backend].run(
-            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap
+            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap, mask=mask
         )
 
     if len(plan.groups) == 1:
@@ -79,6 +88,20 @@ def run(
     back = tuple(order.index(head) for head in range(plan.n_head))
     dtype = torch.float32 if any(part.dtype == torch.float32 for part in parts) else q_BTHD.dtype
     return _chosen(torch.cat([part.to(dtype) for part in parts], dim=2), back)
+
+
+@torch.compiler.assume_constant_result
+def _check_features(plan: LayerPlan, features: tuple[str, ...], softcap: float) -> None:
+    """Raise ``UserError`` where a backend or a site of the plan excludes a feature."""
+    for group in plan.groups:
+        reason = _excluded(group.backend, group.numerics, features, softcap)
+        if reason is not None:
+            raise UserError(f"attention of layer {plan.layer} = {group.spec.label()!r}: {reason}")
+
+
+@functools.lru_cache(maxsize=256)  # every call asks
+def _excluded(backend: str, numerics: str, features: tuple[str, ...], softcap: float) -> str | None:
+    return excluded(backend, numerics_from_key(numerics), features, softcap)
 
 
 def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:

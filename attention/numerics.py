@@ -12,8 +12,9 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .renamed import RENAMED, today
@@ -26,6 +27,17 @@ ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 RESIDUALS = {"residual8": 8, "residual16": 16}
 LARGEST_SCALE = 2.0**100
 """By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
+
+FEATURES = {
+    "softcap": "soft-cap",
+    "grouped": "head of keys that several of queries share",
+    "bottom_right": "bottom-right alignment",
+    "window": "sliding window",
+    "keys": "mask of keys",
+    "cu_seqlens": "packing of sequences",
+}
+"""What a call may ask for besides causal or full attention, in words. A backend lacks it (``backends.Backend``), or a site excludes it
+(``Site.without``), where its declaration says so."""
 
 FORWARD, DELTA, BACKWARD = "forward", "delta", "backward"
 """Where a site may act: making O (and what is kept for the backward pass); making delta; making dQ, dK and dV."""
@@ -44,7 +56,7 @@ class Site:
     backends: tuple[str, ...]
     elsewhere: Any
     conflict: tuple[str, Callable[[Numerics], bool]] | None
-    without_softcap: str
+    without: Mapping[str, str]
     per_tile: bool
 
     @property
@@ -70,7 +82,7 @@ def site(
     backends: tuple[str, ...] = (*FLASH, *STANDARD),
     elsewhere: Any = None,
     conflict: tuple[str, Callable[[Numerics], bool]] | None = None,
-    without_softcap: str = "",
+    without: Mapping[str, str] = MappingProxyType({}),
     per_tile: bool = False,
 ) -> Any:
     """A field of ``Numerics``.
@@ -81,11 +93,11 @@ def site(
         acts_in: of FORWARD, DELTA, BACKWARD; the kernels of other passes do not get it.
         backends: which have it. The others refuse all values but ``elsewhere`` (None: ``default``), which is what they do.
         conflict: what is expected where other sites exclude the value, and whether those of a ``Numerics`` do.
-        without_softcap: why a soft-cap excludes all values but the default; empty where it does not.
+        without: what excludes all values but the default, of ``FEATURES``, and why.
         per_tile: with all values but ``elsewhere`` the forward pass gives other values where tiles end elsewhere.
     """
     elsewhere = default if elsewhere is None else elsewhere
-    declared = Site(doc, choices, within, acts_in, backends, elsewhere, conflict, without_softcap, per_tile)
+    declared = Site(doc, choices, within, acts_in, backends, elsewhere, conflict, without, per_tile)
     return dataclasses.field(default=default, metadata={"site": declared})
 
 
@@ -243,7 +255,7 @@ class Numerics:
         choices=("kept", "centered_keys", "corrected_rows"),
         acts_in=(DELTA,),
         backends=FLASH,
-        without_softcap="behind it dS does not sum to 0",
+        without={"softcap": "behind it dS does not sum to 0"},
     )
     """What becomes of r = rowsum(dS), which is 0 in exact arithmetic; without a soft-cap. An error e of delta leaves r = -e rowsum(P),
     and r (P K) / rowsum(P) in dQ. ``kept``: nothing. The others sum dS as rounded by ``score_gradients``. ``centered_keys``:
@@ -317,6 +329,9 @@ class Numerics:
         choices=("skipped", "visited"),
         acts_in=(FORWARD,),
         backends=FLASH,
+        without=dict.fromkeys(
+            ("bottom_right", "window", "keys", "cu_seqlens"), "the published code is causal, and no more"
+        ),
     )
     """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilized`` takes their
     masked scores for tied negative ones, so that m is at least 0 from there on."""
@@ -358,15 +373,17 @@ class Numerics:
         """Sites at which ``self`` differs from ``other``, as ``site=value``."""
         return tuple(f"{n}={getattr(self, n)}" for n in SITES if getattr(self, n) != getattr(other, n))
 
-    def refused_by(self, backend: str, softcap: float) -> str | None:
-        """The first site that the backend does not have, or that a soft-cap excludes, in words; None without one. ``self`` is concrete."""
+    def refused_by(self, backend: str, features: tuple[str, ...]) -> str | None:
+        """The first site that the backend does not have, or that one of the ``FEATURES`` excludes, in words;
+        None without one. ``self`` is concrete."""
         for name, declared in SITES.items():
             value = getattr(self, name)
             if backend not in declared.backends and value != declared.elsewhere:
                 return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
-            if softcap and declared.without_softcap and value != DEFAULTS[name]:
-                expected = f"{DEFAULTS[name]} with a soft-cap: {declared.without_softcap}"
-                return f"{name} = {value!r}, expected {expected}"
+            for feature in features:
+                if feature in declared.without and value != DEFAULTS[name]:
+                    expected = f"{DEFAULTS[name]} with a {FEATURES[feature]}: {declared.without[feature]}"
+                    return f"{name} = {value!r}, expected {expected}"
         return None
 
 

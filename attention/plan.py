@@ -217,7 +217,7 @@ def check(
 ) -> None:
     """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can.
 
-    ``features``: of ``backends.FEATURES``, those that calls will use.
+    ``features``: of ``numerics.FEATURES``, those that calls will use besides a soft-cap.
     """
     import torch
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..mask import NO_MASK, Mask
 from ..numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
 from ..rounding import residual, storage_dtype
 from .exact import exact_float32
@@ -72,9 +73,10 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
     for columns in problem.column_tiles(rows, hidden=n.hidden_tiles == "visited"):
         s = exponent.scores(rows, columns)
         m_new = sites.statistics(torch.maximum(m, exponent.row_max(s)))
-        p_bar = exponent.exp(s, m_new)
-        rescale = exponent.rescale(m, m_new)
-        least = floor.of_tile(s, m_new, sites)
+        base = problem.filled(m_new, 0.0)
+        p_bar = exponent.exp(s, base)
+        rescale = exponent.rescale(m, base)
+        least = floor.of_tile(s, base, sites)
         row_sum = sites.statistics(rescale * row_sum + sites.tile_sum(p_bar.sum(dim=-1, keepdim=True)).clamp(min=least))
         weights = problem.weights(p_bar, rows, columns, seed)
         if n.divisor == "rounded":
@@ -87,17 +89,30 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
+    row_sum, divisor = (x.masked_fill(m == -torch.inf, 1.0) if problem.runs else x for x in (row_sum, divisor))
+    m = problem.filled(m, torch.inf)  # so that P is 0
     return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, divisor, sites)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_reference_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    numerics: str,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    bottom_right: bool = False,
+    window: int = 0,
+    keys: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, and in the units of ``exponent_of`` L [B, H, T] or m and
     log l [B, H, 2, T] float32)."""
     with exact_float32(q.device):
-        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap, Mask(bottom_right, window, keys, cu_seqlens))
         parts = [_forward_rows(problem, rows, seed) for rows in problem.row_tiles()]
         o, o_exact, saved = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         n = problem.sites.numerics
@@ -113,7 +128,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float):  # type: ignore[no-untyped-def]
+def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):  # type: ignore[no-untyped-def]
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
     if kept_apart(n):
@@ -213,7 +228,7 @@ def _row_residual(
         return None, delta
     sums = _row_sums(problem, rows, do, saved, delta)
     if chosen == "centered_keys":
-        return problem.scale * (sums.ds * problem.k.mean(dim=2, keepdim=True)), delta
+        return problem.scale * (sums.ds * problem.mean_key()), delta
     excess = problem.scale * (_over_row_sum(sums.ds, sums.p) * sums.pk)
     return excess, sites.delta_sum(delta + _over_row_sum(sums.ds_unrounded, sums.p))
 
@@ -251,11 +266,16 @@ def _backward(
     scale: float,
     causal: bool,
     softcap: float,
+    bottom_right: bool,
+    window: int,
+    keys: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L or m and log l."""
     with exact_float32(q.device):
-        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
-        do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
+        mask = Mask(bottom_right, window, keys, cu_seqlens)
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap, mask)
+        do_BHTD = problem.seen_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         dk = torch.zeros_like(problem.k[:, :: problem.group])
         totals = torch.zeros_like(problem.q), dk, torch.zeros_like(dk)
@@ -265,20 +285,20 @@ def _backward(
 
 
 @_backward.register_fake
-def _(do, q, k, v, o, counts, saved, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+def _(do, q, k, v, *_):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, v, _, *ctx.settings = inputs
+    q, k, v, _, *ctx.settings, keys, cu_seqlens = inputs
     o, delta_output, saved = output
     ctx.mark_non_differentiable(delta_output, saved)
-    ctx.save_for_backward(q, k, v, *delta_operands(o, delta_output), saved)
+    ctx.save_for_backward(q, k, v, *delta_operands(o, delta_output), saved, keys, cu_seqlens)
 
 
 def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
-    q, k, v, o, counts, saved = ctx.saved_tensors
-    return *_backward(do, q, k, v, o, counts, saved, *ctx.settings), None, None, None, None, None
+    q, k, v, o, counts, saved, *masks = ctx.saved_tensors
+    return *_backward(do, q, k, v, o, counts, saved, *ctx.settings, *masks), *(None,) * 9
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -362,6 +382,7 @@ def flash_reference(
     scale: float,
     causal: bool,
     softcap: float,
+    mask: Mask = NO_MASK,
 ) -> Tensor:
     """Attention [B, T, H, D] with the roundings of ``numerics``; see ``attention.run`` for the arguments."""
-    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap)[0]
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, *mask)[0]

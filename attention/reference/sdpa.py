@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..mask import NO_MASK, Mask
+
 KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -40,7 +42,8 @@ def run(
     scale: float,
     causal: bool,
     softcap: float,
+    mask: Mask = NO_MASK,
 ) -> Tensor:
-    """The backend of that name; ``numerics``, ``seed`` and ``softcap``, which all backends are given, are not for it."""
+    """The backend of that name; ``numerics``, ``seed``, ``softcap`` and ``mask``, which all backends are given, are not for it."""
     call = _sdpa_uncompiled if name == "sdpa_math" else _sdpa
     return call(KERNELS[name], q_BTHD, k_BTHD, v_BTHD, scale, causal)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..mask import NO_MASK, Mask
 from ..numerics import numerics_from_key
 from ..rounding import storage_dtype
 from .exact import exact_float32
@@ -22,36 +23,59 @@ def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:
     """S and P = softmax(S), unrounded, [B, H, T, S], S the number of keys."""
     rows, columns = (slice(0, x.shape[2]) for x in (problem.q, problem.k))
     s = problem.scores(rows, columns)
-    return s, torch.softmax(s, dim=-1)
+    p = torch.softmax(s, dim=-1)
+    return s, p if problem.runs is None else p.masked_fill(problem.runs.empty()[:, None, :, None], 0.0)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::standard_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    numerics: str,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    bottom_right: bool = False,
+    window: int = 0,
+    keys: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
+    mask = Mask(bottom_right, window, keys, cu_seqlens)
     with exact_float32(q.device):
-        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap, mask)
         n = problem.sites.numerics
         o = problem.sites.probabilities(_probabilities(problem)[1]) @ problem.v
         return round_output(o.transpose(1, 2).contiguous(), n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
 
 
 @_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: object) -> Tensor:
     fmt = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]).output
     return torch.empty(q.shape, device=q.device, dtype=storage_dtype(fmt, q.dtype))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::standard_backward", mutates_args=())
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    numerics: str,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    bottom_right: bool,
+    window: int,
+    keys: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    mask = Mask(bottom_right, window, keys, cu_seqlens)
     with exact_float32(q.device):
-        problem = make_problem(q, k, v, numerics, scale, causal, softcap)
+        problem = make_problem(q, k, v, numerics, scale, causal, softcap, mask)
         sites = problem.sites
-        do_BHTD = sites.output_gradient(do.transpose(1, 2).float())
+        do_BHTD = problem.seen_rows(sites.output_gradient(do.transpose(1, 2).float()))
         s, p = _probabilities(problem)
         dp = sites.probability_gradients(do_BHTD @ problem.v.transpose(-1, -2))
         ds = p * (dp - sites.delta_sum((p * dp).sum(dim=-1, keepdim=True)))
@@ -65,17 +89,18 @@ def _backward(
 
 
 @_backward.register_fake
-def _(do, q, k, v, numerics, scale, causal, softcap):  # type: ignore[no-untyped-def]
+def _(do, q, k, v, *_):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, _, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v)
+    q, k, v, _, *ctx.settings, keys, cu_seqlens = inputs
+    ctx.save_for_backward(q, k, v, keys, cu_seqlens)
 
 
 def _autograd_backward(ctx, do):  # type: ignore[no-untyped-def]
-    return *_backward(do, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+    q, k, v, *masks = ctx.saved_tensors
+    return *_backward(do, q, k, v, *ctx.settings, *masks), *(None,) * 9
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -91,6 +116,7 @@ def standard(
     scale: float,
     causal: bool,
     softcap: float,
+    mask: Mask = NO_MASK,
 ) -> Tensor:
     """Attention [B, T, H, D] with the roundings of key ``numerics``; see ``attention.run`` for the arguments."""
-    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap)
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, *mask)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..mask import NO_MASK, Mask, Runs
 from ..numerics import RESIDUALS, Numerics, numerics_from_key
 from ..rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits
 
@@ -50,6 +51,8 @@ class Problem:
     softcap: float
     group: int
     """Heads of queries that share one head of keys."""
+    runs: Runs | None
+    """What is hidden, where that is more than ``causal`` says."""
 
     def of_heads(self, heads: slice) -> Problem:
         """The problem of some of the heads."""
@@ -61,7 +64,7 @@ class Problem:
     def column_tiles(self, rows: slice, *, hidden: bool = False) -> Iterator[slice]:
         """Tiles of keys that some of these rows may see, or all."""
         for columns in _slices(self.k.shape[2], self.sites.numerics.tile_k):
-            if hidden or not self.causal or columns.start < rows.stop:
+            if hidden or self.runs is not None or not self.causal or columns.start < rows.stop:
                 yield columns
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
@@ -76,11 +79,33 @@ class Problem:
         return self._masked(self.q[:, :, rows] @ self.k[:, :, columns].transpose(-1, -2), rows, columns)
 
     def _masked(self, s: Tensor, rows: slice, columns: slice) -> Tensor:
+        if self.runs is not None:
+            first, last = (x[:, rows, None] for x in self.runs.keys_of_queries.unbind(1))
+            column = torch.arange(columns.start, columns.stop, device=s.device)
+            seen = (column >= first) & (column < last)
+            if self.runs.holes is not None:
+                seen = seen & self.runs.holes[:, None, columns]
+            return s.masked_fill(~seen[:, None], -torch.inf)
         if self.causal and columns.stop > rows.start + 1:
             row = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
             column = torch.arange(columns.start, columns.stop, device=s.device)
             s = s.masked_fill(column > row, -torch.inf)
         return s
+
+    def filled(self, m: Tensor, value: float) -> Tensor:
+        """m [B, H, R, 1] with ``value`` in rows that have seen no key."""
+        return m if self.runs is None else m.masked_fill(m == -torch.inf, value)
+
+    def seen_rows(self, x: Tensor) -> Tensor:
+        """x [B, H, T, D] with 0 in rows that see no key."""
+        return x if self.runs is None else x.masked_fill(self.runs.empty()[:, None, :, None], 0.0)
+
+    def mean_key(self) -> Tensor:
+        """The mean of the keys that some query sees, [B, H, 1, D]."""
+        if self.runs is None:
+            return self.k.mean(dim=2, keepdim=True)
+        count = (~self.runs.unseen()).sum(dim=1).clamp(min=1)
+        return self.k.sum(dim=2, keepdim=True) / count[:, None, None, None]
 
     def weights(self, p_bar_BHRC: Tensor, rows: slice, columns: slice, seed: Tensor) -> Tensor:
         """P_bar of one tile as P_bar V reads it: rounded, as ``probabilities_rounding`` says."""
@@ -108,13 +133,22 @@ def _slices(length: int, tile: int) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def make_problem(q: Tensor, k: Tensor, v: Tensor, key: str, scale: float, causal: bool, softcap: float) -> Problem:
+def make_problem(
+    q: Tensor, k: Tensor, v: Tensor, key: str, scale: float, causal: bool, softcap: float, mask: Mask = NO_MASK
+) -> Problem:
     sites = Sites(numerics_from_key(key), q.dtype)
     q_BHTD, k_BHTD, v_BHTD = (sites.inputs(x.transpose(1, 2).float()) for x in (q, k, v))
     group = q_BHTD.shape[1] // k_BHTD.shape[1]
     if group > 1:
         k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
-    return Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group)
+    runs = mask.runs(q.shape[0], q.shape[1], k.shape[1], causal, q.device)
+    problem = Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group, runs)
+    if runs is None:
+        return problem
+    # What nobody sees may be anything: 0 times NaN is NaN.
+    unseen = runs.unseen()[:, None, :, None]
+    k_BHTD, v_BHTD = (x.masked_fill(unseen, 0.0) for x in (k_BHTD, v_BHTD))
+    return replace(problem, q=problem.seen_rows(q_BHTD), k=k_BHTD, v=v_BHTD)
 
 
 def multiply(a: Tensor, b: Tensor, products: str) -> Tensor:

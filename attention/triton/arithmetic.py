@@ -155,6 +155,10 @@ class Shape(NamedTuple):
     """A tile of ``Numerics`` is many blocks."""
     FLOOR: bool = False
     """``row_sum_floor`` is above 0."""
+    RUNS: bool = False
+    """A query sees a run of keys that is read (``mask.Runs``), in place of CAUSAL."""
+    HOLES: bool = False
+    """Keys inside of runs may be hidden."""
 
 
 class Strides(NamedTuple):
@@ -164,6 +168,22 @@ class Strides(NamedTuple):
     t: int
     h: int
     d: int
+
+
+class Seen(NamedTuple):
+    """Which keys a block of rows sees, inside a kernel: runs [first, last)."""
+
+    b_first: Any
+    """[BT]"""
+    b_last: Any
+    some_from: Any
+    """Some row sees keys from here on, up to ``some_to``."""
+    some_to: Any
+    all_from: Any
+    """All rows see all keys from here on, up to ``all_to``, holes apart."""
+    all_to: Any
+    p_holes: Any
+    """Of the batch entry, where there are HOLES."""
 
 
 class Scalars(NamedTuple):
@@ -456,6 +476,14 @@ def rescaling(b_m, b_m_new, unit, FOLD: tl.constexpr):
     else:
         b_alpha = exponential(b_m, b_m_new, unit, FOLD)
     return b_alpha
+
+
+@triton.jit
+def subtrahend(b_m, RUNS: tl.constexpr):
+    """m as it is subtracted: 0 in rows that have seen no key, whose S is -inf as their m is."""
+    if RUNS:
+        b_m = tl.where(b_m == -float("inf"), 0.0, b_m)
+    return b_m
 
 
 @triton.jit

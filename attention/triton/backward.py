@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..mask import Mask, Runs
 from ..numerics import BACKWARD, DELTA, Numerics
 from ..reference.exponent import log2_scale
 from ..rounding import round_to as round_tensor
@@ -50,11 +51,13 @@ from .loads import (
     load_keys,
     load_output_rows,
     load_rows,
+    load_seen,
     load_statistics,
     place,
     rows_source,
     store_rows,
     takes_descriptor,
+    there,
 )
 
 
@@ -70,6 +73,8 @@ def query_kernel(
     p_delta,
     p_center,
     p_dq,
+    p_runs,
+    p_holes,
     H,
     T,
     S,
@@ -100,15 +105,20 @@ def query_kernel(
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
-    if SHAPE.CAUSAL:
+    if SHAPE.CAUSAL or SHAPE.RUNS:
         i_t = blocks - 1 - i_t
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
     p_row = i_bh.to(tl.int64) * T + o_t
+    seen, m_t = None, None
+    if SHAPE.RUNS:
+        seen = load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT, SHAPE.HOLES)
+        m_t = (o_t < T) & (seen.b_first < seen.b_last)
+        some_from, some_to = seen.some_from, seen.some_to
     # [BT, WIDTH]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False)
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
-    b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE, True, False)
+    b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
     b_do = operand(b_do, SITES.output_gradient, DTYPE)
     # [BT]
     b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
@@ -133,12 +143,16 @@ def query_kernel(
     b_r_unrounded = tl.zeros([BT], tl.float32)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
-    for MASKED in tl.static_range(2):
+    if SHAPE.RUNS:
+        middle = some_from // BS * BS
+        last = some_to
+        S = last  # nobody sees what comes behind it
+    for MASKED in tl.static_range(1 if SHAPE.RUNS else 0, 2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, b_k = block_scores(
-                b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
+                b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
             )
-            b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, MASKED == 1, SHAPE.TMA)
+            b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED == 1)
             b_v = operand(b_v, SITES.inputs, DTYPE)
             b_p = probabilities(
                 b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
@@ -206,6 +220,9 @@ def key_kernel(
     p_delta,
     p_dk,
     p_dv,
+    p_runs,
+    p_runs_of_keys,
+    p_holes,
     H,
     T,
     S,
@@ -242,20 +259,39 @@ def key_kernel(
     b_dv = tl.zeros([BS, WIDTH], tl.float32)
     b_dk_part = tl.zeros([BS, WIDTH], tl.float32)
     b_dv_part = tl.zeros([BS, WIDTH], tl.float32)
+    if SHAPE.RUNS:
+        p_from = p_runs_of_keys + (i_group // heads).to(tl.int64) * (2 * S)
+        m_k = tl.load(p_from + o_s, mask=o_s < S, other=0) < tl.load(p_from + S + o_s, mask=o_s < S, other=0)
+        if SHAPE.HOLES:
+            m_k = m_k & there(p_holes + (i_group // heads).to(tl.int64) * S, column, S, BS)
+        # What nobody sees may be anything: 0 times NaN is NaN.
+        b_k, b_v = tl.where(m_k[:, None], b_k, 0.0), tl.where(m_k[:, None], b_v, 0.0)
     # Rows before ``first`` see none of these columns; from ``middle`` on, all of them.
     first = column // BT * BT if SHAPE.CAUSAL else 0
     middle = tl.cdiv(column + BS - 1, BT) * BT if SHAPE.CAUSAL else 0
+    if SHAPE.RUNS:
+        edge = tl.minimum(column + BS, S) - 1
+        first = tl.load(p_from + column) // BT * BT
+        middle = tl.load(p_from + S + edge)
+        # Rows that see all of these columns.
+        all_from, all_to = tl.load(p_from + edge), tl.load(p_from + S + column)
     # Heads that share these keys follow one another, each summed over its rows, in every program in the same order.
     for i_head in range(SHAPE.GROUP):
         i_bh = i_group * SHAPE.GROUP + i_head
-        for MASKED in tl.static_range(1, -1, -1):
+        for MASKED in tl.static_range(1, 0 if SHAPE.RUNS else -1, -1):
             for start in range(first if MASKED else middle, tl.minimum(middle, T) if MASKED else T, BT):
                 o_t = start + tl.arange(0, BT)
                 p_row = i_bh.to(tl.int64) * T + o_t
+                m_t = None
+                if SHAPE.RUNS:
+                    p_first = p_runs + (i_bh // H).to(tl.int64) * (2 * T) + o_t
+                    b_first = tl.load(p_first, mask=o_t < T, other=0)
+                    b_last = tl.load(p_first + T, mask=o_t < T, other=0)
+                    m_t = b_first < b_last
                 # [BT, WIDTH]
-                b_q = load_rows(p_q, strides_q, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA)
+                b_q = load_rows(p_q, strides_q, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA, m_t)
                 b_q = operand(b_q, SITES.inputs, DTYPE)
-                b_do = load_rows(p_do, strides_do, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA)
+                b_do = load_rows(p_do, strides_do, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA, m_t)
                 b_do = operand(b_do, SITES.output_gradient, DTYPE)
                 # [BT]
                 b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
@@ -264,8 +300,16 @@ def key_kernel(
                 else:
                     b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
                 b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
-                m_s = o_s[:, None] <= o_t[None, :]
-                b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
+                if SHAPE.RUNS:
+                    b_s = round_scores(b_s, b_s, scalars, SITES, SHAPE.SOFTCAP, False)
+                    m_s = (o_s[:, None] >= b_first[None, :]) & (o_s[:, None] < b_last[None, :])
+                    if SHAPE.HOLES:
+                        b_s = tl.where(m_s & m_k[:, None], b_s, -float("inf"))
+                    elif (start < all_from) | (start + BT > all_to):
+                        b_s = tl.where(m_s, b_s, -float("inf"))
+                else:
+                    m_s = o_s[:, None] <= o_t[None, :]
+                    b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
                 b_p = probabilities(
                     b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
                 )
@@ -310,6 +354,15 @@ def apart(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [g if g.shape[1] == x.shape[1] else g[:, : x.shape[1]] for g, x in zip(parts, (q, k, v), strict=True)]
 
 
+def mean_key(k: Tensor, n: Numerics, runs: Runs | None) -> Tensor:
+    """The mean of the keys that some query sees, [B, HK, D] float32."""
+    rounded = round_tensor(k.float(), n.inputs)
+    if runs is None:
+        return rounded.mean(dim=1).contiguous()
+    unseen = runs.unseen()[:, :, None, None]
+    return rounded.masked_fill(unseen, 0.0).sum(dim=1) / (~unseen).sum(dim=1).clamp(min=1)
+
+
 def launch_backward(
     do: Tensor,
     q: Tensor,
@@ -323,6 +376,7 @@ def launch_backward(
     scale: float,
     causal: bool,
     softcap: float,
+    mask: Mask,
 ) -> Tensor:
     """dQ, dK, dV side by side (``empty_gradients``).
 
@@ -332,12 +386,12 @@ def launch_backward(
     (B, T, H, D), (_, S, HK, _) = q.shape, k.shape
     of_keys, of_queries = blocks
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
-    centered = n.row_residual == "centered_keys"
-    center = round_tensor(k.float(), n.inputs).mean(dim=1).contiguous() if centered else delta
+    runs = mask.runs(B, T, S, causal, q.device)
+    center = mean_key(k, n, runs) if n.row_residual == "centered_keys" else delta
     gradients = empty_gradients(q, k)
     dq, dk, dv = gradients.split([H, HK, HK], dim=2)
-    by_columns = of_queries.descriptors and takes_descriptor(k, v)
-    by_rows = of_keys.descriptors and takes_descriptor(q, do)
+    by_columns = of_queries.descriptors and takes_descriptor(k, v) and not mask.hides()
+    by_rows = of_keys.descriptors and takes_descriptor(q, do) and not mask.hides()
     known = {
         "inputs": stored_code(n.inputs, q.dtype),
         "output_gradient": stored_code(n.output_gradient, do.dtype),
@@ -359,9 +413,11 @@ def launch_backward(
             GROUP=H // HK,
             HEADS=blocks.heads,
             TMA=tma,
-            CAUSAL=causal,
+            CAUSAL=causal and runs is None,
             SOFTCAP=softcap > 0,
             EVEN=even,
+            RUNS=runs is not None,
+            HOLES=runs is not None and runs.holes is not None,
         )
 
     def queries(delta_code: int) -> None:
@@ -376,6 +432,8 @@ def launch_backward(
             p_delta=delta,
             p_center=center,
             p_dq=dq,
+            p_runs=runs and runs.keys_of_queries,
+            p_holes=runs and runs.holes,
             H=H,
             T=T,
             S=S,
@@ -407,6 +465,9 @@ def launch_backward(
         p_delta=delta,
         p_dk=dk,
         p_dv=dv,
+        p_runs=runs and runs.keys_of_queries,
+        p_runs_of_keys=runs and runs.queries_of_keys,
+        p_holes=runs and runs.holes,
         H=H,
         T=T,
         S=S,

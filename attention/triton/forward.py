@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..mask import Mask
 from ..numerics import FORWARD, Numerics
 from ..reference.exponent import log2_scale
 from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
@@ -54,10 +55,21 @@ from .arithmetic import (
     several_close,
     shifted_row_max,
     stored_code,
+    subtrahend,
     weights,
 )
 from .block_sizes import Blocks, walks_tiles, width
-from .loads import block_scores, load_keys, load_rows, place, rows_source, store_rows, takes_descriptor, visible
+from .loads import (
+    block_scores,
+    load_keys,
+    load_rows,
+    load_seen,
+    place,
+    rows_source,
+    store_rows,
+    takes_descriptor,
+    visible,
+)
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
 _PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)
@@ -89,6 +101,7 @@ def forward_range(
     i_bh,
     H,
     o_t,
+    seen,
     first,
     middle,
     last,
@@ -112,8 +125,8 @@ def forward_range(
     COARSE: tl.constexpr = SITES.tile_product != FP32 or SITES.accumulator != FP32
     SHIFTS: tl.constexpr = SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE
     for start in range(first, last, BS):
-        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED, DTYPE)
-        if SHAPE.ONE_LOOP:
+        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, MASKED, DTYPE)
+        if SHAPE.ONE_LOOP and not SHAPE.RUNS:
             # Few blocks hide columns: a branch costs less than the start of a second loop.
             if start >= middle:
                 b_s = tl.where(visible(o_t, start, S, SHAPE.CAUSAL, SHAPE.EVEN, BS), b_s, -float("inf"))
@@ -128,17 +141,20 @@ def forward_range(
             b_m_plain = tl.maximum(b_m, b_r)
             b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
             b_m_new = tl.maximum(b_m, b_r)
+            b_m_plain = subtrahend(b_m_plain, SHAPE.RUNS)
+            b_base = subtrahend(b_m_new, SHAPE.RUNS)
             b_p = exponential(b_s, b_m_plain[:, None], scalars.unit, FOLD)
-            b_p *= rescaling(b_m_plain, b_m_new, scalars.unit, FOLD)[:, None]
+            b_p *= rescaling(b_m_plain, b_base, scalars.unit, FOLD)[:, None]
         else:
             if SHIFTS:
                 b_r = shifted_row_max(b_r, m_tied, limits, SITES.row_max)
                 b_r = hidden_row_max(b_r, SITES.row_max, SITES.hidden_tiles)
             b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
-            b_p = exponential(b_s, b_m_new[:, None], scalars.unit, FOLD)
-        b_alpha = rescaling(b_m, b_m_new, scalars.unit, FOLD)
+            b_base = subtrahend(b_m_new, SHAPE.RUNS)
+            b_p = exponential(b_s, b_base[:, None], scalars.unit, FOLD)
+        b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
         if SHAPE.FLOOR:
-            b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_m_new, limits, scalars.unit, SITES)
+            b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_base, limits, scalars.unit, SITES)
         if SITES.backward_probabilities != REUSED:
             b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
             if SHAPE.FLOOR:
@@ -146,7 +162,7 @@ def forward_range(
             b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
         b_m = b_m_new
         # [BS, WIDTH]
-        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, MASKED, SHAPE.TMA)
+        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED)
         b_v = operand(b_v, SITES.inputs, DTYPE)
         b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:
@@ -178,6 +194,7 @@ def forward_tile(
     i_bh,
     H,
     o_t,
+    seen,
     first,
     last,
     S,
@@ -195,7 +212,7 @@ def forward_tile(
     FOLD: tl.constexpr = SITES.exponent
     b_top = tl.full([BT], -float("inf"), tl.float32)
     for start in range(first, last, BS):
-        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, True, DTYPE)
+        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, True, DTYPE)
         b_top = tl.maximum(b_top, tl.max(b_s, 1))
     b_r = row_normalizer(b_top, scalars.unit, FOLD, SITES.row_max_rounding)
     b_plain = b_r
@@ -203,21 +220,22 @@ def forward_tile(
     if SITES.row_max != PLAIN:
         b_count = tl.zeros([BT], tl.int32)
         for start in range(first, last, BS):
-            b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, True, DTYPE)
+            b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, True, DTYPE)
             b_count += tl.sum((b_s >= (b_top - limits.tolerance)[:, None]).to(tl.int32), 1)
         m_tied = b_count > 1
     if SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE:
         b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
     b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
-    b_alpha = rescaling(b_m, b_m_new, scalars.unit, FOLD)
+    b_base = subtrahend(b_m_new, SHAPE.RUNS)
+    b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
     b_sum = tl.zeros([BT], tl.float32)
     b_rounded_sum = tl.zeros([BT], tl.float32)
     b_product = tl.zeros([BT, WIDTH], tl.float32)
     for start in range(first, last, BS):
-        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, True, DTYPE)
-        b_p = exponential(b_s, b_m_new[:, None], scalars.unit, FOLD)
+        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, True, DTYPE)
+        b_p = exponential(b_s, b_base[:, None], scalars.unit, FOLD)
         b_sum += tl.sum(b_p, 1)
-        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, True, SHAPE.TMA)
+        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, True)
         b_v = operand(b_v, SITES.inputs, DTYPE)
         b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:
@@ -226,7 +244,7 @@ def forward_tile(
     b_sum = round_to(b_sum, SITES.tile_sum)
     b_rounded_sum = round_to(b_rounded_sum, SITES.tile_sum)
     if SHAPE.FLOOR:
-        b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_m_new, limits, scalars.unit, SITES)
+        b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_base, limits, scalars.unit, SITES)
         b_sum = tl.maximum(b_sum, b_least)
         b_rounded_sum = tl.maximum(b_rounded_sum, b_least)
     if SITES.divisor == ROUNDED:
@@ -266,6 +284,8 @@ def forward_kernel(
     p_delta_o,
     p_saved,
     p_seed,
+    p_runs,
+    p_holes,
     H,
     T,
     S,
@@ -285,12 +305,17 @@ def forward_kernel(
     WIDTH: tl.constexpr = SHAPE.WIDTH
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
-    if SHAPE.CAUSAL:
+    if SHAPE.CAUSAL or SHAPE.RUNS:
         i_t = blocks - 1 - i_t  # the rows with most columns first, so that the last programs to run are short
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
+    seen, m_t = None, None
+    if SHAPE.RUNS:
+        seen = load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT, SHAPE.HOLES)
+        m_t = (o_t < T) & (seen.b_first < seen.b_last)
+        some_from, some_to = seen.some_from, seen.some_to
     # [BT, WIDTH]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False)
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
     # Rows of the whole output in order; the random bits of stochastic rounding belong to them.
     o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
@@ -310,8 +335,13 @@ def forward_kernel(
     b_d = tl.zeros([BT], tl.float32)
     b_f = tl.full([BT], -float("inf"), tl.float32)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
+    begin = 0
+    if SHAPE.RUNS:
+        begin = some_from // (tile if SHAPE.TILED else BS) * (tile if SHAPE.TILED else BS)
+        last = some_to
+        S = last  # nobody sees what comes behind it
     if SHAPE.TILED:
-        for first in range(0, last, tile):
+        for first in range(begin, last, tile):
             b_acc, b_exact, b_m, b_l, b_d, b_f = forward_tile(
                 b_acc,
                 b_exact,
@@ -327,6 +357,7 @@ def forward_kernel(
                 i_bh,
                 H,
                 o_t,
+                seen,
                 first,
                 tl.minimum(first + tile, last),
                 S,
@@ -355,7 +386,8 @@ def forward_kernel(
                 i_bh,
                 H,
                 o_t,
-                middle if MASKED else 0,
+                seen,
+                middle if MASKED else begin,
                 middle,
                 last if MASKED or SHAPE.ONE_LOOP else middle,
                 S,
@@ -372,6 +404,11 @@ def forward_kernel(
             b_acc, b_exact, b_m, b_l, b_d, b_f = hidden_tile(
                 b_acc, b_exact, b_m, b_l, b_d, b_f, limits, scalars.unit, SITES, SHAPE.FLOOR
             )
+    if SHAPE.RUNS:
+        m_none = b_m == -float("inf")  # rows that saw no key: O is 0, and P is with such an m
+        b_l = tl.where(m_none, 1.0, b_l)
+        b_d = tl.where(m_none, 1.0, b_d)
+        b_m = tl.where(m_none, float("inf"), b_m)
     if SITES.saved_statistics == MAX_AND_SUM:
         p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
         tl.store(p_row, b_m, mask=o_t < T)
@@ -416,6 +453,7 @@ def launch_forward(
     scale: float,
     causal: bool,
     softcap: float,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
     (B, T, H, D), S = q.shape, k.shape[1]
@@ -425,7 +463,8 @@ def launch_forward(
     unit = log2_scale(scale) if folded else 1.0
     # S is so many times what the kernel compares; m counts as that does, or FMA and SEPARATE_MULTIPLY in log2.
     times = scale if folded else 1.0
-    tma = blocks.descriptors and takes_descriptor(k, v)
+    runs = mask.runs(B, T, S, causal, q.device)
+    tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
     forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
         p_q=q,
         p_k=rows_source(k, blocks.columns, tma),
@@ -434,6 +473,8 @@ def launch_forward(
         p_delta_o=delta_o,
         p_saved=saved,
         p_seed=seed,
+        p_runs=runs and runs.keys_of_queries,
+        p_holes=runs and runs.holes,
         H=H,
         T=T,
         S=S,
@@ -457,12 +498,14 @@ def launch_forward(
             GROUP=H // k.shape[2],
             HEADS=blocks.heads,
             TMA=tma,
-            CAUSAL=causal,
+            CAUSAL=causal and runs is None,
             SOFTCAP=softcap > 0,
             EVEN=S % blocks.columns == 0,
-            ONE_LOOP=blocks.one_loop and (tma or S % blocks.columns == 0),
+            ONE_LOOP=runs is not None or (blocks.one_loop and (tma or S % blocks.columns == 0)),
             TILED=walks_tiles(n, blocks),
             FLOOR=n.row_sum_floor > 0,
+            RUNS=runs is not None,
+            HOLES=runs is not None and runs.holes is not None,
         ),
         num_warps=blocks.warps,
         num_stages=blocks.stages,

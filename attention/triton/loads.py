@@ -17,6 +17,7 @@ from .arithmetic import (
     INTERPRETED,
     MAX_AND_SUM,
     NEAREST,
+    Seen,
     Strides,
     dot,
     operand,
@@ -52,9 +53,10 @@ def load_rows(
     SHAPE: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
+    m_r=None,
 ):
     """Rows [start, start + ROWS) of one head, columns from D on being 0; MASKED: rows from ``length`` on are 0, too. TMA: p_x is a
-    descriptor, which sees to both."""
+    descriptor, which sees to both. Or those rows only that ``m_r`` [ROWS] names, if given, the others being 0."""
     if TMA:
         b_x = p_x.load([i_bh // H, i_bh % H, start, 0]).reshape(ROWS, SHAPE.WIDTH)
     else:
@@ -65,9 +67,13 @@ def load_rows(
         p_block = p_head + (o_r[:, None] * strides.t + o_d[None, :] * strides.d)
         if SHAPE.WIDTH != SHAPE.D:
             m_x = (o_d < SHAPE.D)[None, :]
-            if MASKED:
+            if m_r is not None:
+                m_x = m_x & m_r[:, None]
+            elif MASKED:
                 m_x = m_x & (start + tl.arange(0, ROWS) < length)[:, None]
             b_x = tl.load(p_block, mask=m_x, other=0.0)
+        elif m_r is not None:
+            b_x = tl.load(p_block, mask=m_r[:, None], other=0.0)
         elif MASKED:
             b_x = tl.load(p_block, mask=(start + tl.arange(0, ROWS) < length)[:, None], other=0.0)
         else:
@@ -76,15 +82,45 @@ def load_rows(
 
 
 @triton.jit
-def load_keys(
-    p_x, strides, i_bh, H, start, S, ROWS: tl.constexpr, SHAPE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
-):
-    """Rows of K or V for query head i_bh of B H: GROUP of them, side by side, share a head of keys."""
+def load_keys(p_x, strides, i_bh, H, start, S, seen, SHAPE: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [start, start + BS) of K or V for query head i_bh of B H: GROUP of them, side by side, share a head of keys."""
+    BS: tl.constexpr = SHAPE.BS
+    m_r = None
+    if SHAPE.HOLES:
+        m_r = there(seen.p_holes, start, S, BS)
     if SHAPE.GROUP == 1:
-        b_x = load_rows(p_x, strides, i_bh, H, start, S, ROWS, SHAPE, MASKED, TMA)
+        b_x = load_rows(p_x, strides, i_bh, H, start, S, BS, SHAPE, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
     else:
-        b_x = load_rows(p_x, strides, i_bh // SHAPE.GROUP, H // SHAPE.GROUP, start, S, ROWS, SHAPE, MASKED, TMA)
+        i_keys, heads = i_bh // SHAPE.GROUP, H // SHAPE.GROUP
+        b_x = load_rows(p_x, strides, i_keys, heads, start, S, BS, SHAPE, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
     return b_x
+
+
+@triton.jit
+def there(p_holes, start, S, BS: tl.constexpr):
+    """Which of the keys [start, start + BS) of one batch entry are there, [BS]."""
+    o_s = start + tl.arange(0, BS)
+    return tl.load(p_holes + o_s, mask=o_s < S, other=0) != 0
+
+
+@triton.jit
+def load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT: tl.constexpr, HOLES: tl.constexpr):
+    """What the rows [row, row + BT) see, as ``Seen``."""
+    p_first = p_runs + (i_bh // H).to(tl.int64) * (2 * T)
+    o_t = tl.minimum(row + tl.arange(0, BT), T - 1)
+    bottom = tl.minimum(row + BT, T) - 1
+    p_b = p_runs
+    if HOLES:
+        p_b = p_holes + (i_bh // H).to(tl.int64) * S
+    return Seen(
+        tl.load(p_first + o_t),
+        tl.load(p_first + T + o_t),
+        tl.load(p_first + row),
+        tl.load(p_first + T + bottom),
+        tl.load(p_first + bottom),
+        tl.load(p_first + T + row),
+        p_b,
+    )
 
 
 @triton.jit
@@ -138,6 +174,7 @@ def block_scores(
     i_bh,
     H,
     o_t,
+    seen,
     start,
     S,
     scalars,
@@ -146,14 +183,29 @@ def block_scores(
     MASKED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """S of one block [BT, BS], and K of its columns [BS, WIDTH]."""
+    """S of one block [BT, BS], and K of its columns [BS, WIDTH]. With RUNS S is -inf wherever it should be, MASKED or not."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    b_k = load_keys(p_k, strides_k, i_bh, H, start, S, BS, SHAPE, MASKED, SHAPE.TMA)
+    b_k = load_keys(p_k, strides_k, i_bh, H, start, S, seen, SHAPE, MASKED)
     b_k = operand(b_k, SITES.inputs, DTYPE)
     b_s = dot(b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
-    m_s = visible(o_t, start, S, SHAPE.CAUSAL, False, BS)
-    return round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED), b_k
+    if SHAPE.RUNS:
+        b_s = round_scores(b_s, b_s, scalars, SITES, SHAPE.SOFTCAP, False)
+        if SHAPE.HOLES:
+            b_s = tl.where(in_runs(seen, start, BS) & there(seen.p_holes, start, S, BS)[None, :], b_s, -float("inf"))
+        elif (start < seen.all_from) | (start + BS > seen.all_to):
+            b_s = tl.where(in_runs(seen, start, BS), b_s, -float("inf"))
+    else:
+        m_s = visible(o_t, start, S, SHAPE.CAUSAL, False, BS)
+        b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED)
+    return b_s, b_k
+
+
+@triton.jit
+def in_runs(seen, start, BS: tl.constexpr):
+    """Which of the columns [start, start + BS) the rows see, [BT, BS]; holes do not count."""
+    o_s = (start + tl.arange(0, BS))[None, :]
+    return (o_s >= seen.b_first[:, None]) & (o_s < seen.b_last[:, None])
 
 
 @triton.jit

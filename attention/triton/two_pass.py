@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..mask import NO_MASK, Mask
 from ..numerics import FORWARD, Numerics, numerics_from_key
 from ..reference.exponent import log2_scale
 from ..reference.tiles import FORMAT_OF, NAMESPACE, OUTPUT_STREAM
@@ -35,10 +36,11 @@ from .arithmetic import (
     rescaling,
     round_output,
     stored_code,
+    subtrahend,
 )
 from .backward import apart
 from .block_sizes import Blocks, two_pass_blocks, width
-from .loads import block_scores, load_keys, load_rows, place, rows_source, store_rows, takes_descriptor
+from .loads import block_scores, load_keys, load_rows, load_seen, place, rows_source, store_rows, takes_descriptor
 from .ops import _backward
 
 _OUTPUT_STREAM = tl.constexpr(OUTPUT_STREAM)
@@ -52,6 +54,8 @@ def standard_kernel(
     p_o,
     p_saved,
     p_seed,
+    p_runs,
+    p_holes,
     H,
     T,
     S,
@@ -70,38 +74,52 @@ def standard_kernel(
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
-    if SHAPE.CAUSAL:
+    if SHAPE.CAUSAL or SHAPE.RUNS:
         i_t = blocks - 1 - i_t
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
+    seen, m_t = None, None
+    if SHAPE.RUNS:
+        seen = load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT, SHAPE.HOLES)
+        m_t = (o_t < T) & (seen.b_first < seen.b_last)
+        some_from, some_to = seen.some_from, seen.some_to
     # [BT, WIDTH]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False)
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
     b_m = tl.full([BT], -float("inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
-    for MASKED in tl.static_range(2):
+    if SHAPE.RUNS:
+        middle = some_from // BS * BS
+        last = some_to
+        S = last  # nobody sees what comes behind it
+    for MASKED in tl.static_range(1 if SHAPE.RUNS else 0, 2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, _ = block_scores(
-                b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
+                b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
             )
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-            b_sum = tl.sum(exponential(b_s, b_m_new[:, None], scalars.unit, FOLD), 1)
-            b_l = rescaling(b_m, b_m_new, scalars.unit, FOLD) * b_l + b_sum
+            b_base = subtrahend(b_m_new, SHAPE.RUNS)
+            b_sum = tl.sum(exponential(b_s, b_base[:, None], scalars.unit, FOLD), 1)
+            b_l = rescaling(b_m, b_base, scalars.unit, FOLD) * b_l + b_sum
             b_m = b_m_new
+    if SHAPE.RUNS:
+        m_none = b_m == -float("inf")  # rows that saw no key: with such an m P is 0
+        b_l = tl.where(m_none, 1.0, b_l)
+        b_m = tl.where(m_none, float("inf"), b_m)
     b_log_l = tl.log2(b_l)
     p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
     tl.store(p_row, b_m, mask=o_t < T)
     tl.store(p_row + T, b_log_l, mask=o_t < T)
     b_acc = tl.zeros([BT, WIDTH], tl.float32)
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(1 if SHAPE.RUNS else 0, 2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, _ = block_scores(
-                b_q, p_k, strides_k, i_bh, H, o_t, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
+                b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
             )
             # [BS, WIDTH]
-            b_v = load_keys(p_v, strides_v, i_bh, H, start, S, BS, SHAPE, MASKED == 1, SHAPE.TMA)
+            b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED == 1)
             b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, True, False, FP32)
             b_acc = dot(operand(b_p, SITES.probabilities, DTYPE), operand(b_v, SITES.inputs, DTYPE), b_acc)
     b_words = 0
@@ -130,12 +148,14 @@ def launch(
     scale: float,
     causal: bool,
     softcap: float,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
     (B, T, H, D), S = q.shape, k.shape[1]
     o, saved = empty_outputs(q, n)
     sites = kernel_sites(n, (FORWARD,), scale, softcap, causal, inputs=stored_code(n.inputs, q.dtype))
-    tma = blocks.descriptors and takes_descriptor(k, v)
+    runs = mask.runs(B, T, S, causal, q.device)
+    tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
     standard_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
         p_q=q,
         p_k=rows_source(k, blocks.columns, tma),
@@ -143,6 +163,8 @@ def launch(
         p_o=o,
         p_saved=saved,
         p_seed=seed,
+        p_runs=runs and runs.keys_of_queries,
+        p_holes=runs and runs.holes,
         H=H,
         T=T,
         S=S,
@@ -159,8 +181,10 @@ def launch(
             GROUP=H // k.shape[2],
             HEADS=blocks.heads,
             TMA=tma,
-            CAUSAL=causal,
+            CAUSAL=causal and runs is None,
             SOFTCAP=softcap > 0,
+            RUNS=runs is not None,
+            HOLES=runs is not None and runs.holes is not None,
         ),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
@@ -177,32 +201,43 @@ def _kernels_key(numerics: str) -> str:
 
 @torch.library.custom_op(f"{NAMESPACE}::standard_triton_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    numerics: str,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    bottom_right: bool = False,
+    window: int = 0,
+    keys: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(O [B, T, H, D], m in the unit the kernel compares and log2 l [B, H, 2, T])."""
     n = numerics_from_key(_kernels_key(numerics)).concrete(FORMAT_OF[q.dtype])
     blocks = two_pass_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
-        return launch(q, k, v, seed, n, blocks, scale, causal, softcap)
+        return launch(q, k, v, seed, n, blocks, scale, causal, softcap, Mask(bottom_right, window, keys, cu_seqlens))
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, scale: float, causal: bool, softcap: float):
+def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):
     return empty_outputs(q, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, _, *ctx.settings = inputs
+    q, k, v, _, *ctx.settings, keys, cu_seqlens = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, output[1])
+    ctx.save_for_backward(q, k, v, output[1], keys, cu_seqlens)
 
 
 def _autograd_backward(ctx, do, _):
-    q, k, v, saved = ctx.saved_tensors
+    q, k, v, saved, *masks = ctx.saved_tensors
     numerics, *shape = ctx.settings
     nothing = do[:0]  # delta is of P and dP: there is no O to read
-    gradients = _backward(do, q, k, v, nothing, nothing, saved, _kernels_key(numerics), *shape)
-    return *apart(gradients, q, k, v), *(None,) * 5
+    gradients = _backward(do, q, k, v, nothing, nothing, saved, _kernels_key(numerics), *shape, *masks)
+    return *apart(gradients, q, k, v), *(None,) * 9
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -218,6 +253,7 @@ def standard_triton(
     scale: float,
     causal: bool,
     softcap: float,
+    mask: Mask = NO_MASK,
 ) -> Tensor:
     """Attention [B, T, H, D] with the roundings of key ``numerics``; see ``attention.run`` for the arguments."""
-    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap)[0]
+    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, *mask)[0]
