@@ -25,6 +25,7 @@ triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ("o", "dq", "dk", "dv")
+slow = pytest.mark.slow
 BACKENDS = ("flash", "flash_reference", "standard_triton", "standard")
 
 
@@ -156,7 +157,14 @@ def assert_agree(
 @pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
 @pytest.mark.timeout(600)
 def test_the_kernels_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__)
+    pass_in_the_interpreter(__file__, "-m", "not gpu and not slow")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
+@slow
+@pytest.mark.timeout(900)
+def test_the_slow_cases_in_tritons_interpreter() -> None:
+    pass_in_the_interpreter(__file__, "-m", "slow and not gpu")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -184,7 +192,7 @@ def test_heads_that_share_keys_give_the_bits_that_copies_of_keys_give(device: to
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", [24, 80, 96, 112, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [80, 96, *(pytest.param(d, marks=slow) for d in (112, 160, 192)), 256])
 def test_head_dims(head_dim: int, backend: str, device: torch.device) -> None:
     assert_exact(Case(T=20, S=20, H=2, K=1, D=head_dim), backend, device)
 
@@ -223,8 +231,18 @@ PACKED = [
 MASKED = [*BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", MASKED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        # Kernels take seconds in the interpreter; two_pass.py reads masks as the others do.
+        pytest.param(
+            case, backend, marks=slow if backend == "standard_triton" and case.lengths == () == case.packed else ()
+        )
+        for case in MASKED
+        for backend in BACKENDS
+    ],
+    ids=str,
+)
 def test_masks(case: Case, backend: str, device: torch.device) -> None:
     assert_exact(case, backend, device)
 
@@ -233,18 +251,21 @@ def test_masks(case: Case, backend: str, device: torch.device) -> None:
     "sites",
     [
         ("gradient_accumulator=m5", "statistics=bf16"),
-        ("tile_k=48", "tile_product=bf16", "accumulator=m4"),
-        ("probabilities=m3", "probabilities_rounding=stochastic", "output=m3", "output_rounding=stochastic"),
-        ("row_max=stabilized_safe", "row_sum_floor=0.5"),
+        pytest.param(("tile_k=48", "tile_product=bf16", "accumulator=m4"), marks=slow),
+        pytest.param(
+            ("probabilities=m3", "probabilities_rounding=stochastic", "output=m3", "output_rounding=stochastic"),
+            marks=slow,
+        ),
+        pytest.param(("row_max=stabilized_safe", "row_sum_floor=0.5"), marks=slow),
         ("row_max=scaled", "row_sum_floor=0.5"),
-        ("exponent=subtract_first",),
+        pytest.param(("exponent=subtract_first",), marks=slow),
         ("exponent=separate_multiply", "probabilities=m3", "divisor=rounded"),
-        ("saved_statistics=max_and_sum",),
-        ("scores=bf16",),
-        ("output=m3", "delta_output=residual8"),
-        ("logsumexp=m9", "delta=rowsum_p_dp_normalized"),
-        ("delta=recomputed_o",),
-        ("delta_sum=m4", "row_residual=centered_keys"),
+        pytest.param(("saved_statistics=max_and_sum",), marks=slow),
+        pytest.param(("scores=bf16",), marks=slow),
+        pytest.param(("output=m3", "delta_output=residual8"), marks=slow),
+        pytest.param(("logsumexp=m9", "delta=rowsum_p_dp_normalized"), marks=slow),
+        pytest.param(("delta=recomputed_o",), marks=slow),
+        pytest.param(("delta_sum=m4", "row_residual=centered_keys"), marks=slow),
         ("delta_sum=m4", "row_residual=corrected_rows"),
     ],
     ids=" ".join,
