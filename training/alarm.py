@@ -1,4 +1,4 @@
-"""Rules over the telemetry that warn of an explosion long before the loss moves, and name layer, heads and evidence.
+"""A rule over the telemetry that warns of an explosion long before the loss moves, and names layer, heads and evidence.
 
 What fails grows: the error of delta adds the same direction to W_Q and W_K of some heads, step after step, and S grows with their product.
 The rule ``growth`` is that of ``attention.growth``, on ||W_Q^T W_K||.
@@ -24,7 +24,6 @@ from attention.presets import PRESETS
 from attention.renamed import today
 from errors import invalid
 from training.intervention import Switch, parse_switch
-from training.telemetry import z_scores
 
 Response = Literal["log", "checkpoint", "stop", "switch"]
 
@@ -40,23 +39,17 @@ class AlarmConfig:
     switches: tuple[str, ...] = ()
     """STEP:LAYER:PRESET[:BACKEND]: all heads of that layer use that preset from training step STEP on, alarm or not."""
     growth_exponent: float = 3.0
-    """Rule growth: a head's ||W_Q^T W_K|| grows like this power of the summed learning rate, or faster; 0 switches the rule off."""
+    """A head's ||W_Q^T W_K|| grows like this power of the summed learning rate, or faster; 0 switches the alarm off."""
     growth_window: float = 1.3
-    """Rule growth: the exponent is measured from where the summed learning rate was this many times smaller."""
+    """The exponent is measured from where the summed learning rate was this many times smaller."""
     growth_logit: float = 500.0
-    """Rule growth: heads whose largest logit is below this do no harm yet, however fast they grow."""
+    """Heads whose largest logit is below this do no harm yet, however fast they grow."""
     growth_share: float = 0.5
-    """Rule growth: at least this share of a layer's heads has logits that large, or none of them is flagged."""
+    """At least this share of a layer's heads has logits that large, or none of them is flagged."""
     growth_probes: int = 2
-    """Rule growth: probes in a row that must agree."""
-    delta_z: float = 0.0
-    """Rule delta: |sum of z over probes| / sqrt(probes) of a head's delta error, all of it from recent probes; 0 switches the rule off."""
-    delta_probes: int = 20
-    """Rule delta: how many recent probes are put together."""
-    delta_bias: float = 1e-3
-    """Rule delta: and their mean error is at least this part of delta's root mean square."""
+    """Probes in a row that must agree."""
     warm_up: int = -1
-    """Steps at the start that no rule looks at; -1: the learning rate's warm-up."""
+    """Steps at the start that the rule does not look at; -1: the learning rate's warm-up."""
 
     def __post_init__(self) -> None:
         if self.response not in get_args(Response):
@@ -64,16 +57,15 @@ class AlarmConfig:
         for text in self.switches:
             parse_switch(text)
         self.switch(0, 0)
-        for name in ("growth_exponent", "growth_logit", "delta_z", "delta_bias"):
+        for name in ("growth_exponent", "growth_logit"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise invalid(f"alarm.{name}", getattr(self, name), "0 or a positive number")
         if not 1 < self.growth_window < math.inf:
             raise invalid("alarm.growth_window", self.growth_window, "a factor above 1")
         if not 0 <= self.growth_share <= 1:
             raise invalid("alarm.growth_share", self.growth_share, "a share of a layer's heads, 0 to 1")
-        for name in ("growth_probes", "delta_probes"):
-            if getattr(self, name) < 1:
-                raise invalid(f"alarm.{name}", getattr(self, name), "a whole number of 1 or more")
+        if self.growth_probes < 1:
+            raise invalid("alarm.growth_probes", self.growth_probes, "a whole number of 1 or more")
         if self.warm_up < -1:
             raise invalid("alarm.warm_up", self.warm_up, "a number of steps, or -1 for the learning rate's warm-up")
 
@@ -106,7 +98,7 @@ class AlarmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """One layer that a rule flags, at the probe of ``step``."""
+    """One layer that the rule flags, at the probe of ``step``."""
 
     step: int
     rule: str
@@ -114,7 +106,7 @@ class Alarm:
     heads: tuple[int, ...]
     """The worst first."""
     evidence: dict[str, Any]
-    """Of the worst head; see the rule."""
+    """Of the worst head."""
 
     def sentence(self) -> str:
         """For the terminal."""
@@ -139,10 +131,10 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Probe(Probe):
-    """What the rules remember of a record; arrays [L, H]."""
+    """What the rule remembers of a record; arrays [L, H]."""
 
-    z: np.ndarray
     bias: np.ndarray
+    """Mean error of delta over delta's root mean square."""
 
 
 def _probe(record: dict[str, Any]) -> _Probe:
@@ -151,42 +143,41 @@ def _probe(record: dict[str, Any]) -> _Probe:
         for name in ("qk_head_norm", "max_logit", "delta_error_mean", "delta_rms")
     )
     bias = torch.where(rms > 0, mean / rms, 0.0).numpy()
-    return _Probe(record["step"], record["lr_sum"], norm, logit, np.asarray(z_scores(record)), bias)
+    return _Probe(record["step"], record["lr_sum"], norm, logit, bias)
 
 
 class Watch:
-    """The rules over the probes of one run, in order. ``warm_up`` steps of the learning rate are used where the config says -1."""
+    """The rule over the probes of one run, in order. ``warm_up`` steps of the learning rate are used where the config says -1."""
 
     def __init__(self, config: AlarmConfig, warm_up: int):
         self._config = config
         self._from_step = warm_up if config.warm_up < 0 else config.warm_up
         self._probes: list[_Probe] = []
-        self._raised: dict[tuple[str, int], int] = {}
+        self._raised: dict[int, int] = {}
 
     def update(self, record: dict[str, Any]) -> list[Alarm]:
-        """Take in one record of ``telemetry.jsonl``; the alarms it raises. A rule flags a layer once.
+        """Take in one record of ``telemetry.jsonl``; the alarms it raises. A layer is flagged once.
 
         After a rollback (a step that is not later than the last) what came after the step is forgotten. Probes are kept for as
         long as a rollback by a factor of ``growth_window`` in the clock could need them.
         """
         probe = _probe(record)
         self._probes = [earlier for earlier in self._probes if earlier.step < probe.step]
-        self._raised = {key: step for key, step in self._raised.items() if step < probe.step}
+        self._raised = {layer: step for layer, step in self._raised.items() if step < probe.step}
         if probe.step >= self._from_step:
             self._probes.append(probe)
-        alarms = [*self._growth(), *self._delta()]
-        new = [alarm for alarm in alarms if (alarm.rule, alarm.layer) not in self._raised]
-        self._raised |= {(alarm.rule, alarm.layer): alarm.step for alarm in new}
+        new = [alarm for alarm in self._growth() if alarm.layer not in self._raised]
+        self._raised |= {alarm.layer: alarm.step for alarm in new}
         self._forget()
         return new
 
     def _forget(self) -> None:
-        """Drop what no rule will look at again, not even after a rollback."""
+        """Drop what the rule will not look at again, not even after a rollback."""
         oldest_end = self._probes[-self._config.growth_probes :][:1]
         limit = oldest_end[0].clock / self._config.growth_window**2 if oldest_end else 0.0
         behind = [index for index, probe in enumerate(self._probes) if probe.clock <= limit]
         if behind:
-            self._probes = self._probes[max(min(behind[-1], len(self._probes) - self._config.delta_probes), 0) :]
+            self._probes = self._probes[behind[-1] :]
 
     def _growth(self) -> list[Alarm]:
         found = growth(self._probes, self._config.growth) if self._config.growth_exponent else None
@@ -211,37 +202,6 @@ class Watch:
             "delta_probes": len(errors),
         }
         return Alarm(step=probe.step, rule="growth", layer=layer, heads=heads, evidence=evidence)
-
-    def _delta(self) -> list[Alarm]:
-        config, probes = self._config, self._probes[-self._config.delta_probes :]
-        if not config.delta_z or len(probes) < config.delta_probes:
-            return []
-        total = np.sum([probe.z for probe in probes], axis=0) / math.sqrt(len(probes))
-        biases = np.array([probe.bias for probe in probes])
-        bias = biases.mean(axis=0)
-        agreed = (np.abs(total) >= config.delta_z) & (np.abs(bias) >= config.delta_bias) & (total * bias > 0)
-        alarms = []
-        for layer in _layers(agreed):
-            heads = _worst_first(agreed[layer], np.abs(total[layer]))
-            head = heads[0]
-            spread = biases[:, layer, head].std(ddof=1) if len(probes) > 1 else math.nan
-            evidence = {
-                "z": float(total[layer, head]),
-                "delta_bias": float(bias[layer, head]),
-                "delta_bias_se": float(spread / math.sqrt(len(probes))),
-                "delta_probes": len(probes),
-                "max_logit": probes[-1].logit_LH[layer, head].item(),
-            }
-            alarms.append(Alarm(step=probes[-1].step, rule="delta", layer=layer, heads=heads, evidence=evidence))
-        return alarms
-
-
-def _layers(agreed: np.ndarray) -> list[int]:
-    return [int(layer) for layer in np.flatnonzero(agreed.any(axis=1))]
-
-
-def _worst_first(agreed_H: np.ndarray, badness_H: np.ndarray) -> tuple[int, ...]:
-    return tuple(sorted((int(head) for head in np.flatnonzero(agreed_H)), key=lambda head: -badness_H[head]))
 
 
 def alarms(records: Iterable[dict[str, Any]], config: AlarmConfig, warm_up: int) -> list[Alarm]:

@@ -28,6 +28,9 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
     "model.logit_softcap": (0.0,),
     "precision.fill_memory": ANY,
     "telemetry.details": ANY,
+    "alarm.delta_z": (0.0,),
+    "alarm.delta_probes": ANY,
+    "alarm.delta_bias": ANY,
     "wandb.name": ANY,
     "wandb.tags": ANY,
 }
