@@ -298,7 +298,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
     """Raise ``UserError`` for the first of named weights that is not of floats, or not finite."""
     for name, tensor in tensors:
         if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
-            raise UserError(f"{where}: {name} is not finite: no weights to go on with")
+            raise UserError(f"{where}: {name} is not finite")
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from errors import UserError
 from model import GPT
 from training.checkpoint import Checkpoints, Loaded
@@ -25,7 +27,7 @@ def read_checkpoint(path: Path) -> Loaded:
 def load_weights(model: GPT, checkpoint: Loaded) -> None:
     """Fill the model. Raises ``UserError``, which names one tensor, where the checkpoint is of another shape."""
     expected, found = (
-        {name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in state.items()}
+        {name: f"{list(t.shape)}" + (t.dtype != torch.float32) * f" of {t.dtype}" for name, t in state.items()}
         for state in (model.state_dict(), checkpoint.model_state)
     )
     misfits = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
