@@ -356,25 +356,6 @@ def test_recording_and_replaying_runs_have_one_identity(dataset, tmp_path):
     assert recording.identity == replaying.identity == json.loads(json.dumps(recording.identity))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sequence_length": 0}, r"data\.sequence_length = 0: expected a whole number of 1 or more"),
-        ({"global_batch": 0}, r"data\.global_batch = 0: expected"),
-        ({"micro_batch": -1}, r"data\.micro_batch = -1: expected"),
-        ({"validation_sequences": 0}, r"data\.validation_sequences = 0: expected"),
-        ({"global_batch": 30}, r"data\.global_batch = 30: expected a multiple of data\.micro_batch = 32"),
-        ({"seed": -1}, r"data\.seed = -1: expected"),
-        ({"verify": "md5"}, r"data\.verify = 'md5': expected one of sha256, size"),
-        ({"record": "a", "replay": "b"}, r"data\.record = 'a': expected nothing while data\.replay = 'b' is set"),
-        ({"record_tokens": True}, r"data\.record_tokens = True: expected data\.record to be set"),
-    ],
-)
-def test_a_bad_setting_is_named(changes, message):
-    with pytest.raises(UserError, match=message):
-        DataConfig(**changes)
-
-
 def test_a_batch_that_the_processes_cannot_share_is_refused(dataset):
     with pytest.raises(UserError, match=r"data\.global_batch = 8: expected a multiple of .* = 4 x 3 = 12"):
         open_batches(settings_for(dataset), 0, 3)

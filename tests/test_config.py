@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from config import PRESETS, TrainConfig, from_json, load, to_json
+from data.batches import DataConfig
 from errors import UserError
 from training.alarm import AlarmConfig
 
@@ -216,3 +218,39 @@ def test_one_or_two_files_come_first(arguments: list[str]) -> None:
 def test_foreign_json_is_refused(content: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_json(TrainConfig, content)
+
+
+# Of each section, a value that each rule refuses.
+REFUSED = """
+run: steps=0 seed=2**64 peak_tflops=nan name='a/b'
+model: n_head=5 n_layer=0 n_embd=64.0 vocab_multiple=0 activation='relu' attention_softcap=-1.0
+data: sequence_length=0 global_batch=0 global_batch=30 micro_batch=-1 validation_sequences=0 seed=-1 verify='md5' record_tokens=True
+optim: optimizer='sgd' schedule='linear' fused='yes' lr=0.0 lr=nan min_lr=1.0 warmup_steps=-1 decay_steps=2000 beta1=1.0 beta2=-0.1
+optim: eps=0.0 weight_decay=-0.1 grad_clip=-1.0 muon_momentum=1.0
+checkpoint: every=-1 keep_last=0 keep_every=-5
+telemetry: every=-1 sequences=0
+evaluation: every=-1
+wandb: mode='sometimes' project=''
+alarm: response='shout' switch_to='' switch_to='flsh' switch_to='flash:flsh' switches=('5:1',)
+alarm: growth_exponent=-1.0 growth_window=1.0 growth_probes=0 growth_share=1.5 warm_up=-2
+"""
+VALUES = [
+    (line.partition(":")[0], word)
+    for line in REFUSED.split("\n")
+    for word in line.partition(": ")[2].split(" ")
+    if word
+]
+
+
+@pytest.mark.parametrize(("section", "setting"), VALUES)
+def test_a_value_that_cannot_be_is_refused_by_name(section: str, setting: str) -> None:
+    field, _, text = setting.partition("=")
+    kind = type(getattr(TrainConfig(), section))
+    with pytest.raises(UserError, match=rf"^{section}\.{field} = .*: expected ") as error:
+        kind(**{field: eval(text, {"nan": math.nan})})
+    assert "\n" not in str(error.value)
+
+
+def test_recording_and_replaying_at_once_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^data\.record = 'a': expected nothing while data\.replay = 'b' is set"):
+        DataConfig(record="a", replay="b")

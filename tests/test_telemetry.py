@@ -15,7 +15,6 @@ import attention
 import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.batches import open_batches
-from errors import UserError
 from model import GPT, ModelConfig, initialize
 from probes.alignment import sign_diversity, spectral_alignment
 from probes.capture import capture
@@ -23,7 +22,7 @@ from probes.delta_error import delta_errors
 from probes.spectral import spectral_norm
 from training import telemetry
 from training.run import close, open_run
-from training.telemetry import COLUMNS, TelemetryConfig, measure, read_telemetry, summary_columns, to_lists
+from training.telemetry import COLUMNS, measure, read_telemetry, summary_columns, to_lists
 
 BF16 = {"precision.dtype": "bfloat16"}
 OFTEN, NEVER = {"telemetry.every": 1}, {"telemetry.every": 0}
@@ -257,9 +256,3 @@ def test_the_batch_is_the_first_validation_sequences(place: Place) -> None:
     parts = list(batches.validation())
     assert torch.equal(tokens, torch.cat([part[0] for part in parts])[:3])
     assert torch.equal(targets, torch.cat([part[1] for part in parts])[:3])
-
-
-@pytest.mark.parametrize(("field", "value"), [("every", -1), ("sequences", 0)])
-def test_bad_settings_name_the_field(field: str, value: int) -> None:
-    with pytest.raises(UserError, match=rf"telemetry\.{field}"):
-        TelemetryConfig(**{field: value})
