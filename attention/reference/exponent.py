@@ -122,8 +122,10 @@ def exponent_of(problem: Problem) -> Exponent:
 
 
 def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, divisor: Tensor, sites: Sites) -> Tensor:
-    """What site ``saved_statistics`` keeps of a tile of rows, [B, H, R, Z]: L, or m and log l (log d for ``backward_probabilities``)."""
-    log_l = form.log(divisor if sites.numerics.backward_probabilities == "forward" else row_sum)
+    """What site ``saved_statistics`` keeps of a tile of rows, [B, H, R, Z]: L, or m and log l (1 / d for ``backward_probabilities``)."""
+    if sites.numerics.backward_probabilities == "forward":
+        return torch.cat((m, 1 / divisor), dim=-1)
+    log_l = form.log(row_sum)
     if sites.numerics.saved_statistics == "max_and_sum":
         return torch.cat((m, log_l), dim=-1)
     return sites.logsumexp(m + log_l)
@@ -138,5 +140,5 @@ def probabilities(form: Exponent, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
     """P of a tile [B, H, R, C] as the backward pass makes it again."""
     if form.problem.sites.numerics.backward_probabilities == "unrounded":
         return form.exp(s, *saved_BHRZ.split(1, dim=-1))
-    m, log_d = saved_BHRZ.split(1, dim=-1)
-    return form.problem.sites.probabilities(form.exp(s, m)) * form.rescale(torch.zeros_like(log_d), log_d)
+    m, inverse = saved_BHRZ.split(1, dim=-1)
+    return form.problem.sites.probabilities(form.exp(s, m)) * inverse

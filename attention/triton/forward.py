@@ -22,6 +22,7 @@ from .arithmetic import (
     INTERPRETED,
     LARGEST,
     MAX_AND_SUM,
+    NEAREST,
     OUTPUT_ITSELF,
     PLAIN,
     REUSED,
@@ -49,6 +50,7 @@ from .arithmetic import (
     random_words,
     rescaling,
     residual,
+    round_block,
     round_output,
     round_to,
     row_normalizer,
@@ -164,17 +166,21 @@ def forward_range(
         # [BS, WIDTH]
         b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED)
         b_v = operand(b_v, SITES.inputs, DTYPE)
-        b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
+        if SITES.divisor == ROUNDED and SITES.probabilities_rounding == NEAREST:
+            b_p = round_block(b_p, SITES.probabilities)
+        b_weights = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:
-            b_sum = round_to(tl.sum(b_p.to(tl.float32), 1), SITES.tile_sum)
+            if SITES.probabilities_rounding != NEAREST:
+                b_p = b_weights.to(tl.float32)
+            b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
             if SHAPE.FLOOR:
                 b_sum = tl.maximum(b_sum, b_least)
             b_d = round_to(b_alpha * b_d + b_sum, SITES.statistics)
         if COARSE:
-            b_product = dot(b_p, b_v, tl.zeros([BT, WIDTH], tl.float32), SITES.products == TF32X3)
+            b_product = dot(b_weights, b_v, tl.zeros([BT, WIDTH], tl.float32), SITES.products == TF32X3)
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, SITES)
         else:
-            b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None], SITES.products == TF32X3)
+            b_acc = dot(b_weights, b_v, b_acc * b_alpha[:, None], SITES.products == TF32X3)
     return b_acc, b_exact, b_m, b_l, b_d, b_f
 
 
@@ -412,7 +418,8 @@ def forward_kernel(
     if SITES.saved_statistics == MAX_AND_SUM:
         p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
         tl.store(p_row, b_m, mask=o_t < T)
-        tl.store(p_row + T, tl.log2(b_d if SITES.backward_probabilities == REUSED else b_l), mask=o_t < T)
+        b_second = tl.div_rn(1.0, b_d) if SITES.backward_probabilities == REUSED else tl.log2(b_l)
+        tl.store(p_row + T, b_second, mask=o_t < T)
     else:
         b_lse = round_to(log_sum_exp(b_m, b_l, scalars.unit, SITES.exponent), SITES.logsumexp)
         tl.store(p_saved + i_bh.to(tl.int64) * T + o_t, b_lse, mask=o_t < T)
