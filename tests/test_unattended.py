@@ -140,16 +140,18 @@ def test_a_run_at_its_last_step_ends_as_ever(place: Place) -> None:
 
 TWICE = """
 import os, signal
-from training.signals import Leaving
-with Leaving() as leaving:
+from training import signals
+with signals.Leaving() as leaving:
+    os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     print(leaving.asked, flush=True)
+    signals.ONE_REQUEST = 0.0
     os.kill(os.getpid(), signal.SIGTERM)
     print("never")
 """
 
 
-def test_the_second_signal_ends_at_once() -> None:
+def test_a_second_signal_ends_at_once_if_it_is_not_the_first_one_handed_on() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, cwd=ROOT, env=environment())
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "SIGTERM\n")
 
@@ -161,6 +163,14 @@ def test_handlers_are_put_back() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+@pytest.fixture(scope="module")
+def straight_of_two(place: Place) -> Path:
+    config = place.config("straight_of_two", {"data.micro_batch": 2})
+    arguments = [str(place.preset_file(config))]
+    subprocess.run(command(ROOT / "train.py", arguments, 2), check=True, env=environment(), timeout=120)
+    return place.runs / "straight_of_two"
+
+
 ASKED = """
 import os, signal
 import train
@@ -169,7 +179,8 @@ original = train.take_step
 
 def asked(run, step):
     if step == 7 and run.place.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2):  # Slurm's, and torchrun's
+            os.kill(os.getpid(), signal.SIGTERM)
     return original(run, step)
 
 train.take_step = asked
@@ -178,7 +189,7 @@ train.main()
 
 
 @pytest.mark.slow
-def test_all_processes_leave_after_the_same_step(place: Place, tmp_path: Path) -> None:
+def test_all_processes_leave_after_the_same_step(place: Place, straight_of_two: Path, tmp_path: Path) -> None:
     """One of two is asked; the other learns of it."""
     config = place.config("asked_one", {"data.micro_batch": 2, **AUTO})
     (tmp_path / "asked.py").write_text(ASKED)
@@ -193,7 +204,34 @@ def test_all_processes_leave_after_the_same_step(place: Place, tmp_path: Path) -
         command(ROOT / "train.py", [preset], 2), capture_output=True, text=True, env=environment(), timeout=120
     )
     assert again.returncode == 0, again.stderr
-    straight = place.config("asked_none", {"data.micro_batch": 2})
-    arguments = [str(place.preset_file(straight))]
-    subprocess.run(command(ROOT / "train.py", arguments, 2), check=True, env=environment(), timeout=120)
-    assert weights(place.runs / "asked_one", 20) == weights(place.runs / "asked_none", 20)
+    assert weights(place.runs / "asked_one", 20) == weights(straight_of_two, 20)
+
+
+DIES = """
+import os, signal
+import train
+
+original = train.take_step
+
+def dying(run, step):
+    if step == 13 and str(run.place.rank) == os.environ["TORCHELASTIC_RESTART_COUNT"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(run, step)
+
+train.take_step = dying
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_that_goes_on(place: Place, straight_of_two: Path, tmp_path: Path) -> None:
+    """First rank 0 dies, then rank 1."""
+    (tmp_path / "dies.py").write_text(DIES)
+    config = place.config("restarted", {"data.micro_batch": 2, **AUTO})
+    launch = command(tmp_path / "dies.py", [str(place.preset_file(config))], 2)
+    launch.insert(launch.index("--standalone"), "--max-restarts=2")
+    done = subprocess.run(launch, capture_output=True, text=True, env=environment(), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("from step 10") == 2
+    assert lines(place.runs / "restarted") == lines(straight_of_two)
+    assert weights(place.runs / "restarted", 20) == weights(straight_of_two, 20)

@@ -77,10 +77,10 @@ def start(device: DeviceChoice) -> Distributed:
         # too, and where they are more than the cores that costs milliseconds (docs/performance.md).
         torch.set_num_threads(1)
     if world_size > 1:
-        if device == "cuda":
-            dist.init_process_group("nccl", device_id=place)
-        else:
-            dist.init_process_group("gloo")
+        # torchrun --max-restarts keeps its store: there the processes would find the addresses of those that have died.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
+        backend, device_id = ("nccl", place) if device == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
     return Distributed(rank=rank, local_rank=local_rank, world_size=world_size, device=place)
 
 

@@ -1,16 +1,19 @@
-"""SIGTERM and SIGUSR1 ask a run to save and leave; a second one ends the process at once."""
+"""SIGTERM and SIGUSR1 ask a run to save and leave; a second one, some seconds later, ends the process at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 EXIT_GO_ON = 75
 """Exit code of a run that has saved because it was asked to leave, as sysexits.h has it for what may be tried again."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ONE_REQUEST = 5.0
+"""Signals within so many seconds are one: Slurm sends SIGTERM to every process, and torchrun sends its own to its processes again."""
 
 
 class Leaving:
@@ -18,6 +21,7 @@ class Leaving:
 
     def __init__(self) -> None:
         self.asked = ""
+        self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Leaving:
@@ -32,7 +36,8 @@ class Leaving:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if not self.asked:
+            self.asked, self._since = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._since >= ONE_REQUEST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.asked = signal.Signals(number).name
