@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .numerics import Numerics
 from .plan import AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan, check
-from .presets import PRESETS
+from .presets import PRESETS, RECOMMENDED
 
 if TYPE_CHECKING:
     from .dispatch import run
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
+    "RECOMMENDED",
     "AttentionConfig",
     "AttentionRule",
     "AttentionSpec",

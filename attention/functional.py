@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .backends import BACKENDS, Call, obstacle
+from .mask import NO_MASK, Mask
 from .numerics import numerics_from_key
 from .plan import AttentionConfig, AttentionSpec
 from .presets import RECOMMENDED
@@ -49,6 +51,9 @@ def scaled_dot_product_attention(
 
     Args:
         query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, D], any strides; G = H, or a divisor of H with ``enable_gqa``.
+        attn_mask: bool, broadcast to [B, 1, T, S], True where a query may see a key; also beside ``is_causal``. [B, 1, 1, S] may hide any
+            keys. Otherwise each query sees one run of keys, and later queries no earlier run, as with padding, windows, packing and
+            prefixes; the host waits to look once a mask, so that CUDA graphs cannot hold it.
         is_causal: query t sees keys up to t.
         scale: of Q K^T; default 1 / sqrt(D).
         numerics: name of a preset, or an ``AttentionSpec`` with its sites.
@@ -56,7 +61,7 @@ def scaled_dot_product_attention(
         rounding_seed: int64 tensor of shape [] on the query's device, another one at every step; for stochastic rounding only.
 
     Returns the dtype of the query, or float32 where the numerics leave O unrounded. Raises ``ValueError`` for what it cannot do, before
-    anything runs: dropout, masks, other dtypes and devices, shapes that do not fit, empty tensors.
+    anything runs: dropout, other masks, dtypes and devices, shapes that do not fit, empty tensors.
     """
     _refuse_arguments(query, key, value, attn_mask, dropout_p, scale, enable_gqa, softcap)
     kind = query.device.type
@@ -64,14 +69,17 @@ def scaled_dot_product_attention(
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     D = query.shape[3]
     width = head_dim_above(D) if kind == "cuda" else D
-    features = ("grouped",) if key.shape[1] < query.shape[1] else ()
+    mask = _mask(attn_mask, query.shape[0], query.shape[2], key.shape[2])
+    features = mask.features() + (("grouped",) if key.shape[1] < query.shape[1] else ())
     backend, sites, stochastic = _resolved(numerics, kind, FORMAT_OF[query.dtype], width, softcap, features)
     if rounding_seed is None:
         refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     q, k, v = (functional.pad(x, (0, width - D)).transpose(1, 2) for x in (query, key, value))
     scale = 1 / math.sqrt(D) if scale is None else scale
-    o = BACKENDS[backend].run(q, k, v, sites, seed=rounding_seed, scale=scale, causal=is_causal, softcap=softcap)
+    o = BACKENDS[backend].run(
+        q, k, v, sites, seed=rounding_seed, scale=scale, causal=is_causal, softcap=softcap, mask=mask
+    )
     return o.transpose(1, 2)[..., :D]
 
 
@@ -114,7 +122,6 @@ def _refuse_arguments(
 ) -> None:
     """``ValueError`` for the first argument that cannot be served, whatever the numerics."""
     refuse(dropout != 0, f"dropout_p = {dropout}: expected 0, it has no dropout")
-    refuse(mask is not None, "attn_mask: expected None")
     refuse(scale is not None and not math.isfinite(scale), f"scale = {scale}: expected a finite number")
     refuse(not (0 <= softcap < math.inf), f"softcap = {softcap}: expected 0 or a positive number")
     for name, x in (("query", q), ("key", k), ("value", v)):
@@ -135,7 +142,67 @@ def _refuse_arguments(
     refuse(
         not gqa and heads != groups, f"{heads} query heads, {groups} key heads: expected as many, or enable_gqa=True"
     )
+    if mask is not None:
+        refuse(mask.dtype != torch.bool, f"attn_mask is {mask.dtype}: expected bool, it has no additive masks")
+        refuse(mask.device != q.device, f"attn_mask is on {mask.device}: expected {q.device}, as the query")
+        shape = [q.shape[0], heads, q.shape[2], k.shape[2]]
+        sizes = [1] * (4 - mask.ndim) + list(mask.shape)
+        fits = len(sizes) == 4 and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
+        refuse(not fits, f"attn_mask has shape {list(mask.shape)}: expected what broadcasts to {shape}")
+        alike = mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0
+        refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
     refuse(heads % groups != 0, f"{heads} query heads, {groups} key heads: expected a divisor of {heads}")
+
+
+def _mask(mask: Tensor | None, B: int, T: int, S: int) -> Mask:
+    """A checked ``attn_mask`` as the backends take it."""
+    if mask is None:
+        return NO_MASK
+    while mask.ndim < 4:
+        mask = mask[None]
+    if mask.shape[2] == 1:
+        return Mask(keys=mask[:, 0, 0].expand(B, S))
+    if mask.shape[3] != S:
+        mask = mask.expand(-1, -1, -1, S)
+    runs = _runs(mask) if torch.compiler.is_compiling() else _known_runs(mask)
+    return Mask(keys=runs.expand(B, 2, T))
+
+
+def _known_runs(mask: Tensor) -> Tensor:
+    """``_runs``, once for all layers that get one and the same tensor."""
+    if mask.is_inference():  # counts no versions
+        return _runs(mask)
+    if mask not in _RUNS or _RUNS[mask][0] != mask._version:
+        _RUNS[mask] = mask._version, _runs(mask)
+    return _RUNS[mask][1]
+
+
+_RUNS = WeakTensorKeyDictionary()
+
+
+@torch.library.custom_op(f"{NAMESPACE}::runs_of_mask", mutates_args=())
+def _runs(mask: Tensor) -> Tensor:
+    """First key that each query sees and the one after its last, int32 [B, 2, T], of a mask [B, H or 1, T, S]; B may be 1."""
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    refuse(capturing, "attn_mask in a CUDA graph: expected one of shape [batch, 1, 1, keys], or is_causal")
+    seen = mask[:, 0].contiguous()
+    S = seen.shape[2]
+    first = seen.view(torch.uint8).argmax(dim=-1)
+    last = S - seen.view(torch.uint8).flip(-1).argmax(dim=-1)
+    empty = ~seen.any(dim=-1)
+    last = last.masked_fill(empty, 0).cummax(dim=-1).values
+    first = torch.where(empty, last, first)
+    keys = torch.arange(S, device=mask.device)
+    runs = (keys >= first[..., None]) & (keys < last[..., None])
+    in_order = (first[:, 1:] >= first[:, :-1]).all()
+    served = bool((runs == seen).all() & in_order)
+    refuse(not served, "attn_mask: expected one run of keys for each query, and no earlier run for later queries")
+    return torch.stack((first, last), dim=1).int()
+
+
+@_runs.register_fake
+def _(mask: Tensor) -> Tensor:
+    return torch.empty((mask.shape[0], 2, mask.shape[2]), dtype=torch.int32, device=mask.device)
 
 
 @torch.compiler.assume_constant_result

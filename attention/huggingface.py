@@ -1,4 +1,4 @@
-"""Attention of Hugging Face models with the roundings chosen by name, by transformers' registries (>= 4.53)."""
+"""Attention of Hugging Face models with the roundings chosen by name, by transformers' registries (>= 4.54)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class Mask(NamedTuple):
     """W > 0: a query at key t sees keys above t - W (W of them, its own among them, as ``sliding_window`` of Hugging Face), and those
     below t + W."""
     keys: Tensor | None = None
-    """Which keys are there: bool [B, S], or, as integers [B], how many come first."""
+    """Which keys are there: bool [B, S], or, as integers [B], how many come first. Or integers [B, 2, T]: first of the keys that each query
+    sees, and the one after the last; neither decreases."""
     cu_seqlens: Tensor | None = None
     """Integers [N + 1], of a batch of one: where sequences packed one after another begin, 0 first, and where the last one ends.
     Queries see their own sequence."""
@@ -43,7 +44,12 @@ class Mask(NamedTuple):
         if self.window < 0:
             raise invalid("mask.window", self.window, "a number of keys, or 0 for all")
         for name, x, kinds, shapes in (
-            ("keys", self.keys, "bool [B, S] or integers [B]", {(B, S): True, (B,): False}),
+            (
+                "keys",
+                self.keys,
+                "bool [B, S] or integers [B] or [B, 2, T]",
+                {(B, S): True, (B,): False, (B, 2, T): False},
+            ),
             ("cu_seqlens", self.cu_seqlens, "integers [N + 1], N >= 1", {}),
         ):
             if x is None:
@@ -123,6 +129,8 @@ def _runs(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device
         holes = mask.keys.contiguous()
         end = torch.where(holes, s + 1, 0).amax(dim=1, keepdim=True)
         begin = torch.where(holes, s, S).amin(dim=1, keepdim=True).minimum(end)
+    elif mask.keys is not None and mask.keys.ndim == 3:
+        begin, end = mask.keys.unbind(1)
     elif mask.keys is not None:
         end = mask.keys[:, None].clamp(0, S)
     elif mask.cu_seqlens is not None:

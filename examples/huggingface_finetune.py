@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from low_precision_attention import PRESETS, huggingface
+from low_precision_attention import PRESETS, RECOMMENDED, huggingface
 
 
 def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedModel, torch.Tensor]:
@@ -38,7 +38,7 @@ def main() -> None:
         "--model", default="", help="folder or name of a causal language model (default: a small random Llama)"
     )
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="UTF-8 file to learn")
-    parser.add_argument("--numerics", default="flash_delta_from_p", choices=PRESETS, metavar="PRESET")
+    parser.add_argument("--numerics", default=RECOMMENDED, choices=PRESETS, metavar="PRESET")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
