@@ -50,3 +50,10 @@ def test_rows_that_look_at_one_key_are_exact_below_the_threshold_and_off_above()
     assert rows["measure"]("flash", 32_768) == (0.0, 0.0)
     assert rows["measure"]("flash", 131_072)[0] > 1e-3
     assert rows["measure"]("flash_subtract_first", 131_072) == (0.0, 0.0)
+
+
+def test_the_table_of_row_residual_is_that_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = EXPERIMENTS / "row_residual"
+    monkeypatch.syspath_prepend(str(folder))
+    scatter = runpy.run_path(str(folder / "scatter.py"), run_name="imported")
+    assert scatter["by_kind"](scatter["pd"].read_csv(folder / "rows.csv")) in (folder / "README.md").read_text()

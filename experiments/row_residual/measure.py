@@ -207,7 +207,8 @@ def measure(path: Path, arguments: Namespace, device: torch.device) -> list[dict
     (batch,) = spread(tokens, 1, arguments.sequences, length, str(data))
     n_layer, n_head = config.model.n_layer, config.model.n_head
     with torch.no_grad(), exact_float32(device):
-        pairs = [top_pairs(model.w_q(layer).detach(), n_head) for layer in range(n_layer)]
+        chosen = range(n_layer) if arguments.layers is None else arguments.layers
+        pairs = {layer: top_pairs(model.w_q(layer).detach(), n_head) for layer in chosen}
         place = {"checkpoint": loaded.path.parent.parent.name, "step": loaded.step}
         place["captured"] = "own" if arguments.own else "plain"
         rows: list[dict[str, object]] = []
@@ -236,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "rows.csv")
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # LAPACK on all cores of a server waits for itself
     for path in arguments.checkpoints:
         began = time.perf_counter()
         rows = measure(path, arguments, device)

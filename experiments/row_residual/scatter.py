@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 LAYER = 1
 END = "max_logit_1_at_2400"
 COLUMNS = ("r_rms", "r_delta_rms", "growth", "growth_delta", "head_growth", "size", "dw_q_error", "dw_q_growth")
-DRAWN = ("r_delta_rms", "growth_delta", "growth")
+DRAWN = ("r_delta_rms", "growth_delta")
 COLORS = {"O": ORANGE, "P_bar": BLUE, "P": GREY, "none": GREEN}
 CELLS = ["checkpoint", "step", "captured"]
 
@@ -69,13 +69,31 @@ def groups(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield kind, same[same["kind"] == kind]
 
 
+def by_kind(rows: pd.DataFrame) -> str:
+    """The page's table: r on the same tensors for all, and the runs of the recipe itself."""
+    plain = rows[(rows["captured"] == "plain") & (rows["layer"] == LAYER)]
+    wide = plain.pivot(index="attention", columns="step", values="r_delta_rms")
+    table = runs()
+    table = table[table["study"] != "other_recipes"].merge(wide, left_on="attention", right_index=True)
+    header = ["r made by", "runs", *(f"r at {step:,}" for step in wide), "logit above 1,000", "median logit (range)"]
+    lines = [" | ".join(header), " | ".join(["---"] + ["---:"] * (len(header) - 1))]
+    for kind, some in table.groupby(pd.Categorical(table["kind"], list(COLORS)), observed=True):
+        ranges = [f"{some[step].min():.1e} - {some[step].max():.1e}" for step in wide]
+        ends = f"{some[END].median():,.0f} ({some[END].min():,.0f} - {some[END].max():,.0f})"
+        lines.append(" | ".join([str(kind), str(len(some)), *ranges, str((some[END] > 1000).sum()), ends]))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
 def main() -> None:
     rows = pd.read_csv(HERE / "rows.csv")
+    print(by_kind(rows))
     rows = rows[rows["layer"] == LAYER]
     found: list[dict[str, object]] = []
     cells = list(rows.groupby(CELLS, sort=False))
-    figure, axes = page(3.6 * len(cells), len(cells), len(DRAWN))
-    for (place, of_cell), panels in zip(cells, axes, strict=True):
+    last = [cell for cell in cells if cell[0][1] == rows["step"].max()]
+    figure, axes = page(3.6 * len(last), len(last), len(DRAWN))
+    drawn = iter(axes)
+    for place, of_cell in cells:
         table = runs().merge(of_cell, on="attention")
         where = f"{place[0]}, step {place[1]:,}, {place[2]}"
         print(f"\n{where}: {len(table)} runs")
@@ -91,6 +109,9 @@ def main() -> None:
             apart = same[END].rank() - same[column].abs().rank()
             worst = apart.abs().nlargest(8).index
             print(f"  least fit {column}: " + ", ".join(f"{table['run'][i]} {apart[i]:+.0f}" for i in worst))
+        if place[1] != rows["step"].max():
+            continue
+        panels = next(drawn)
         for column, axis in zip(DRAWN, panels, strict=True):
             for kind, color in COLORS.items():
                 for study, marker in (("", "o"), ("other_recipes", "x")):
@@ -101,8 +122,8 @@ def main() -> None:
             axis.set(xscale="log", yscale="log")
             axis.set_xlabel(("|" + column + "|") if "growth" in column else column, fontsize=11)
         panels[0].set_ylabel("largest logit of layer 1 at 2,400", fontsize=11)
-        panels[1].set_title(where, fontsize=11)
-        panels[0].legend(fontsize=10, title="error of delta by")
+        panels[0].set_title(where, fontsize=11, loc="left")
+    axes[0][0].legend(fontsize=10, title="r made by", loc="upper left")
     pd.DataFrame(found).to_csv(HERE / "correlations.csv", index=False, lineterminator="\n")
     save(figure, HERE / "scatter.png")
 
