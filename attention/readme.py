@@ -1,6 +1,7 @@
 """The tables of README.md, made from the declarations: ``python -m attention.readme`` writes them.
 
-Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``); a table is found by the name of its first column.
+Sites, features, bases and presets declare themselves (``numerics.py``, ``backends.py``, ``presets.py``); a table is found by the name of
+its first column.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .numerics import BASES, DEFAULTS, HARDWARE, SITES, STANDARD, USES
+from .backends import BACKENDS
+from .numerics import BASES, DEFAULTS, FEATURES, HARDWARE, SITES, STANDARD, USES
 from .plan import AttentionSpec
 from .presets import PRESETS
 
@@ -21,6 +23,7 @@ def tables() -> dict[str, list[str]]:
     return {
         "site": list(_table(("site", "what it rounds or chooses", "default", "acts in", "not in"), _sites())),
         "base": list(_table(("base", "for", "differs from `hardware` in"), _bases())),
+        "feature": list(_table(("feature", "what a call asks for", "not in", "not with"), _features())),
         "preset": list(_table(("preset", "changes on `hardware`", "for"), _presets())),
     }
 
@@ -30,6 +33,12 @@ def _sites() -> Iterator[tuple[str, ...]]:
         default = DEFAULTS[name] if isinstance(DEFAULTS[name], str) else f"{DEFAULTS[name]:.5g}"
         lacks = "" if set(STANDARD) <= set(declared.backends) else "standard"
         yield f"`{name}`", declared.doc, default, ", ".join(declared.acts_in), lacks
+
+
+def _features() -> Iterator[tuple[str, ...]]:
+    for name, words in FEATURES.items():
+        lacking = (f"`{backend}`" for backend, declared in BACKENDS.items() if name not in declared.features)
+        yield f"`{name}`", words, ", ".join(lacking), _listed(tuple(s for s, d in SITES.items() if name in d.without))
 
 
 def _bases() -> Iterator[tuple[str, ...]]:

@@ -43,7 +43,12 @@ def flex(length: int, causal: bool) -> Attention:
     torch._functorch.config.donated_buffer = False  # backward is called many times on one graph
     compiled: Callable[..., Tensor] = torch.compile(flex_attention)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length) if causal else None
-    return lambda q, k, v: compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = q.shape[2] != k.shape[2]
+        return compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+    return call
 
 
 def flash_attention_3(causal: bool) -> Attention:
@@ -72,15 +77,17 @@ def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def prepare(call: Attention, shape: tuple[int, int, int, int], alive: list[Any]) -> dict[str, torch.cuda.CUDAGraph]:
-    """Graphs of forward and backward on views of a fused projection [B, T, 3 H, D], as a model calls it.
+def prepare(
+    call: Attention, shape: tuple[int, int, int, int], kv_heads: int, alive: list[Any]
+) -> dict[str, torch.cuda.CUDAGraph]:
+    """Graphs of forward and backward on views of a fused projection [B, T, H + 2 HK, D], as a model calls it.
 
     What the graphs read is appended to ``alive``: they know addresses only, and keep no tensor.
     """
     b, t, h, d = shape
     generator = torch.Generator("cuda").manual_seed(0)
-    fused = torch.randn(b, t, 3 * h, d, device="cuda", dtype=torch.bfloat16, generator=generator)
-    q, k, v = (x.requires_grad_() for x in fused.split(h, dim=2))
+    fused = torch.randn(b, t, h + 2 * kv_heads, d, device="cuda", dtype=torch.bfloat16, generator=generator)
+    q, k, v = (x.requires_grad_() for x in fused.split([h, kv_heads, kv_heads], dim=2))
     do = torch.randn(b, t, h, d, device="cuda", dtype=torch.bfloat16, generator=generator)
     o = call(q, k, v)
     torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
@@ -107,7 +114,9 @@ def interleave(graphs: dict[str, dict[str, torch.cuda.CUDAGraph]], rounds: int) 
     return times
 
 
-def measure(shape: tuple[int, int, int, int], specs: dict[str, AttentionSpec], causal: bool, rounds: int) -> list[dict]:
+def measure(
+    shape: tuple[int, int, int, int], kv_heads: int, specs: dict[str, AttentionSpec], causal: bool, rounds: int
+) -> list[dict]:
     b, t, h, d = shape
     peers: dict[str, Callable[[], Attention]] = {
         "sdpa_flash": lambda: library(AttentionSpec(preset="sdpa_flash"), causal, h),
@@ -123,17 +132,17 @@ def measure(shape: tuple[int, int, int, int], specs: dict[str, AttentionSpec], c
         try:
             call = build()
             try:
-                graphs[name] = prepare(call, shape, alive)
+                graphs[name] = prepare(call, shape, kv_heads, alive)
             except torch.AcceleratorError:
                 # The first capture of a process failed twice with torch 2.11, SDPA first both times; the next does not.
-                graphs[name] = prepare(call, shape, alive)
+                graphs[name] = prepare(call, shape, kv_heads, alive)
         except Exception as error:
             # A peer that this machine lacks is no reason to lose the others; the table says which and why.
             absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
     flops = 4 * b * h * t * t * d / (2 if causal else 1)
     rows = []
     for name, kinds in interleave(graphs, rounds).items():
-        row: dict[str, Any] = {"shape": shape, "causal": causal, "name": name}
+        row: dict[str, Any] = {"shape": shape, "kv_heads": kv_heads, "causal": causal, "name": name}
         for kind, factor in (("forward", 1.0), ("backward", 2.5)):
             median = statistics.median(kinds[kind])
             row |= {
@@ -170,6 +179,7 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["32,1024", "8,4096", "4,8192"], metavar="B,T")
     parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; default: --heads")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--presets", nargs="+", default=["flash"], help="presets to run with the flash backend")
     parser.add_argument("--numerics", default="hardware")
@@ -182,6 +192,9 @@ def main() -> None:
         raise invalid("--rounds", args.rounds, "at least 1")
     if args.json:
         check_place(args.json, "--json")
+    kv_heads = args.heads if args.kv_heads is None else args.kv_heads
+    if kv_heads < 1 or args.heads % kv_heads:
+        raise invalid("--kv-heads", kv_heads, f"a divisor of --heads {args.heads}")
     shapes = [(*batch_and_length(text), args.heads, args.head_dim) for text in args.shapes]
     specs = {
         f"{name} (triton)": AttentionSpec(preset=name, numerics=args.numerics, sites=tuple(args.sites), backend="flash")
@@ -193,7 +206,7 @@ def main() -> None:
         raise UserError("scripts/bench_attention.py needs a CUDA device")
     rows = []
     for shape in shapes:
-        rows += measure(shape, specs, not args.full, args.rounds)
+        rows += measure(shape, kv_heads, specs, not args.full, args.rounds)
     print(table(rows))
     if args.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}

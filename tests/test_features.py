@@ -27,6 +27,8 @@ DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gp
 NAMES = ("o", "dq", "dk", "dv")
 slow = pytest.mark.slow
 BACKENDS = ("flash", "flash_reference", "standard_triton", "standard")
+# Kernels take seconds in the interpreter; two_pass.py reads masks as the others do.
+FEWER = ("flash", "flash_reference", pytest.param("standard_triton", marks=slow), "standard")
 
 
 @pytest.fixture(params=DEVICES)
@@ -173,8 +175,14 @@ def test_heads_share_keys(case: Case, backend: str, device: torch.device) -> Non
     assert_exact(case, backend, device)
 
 
-@pytest.mark.parametrize("preset", ["flash_stochastic_p_o", "flash_corrected_rows", "flash_centered_keys"])
-@pytest.mark.parametrize("sites", [(), ("tile_q=16", "tile_k=16", "gradient_accumulator=m5")], ids=str)
+@pytest.mark.parametrize(
+    ("preset", "sites"),
+    [
+        ("flash_stochastic_p_o", ()),
+        ("flash_corrected_rows", ("tile_q=16", "tile_k=16", "gradient_accumulator=m5")),
+        ("flash_centered_keys", ()),
+    ],
+)
 def test_heads_that_share_keys_are_summed_in_the_references_order(
     preset: str, sites: tuple[str, ...], device: torch.device
 ) -> None:
@@ -192,7 +200,7 @@ def test_heads_that_share_keys_give_the_bits_that_copies_of_keys_give(device: to
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", [80, 96, *(pytest.param(d, marks=slow) for d in (112, 160, 192)), 256])
+@pytest.mark.parametrize("head_dim", [80, 256, *(pytest.param(d, marks=slow) for d in (96, 112, 160, 192))])
 def test_head_dims(head_dim: int, backend: str, device: torch.device) -> None:
     assert_exact(Case(T=20, S=20, H=2, K=1, D=head_dim), backend, device)
 
@@ -231,18 +239,8 @@ PACKED = [
 MASKED = [*BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED]
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        # Kernels take seconds in the interpreter; two_pass.py reads masks as the others do.
-        pytest.param(
-            case, backend, marks=slow if backend == "standard_triton" and case.lengths == () == case.packed else ()
-        )
-        for case in MASKED
-        for backend in BACKENDS
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("backend", FEWER)
+@pytest.mark.parametrize("case", MASKED, ids=str)
 def test_masks(case: Case, backend: str, device: torch.device) -> None:
     assert_exact(case, backend, device)
 
@@ -281,7 +279,7 @@ def test_presets_act_behind_masks_as_in_the_reference(preset: str, device: torch
     assert_agree(Case(T=40, S=48, window=9), preset, (), device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEWER)
 @pytest.mark.parametrize("case", [KEYS[0], KEYS[2], KEYS[3], PACKED[1]], ids=str)
 def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.device) -> None:
     """NaN in hidden keys and values, and in all of queries that see none, changes no bit."""
@@ -300,7 +298,7 @@ def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.
         assert torch.all(x.masked_select(hidden) == 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEWER)
 def test_packed_sequences_are_as_they_are_alone(backend: str, device: torch.device) -> None:
     """To rounding: blocks begin elsewhere."""
     case = Case(packed=(17, 23))
@@ -313,13 +311,41 @@ def test_packed_sequences_are_as_they_are_alone(backend: str, device: torch.devi
             torch.testing.assert_close(a[:, tokens], b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEWER)
 def test_a_mask_that_hides_nothing_changes_no_bit(backend: str, device: torch.device) -> None:
     case = Case(B=2)
     tensors = case.tensors(device)
     plain = computed(case, tensors, spec_of(backend))
     for same in (replace(case, window=40), replace(case, lengths=(40, 40)), replace(case, padding=("1" * 40,) * 2)):
         assert all(torch.equal(a, b) for a, b in zip(plain, computed(same, tensors, spec_of(backend)), strict=True))
+
+
+REAL = [
+    Case(T=1000, S=1000, H=8, D=64),
+    Case(T=1000, S=1000, H=8, K=1, D=128, window=300),
+    Case(T=1000, S=1000, H=4, D=80),
+    Case(T=500, S=500, H=4, D=192),
+    Case(T=500, S=500, H=4, D=256, causal=False),
+    Case(T=300, S=1000, H=8, D=128, bottom_right=True),
+    Case(B=2, T=1000, S=1000, H=8, D=64, lengths=(1000, 333)),
+    Case(B=2, T=512, S=512, H=8, D=128, padding=("0" * 200 + "1" * 312, "011" * 170 + "11")),
+    Case(T=1000, S=1000, H=8, D=96, packed=(300, 17, 128, 500)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="sizes for a GPU")
+@pytest.mark.parametrize("preset", ["flash", "flash_consistent"])
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
+    """Exact, and the same bits every time."""
+    tensors = case.tensors(torch.device("cuda"))
+    exact, first = formula(case, tensors, torch.float64), computed(case, tensors, spec_of("flash", preset))
+    limits = errors(formula(case, tensors, torch.bfloat16), exact)
+    assert all(error <= 2 * limit for error, limit in zip(errors(first, exact), limits, strict=True))
+    for _ in range(10):
+        again = computed(case, tensors, spec_of("flash", preset))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_compiled_masks_are_eager_ones(device: torch.device) -> None:
