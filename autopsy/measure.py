@@ -1,9 +1,9 @@
-"""Is a checkpoint dying of biased rounding in attention, and in which layer and head? Measured, then judged by one rule.
+"""Is the gradient of a checkpoint made by attention's rounding? One number a layer, and by head what it comes from.
 
-The chain of arXiv 2510.04212, Figure 1, link by link: repeated row maxima make several P_bar exactly 1; with V of one sign O is
-rounded with a bias; delta = rowsum(dO * O) inherits it where dO has a sign of its own; the error of dW_Q is a sum of like outer
-products; W_Q grows in that direction; logits grow. ``verdict`` looks at the measured error of delta alone: the other links
-are conditions and consequences, and each of them also occurs in healthy models.
+The number: ||error of dW_Q|| / ||dW_Q||. The error is the sum over tokens that an error of delta makes (arXiv 2510.04212, equations 2 and
+3); dW_Q has delta from an FP32 O. Both sum over all tokens looked at, and over the heads of a layer: a head whose rows are all one-hot has
+a dW_Q near 0, and a large error beside it alone means nothing. The other columns are the links of the paper's Figure 1; each of them also
+occurs in healthy models.
 
 Legend: B batch, T positions, H heads, D head width, C width of X, L layers.
 """
@@ -11,31 +11,30 @@ Legend: B batch, T positions, H heads, D head width, C width of X, L layers.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.measures import largest_logits
-from autopsy.verdict import (
-    Bias,
-    Finding,
-    dithered_errors,
-    measure_bias,
-    normal_equivalent,
-    summary_of,
-    suspect,
-    token_sizes,
-    verdict,
-)
+from attention.numerics import numerics_from_key
+from attention.plan import HeadGroup, LayerPlan
+from attention.presets import RECOMMENDED
+from attention.reference.tiles import FORMAT_OF
+from errors import UserError
 from probes.accumulation import count_ones, one_signed_share
 from probes.capture import LayerCapture
-from probes.delta_error import delta_errors, effective_numerics, group_of, high_outputs, output_errors
+from probes.delta_error import delta_errors, high_outputs, row_residuals, summarize
 from probes.low_rank import coherence, high_dw_q, predicted_dw_q_error, weighted_keys
 from probes.spectral import spectral_norm
+
+MADE_BY_ROUNDING = 1.0
+"""Least ||error of dW_Q|| / ||dW_Q|| of a layer to say yes. Error rates: docs/diagnosis.md."""
+REMOVED = 0.1
+"""A change removes the error if at most this is left of dW_Q, and of the error."""
+FIXES = (RECOMMENDED, "flash_delta_from_p", "flash_fp32_o")
+"""Presets that are tried, in the order in which they are recommended (docs/diagnosis.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,169 +48,133 @@ class Subject:
     capture: Callable[[int, Sequence[int] | None], list[LayerCapture]]
     w_q: Callable[[int], Tensor]
     """W_Q of a layer [H * D, C], rows of a head together."""
+    switch_on: str = "--attention.default.preset {}"
+    """How its owner changes the preset."""
     facts: dict[str, str] = field(default_factory=dict)
     """What the page says about it, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadEvidence:
-    """The chain of Figure 1 for one head, link by link."""
+    """One head."""
 
     layer: int
     head: int
     attention: str
     """Label of its spec."""
-    delta: str
-    """Where delta comes from: site ``delta`` of its numerics."""
+    share: float
+    """||error of dW_Q of this head|| / ||dW_Q of its layer||."""
+    factor: float
+    """||error of dW_Q|| / ||dW_Q||, both of this head."""
+    z: float
+    """Mean of the error of delta over its standard error."""
+    ratio: float
+    """|mean| over root mean square of the error of delta: 1 if every token has the same error."""
     tied_rows: float
     """Share of rows with a second score within 2^-9 of the maximum."""
     rows_of_ones: float
     """Share of rows with two or more P_bar of exactly 1."""
     one_signed: float
     """Share of features of V that have one sign at nine tokens of ten."""
-    output_outward: float
-    """Mean of sign(O) * error(O) over the root mean square of O's error: above 0 is away from zero."""
-    output_outward_z: float
-    bias: Bias
-    """Of delta, as captured."""
-    dithered: Bias | None = None
-    """Of delta under dither; measured for suspects only."""
     coherence: float
     """Mean cosine of two outer products (P K)[T]^T X[T]."""
-    pull: float
-    """||sum|| / sum of norms of the terms of equation 3."""
-    top_share: float
-    """Share of the squared norm of dW_Q's error in its top singular direction."""
-    error_to_gradient: float
-    """||dW_Q's error|| / ||dW_Q||."""
     w_q_norm: float
     """Spectral norm of this head's rows of W_Q."""
     max_logit: float
 
-    @property
-    def finding(self) -> Finding:
-        return verdict(self.bias, self.dithered, self.error_to_gradient)
 
-    def closeness(self) -> float:
-        """|z| as captured, to order heads by; below that of any other where it is not known."""
-        return -1.0 if math.isnan(self.bias.z) else abs(self.bias.z)
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """A whole model."""
+
+    heads: list[HeadEvidence]
+    factors: list[float]
+    """By layer: ||error of dW_Q|| / ||dW_Q||; NaN or infinite where something is not finite."""
+    fixes: dict[str, float]
+    """By preset tried: the largest factor that is left in the layers of ``made_by_rounding``."""
+
+    @property
+    def made_by_rounding(self) -> list[int]:
+        """Layers whose dW_Q is made by rounding, the worst first."""
+        found = [layer for layer, factor in enumerate(self.factors) if factor >= MADE_BY_ROUNDING]
+        return sorted(found, key=lambda layer: -self.factors[layer])
+
+    @property
+    def fix(self) -> str | None:
+        """The first preset that removes the error."""
+        limit = REMOVED * min(1.0, max(self.factors))
+        return next((name for name, left in self.fixes.items() if left <= limit), None)
+
+    def worst(self, layer: int) -> list[HeadEvidence]:
+        """Heads that make at least a tenth of the layer's error, the worst first."""
+        heads = sorted((h for h in self.heads if h.layer == layer), key=lambda h: -h.share)
+        return [h for h in heads if h.share >= REMOVED * heads[0].share]
 
 
 class LayerSums:
     """What the batches of one layer add up to."""
 
     def __init__(self) -> None:
-        self.per_token: dict[str, list[Tensor]] = {}
-        self.totals: dict[str, Tensor] = {}
-        self.max_logit_H: Tensor | None = None
+        self._error = self._dw = torch.zeros(())
+        self._tokens: list[Tensor] = []
+        self._columns: list[Tensor] = []
+        self._logits: list[Tensor] = []
 
     def add(self, layer: LayerCapture) -> None:
         """Measure one batch; keeps [B, H, T] numbers and [H, D, C] sums, not the capture."""
         high_BHTD = high_outputs(layer)
-        error_BHT = delta_errors(layer, high_BHTD=high_BHTD).error_BHT
-        o_error_BHTD = output_errors(layer, high_BHTD=high_BHTD)
-        outward_BHTD = o_error_BHTD * high_BHTD.sign()
-        ones = count_ones(layer)
-        per_token = {
-            "error": error_BHT,
-            "size": token_sizes(layer),
-            "outward": outward_BHTD.mean(dim=-1),
-            "o_squares": o_error_BHTD.square().mean(dim=-1),
-            "ones": (ones.ones_BHT >= 2).float(),
-            "ties": (ones.ties_BHT["2^-9"] >= 2).float(),
-        }
-        for name, value in per_token.items():
-            self.per_token.setdefault(name, []).append(value)
         pk_BHTD, x_BTC = weighted_keys(layer), layer.x_BTC.float()
-        term_norms_BHT = layer.scale * error_BHT.abs() * pk_BHTD.norm(dim=-1) * x_BTC.norm(dim=-1)[:, None]
-        self._sum("dw_error", predicted_dw_q_error(error_BHT, pk_BHTD, x_BTC, layer.scale))
-        self._sum("dw", high_dw_q(layer, high_BHTD=high_BHTD))
-        self._sum("norms", term_norms_BHT.sum(dim=(0, 2)))
-        alike = coherence(pk_BHTD, x_BTC)
-        self._sum("coherence", alike.within_H)
-        self._sum("one_signed", one_signed_share(layer.v_BTHD))
-        logits_H = largest_logits(layer.q_BTHD, layer.k_BTHD, scale=layer.scale)
-        self.max_logit_H = logits_H if self.max_logit_H is None else torch.maximum(self.max_logit_H, logits_H)
+        error_BHT = reaching_dq(layer, high_BHTD)
+        self._error = self._error + predicted_dw_q_error(error_BHT, pk_BHTD, x_BTC, layer.scale)
+        self._dw = self._dw + high_dw_q(layer, high_BHTD=high_BHTD)
+        self._tokens.append(error_BHT)
+        ones = count_ones(layer)
+        rows = ((ones.ties_BHT["2^-9"] >= 2), (ones.ones_BHT >= 2))
+        shares = [row.double().mean(dim=(0, 2)) for row in rows]
+        self._columns.append(torch.stack([*shares, one_signed_share(layer.v_BTHD), coherence(pk_BHTD, x_BTC).within_H]))
+        self._logits.append(largest_logits(layer.q_BTHD, layer.k_BTHD, scale=layer.scale))
 
-    def _sum(self, name: str, value: Tensor) -> None:
-        self.totals[name] = self.totals.get(name, 0) + value
-
-    def errors(self) -> Tensor:
-        """delta_lp - delta_hp of all sequences, [B of all batches, H, T]."""
-        return torch.cat(self.per_token["error"]).cpu()
+    @property
+    def factor(self) -> float:
+        return (self._error.double().norm() / self._dw.double().norm()).item()
 
     def evidence(self, layer: LayerCapture, w_q: Tensor) -> list[HeadEvidence]:
         """One ``HeadEvidence`` a head; ``layer`` is any capture of the layer, ``w_q`` [H * D, C]."""
-        tokens = {name: torch.cat(values) for name, values in self.per_token.items()}
-        biases = measure_bias(tokens["error"], tokens["size"])
-        outward = summary_of(tokens["outward"])
-        o_rms_H = tokens["o_squares"].double().mean(dim=(0, 2)).sqrt()
-        batches = len(self.per_token["error"])
-        norms_H = spectral_norm(w_q.float().reshape(len(biases), -1, w_q.shape[1]))
-        error_HDC = self.totals["dw_error"].nan_to_num()
-        size_H = self.totals["dw_error"].square().sum(dim=(1, 2)).sqrt()
-        assert self.max_logit_H is not None
-        columns = {
-            "tied_rows": tokens["ties"].mean(dim=(0, 2)),
-            "rows_of_ones": tokens["ones"].mean(dim=(0, 2)),
-            "one_signed": self.totals["one_signed"] / batches,
-            "output_outward": _ratio(outward.mean_H, o_rms_H),
-            "coherence": self.totals["coherence"] / batches,
-            "pull": _ratio(size_H, self.totals["norms"]),
-            "top_share": _ratio(
-                spectral_norm(error_HDC).double().square(), error_HDC.double().square().sum(dim=(1, 2))
+        error_H, dw_H = (x.double().flatten(1).norm(dim=1) for x in (self._error, self._dw))
+        summary = summarize(torch.cat(self._tokens))
+        table = {
+            "share": error_H / dw_H.norm(),
+            "factor": error_H / dw_H,
+            "z": summary.z_H,
+            "ratio": (summary.mean_H.abs() / summary.rms_H).nan_to_num(),
+            **dict(
+                zip(
+                    ("tied_rows", "rows_of_ones", "one_signed", "coherence"),
+                    torch.stack(self._columns).mean(0),
+                    strict=True,
+                )
             ),
-            "error_to_gradient": _ratio(size_H, self.totals["dw"].square().sum(dim=(1, 2)).sqrt()),
-            "w_q_norm": norms_H,
-            "max_logit": self.max_logit_H,
+            "w_q_norm": spectral_norm(w_q.float().reshape(len(error_H), -1, w_q.shape[1])),
+            "max_logit": torch.stack(self._logits).amax(dim=0),
         }
-        rows: list[dict[str, Any]] = [
-            dict(zip(columns, values, strict=True))
-            for values in torch.stack([c.double() for c in columns.values()], dim=1).tolist()
-        ]
-        groups = {head: group for group in layer.plan.groups for head in group.heads}
+        labels = {head: group.spec.label() for group in layer.plan.groups for head in group.heads}
         return [
             HeadEvidence(
-                layer=layer.layer,
-                head=head,
-                attention=groups[head].spec.label(),
-                delta=effective_numerics(groups[head]).delta,
-                bias=biases[head],
-                output_outward_z=normal_equivalent(outward_z, outward.units - 1),
-                **row,
+                layer=layer.layer, head=head, attention=labels[head], **{k: v[head].item() for k, v in table.items()}
             )
-            for head, (row, outward_z) in enumerate(zip(rows, outward.z_H.tolist(), strict=True))
+            for head in range(len(error_H))
         ]
 
 
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    return above / torch.where(below > 0, below, 1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """Every head of a model, and the tokens' errors behind them."""
-
-    heads: list[HeadEvidence]
-    errors: list[Tensor]
-    """By layer: delta_lp - delta_hp, [sequences, H, T]."""
-
-    @property
-    def biased(self) -> list[HeadEvidence]:
-        """The heads that are accused, the most significant first."""
-        return sorted((h for h in self.heads if h.finding == "biased"), key=lambda h: -abs(h.bias.z))
-
-    @property
-    def strained(self) -> list[HeadEvidence]:
-        """The heads whose error is large or has a small mean, the largest part of dW_Q first."""
-        return sorted((h for h in self.heads if h.finding == "strained"), key=lambda h: -h.error_to_gradient)
-
-    def head(self, layer: int, head: int) -> HeadEvidence:
-        return next(h for h in self.heads if (h.layer, h.head) == (layer, head))
+def reaching_dq(layer: LayerCapture, high_BHTD: Tensor) -> Tensor:
+    """The error of delta that stays in dQ, [B, H, T]: delta's error, or -rowsum(dS) of presets that take that sum out."""
+    if all(numerics_from_key(group.numerics).row_residual == "kept" for group in layer.plan.groups):
+        return delta_errors(layer, high_BHTD=high_BHTD).error_BHT
+    return -row_residuals(layer)[0]
 
 
 def examine(subject: Subject) -> Findings:
-    """Measure every layer and head on all batches, and the suspects under dither."""
+    """Measure every layer and head on all batches, and the layers made by rounding once more with each of ``FIXES``."""
     sums = [LayerSums() for _ in range(subject.n_layer)]
     last: list[LayerCapture] = []
     for batch in range(subject.batches):
@@ -219,21 +182,34 @@ def examine(subject: Subject) -> Findings:
         for layer in last:
             sums[layer.layer].add(layer)
     heads = [one for layer in last for one in sums[layer.layer].evidence(layer, subject.w_q(layer.layer))]
-    dithered = dither_suspects(subject, [(one.layer, one.head) for one in heads if suspect(one.bias)])
-    heads = [dataclasses.replace(one, dithered=dithered.get((one.layer, one.head))) for one in heads]
-    return Findings(heads=heads, errors=[one.errors() for one in sums])
+    found = Findings(heads=heads, factors=[one.factor for one in sums], fixes={})
+    return dataclasses.replace(found, fixes=try_fixes(subject, found.made_by_rounding))
 
 
-def dither_suspects(subject: Subject, suspects: list[tuple[int, int]]) -> dict[tuple[int, int], Bias]:
-    """The bias under dither of each head (layer, head) named, with its own numerics, on all batches."""
-    measured: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-    layers = sorted({layer for layer, _ in suspects})
-    for batch in range(subject.batches if suspects else 0):
+def try_fixes(subject: Subject, layers: list[int]) -> dict[str, float]:
+    """By preset: the largest factor of these layers with it. q, k, v and dO stay as captured."""
+    sums = {name: {layer: LayerSums() for layer in layers} for name in FIXES}
+    for batch in range(subject.batches if layers else 0):
         for layer in subject.capture(batch, layers):
-            for head in [head for where, head in suspects if where == layer.layer]:
-                numerics = effective_numerics(group_of(layer, head))
-                measured.setdefault((layer.layer, head), []).append(dithered_errors(layer, head, numerics, batch))
-    return {
-        place: measure_bias(torch.cat([error for error, _ in pairs]), torch.cat([size for _, size in pairs]))[0]
-        for place, pairs in measured.items()
-    }
+            for name in list(sums):
+                try:
+                    sums[name][layer.layer].add(with_preset(layer, name))
+                except UserError:  # a single site of this spec, or the dtype, contradicts the preset
+                    del sums[name]
+    return {name: max(one.factor for one in by_layer.values()) for name, by_layer in sums.items()} if layers else {}
+
+
+@torch.no_grad()
+def with_preset(layer: LayerCapture, preset: str) -> LayerCapture:
+    """The same q, k, v and dO with a preset on each head's own base and sites, O computed again by ``flash_reference``."""
+    o_BTHD, groups = layer.o_BTHD.clone(), []
+    for group in layer.plan.groups:
+        spec = dataclasses.replace(group.spec, preset=preset, backend="")
+        numerics = spec.resolve()
+        numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
+        q, k, v, _, _ = layer.heads(group)
+        operator = torch.ops.attention.flash_reference_forward
+        o = operator(q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap)[0]
+        o_BTHD[:, :, list(group.heads)] = o.to(o_BTHD.dtype)
+        groups.append(HeadGroup(group.heads, spec, "flash_reference", numerics.key()))
+    return dataclasses.replace(layer, o_BTHD=o_BTHD, plan=LayerPlan(layer.plan.layer, layer.plan.n_head, tuple(groups)))

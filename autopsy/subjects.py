@@ -135,6 +135,7 @@ def folder_subject(arguments: argparse.Namespace, device: torch.device) -> Subje
         batches=arguments.batches,
         capture=lambda batch, layers: model.capture(*batches[batch], layers),
         w_q=model.w_q,
+        switch_on='low_precision_attention.huggingface.register("{}")',
         facts={
             "family": model.model.config.model_type,
             "attention": f"{spec.label()} (assumed: the folder does not say)",

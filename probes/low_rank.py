@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attention.plan import HeadGroup
 from attention.reference.exact import exact_float32
-from attention.reference.exponent import exponent_of
+from attention.reference.exponent import exponent_of, probabilities, saved_rows
 from attention.reference.tiles import FORMAT_OF
 from probes.capture import LayerCapture
 from probes.delta_error import (
@@ -51,7 +51,7 @@ def unrotated(layer: LayerCapture, rows_BHTD: Tensor) -> Tensor:
 @torch.no_grad()
 def _weighted_keys(layer: LayerCapture, group: HeadGroup) -> Tensor:
     numerics = effective_numerics(group)
-    lse_BHT = forward_pass(layer, group, numerics)[2]
+    saved = forward_pass(layer, group, numerics)[2]
     with exact_float32(layer.q_BTHD.device):
         problem = problem_of(layer, group, numerics)
         exponent = exponent_of(problem)
@@ -60,7 +60,7 @@ def _weighted_keys(layer: LayerCapture, group: HeadGroup) -> Tensor:
             total = torch.zeros_like(problem.k[:, :, rows])
             for columns in problem.column_tiles(rows):
                 s = exponent.scores(rows, columns)
-                p = problem.through_softcap(exponent.exp(s, lse_BHT[:, :, rows, None]), s)
+                p = problem.through_softcap(probabilities(exponent, s, saved_rows(saved, rows)), s)
                 total += p @ problem.k[:, :, columns]
             sums.append(total)
         return torch.cat(sums, dim=2)
@@ -91,14 +91,14 @@ def high_dw_q(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor
 def _dq(layer: LayerCapture, group: HeadGroup, o_BTHD: Tensor) -> Tensor:
     """dQ of a group [B, H, T, D] float32, with this O inside delta = rowsum(dO * O) and dS unrounded, so that equation 3 is exact."""
     numerics = effective_numerics(group)
-    lse_BHT = forward_pass(layer, group, numerics)[2]
+    saved = forward_pass(layer, group, numerics)[2]
     # FP32 tensors with the input's format at the sites: dQ comes back in the dtype of q, and is not to be rounded.
     sites = numerics.with_sites({"delta": "rowsum_do_o", "delta_output": "output", "score_gradients": "fp32"})
     key = sites.concrete(FORMAT_OF[layer.q_BTHD.dtype]).key()
     q, k, v, _, do = (x.float() for x in layer.heads(group))
     operator = torch.ops.attention.flash_reference_backward
     o_BTHD = o_BTHD.float().contiguous()
-    return operator(do, q, k, v, o_BTHD, o_BTHD.new_empty(0), lse_BHT, key, layer.scale, True, layer.softcap)[
+    return operator(do, q, k, v, o_BTHD, o_BTHD.new_empty(0), saved, key, layer.scale, True, layer.softcap)[
         0
     ].transpose(1, 2)
 

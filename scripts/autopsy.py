@@ -1,6 +1,7 @@
-"""Is this checkpoint dying of biased rounding in attention, and in which layer and head?
+"""Is the gradient of this checkpoint made by attention's rounding? Yes or no, in which layers and heads, and what to switch on.
 
     python scripts/autopsy.py runs/NAME/checkpoints/step_00001000 --data data/tokens/stdlib --out autopsies/NAME
+    python scripts/autopsy.py watch.jsonl
     python scripts/autopsy.py --hf FOLDER --data text.txt --attention flash --numerics rounded_forward
 
 Prints a summary; with --out it is written as autopsy.txt, together with autopsy.html, one page with the plots inside it. The exit
@@ -19,11 +20,12 @@ import _root  # noqa: F401
 import torch
 
 import files
-from autopsy.changes import try_changes
+from autopsy.log import answer
 from autopsy.measure import examine
 from autopsy.page import Report, page, text
 from autopsy.subjects import checkpoint_subject, folder_subject
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from training.metrics import read_lines
 
 DTYPES = ("bfloat16", "float16", "float32")
 ASSUMED = {"attention": "flash", "numerics": "hardware", "dtype": "bfloat16"}
@@ -43,14 +45,18 @@ def open_device(choice: str) -> torch.device:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, nargs="?", help="checkpoint, or folder of a run (its newest one)")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        nargs="?",
+        help="checkpoint, folder of a run, or what watch() wrote",
+    )
     parser.add_argument("--hf", type=Path, help="local Hugging Face folder, in place of a checkpoint")
     parser.add_argument("--data", type=Path, help="data set as prepare_data.py writes it, or with --hf a text file")
     parser.add_argument("--batches", type=int, default=4, help="forward and backward passes (default %(default)s)")
     parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--accused", type=int, default=4, help="heads to try changes on (default %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for autopsy.html and autopsy.txt")
     parser.add_argument("--attention", help=f"with --hf: the preset assumed (default {ASSUMED['attention']})")
     parser.add_argument("--numerics", help=f"with --hf: its base (default {ASSUMED['numerics']})")
@@ -63,7 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if chosen.hf is None and value is not None:
             raise UserError(f"--{name} {value}: it is for --hf; a checkpoint is examined as it was trained")
         setattr(chosen, name, assumed if value is None else value)
-    for name, least in (("batches", 1), ("sequences", 1), ("length", 2), ("accused", 0)):
+    for name, least in (("batches", 1), ("sequences", 1), ("length", 2)):
         if getattr(chosen, name) < least:
             raise invalid(f"--{name}", getattr(chosen, name), f"at least {least}")
     if chosen.device == "cuda" and not torch.cuda.is_available():
@@ -82,21 +88,22 @@ def make_folder(folder: Path) -> None:
 @exit_on_user_error
 def main() -> None:
     arguments = parse(sys.argv[1:])
+    if arguments.checkpoint is not None and arguments.checkpoint.is_file():
+        print("\n".join(answer(list(read_lines(arguments.checkpoint)))))
+        return
     device = open_device(arguments.device)
     subject = (checkpoint_subject if arguments.hf is None else folder_subject)(arguments, device)
     if arguments.out is not None:  # before the work, so that none is lost
         make_folder(arguments.out)
     began = time.perf_counter()
     findings = examine(subject)
-    accused = [(head.layer, head.head) for head in findings.biased[: arguments.accused]]
-    changes = try_changes(subject, accused)
-    report = Report(subject=subject, findings=findings, changes=changes, seconds=time.perf_counter() - began)
+    report = Report(subject=subject, findings=findings, seconds=time.perf_counter() - began)
     print(text(report, every_head=False), end="")
     if arguments.out is not None:
         from autopsy.plots import pictures
 
         files.write_text(arguments.out / "autopsy.txt", text(report))
-        files.write_text(arguments.out / "autopsy.html", page(report, pictures(findings, changes)))
+        files.write_text(arguments.out / "autopsy.html", page(report, pictures(findings)))
         print(f"wrote {arguments.out / 'autopsy.html'} and autopsy.txt")
 
 

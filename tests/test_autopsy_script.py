@@ -17,6 +17,7 @@ from tiny_runs import Place, preset
 
 import config as configuration
 from attention import AttentionConfig
+from autopsy.measure import FIXES
 from config import TrainConfig
 from data.batches import DataConfig
 from data.token_files import TokenWriter
@@ -96,15 +97,13 @@ def skewed_data(tmp_path: Path) -> Path:
 
 
 def test_a_planted_checkpoint(tmp_path: Path, skewed_data: Path, examined: Command) -> None:
-    checkpoint = save(plant(healthy(3), 1, 3, seed=3), tmp_path / "checkpoints", skewed_data)
+    checkpoint = save(plant(healthy(15), 0, 3, seed=15), tmp_path / "checkpoints", skewed_data)
     out = tmp_path / "page"
     printed = examined(checkpoint, "--sequences", 16, "--out", out)
-    assert "BIASED: the rounding of attention gives delta a biased error in 1 of 12 heads: layer 1 head 3." in printed
-    removing = re.search(r"Presets that remove it: (.*)\.", printed)
-    assert removing is not None
-    assert {"flash_recompute_o", "flash_delta_from_p"} <= set(removing[1].split("; "))
+    assert printed.splitlines()[0].startswith("YES: ")
+    assert f"Switch on: --attention.default.preset {FIXES[0]} " in printed
     page = (out / "autopsy.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 1
     assert "http" not in page
     assert len((out / "autopsy.txt").read_text().splitlines()) > len(printed.splitlines()) - 2
 
@@ -112,7 +111,7 @@ def test_a_planted_checkpoint(tmp_path: Path, skewed_data: Path, examined: Comma
 def test_a_healthy_checkpoint_is_said_to_be_so(tmp_path: Path, skewed_data: Path, examined: Command) -> None:
     checkpoint = save(healthy(3), tmp_path / "checkpoints", skewed_data)
     printed = examined(checkpoint, "--sequences", 16)
-    assert "HEALTHY: in none of 12 heads" in printed
+    assert printed.startswith("NO: ")
 
 
 def test_a_layer_that_was_switched_is_examined_as_switched(
@@ -122,7 +121,7 @@ def test_a_layer_that_was_switched_is_examined_as_switched(
     switches = (Switch(5, 1, "flash_recompute_o"), Switch(9, 0, "standard"))
     checkpoint = save(plant(healthy(3), 1, 3, seed=3), tmp_path / "checkpoints", skewed_data, switches)
     printed = examined(checkpoint, "--sequences", 16)
-    assert "HEALTHY" in printed
+    assert printed.startswith("NO: ")
     assert "switched: 5:1:flash_recompute_o (step:layer:preset)" in printed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -36,18 +37,35 @@ def test_python_examples_of_attention_run() -> None:
         exec(compile(example, str(ATTENTION), "exec"), {})
 
 
-def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
-    names: dict[str, Any] = {}
-    exec(compile(blocks(ROOT / "docs" / "diagnosis.md", "python")[0], "diagnosis.md", "exec"), names)
+class OneCall(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(self.weight * q, k, k, is_causal=True, enable_gqa=True).sum()
+
+
+def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    q[0, 3, 4], k[0, 1, 4], k[0, 1, 2] = 3.0, 5.0, 2.0
     k[0, 0, 4] = 100 * q[0, 0, 0]  # a key that row 0 may not see
-    functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(q, k).backward()
+        optimizer.step()
+
+    monkeypatch.chdir(tmp_path)
+    model = OneCall()
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "train": train}
+    example = blocks(ROOT / "docs" / "diagnosis.md", "python")[0].replace("low_precision_attention", "attention")
+    exec(compile(example, "diagnosis.md", "exec"), names)
     visible = [
         max((q[0, h, i] @ k[0, h // 2, j] / 8**0.5).item() for i in range(5) for j in range(i + 1)) for h in range(4)
     ]
-    torch.testing.assert_close(names["largest"][0], torch.tensor(visible))
+    measured = json.loads(Path("watch.jsonl").read_text())["max_logit"][0]
+    torch.testing.assert_close(torch.tensor(measured), torch.tensor(visible))
 
 
 def training_commands() -> list[list[str]]:

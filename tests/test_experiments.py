@@ -57,3 +57,9 @@ def test_the_table_of_row_residual_is_that_of_its_files(monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(folder))
     scatter = runpy.run_path(str(folder / "scatter.py"), run_name="imported")
     assert scatter["by_kind"](scatter["pd"].read_csv(folder / "rows.csv")) in (folder / "README.md").read_text()
+
+
+def test_the_alarm_on_logits_is_that_of_the_probes() -> None:
+    command = [sys.executable, str(EXPERIMENTS / "alarm/logits.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == (EXPERIMENTS / "alarm/logits.csv").read_text()
