@@ -30,7 +30,6 @@ from attention.reference.tiles import FORMAT_OF, Sites
 from errors import check_size, invalid
 from model import GPT
 from probes.accumulation import one_signed_share
-from probes.alignment import sign_diversity, spectral_alignment
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.low_rank import unrotated
@@ -53,8 +52,6 @@ COLUMNS = {
     "w_q_head_norm": "[L][H] of the head's D rows of W_Q",
     "w_k_head_norm": "[L][H] of the head's D rows of W_K",
     "qk_head_norm": "[L][H] of W_Q^T W_K of the head, without 1 / sqrt(D)",
-    "alignment": "[L] Spectral Alignment: mean over tokens of |cos| of what W_Q reads with its top input-side singular vector",
-    "sign_diversity": "[L] twice the share of the tokens with the rarer sign of that cosine: 1 half of them, 0 all of one sign",
     "max_logit": "[L][H] largest score, as rounded at the site `scores`",
     "min_row_max": "[L][H] smallest row maximum",
     "entropy": "[L][H] mean entropy of a row, nats",
@@ -71,8 +68,6 @@ COLUMNS = {
     "delta_error_rms": "[L][H] root mean square of the error",
     "delta_error_positive": "[L][H] share of tokens with an error above 0, of those with one",
     "delta_rms": "[L][H] root mean square of delta with an FP32 O: what the error is an error of",
-    "o_delta_error_mean": "[L][H] as delta_error_mean, for the O handed on to the next layer, whatever O the run's delta uses",
-    "o_delta_error_se": "[L][H] its standard error",
     "row_residual_mean": "[L][H] mean over rows of r = rowsum(dS) that dQ keeps, 0 in exact arithmetic, in the units of delta",
     "row_residual_rms": "[L][H] root mean square of r: what delta_rms is to be compared with",
     "row_residual_growth": "[L][H] -u^T G v, G the sum that r adds to dW_Q, (u, v) W_Q's top singular pair: above 0 it makes W_Q grow",
@@ -252,8 +247,6 @@ def measure(
         x_LBTC = torch.stack([layer.x_BTC.float() for layer in layers])
         read_LBT = torch.einsum("lbtc,lc->lbt", x_LBTC, torch.nn.functional.normalize(v_LC, dim=-1))
     u_LHD = state.whole[0].float().view(L, H, -1)
-    cosine_LBT = spectral_alignment(torch.stack([layer.x_BTC for layer in layers]), v_LC)
-    measured |= {"alignment": cosine_LBT.abs().mean(dim=(-2, -1)), "sign_diversity": sign_diversity(cosine_LBT)}
     places: list[int] = []
     parts: list[dict[str, Tensor]] = []
     units = 0
@@ -316,8 +309,6 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     )
     delta = delta_errors(heads)
     error = summarize(delta.error_BHT / loss_scale)
-    handed_on_BNT = (sites.output_gradient(heads.do_BTHD.float()) * heads.o_BTHD.float()).sum(dim=-1).transpose(1, 2)
-    o_error = summarize((handed_on_BNT - delta.high_BHT) / loss_scale)
     measured = {
         "max_logit": statistics.max_logit,
         "min_row_max": statistics.min_row_max,
@@ -333,8 +324,6 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
         "delta_error_rms": error.rms_H,
         "delta_error_positive": error.positive_H,
         "delta_rms": (delta.high_BHT / loss_scale).square().mean(dim=(0, 2)).sqrt(),
-        "o_delta_error_mean": o_error.mean_H,
-        "o_delta_error_se": o_error.standard_error_H,
     }
     return measured, error.units
 
@@ -375,8 +364,6 @@ def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
     columns["w_q_norm_max"], columns["w_q_norm_layer"], _ = extreme([[norm] for norm in record["w_q_norm"]])
     columns["w_k_norm_max"] = extreme([[norm] for norm in record["w_k_norm"]])[0]
     columns["qk_norm_max"] = extreme(record["qk_head_norm"])[0]
-    columns["alignment_max"] = extreme([[value] for value in record["alignment"]])[0]
-    columns["sign_diversity_min"] = -extreme([[-value] for value in record["sign_diversity"]])[0]
     columns["max_logit_max"], columns["max_logit_layer"], _ = extreme(record["max_logit"])
     columns["entropy_min"] = -extreme([[-value for value in row] for row in record["entropy"]])[0]
     for name in ("sink", "top_1", "ties_exact", "ties_1e3", "ties_2e9", "underflow", "v_one_signed"):
