@@ -266,10 +266,10 @@ def _backward(
     scale: float,
     causal: bool,
     softcap: float,
-    bottom_right: bool,
-    window: int,
-    keys: Tensor | None,
-    cu_seqlens: Tensor | None,
+    bottom_right: bool = False,
+    window: int = 0,
+    keys: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L or m and log l."""
     with exact_float32(q.device):
