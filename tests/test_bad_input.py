@@ -63,6 +63,15 @@ def run_main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> int:
 MISTAKES: dict[str, tuple[str, str]] = {
     "unknown_key": ("--optim.lrr 1", r"optim\.lrr = '1': expected one of optimizer, lr, min_lr"),
     "unknown_section": ("--optimizer.lr 1", r"optimizer\.lr = '1': expected one of run, model, attention, data"),
+    "size_beyond_any": (
+        "--model.vocab-multiple 1000000000",
+        r"model\.vocab_multiple = 1000000000: expected at most 65536",
+    ),
+    "model_beyond_memory": ("--model.n-embd 262144", r"model\.n_embd = 262144: expected less: it takes [\d,]+ GB"),
+    "batch_beyond_memory": (
+        "--data.micro-batch 1048576 --data.global-batch 1048576 --model.n-layer 1000",
+        r"data\.micro_batch = 1048576: expected less: it takes 537 GB",
+    ),
     "sequence_beyond_block": ("--data.sequence-length 17", r"data\.sequence_length = 17: expected at most .* = 16"),
     "batch_not_divisible": ("--data.global-batch 7", r"data\.global_batch = 7: expected a multiple of .* = 4"),
     "name_with_slash": ("--run.name a/b", r"run\.name = 'a/b': expected letters, digits"),

@@ -50,6 +50,13 @@ def test_header_says_what_was_written(tmp_path):
     }
 
 
+def test_a_signed_token_beyond_the_vocabulary_is_refused(tmp_path):
+    write(tmp_path)
+    edit_header(tmp_path, vocabulary_size=50256)
+    with pytest.raises(UserError, match="token 50256 in a vocabulary of 50256"):
+        TokenFile.open(tmp_path, "train", verify="sha256")
+
+
 def test_a_full_disk_at_the_end_leaves_nothing(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
