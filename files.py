@@ -11,6 +11,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from errors import UserError
+
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that a rename in it outlives a power cut."""
@@ -19,6 +21,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ``UserError`` for a file that cannot be changed, also where only appending is allowed."""
+    try:
+        open(path, "r+b").close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def write_all(folder: Path, contents: dict[str, bytes]) -> None:

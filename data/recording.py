@@ -182,6 +182,8 @@ class Recorder:
             raise UserError(
                 f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: resume from an earlier checkpoint"
             )
+        for name in ("header.json", "offsets.npy", *(["tokens.npy"] if header.carries_tokens else [])):
+            files.check_writable(folder / name)
         return cls(folder, stored, steps, found.checksum)
 
     def append(self, offsets_G: np.ndarray, tokens_GT: np.ndarray | None = None) -> None:

@@ -248,22 +248,23 @@ def test_a_damaged_line_is_found_before_anything_is_changed(place: Place, name: 
     assert (tree(run), tree(Path(fields["data.record"]))) == before
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl", "offsets.npy"])
 def test_a_log_that_takes_no_line_is_found_before_anything_is_changed(
     place: Place, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = place.train(f"immutable_{name}", {"run.steps": 10})
-    before = tree(run)
+    fields = {"data.record": place.recording(f"immutable_{name}")}
+    run = place.train(f"immutable_{name}", {**fields, "run.steps": 10})
+    before = tree(run), tree(Path(fields["data.record"]))
 
     def refuses(path: Any, *mode: Any) -> Any:
-        if Path(path).name == name:
+        if Path(path).name == name and mode == ("r+b",):
             raise PermissionError(errno.EPERM, "Operation not permitted")
         return open(path, *mode)
 
-    monkeypatch.setattr(record, "open", refuses, raising=False)
+    monkeypatch.setattr(files, "open", refuses, raising=False)
     with pytest.raises(UserError, match=rf"{name}: cannot be written \(Operation not permitted\)"):
-        place.train(f"immutable_{name}", RESUME)
-    assert tree(run) == before
+        place.train(f"immutable_{name}", {**fields, **RESUME})
+    assert (tree(run), tree(Path(fields["data.record"]))) == before
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 
 from errors import UserError, invalid
-from files import json_text, read_json, write_all
+from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
 from training.intervention import INTERVENTIONS_FILE, made_before
@@ -141,10 +141,7 @@ def check_logs(folder: Path) -> None:
         if path.exists():
             if path.name in LOGS:
                 collections.deque(read_lines(path), maxlen=0)
-            try:
-                open(path, "r+b").close()  # refused also where only appending is allowed
-            except OSError as error:
-                raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+            check_writable(path)
 
 
 def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
