@@ -75,7 +75,9 @@ def scaled_dot_product_attention(
     if rounding_seed is None:
         refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
-    q, k, v = (functional.pad(x, (0, width - D)).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if width != D:  # a pad of nothing would copy
+        q, k, v = (functional.pad(x, (0, width - D)) for x in (q, k, v))
     scale = 1 / math.sqrt(D) if scale is None else scale
     o = BACKENDS[backend].run(
         q, k, v, sites, seed=rounding_seed, scale=scale, causal=is_causal, softcap=softcap, mask=mask

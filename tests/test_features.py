@@ -348,6 +348,20 @@ def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_told_as_runs_of_keys_is_the_same_bits(backend: str, device: torch.device) -> None:
+    q, k, v, _ = Case(H=4, K=2).tensors(device)
+    last = torch.arange(1, 41, device=device)
+    runs = torch.stack(((last - 9).clamp(min=0), last))[None]
+    plan = AttentionConfig(default=spec_of(backend)).resolve(1, 4)[0]
+    seed = torch.tensor(0, device=device)
+    found, expected = (
+        attention.run(q, k, v, plan, rounding_seed=seed, causal=causal, mask=mask)
+        for causal, mask in ((False, Mask(keys=runs)), (True, Mask(window=9)))
+    )
+    assert torch.equal(found, expected)
+
+
 def test_compiled_masks_are_eager_ones(device: torch.device) -> None:
     case = Case(B=2, lengths=(25, 40), window=9, H=4)
     q, k, v, _ = case.tensors(device)
@@ -362,7 +376,10 @@ MISFITS = {
     "window": (Mask(window=-1), "window = -1: expected a number of keys"),
     "keys of another length": (Mask(keys=torch.ones(1, 39, dtype=torch.bool)), "shape (1, 39): expected bool [B, S]"),
     "keys as numbers": (Mask(keys=torch.ones(1, 40)), "torch.float32 of shape (1, 40)"),
-    "lengths of another batch": (Mask(keys=torch.tensor([3, 4])), "expected bool [B, S] or integers [B] with B = 1"),
+    "lengths of another batch": (
+        Mask(keys=torch.tensor([3, 4])),
+        "expected bool [B, S] or integers [B] or [B, 2, T] with B = 1",
+    ),
     "bounds of nothing": (Mask(cu_seqlens=torch.tensor([0])), "expected integers [N + 1], N >= 1"),
     "bounds beside keys": (Mask(cu_seqlens=torch.tensor([0, 40]), keys=torch.tensor([40])), "and no mask.keys"),
     "another device": (Mask(keys=torch.empty(1, dtype=torch.int64, device="meta")), "is on meta: expected cpu"),
