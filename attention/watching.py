@@ -137,12 +137,14 @@ class Watch(TorchFunctionMode):
             chosen["rule"],
             chosen["say"],
         )
-        self._step, self._clock, self._counts = chosen["start"], float(chosen["start"]), chosen["optimizer"] is None
+        optimizer = chosen["optimizer"]
+        rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        self._step, self._clock, self._counts = chosen["start"], chosen["start"] * rate, optimizer is None
         self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115  (close() does)
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
         """Step at which a layer left."""
-        self._due, self._looked_at, self._inside = False, -1, False
+        self._due, self._looked_at, self._look_clock, self._inside = False, -1, 0.0, False
         self._calls: list[Call] = []
         self._found: dict[int, dict[str, Tensor]] = {}
         self._seen = 0
@@ -152,8 +154,8 @@ class Watch(TorchFunctionMode):
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
         ]
-        if chosen["optimizer"] is not None:
-            self._hooks.append(chosen["optimizer"].register_step_post_hook(self._stepped))
+        if optimizer is not None:
+            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
 
     def __enter__(self) -> Watch:  # the model's passes enter the mode, not the block
         return self
@@ -199,7 +201,8 @@ class Watch(TorchFunctionMode):
                 'watch: this forward pass made no call of scaled_dot_product_attention (in Hugging Face: attn_implementation="sdpa"; '
                 "activation checkpointing: use_reentrant=False)"
             )
-        self._looked_at, self._due = (self._step if self._due else self._looked_at), False
+        if self._due:
+            self._looked_at, self._look_clock, self._due = self._step, self._clock, False
         if self._counts:
             self._step, self._clock = self._step + 1, self._clock + 1
 
@@ -309,7 +312,7 @@ class Watch(TorchFunctionMode):
         self._calls, self._found = [], {}
         names = [name for name in COLUMNS if any(name in columns for columns in found)]
         lists = {name: [columns[name].tolist() if name in columns else None for columns in found] for name in names}
-        self.record = {"step": self._looked_at, "clock": self._clock, **lists}
+        self.record = {"step": self._looked_at, "clock": self._look_clock, **lists}
         if self._log is not None:
             self._log.write(json.dumps(_strict(self.record)) + "\n")
             self._log.flush()
@@ -327,7 +330,7 @@ class Watch(TorchFunctionMode):
         for layer, logit_H in enumerate(logits):
             logit_1H = torch.tensor([logit_H], dtype=torch.float64)
             probes = self._probes.setdefault(layer, [])
-            probes.append(Probe(self._looked_at, self._clock, logit_1H, logit_1H))
+            probes.append(Probe(self._looked_at, self._look_clock, logit_1H, logit_1H))
             found = growth(probes, self._rule)
             if found is not None and found.layers() and layer not in self.left:
                 self.left[layer] = self._looked_at
@@ -413,7 +416,7 @@ def watch(
         wandb: a W&B run that gets a table a look.
         warm_up: steps at the start that the alarm does not look at: give the learning rate's.
         sequences: of the batch that are looked at, the first ones.
-        start: number of the first step, of a resumed run.
+        start: number of the first step, of a resumed run; the clock takes today's learning rate for the steps before it.
         rule: the alarm's thresholds.
         say: gets one line when a layer leaves, or a kernel made a NaN.
 

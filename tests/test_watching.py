@@ -121,7 +121,9 @@ def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> No
         train(model, 5, optimizer)
         model.eval()
         model(data())
-    assert [record["step"] for record in records(tmp_path / "log")] == [8, 10]
+    looks = records(tmp_path / "log")
+    assert [look["step"] for look in looks] == [8, 10]
+    assert [look["clock"] for look in looks] == pytest.approx([0.8, 1.0] if optimizer else [8, 10])
 
 
 def test_micro_batches_of_a_step_count_as_one(tmp_path: Path) -> None:
