@@ -47,19 +47,19 @@ replay() { run --run.name "$1" --data.replay "$out/quickstart" --attention.defau
 echo "== 1 of 4: flash attention, delta = rowsum(dO * O); its batches are recorded"
 run --run.name failing --data.record "$out/quickstart"
 
-echo "== 2, 3 and 4 of 4, side by side on the same batches: corrected rows of dS; delta = rowsum(P * dP); standard attention (logs: $out/*.log)"
+echo "== 2, 3 and 4 of 4, side by side on the same batches: what we recommend; delta = rowsum(P * dP); standard attention (logs: $out/*.log)"
 replay delta_from_p flash_delta_from_p > "$out/delta_from_p.log" 2>&1 &
 delta_from_p=$!
 replay standard standard > "$out/standard.log" 2>&1 &
 standard=$!
 trap 'kill $delta_from_p $standard 2>/dev/null || true' EXIT
-replay corrected_rows flash_corrected_rows
+replay consistent flash_consistent
 wait $delta_from_p || { tail -n 3 "$out/delta_from_p.log" >&2; exit 1; }
 wait $standard || { tail -n 3 "$out/standard.log" >&2; exit 1; }
 
 echo "== result"
-"$python" scripts/compare_runs.py "$out"/runs/{failing,corrected_rows,delta_from_p,standard} --patience 50 \
+"$python" scripts/compare_runs.py "$out"/runs/{failing,consistent,delta_from_p,standard} --patience 50 \
   --out "$out/compare.png" --table "$out/compare.md"
-echo "Changed: the backward pass alone. O is rounded to one mantissa bit in all four runs."
+echo "Changed: what the backward pass reads. O is rounded to one mantissa bit in all four runs (failing, delta_from_p: also before it is divided by l)."
 echo "Shown: an error of O that enters delta makes logits grow and the loss explode. Not shown: where BF16's error comes from."
 echo "== $((SECONDS - began)) s after the install; picture: $out/compare.png"

@@ -26,7 +26,7 @@ def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
         line.split(" | ")[0].strip("| "): line.split(" | ") for line in (out / "compare.md").read_text().splitlines()
     }
     header = rows["run"]
-    stable = ("corrected_rows", "delta_from_p", "standard")
+    stable = ("consistent", "delta_from_p", "standard")
     ended = {name: rows[name][header.index("ended")] for name in ("failing", *stable)}
     assert ended["failing"].startswith("exploded at ")
     for name in stable:
