@@ -453,7 +453,8 @@ def read(script: str, arguments: Sequence[object], to: Path) -> int | None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
             for handler in logging.getLogger("transformers").handlers:
-                handler.setStream(sys.stderr)  # type: ignore[attr-defined]
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(sys.stderr)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             main = train.main if script == "train" else importlib.import_module(f"scripts.{script}").main
             sys.argv = [f"{script}.py", *map(str, arguments)]
