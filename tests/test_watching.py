@@ -146,6 +146,13 @@ def test_between_looks_no_call_is_intercepted(monkeypatch: pytest.MonkeyPatch) -
         assert torch.overrides._get_current_function_mode() is None
 
 
+def test_the_packages_own_attention_is_seen_where_it_replaces_torchs() -> None:
+    model = Model()
+    with watch(model) as seen, attention.replace_sdpa("flash_delta_from_p"):
+        model(data()).backward()
+    assert [len(heads) for heads in seen.record["dq_error"]] == [H, H]
+
+
 def test_activation_checkpointing_and_compilation_hide_nothing() -> None:
     looks = []
     for kind in ("plain", "checkpointed", "compiled"):
