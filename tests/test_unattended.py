@@ -77,6 +77,13 @@ def test_auto_leaves_a_finished_recording_alone(place: Place, straight: Path) ->
     assert tree(Path(place.recording("straight"))) == before
 
 
+def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: Place) -> None:
+    run = place.train("pruned")
+    (run / "checkpoints/.step_00000005.tmp").mkdir()
+    place.train("pruned", {**AUTO, "checkpoint.keep_last": 1})
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000020"]
+
+
 @pytest.mark.parametrize(
     ("typed", "resume"),
     [("--run.resume", "yes"), ("--run.no-resume", "no"), ("--run.resume auto", "auto"), ("--run.resume=no", "no")],
