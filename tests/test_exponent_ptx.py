@@ -18,6 +18,7 @@ numerics = pytest.importorskip("attention.triton.arithmetic")
 probabilities, rescaling, row_normalizer = numerics.probabilities, numerics.rescaling, numerics.row_normalizer
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled, though not run")
 PLAIN = tl.constexpr(-1)
+NEAREST, FP32 = numerics.NEAREST, numerics.FP32
 N = 128
 
 
@@ -29,9 +30,9 @@ def exponent_kernel(p_s, p_p, unit, FOLD: tl.constexpr, APART: tl.constexpr, N: 
     if FOLD == PLAIN:
         tl.store(p_p + o_s, tl.exp2(b_s * unit - tl.load(p_s + N)))
     else:
-        b_m = row_normalizer(tl.max(b_s, 0, keep_dims=True), unit, FOLD)
-        b_last = row_normalizer(tl.load(p_s + tl.arange(0, 1)), unit, FOLD)
-        tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, FOLD, APART))
+        b_m = row_normalizer(tl.max(b_s, 0, keep_dims=True), unit, FOLD, NEAREST)
+        b_last = row_normalizer(tl.load(p_s + tl.arange(0, 1)), unit, FOLD, NEAREST)
+        tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, FOLD, APART, False, FP32))
         tl.store(p_p + N + tl.arange(0, 1), rescaling(b_m, b_last, unit, FOLD))
 
 
