@@ -1,4 +1,4 @@
-"""What an autopsy looks at: a checkpoint of this repository on its validation data, or a Hugging Face folder on a text."""
+"""What an autopsy looks at: a checkpoint of this repository or of nanoGPT on its data, or a Hugging Face folder on a text."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import attention
 import config as configuration
-from attention import AttentionSpec, LayerPlan
+import files
+from attention import AttentionConfig, AttentionSpec, LayerPlan
 from autopsy.measure import Subject
 from config import TrainConfig
 from data.token_files import TokenFile
-from errors import UserError, invalid
+from errors import UserError, invalid, reading
 from model import GPT, check_finite
 from probes import hf_causal
 from probes.capture import LayerCapture, capture
+from training import huggingface, nanogpt
 from training.checkpoint import Loaded
 from training.intervention import Switch, plans_at
 from training.precision import PrecisionConfig
@@ -83,35 +86,76 @@ def checkpoint_subject(arguments: argparse.Namespace, device: torch.device) -> S
     """A checkpoint of this repository on its own validation data."""
     loaded = read_checkpoint(arguments.checkpoint)
     model, config, replaced = build(loaded, device)
-    length = min(arguments.length, config.data.sequence_length)
     path = arguments.data or Path(config.data.dataset)
-    tokens = read_tokens(path, config.model.vocab_size)
-    batches = spread(tokens, arguments.batches, arguments.sequences, length, str(path))
-    scale = FP16_LOSS_SCALE if config.precision.dtype == "float16" else 1.0
-
-    def look(batch: int, layers: Sequence[int] | None) -> list[LayerCapture]:
-        tokens_BT, targets_BT = (x.to(device) for x in batches[batch])
-        context = config.precision.autocast(device)
-        return capture(model, tokens_BT, targets_BT, layers, autocast=context, loss_scale=scale)
-
-    facts = {
-        "step": str(loaded.step),
-        "attention": config.attention.label(),
-        "dtype": config.precision.dtype,
-        **facts_of(arguments, path, length, device),
-    }
+    facts = {"step": str(loaded.step), "attention": config.attention.label()}
     if switched := switches_of(loaded):
         facts["switched"] = ", ".join(switch.option() for switch in switched) + " (step:layer:preset)"
     if replaced:
         facts["computed by"] = f"flash_reference in place of {', '.join(replaced)}, which cannot run here"
+    tokens = read_tokens(path, config.model.vocab_size)
+    return gpt_subject(
+        arguments, device, model, config.precision, path, tokens, config.data.sequence_length, str(loaded.path), facts
+    )
+
+
+def nanogpt_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
+    """A checkpoint of nanoGPT, with the attention that the command line names, on a data set or on nanoGPT's own val.bin."""
+    source, path = arguments.checkpoint, arguments.data
+    spec = AttentionSpec(preset=arguments.attention, numerics=arguments.numerics)
+    precision = PrecisionConfig(dtype=arguments.dtype)
+    shape = nanogpt.read(source)[0]
+    plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(shape.n_layer, shape.n_head)
+    attention.check(plans, device=device, dtype=precision.torch_dtype, head_dim=shape.head_width)
+    if path is None:
+        raise UserError(f"{source} needs --data: a data set of the model's tokens, or nanoGPT's val.bin")
+    model = GPT(shape, plans)
+    huggingface.load_weights(model, source)
+    tokens = (read_bin if path.suffix == ".bin" else read_tokens)(path, shape.vocab_size)
+    facts = {"attention": f"{spec.label()} (assumed: the file does not say)", "activation": "gelu (assumed)"}
+    subject = gpt_subject(
+        arguments, device, model.to(device).train(), precision, path, tokens, shape.block_size, str(source), facts
+    )
+    return dataclasses.replace(subject, switch_on='low_precision_attention.scaled_dot_product_attention, numerics="{}"')
+
+
+def read_bin(path: Path, vocabulary_size: int) -> Tensor:
+    """Tokens [N] int64 of a file of bare uint16, as nanoGPT keeps them."""
+    with reading(path), files.open_file(path) as file:
+        tokens_N = torch.from_numpy(np.frombuffer(file.read(), "<u2").astype("int64"))
+    if (tokens_N >= vocabulary_size).any():
+        raise invalid("--data", str(path), f"tokens below {vocabulary_size}, the model's vocabulary")
+    return tokens_N
+
+
+def gpt_subject(
+    arguments: argparse.Namespace,
+    device: torch.device,
+    model: GPT,
+    precision: PrecisionConfig,
+    path: Path,
+    tokens_N: Tensor,
+    longest: int,
+    name: str,
+    facts: dict[str, str],
+) -> Subject:
+    """A model of ours on the tokens of ``path``, in sequences of at most ``longest``."""
+    length = min(arguments.length, longest)
+    batches = spread(tokens_N, arguments.batches, arguments.sequences, length, str(path))
+    scale = FP16_LOSS_SCALE if precision.dtype == "float16" else 1.0
+
+    def look(batch: int, layers: Sequence[int] | None) -> list[LayerCapture]:
+        tokens_BT, targets_BT = (x.to(device) for x in batches[batch])
+        context = precision.autocast(device)
+        return capture(model, tokens_BT, targets_BT, layers, autocast=context, loss_scale=scale)
+
     return Subject(
-        name=str(loaded.path),
-        n_layer=config.model.n_layer,
-        n_head=config.model.n_head,
+        name=name,
+        n_layer=model.config.n_layer,
+        n_head=model.config.n_head,
         batches=arguments.batches,
         capture=look,
         w_q=lambda layer: model.w_q(layer).detach(),
-        facts=facts,
+        facts={**facts, "dtype": precision.dtype, **facts_of(arguments, path, length, device)},
     )
 
 

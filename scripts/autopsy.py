@@ -2,6 +2,7 @@
 
     python scripts/autopsy.py runs/NAME/checkpoints/step_00001000 --data data/tokens/stdlib --out autopsies/NAME
     python scripts/autopsy.py watch.jsonl
+    python scripts/autopsy.py ckpt.pt --data val.bin --attention sdpa_flash    # of nanoGPT
     python scripts/autopsy.py --hf FOLDER --data text.txt --attention flash --numerics rounded_forward
 
 Prints a summary; with --out it is written as autopsy.txt, together with autopsy.html, one page with the plots inside it. The exit
@@ -23,13 +24,13 @@ import files
 from autopsy.log import answer
 from autopsy.measure import examine
 from autopsy.page import Report, page, text
-from autopsy.subjects import checkpoint_subject, folder_subject
+from autopsy.subjects import checkpoint_subject, folder_subject, nanogpt_subject
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import read_lines
 
 DTYPES = ("bfloat16", "float16", "float32")
 ASSUMED = {"attention": "flash", "numerics": "hardware", "dtype": "bfloat16"}
-"""What a Hugging Face folder does not say, unless the command line does. A checkpoint says it."""
+"""What a Hugging Face folder and nanoGPT's checkpoint do not say, unless the command line does. A checkpoint of ours says it."""
 HOST_THREADS = 4
 """Threads beside a GPU. What is left for the host are small arrays: as many threads as a server has cores wait for each other."""
 
@@ -49,25 +50,30 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "checkpoint",
         type=Path,
         nargs="?",
-        help="checkpoint, folder of a run, or what watch() wrote",
+        help="checkpoint, folder of a run, nanoGPT's ckpt.pt, or what watch() wrote",
     )
     parser.add_argument("--hf", type=Path, help="local Hugging Face folder, in place of a checkpoint")
-    parser.add_argument("--data", type=Path, help="data set as prepare_data.py writes it, or with --hf a text file")
+    parser.add_argument(
+        "--data", type=Path, help="data set as prepare_data.py writes it, with --hf a text file, with ckpt.pt a val.bin"
+    )
     parser.add_argument("--batches", type=int, default=4, help="forward and backward passes (default %(default)s)")
     parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, help="folder for autopsy.html and autopsy.txt")
-    parser.add_argument("--attention", help=f"with --hf: the preset assumed (default {ASSUMED['attention']})")
-    parser.add_argument("--numerics", help=f"with --hf: its base (default {ASSUMED['numerics']})")
-    parser.add_argument("--dtype", choices=DTYPES, help=f"with --hf: autocast (default {ASSUMED['dtype']})")
+    parser.add_argument(
+        "--attention", help=f"with --hf or ckpt.pt: the preset assumed (default {ASSUMED['attention']})"
+    )
+    parser.add_argument("--numerics", help=f"with --hf or ckpt.pt: its base (default {ASSUMED['numerics']})")
+    parser.add_argument("--dtype", choices=DTYPES, help=f"with --hf or ckpt.pt: autocast (default {ASSUMED['dtype']})")
     chosen = parser.parse_args(arguments)
     if (chosen.checkpoint is None) == (chosen.hf is None):
         raise UserError("name one thing to examine: a checkpoint, or --hf with a folder")
+    chosen.nanogpt = chosen.hf is None and chosen.checkpoint.suffix == ".pt"
     for name, assumed in ASSUMED.items():
         value = getattr(chosen, name)
-        if chosen.hf is None and value is not None:
-            raise UserError(f"--{name} {value}: it is for --hf; a checkpoint is examined as it was trained")
+        if chosen.hf is None and not chosen.nanogpt and value is not None:
+            raise UserError(f"--{name} {value}: it is for --hf and ckpt.pt; others are examined as they were trained")
         setattr(chosen, name, assumed if value is None else value)
     for name, least in (("batches", 1), ("sequences", 1), ("length", 2)):
         if getattr(chosen, name) < least:
@@ -88,11 +94,12 @@ def make_folder(folder: Path) -> None:
 @exit_on_user_error
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    if arguments.checkpoint is not None and arguments.checkpoint.is_file():
+    if arguments.checkpoint is not None and arguments.checkpoint.is_file() and not arguments.nanogpt:
         print("\n".join(answer(list(read_lines(arguments.checkpoint)))))
         return
     device = open_device(arguments.device)
-    subject = (checkpoint_subject if arguments.hf is None else folder_subject)(arguments, device)
+    examined = nanogpt_subject if arguments.nanogpt else checkpoint_subject if arguments.hf is None else folder_subject
+    subject = examined(arguments, device)
     if arguments.out is not None:  # before the work, so that none is lost
         make_folder(arguments.out)
     began = time.perf_counter()

@@ -17,6 +17,7 @@ from torch import Tensor
 import files
 from errors import UserError, invalid
 from model import GPT, Activation, ModelConfig, check_finite
+from training import nanogpt
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -76,32 +77,38 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 @torch.no_grad()
-def load_weights(model: GPT, folder: Path) -> None:
-    """Fill ``model`` from a local GPT-2 folder. Checked before anything is written: every tensor is there, none is left over.
+def load_weights(model: GPT, source: Path) -> None:
+    """Fill ``model`` from a local GPT-2 folder, or a nanoGPT checkpoint (``.pt``), which leaves activation and padding to it.
 
-    ``model`` may have stabilizers that add no parameters. Raises ``UserError`` where its shape is not the folder's.
+    Checked before anything is written: every tensor is there, none is left over. ``model`` may have stabilizers that add no
+    parameters. Raises ``UserError`` where its shape is not the source's.
     """
-    expected = read_model_config(folder)
-    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "activation", "tie_embeddings"):
+    names = ["n_layer", "n_head", "n_embd", "block_size", "bias", "tie_embeddings"]
+    if source.suffix == ".pt":
+        expected, tensors = nanogpt.read(source)
+    else:
+        expected, tensors = read_model_config(source), _read_tensors(source)
+        names += ["vocab_size", "activation"]
+    for name in names:
         if getattr(model.config, name) != getattr(expected, name):
-            raise invalid(f"model.{name}", getattr(model.config, name), f"{getattr(expected, name)!r}, as in {folder}")
+            raise invalid(f"model.{name}", getattr(model.config, name), f"{getattr(expected, name)!r}, as in {source}")
     if model.config.padded_vocab_size != expected.vocab_size:
-        raise invalid("model.vocab_multiple", model.config.vocab_multiple, f"1: {folder} has no rows for padding")
-    tensors = _read_tensors(folder)
+        padded = f"one that pads model.vocab_size to {expected.vocab_size}, the rows of {source}"
+        rows = padded if source.suffix == ".pt" else f"1: {source} has no rows for padding"
+        raise invalid("model.vocab_multiple", model.config.vocab_multiple, rows)
     parameters = dict(model.named_parameters())
     if model.config.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # some exporters write the tied matrix twice
     if missing := sorted(parameters.keys() - tensors.keys()):
-        raise UserError(f"{folder}: model.safetensors lacks {missing[0]} ({len(missing)} missing)")
+        raise UserError(f"{source}: lacks {missing[0]} ({len(missing)} missing)")
     if unknown := sorted(tensors.keys() - parameters.keys()):
-        raise UserError(
-            f"{folder}: model.safetensors has {unknown[0]}, which this model lacks ({len(unknown)} unknown)"
-        )
+        raise UserError(f"{source}: has {unknown[0]}, which this model lacks ({len(unknown)} unknown)")
     for name, parameter in parameters.items():
         if tensors[name].shape != parameter.shape:
             shapes = f"{tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}"
-            raise UserError(f"{folder}: {name} has shape {shapes} (after transposing)")
-    check_finite(tensors.items(), folder)
+            turned = " (after transposing)" if source.is_dir() and name.endswith(_TRANSPOSED) else ""
+            raise UserError(f"{source}: {name} has shape {shapes}{turned}")
+    check_finite(tensors.items(), source)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
 

@@ -45,7 +45,7 @@ class RunConfig:
     resume: Resume = "no"
     """no: a new run; yes: go on from the newest intact checkpoint; auto: whichever of them fits what is there, whatever a kill has left."""
     init_from: str = ""
-    """Local Hugging Face folder of a GPT-2 to start from, in place of random weights."""
+    """Local Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt, to start from, in place of random weights."""
     log_every: int = 1
     """Steps between two lines of metrics."""
     peak_tflops: float = 0.0

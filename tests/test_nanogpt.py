@@ -1,0 +1,158 @@
+"""nanoGPT's ckpt.pt as the start of a run and under the autopsy; what is none is refused in one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import Place, preset
+from torch import Tensor
+
+from errors import UserError
+from model import GPT, ModelConfig
+from scripts import autopsy
+from training.huggingface import load_weights
+
+L, H, C, T, V = 2, 2, 16, 16, 256
+SIZES = {"n_layer": L, "n_head": H, "n_embd": C, "block_size": T, "vocab_size": V}
+Spoil = Callable[[dict[str, Any]], object]
+
+
+def nanogpt(bias: bool = False, prefix: str = "") -> dict[str, Any]:
+    """What nanoGPT's train.py saves, of random weights; ``lm_head`` shares ``wte``'s storage."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (T, C), "transformer.ln_f.weight": (C,)}
+    for layer in range(L):
+        inner = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
+        inner |= {"ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+        shapes |= {f"transformer.h.{layer}.{name}.weight": shape for name, shape in inner.items()}
+    if bias:
+        linear = [name for name in shapes if ".wte." not in name and ".wpe." not in name]
+        shapes |= {name.replace("weight", "bias"): shapes[name][:1] for name in linear}
+    weights = {prefix + name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    weights[f"{prefix}lm_head.weight"] = weights[f"{prefix}transformer.wte.weight"]
+    model_args = {**SIZES, "bias": bias, "dropout": 0.0}
+    rest = {"optimizer": {"state": {}, "param_groups": []}, "iter_num": 7, "best_val_loss": torch.tensor(1.0)}
+    return {"model": weights, "model_args": model_args, **rest, "config": {"dtype": "bfloat16"}}
+
+
+def logits(weights: dict[str, Tensor], tokens_T: Tensor) -> Tensor:
+    """[T, V] of one sequence, in float64, head by head and from the names alone."""
+    w = {name.removeprefix("_orig_mod."): value.double() for name, value in weights.items()}
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        scaled = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return scaled * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+    x = w["transformer.wte.weight"][tokens_T] + w["transformer.wpe.weight"][: len(tokens_T)]
+    future = torch.ones(len(tokens_T), len(tokens_T)).triu(1).bool()
+    for block in (f"transformer.h.{layer}" for layer in range(L)):
+        q, k, v = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").split(C, dim=1)
+        heads = []
+        for columns in torch.arange(C).split(C // H):
+            scores = (q[:, columns] @ k[:, columns].T / math.sqrt(C // H)).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ v[:, columns])
+        x = x + linear(torch.cat(heads, 1), f"{block}.attn.c_proj")
+        inner = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
+        x = x + linear(inner * (1 + torch.erf(inner / math.sqrt(2))) / 2, f"{block}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ w["lm_head.weight"].T
+
+
+def save(content: Any, folder: Path) -> Path:
+    torch.save(content, folder / "ckpt.pt")
+    return folder / "ckpt.pt"
+
+
+def built(vocabulary: int = V, **changes: Any) -> GPT:
+    config = ModelConfig(**(SIZES | {"vocab_size": vocabulary} | changes))
+    return GPT(config, preset("standard", "fp32").resolve(L, H))
+
+
+@pytest.mark.parametrize(("bias", "prefix"), [(False, ""), (True, "_orig_mod.")])
+def test_the_logits_are_those_of_the_file(bias: bool, prefix: str, tmp_path: Path) -> None:
+    content = nanogpt(bias, prefix)
+    content["model"][f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()  # of an older torch
+    model = built(250, bias=bias)  # padded to 256
+    load_weights(model, save(content, tmp_path))
+    del content["model"][f"{prefix}transformer.h.0.attn.bias"]
+    tokens_T = torch.randint(V, (T,), generator=torch.Generator().manual_seed(5))
+    expected = logits(content["model"], tokens_T)
+    torch.testing.assert_close(model(tokens_T[None])[0][0].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def without(name: str) -> Spoil:
+    return lambda content: content["model"].pop(name)
+
+
+def setting(name: str, value: object) -> Spoil:
+    return lambda content: content["model_args"].update({name: value})
+
+
+def weight(name: str, value: object) -> Spoil:
+    return lambda content: content["model"].update({name: value})
+
+
+WPE = "transformer.wpe.weight"
+SPOILT: list[tuple[Spoil, str]] = [
+    (lambda content: content.pop("model"), "expected a dictionary with model and model_args"),
+    (lambda content: content.update(model=[1]), "expected a dictionary with model and model_args"),
+    (lambda content: content.update(config=Path("code")), "cannot be read: UnpicklingError"),
+    (lambda content: content["model_args"].pop("n_embd"), "model_args lacks n_embd"),
+    (setting("n_layer", "2"), "model.n_layer = '2'"),
+    (setting("bias", 1), "model_args: bias = 1: expected True or False"),
+    (without(WPE), f"lacks {WPE} (1 missing)"),
+    (weight("transformer.h.2.ln_1.weight", torch.ones(C)), "has transformer.h.2.ln_1.weight"),
+    (weight(WPE, "text"), f"has '{WPE}', which is no named tensor"),
+    (weight(WPE, torch.ones(C, T + 1)), f"{WPE} has shape (16, 17), expected (16, 16)"),
+    (weight(WPE, torch.full((T, C), math.nan)), f"{WPE} is not finite"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILT)
+def test_what_is_spoilt_is_refused(spoil: Spoil, message: str, tmp_path: Path) -> None:
+    content = nanogpt()
+    spoil(content)
+    with pytest.raises(UserError) as error:
+        load_weights(built(), save(content, tmp_path))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["missing", "text", "cut", "legacy"])
+def test_no_archive(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ckpt.pt"
+    if kind == "text":
+        path.write_text("hello")
+    elif kind == "cut":
+        path.write_bytes(save(nanogpt(), tmp_path).read_bytes()[:-500])
+    elif kind == "legacy":
+        torch.save(nanogpt(), path, _use_new_zipfile_serialization=False)
+    monkeypatch.setattr("sys.argv", ["autopsy.py", str(path), "--data", str(tmp_path / "val.bin")])
+    with pytest.raises(SystemExit) as stop:
+        autopsy.main()
+    message = capsys.readouterr().err
+    assert (stop.value.code, message.count("\n")) == (2, 1)
+    assert ("no such file" if kind == "missing" else "cannot be read") in message
+
+
+def test_a_run_starts_from_it_and_the_autopsy_reads_it(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, tokens = save(nanogpt(), tmp_path), tmp_path / "val.bin"
+    place.train("from_nanogpt", {"run.steps": 1, "run.init_from": str(path)})
+    np.random.default_rng(0).integers(0, V, 2_000).astype("<u2").tofile(tokens)
+    arguments = ["--data", str(tokens), "--attention", "flash", "--dtype", "float32", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["autopsy.py", str(path), *arguments])
+    autopsy.main()
+    assert "attention: flash (assumed: the file does not say)" in capsys.readouterr().out
