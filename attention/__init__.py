@@ -42,6 +42,8 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "huggingface":
+        return importlib.import_module(".huggingface", __name__)
     if name in _NEED_TORCH:
         return getattr(importlib.import_module(f".{_NEED_TORCH[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -128,7 +128,7 @@ class Numerics:
     logsumexp: str = _format("fp32", "L", acts_in=(FORWARD,), backends=FLASH)
     saved_statistics: str = site(
         "logsumexp",
-        "what the backward pass forms P from: logsumexp (L), max_and_sum (m and log l)",
+        "what the backward pass forms P from: logsumexp (L), max_and_sum (m and log l, or 1 / d)",
         choices=("logsumexp", "max_and_sum"),
         acts_in=(FORWARD, DELTA, BACKWARD),
         backends=FLASH,
@@ -293,7 +293,7 @@ class Numerics:
         ),
     )
     """``up``: m to the next whole multiple of ln 2. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
-    with. It is in (1/2, 1] at the row's maximum."""
+    with. It is in (1/2, 1] at the row's maximum, but for the FMA's half unit of m."""
     row_max_beta: float = site(
         2.0, "beta of the stabilized forms", within=("a number above 1", lambda beta: beta > 1), acts_in=(FORWARD,)
     )

@@ -48,7 +48,7 @@ def _stochastic_p(base: Numerics) -> Sites:
 
 
 def _consistent(base: Numerics) -> Sites:
-    """A base that rounds S or m has no m that is a whole number of log2: there P_bar of earlier tiles stays rounded by an earlier m."""
+    """A base that rounds S, m or l keeps them rounded, and has no m that is a whole number of log2: there rows of dS do not sum to 0."""
     whole = {"row_max_rounding": "up", "exponent": "fma"} if (base.scores, base.statistics) == ("fp32", "fp32") else {}
     return {
         **whole,
@@ -132,7 +132,8 @@ PRESETS: dict[str, Preset] = {
     "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ, one product more", row_residual="corrected_rows"),
     "flash_centered_keys": _flash("the same with the mean key, no product", row_residual="centered_keys"),
     "flash_consistent": _flash(
-        "the backward pass has the forward pass's own P and O: rowsum(dS) is 0, with no product more", _consistent
+        "the backward pass has the forward pass's own P and O: rowsum(dS) is 0 until it is rounded, with no product more",
+        _consistent,
     ),
     "flash_recompute_o": _flash("an FP32 O, computed again", delta="recomputed_o"),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),

@@ -143,6 +143,7 @@ class Watch(TorchFunctionMode):
         self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115  (close() does)
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
+        self._not_finite = False
         """Step at which a layer left."""
         self._due, self._looked_at, self._look_clock, self._inside = False, -1, 0.0, False
         self._calls: list[Call] = []
@@ -327,6 +328,12 @@ class Watch(TorchFunctionMode):
                 )
 
     def _judge(self, logits: list[list[float]]) -> None:
+        if not all(math.isfinite(logit) for logit_H in logits for logit in logit_H):
+            if not self._not_finite:
+                self._say(f"step {self._looked_at}: attention's logits are not finite; the alarm waits until they are")
+            self._not_finite = True
+            return
+        self._not_finite = False
         for layer, logit_H in enumerate(logits):
             logit_1H = torch.tensor([logit_H], dtype=torch.float64)
             probes = self._probes.setdefault(layer, [])

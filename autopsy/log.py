@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from attention.growth import GrowthRule, Probe, growth
 from errors import UserError
 
-SMALL_LOGIT, MADE_BY_ROUNDING = 100.0, 1.0
-"""Logits below have not been seen to do harm; dQ's error in parts of dQ."""
+SMALL_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1.0, 3
+"""Logits below have not been seen to do harm; dQ's error in parts of dQ; fewer records say nothing."""
 
 
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     """The verdict, then what it rests on; a sentence a line. Raises ``UserError`` for another file."""
     if not records or "max_logit" not in records[-1]:
         raise UserError("this file has no record of attention.watch")
+    for before, after in itertools.pairwise(records):
+        if after["step"] <= before["step"]:
+            steps = f"step {after['step']} follows step {before['step']}"
+            raise UserError(f"this file holds more than one run: {steps}; expected a file of its own for each")
     for record in records:
         made = [layer for layer, heads in enumerate(record.get("nan_made", [])) if heads and any(heads)]
         if made:
             where = f"at step {record['step']} attention's backward pass made a NaN of finite q, k, v and dO in layer {made[0]}"
             return [f"KERNEL: {where}.", "Name the backend with torch.nn.attention.sdpa_kernel."]
-    last = records[-1]
-    tops = [max(heads, key=_size) for heads in last["max_logit"]]
-    top = max(range(len(tops)), key=lambda layer: _size(tops[layer]))
-    largest = f"The largest logit of step {last['step']} is {tops[top]:.4g}, in layer {top}."
-    rounded = [
-        layer
-        for layer, heads in enumerate(last.get("dq_error", []))
-        if heads and max(heads, key=_size) >= MADE_BY_ROUNDING
-    ]
-    left = leaving(records)
-    gone = [f"Layer {layer} left at step {step}." for layer, step in left.items()]
-    if left or rounded:
-        errors = (
-            [f"The error of dQ's sum is at least the sum in layers {', '.join(map(str, rounded))}."] if rounded else []
-        )
+    finite = [record for record in records if all(map(math.isfinite, _tops(record)))]
+    broken = [f"Logits are not finite at step {r['step']}." for r in records if r not in finite][:1]
+    if not finite:
+        return ["UNCLEAR: no record has finite logits. Watch from an earlier checkpoint.", *broken]
+    tops = [max(layer) for layer in zip(*map(_tops, finite), strict=True)]
+    top = tops.index(max(tops))
+    largest = (
+        f"The largest logit of steps {finite[0]['step']} to {finite[-1]['step']} is {tops[top]:.4g}, in layer {top}."
+    )
+    often = Counter(layer for record in finite for layer in _rounded(record))
+    rounded = sorted(
+        layer for layer, times in often.items() if 2 * times >= len(finite) or layer in _rounded(finite[-1])
+    )
+    gone = [f"Layer {layer} ran away at step {step}." for layer, step in leaving(finite).items()]
+    if gone or rounded:
+        names = ", ".join(map(str, rounded))
+        errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
         control = "Run the control; or scripts/autopsy.py on a checkpoint, for yes or no."
-        return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, control]
-    if _size(tops[top]) < SMALL_LOGIT:
-        return ["NO: attention's rounding does not make this gradient; look at the recipe and the data.", largest]
-    return ["UNCLEAR: no layer left. Watch whether the logits grow.", largest]
+        return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
+    if tops[top] < SMALL_LOGIT and len(finite) >= FEW:
+        no = "NO: attention's rounding does not make this gradient; look at the recipe and the data."
+        return [no, largest, *broken]
+    return [f"UNCLEAR: no layer ran away in {len(finite)} records. Go on watching.", largest, *broken]
+
+
+def _tops(record: dict[str, Any]) -> list[float]:
+    """The largest logit of each layer; NaN where one is."""
+    return [math.nan if any(map(math.isnan, heads)) else max(heads) for heads in record["max_logit"]]
+
+
+def _rounded(record: dict[str, Any]) -> list[int]:
+    """Layers in which a head's dQ has an error as large as itself."""
+    errors = enumerate(record.get("dq_error", []))
+    return [layer for layer, heads in errors if heads and max(heads, key=_size) >= MADE_BY_ROUNDING]
 
 
 def leaving(records: Sequence[dict[str, Any]], rule: GrowthRule | None = None) -> dict[int, int]:
-    """Step at which each layer left, by the alarm's rule."""
+    """Step at which each layer ran away, by the alarm's rule."""
     import torch
 
     left: dict[int, int] = {}

@@ -143,7 +143,11 @@ def record(step: int, logit: float, **columns: list[float]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("records", "first"),
     [
-        ([record(0, 50.0), record(100, 90.0)], "NO"),
+        ([record(0, 50.0), record(100, 90.0), record(200, 90.0)], "NO"),
+        ([record(0, 50.0), record(100, 90.0)], "UNCLEAR"),
+        ([record(0, 50.0), record(100, 90.0), record(200, 90.0), record(300, math.nan)], "NO"),
+        ([record(0, 50.0), record(100, 1e5), record(200, 50.0)], "UNCLEAR"),
+        ([record(step, 50.0, dq_error=[0.1, 5.0 if step < 3 else 0.1]) for step in range(4)], "SUSPECT"),
         ([record(0, 50.0), record(100, 300.0)], "UNCLEAR"),
         ([record(0, 50.0, dq_error=[0.1, 2.0])], "SUSPECT"),
         ([record(step, (step / 100) ** 4) for step in range(100, 1001, 100)], "SUSPECT"),
@@ -159,6 +163,11 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
 def test_the_layer_that_left_is_named_with_its_step() -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
     assert leaving([record(step, (step / 100) ** 4) for step in range(100, 1001, 100)]) == {1: 600}
+
+
+def test_a_file_of_two_runs_is_refused() -> None:
+    with pytest.raises(UserError, match="step 0 follows step 100; expected a file of its own"):
+        log_answer([record(0, 1.0), record(100, 1.0), record(0, 1.0)])
 
 
 def test_a_file_of_another_kind_is_refused() -> None:

@@ -5,7 +5,7 @@ one format whose exponents differ too. Values stay float32 blocks on the coarser
 product reads them.
 
 Two faults of Triton's CPU interpreter (seen in 3.6.0, 3.8.0 and 3.9.0; tests/test_kernels.py pins both) are met here and in
-``rows.store_rows``: its product of two BF16 blocks is wrong, and its cast to BF16 truncates. There products read FP32
+``loads.store_rows``: its product of two BF16 blocks is wrong, and its cast to BF16 truncates. There products read FP32
 copies, which is exact, and rounding is integer arithmetic.
 """
 
