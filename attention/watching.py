@@ -48,7 +48,6 @@ COLUMNS = {
     "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
 }
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
-FROM_GRADIENTS = tuple(COLUMNS)[3:]
 RATES = "on GPT-2 124M this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _ONE = 1 - 2.0**-9
 
