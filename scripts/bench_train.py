@@ -4,7 +4,8 @@
 
 A variant is ``NAME`` or ``NAME: FLAGS``, flags as train.py takes them; flags of the command itself go to every variant. Each runs
 ``train.loop`` itself: batches drawn and recorded, metrics written, gradients clipped; no evaluation, checkpoint or probe falls into a
-round. A round runs every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds, and the range.
+round. A round runs every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds and their range,
+also of the ratio of tokens a second to nanoGPT's in the same round.
 nanoGPT runs as its bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
 A variant that fails is told of and makes the exit code 2; the others go on.
 """
@@ -15,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import shlex
 import statistics
 import sys
@@ -201,35 +201,40 @@ def one_round(contender: Contender, steps: int) -> None:
         contender.peak_bytes = max(contender.peak_bytes, torch.cuda.max_memory_allocated() - others)
 
 
-def row_of(contender: Contender, flops_per_token: int, peak: float | None) -> dict[str, Any]:
+def row_of(contender: Contender, nanogpt: Contender | None, flops_per_token: int, peak: float | None) -> dict[str, Any]:
     if contender.failed:
         return {"name": contender.name, "failed": contender.failed}
     median = statistics.median(contender.times)
     rate = contender.tokens_per_step / median
+    ratios = []
+    if nanogpt and not nanogpt.failed:
+        more = contender.tokens_per_step / nanogpt.tokens_per_step
+        ratios = [more * theirs / ours for theirs, ours in zip(nanogpt.times, contender.times, strict=True)]
     return {
         "name": contender.name,
         "settings": contender.settings,
         "ms_per_step": 1000 * median,
         "ms_all_rounds": [1000 * seconds for seconds in contender.times],
         "tokens_per_second": rate,
+        "of_nanogpt_all_rounds": ratios,
         "mfu": throughput.mfu(rate, flops_per_token, 1, peak),
         "peak_gib": contender.peak_bytes / 2**30,
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    sound = {row["name"]: row["tokens_per_second"] for row in rows if "failed" not in row}
-    lines = [f"{'variant':28} {'ms':>8} {'range':>15} {'tokens/s':>10} {'nano=1':>7} {'MFU':>6} {'GiB':>6}"]
+    lines = [f"{'variant':28} {'ms':>8} {'range':>15} {'tokens/s':>10} {'of nanoGPT':>19} {'MFU':>6} {'GiB':>6}"]
     for row in rows:
         if "failed" in row:
             lines.append(f"{row['name']:28} failed: {row['failed']}")
             continue
         low, high = min(row["ms_all_rounds"]), max(row["ms_all_rounds"])
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
-        times = row["tokens_per_second"] / sound.get("nanogpt", math.nan)
+        ratios = row["of_nanogpt_all_rounds"]
+        of_nanogpt = f"{statistics.median(ratios):.3f} {min(ratios):.3f}-{max(ratios):.3f}" if ratios else "-"
         lines.append(
             f"{row['name']:28} {row['ms_per_step']:8.2f} {low:7.2f}-{high:7.2f} {row['tokens_per_second']:10.0f} "
-            f"{times:7.3f} {mfu:>6} {row['peak_gib']:6.2f}"
+            f"{of_nanogpt:>19} {mfu:>6} {row['peak_gib']:6.2f}"
         )
     return "\n".join(lines)
 
@@ -240,7 +245,8 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     distributed.set_deterministic(True)  # cuBLAS hears of it before CUDA starts, whatever the first variant is
     torch._dynamo.config.recompile_limit = 256  # the variants share the code of one class
     contenders = [of_variant(recipe, text, folder) for text in args.variants]
-    contenders += [of_nanogpt(args.nanogpt, recipe, folder / "data")] if args.nanogpt else []
+    nanogpt = of_nanogpt(args.nanogpt, recipe, folder / "data") if args.nanogpt else None
+    contenders += [nanogpt] if nanogpt else []
     for _ in range(args.rounds):
         for contender in contenders:
             if not contender.failed:
@@ -260,7 +266,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "flops_per_token": flops,
-        "rows": [row_of(contender, flops, peak) for contender in contenders],
+        "rows": [row_of(contender, nanogpt, flops, peak) for contender in contenders],
     }
 
 
