@@ -132,7 +132,7 @@ PRESETS: dict[str, Preset] = {
     "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ, one product more", row_residual="corrected_rows"),
     "flash_centered_keys": _flash("the same with the mean key, no product", row_residual="centered_keys"),
     "flash_consistent": _flash(
-        "the backward pass has the forward pass's own P and O: rowsum(dS) is 0 until it is rounded, with no product more",
+        "the backward pass has the forward pass's own P and O: rowsum(dS) is 0 until dS is rounded",
         _consistent,
     ),
     "flash_recompute_o": _flash("an FP32 O, computed again", delta="recomputed_o"),
