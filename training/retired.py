@@ -1,11 +1,12 @@
-"""Fields of earlier configs that are gone: what a config.json or a checkpoint that has them means today."""
+"""What is gone: fields of earlier configs, and what a config.json or a checkpoint that has them means today; scripts."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from attention.renamed import today_in_record
-from errors import invalid
+from errors import UserError, exit_on_user_error, invalid
 
 ANY = None
 """Every value of the field computes what is computed today, to the last bit."""
@@ -35,6 +36,16 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
     "wandb.tags": ANY,
 }
 """Field -> values that a run of today goes on with, to the same bits. Commit c487be1 has the code for the others."""
+
+SCRIPTS = {"show_rounding": "docs/numerics.md has what it printed"}
+"""Script -> what there is in its place. Commit 253c621 has them."""
+
+
+@exit_on_user_error
+def answer_for(script: str) -> NoReturn:
+    """What the file of a script that is gone does: one line, exit code 2."""
+    name = Path(script).stem
+    raise UserError(f"scripts/{name}.py is gone: {SCRIPTS[name]}; commit 253c621 has the script")
 
 
 def upgraded(content: dict[str, Any], goes_on_from: object = None) -> dict[str, Any]:
