@@ -96,18 +96,21 @@ def batch(case: str = "full") -> dict[str, Tensor]:
 
 
 def loss_and_gradients(model: Any, inputs: dict[str, Tensor], autocast: bool = False) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    inputs = {name: x.to(model.device) for name, x in inputs.items()}
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
         loss = model(**inputs, use_cache=False).loss
     loss.backward()
     return torch.cat([loss.detach().flatten(), *(x.grad.flatten() for x in model.parameters())]).double()
 
 
-def assert_as_near_as_torchs(family: str, ours: str, case: str, *, autocast: bool = False, **changes: Any) -> None:
+def assert_as_near_as_torchs(
+    family: str, ours: str, case: str, device: torch.device, *, autocast: bool = False
+) -> None:
     """Loss and all gradients: 1.5 times the error of torch's attention at most."""
     inputs = batch(case)
-    exact = loss_and_gradients(make(family, "plain_formula", **changes).double(), inputs)
+    exact = loss_and_gradients(make(family, "plain_formula").double().to(device), inputs)
     errors = [
-        (loss_and_gradients(make(family, name, **changes), inputs, autocast) - exact).norm().item()
+        (loss_and_gradients(make(family, name).to(device), inputs, autocast) - exact).norm().item()
         for name in (ours, torchs(family))
     ]
     assert errors[0] <= 1.5 * errors[1]
@@ -116,25 +119,28 @@ def assert_as_near_as_torchs(family: str, ours: str, case: str, *, autocast: boo
 
 @EACH_FAMILY
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_loss_and_gradients(family: str, autocast: bool, ours: str) -> None:
-    assert_as_near_as_torchs(family, ours, "full", autocast=autocast)
+def test_loss_and_gradients(family: str, autocast: bool, ours: str, device: torch.device) -> None:
+    assert_as_near_as_torchs(family, ours, "full", device, autocast=autocast)
 
 
 @EACH_FAMILY
 @pytest.mark.parametrize("case", ["left", "right", "packed"])
-def test_padding_and_packing(family: str, case: str, ours: str) -> None:
-    assert_as_near_as_torchs(family, ours, case)
+def test_padding_and_packing(family: str, case: str, ours: str, device: torch.device) -> None:
+    assert_as_near_as_torchs(family, ours, case, device)
 
 
 @EACH_FAMILY
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_with_a_cache(family: str, cache: str, ours: str) -> None:
+def test_generation_with_a_cache(family: str, cache: str, ours: str, device: torch.device) -> None:
     """Two prompts, one padded on the left; more tokens than the window holds."""
     if cache == "static" and family == "GPT2":
         pytest.skip("GPT-2 has no static cache")
-    inputs = {name: x[:, :12] for name, x in batch("left").items() if name != "labels"}
+    if cache == "static" and device.type == "cuda" and family != "Llama":
+        pytest.skip("transformers compiles it there, which one family shows")
+    inputs = {name: x[:, :12].to(device) for name, x in batch("left").items() if name != "labels"}
     found, expected = (
         make(family, name)
+        .to(device)
         .eval()
         .generate(
             **inputs,

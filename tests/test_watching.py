@@ -64,15 +64,15 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_columns_are_those_of_a_plain_fp64_computation() -> None:
-    model = Model()
-    with watch(model, sequences=B) as seen, torch.autocast("cpu", torch.bfloat16):
-        loss = model(data())
+def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> None:
+    model = Model().to(device)
+    with watch(model, sequences=B) as seen, torch.autocast(device.type, torch.bfloat16):
+        loss = model(data().to(device))
         block = model.blocks[1]
         q, k, v, o = block.seen
         do, dq = torch.autograd.grad(loss, (o, q), retain_graph=True)
         loss.backward()
-    q, k, v, o, do, dq = (x.detach().to(torch.bfloat16).double() for x in (q, k, v, o, do, dq))
+    q, k, v, o, do, dq = (x.detach().to(torch.bfloat16).double().cpu() for x in (q, k, v, o, do, dq))
     hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
     s = (q @ k.mT / D**0.5).masked_fill(hidden, -math.inf)
     p, dp = s.softmax(dim=-1), do @ v.mT
@@ -146,24 +146,25 @@ def test_between_looks_no_call_is_intercepted(monkeypatch: pytest.MonkeyPatch) -
         assert torch.overrides._get_current_function_mode() is None
 
 
-def test_the_packages_own_attention_is_seen_where_it_replaces_torchs() -> None:
-    model = Model()
+def test_the_packages_own_attention_is_seen_where_it_replaces_torchs(device: torch.device) -> None:
+    model = Model().to(device)
     with watch(model) as seen, attention.replace_sdpa("flash_delta_from_p"):
-        model(data()).backward()
+        model(data().to(device)).backward()
     assert [len(heads) for heads in seen.record["dq_error"]] == [H, H]
 
 
-def test_activation_checkpointing_and_compilation_hide_nothing() -> None:
-    looks = []
+def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.device) -> None:
+    looks, x = [], data().to(device)
     for kind in ("plain", "checkpointed", "compiled"):
-        model = Model()
+        model = Model().to(device)
         model.checkpointed = kind == "checkpointed"
-        called: Any = torch.compile(model, backend="eager") if kind == "compiled" else model
+        backend = "eager" if device.type == "cpu" else "inductor"
+        called: Any = torch.compile(model, backend=backend) if kind == "compiled" else model
         if kind == "compiled":
-            called(data()).backward()
+            called(x).backward()
             model.zero_grad()
         with watch(called) as seen:
-            called(data()).backward()
+            called(x).backward()
         looks.append({name: value for name, value in seen.record.items() if name != "clock"})
     assert looks[0] == looks[1] == looks[2]
     assert len(looks[0]["dq_error"]) == 2
@@ -236,10 +237,10 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     assert all("layer 0" in line and "\n" not in line for line in said)
 
 
-def test_a_layer_that_left_runs_the_preset_it_is_switched_to() -> None:
+def test_a_layer_that_left_runs_the_preset_it_is_switched_to(device: torch.device) -> None:
     rule = GrowthRule(exponent=0.0, logit=0.0, window=1.1, probes=1, share=0.0)
-    model, coarse = Growing(1.0), attention.AttentionSpec(numerics="microcosm")
-    x = data().view(B, T, H, D).transpose(1, 2).bfloat16()
+    model, coarse = Growing(1.0).to(device), attention.AttentionSpec(numerics="microcosm")
+    x = data().view(B, T, H, D).transpose(1, 2).to(device, torch.bfloat16)
     with watch(model, every=1, switch=coarse, rule=rule, say=lambda line: None) as seen:
         for _ in range(4):
             found = model(x)
