@@ -1,18 +1,22 @@
-"""Time the attention kernels against their peers, all in one process and interleaved; a table, and the numbers as JSON.
+"""Time the attention kernels against their peers, all in one process and interleaved; tables, and the numbers as JSON.
 
-    python scripts/bench_attention.py [--shapes 32,1024 8,4096] [--presets flash flash_stable] [--json FILE]
+    python scripts/bench_attention.py [--shapes 32,1024 4,4096,32,8,128] [--presets flash flash_stable] [--json FILE]
 
-Each call is captured once as a CUDA graph and replayed, so that times are the device's, without Python's. A round times every
-peer once; the table has medians over rounds. FLOPs: 4 B H T^2 D forward, halved where causal; 2.5 times that backward, delta
-included.
+A shape is B,T,H,HK,D: HK heads of keys and values, D a head's dim; B,T alone is GPT-2's B,T,12,12,64. Each call is captured once
+as a CUDA graph and replayed, so that times are the device's, without Python's. A round times every peer once. The first table has
+medians over rounds, the second the ratios of a round, of which it shows the median and the 10th and 90th percentile. FLOPs:
+4 B H T^2 D forward, halved where causal; 2.5 times that backward, delta included. A peer that is not installed is named and left
+out, and so is one whose results are not the first peer's.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.metadata
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +27,26 @@ from torch import Tensor
 import files
 from attention import AttentionConfig, AttentionSpec
 from attention.dispatch import run
-from errors import OneLineParser, UserError, check_place, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, check_place, exit_on_user_error, first_line, invalid
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Shape = tuple[int, int, int, int, int]
+KINDS = ("forward", "backward")
+# Head dims 64, 128 and 256, of 16,384 or 32,768 tokens; those of 128 also with grouped queries.
+SHAPES = [
+    *("32,1024", "8,4096", "4,8192"),
+    *("16,1024,16,16,128", "4,4096,16,16,128", "2,8192,16,16,128"),
+    *("16,1024,32,8,128", "4,4096,32,8,128", "2,8192,32,8,128"),
+    *("16,1024,16,4,256", "4,4096,16,4,256", "2,8192,16,4,256"),
+]
+
+
+def version(package: str) -> str | None:
+    """Of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def library(spec: AttentionSpec, causal: bool, n_head: int) -> Attention:
@@ -36,12 +57,14 @@ def library(spec: AttentionSpec, causal: bool, n_head: int) -> Attention:
 
 
 def flex(length: int, causal: bool) -> Attention:
-    """torch's FlexAttention, compiled."""
+    """torch's FlexAttention, compiled with torchtitan's options (its ``models/common/attention.py``)."""
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # backward is called many times on one graph
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+    torch._dynamo.reset()  # else a later shape is compiled for any shape, and after some it is not compiled at all
+    options: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": False}
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, options=options)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length) if causal else None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -51,12 +74,12 @@ def flex(length: int, causal: bool) -> Attention:
     return call
 
 
-def flash_attention_3(causal: bool) -> Attention:
-    """FlashAttention-3. Raises ``ImportError`` where it is not installed."""
-    from flash_attn_interface import flash_attn_func
+def foreign(module: str, causal: bool, **options: bool) -> Attention:
+    """``flash_attn_func`` of FlashAttention-3 or -4. Raises ``ImportError`` where it is not installed."""
+    flash_attn_func = importlib.import_module(module).flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = flash_attn_func(q, k, v, causal=causal)
+        result = flash_attn_func(q, k, v, causal=causal, **options)
         return result[0] if isinstance(result, tuple) else result
 
     return call
@@ -77,20 +100,24 @@ def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def prepare(
-    call: Attention, shape: tuple[int, int, int, int], kv_heads: int, alive: list[Any]
-) -> dict[str, torch.cuda.CUDAGraph]:
+def prepare(call: Attention, shape: Shape, expected: list[Tensor], alive: list[Any]) -> dict[str, torch.cuda.CUDAGraph]:
     """Graphs of forward and backward on views of a fused projection [B, T, H + 2 HK, D], as a model calls it.
 
-    What the graphs read is appended to ``alive``: they know addresses only, and keep no tensor.
+    ``expected``: O, dQ, dK and dV of the first peer, filled in by it. What the graphs read is appended to ``alive``: they know
+    addresses only, and keep no tensor. Raises ``ValueError`` where a result is 5 % from the first peer's.
     """
-    b, t, h, d = shape
+    b, t, h, hk, d = shape
     generator = torch.Generator("cuda").manual_seed(0)
-    fused = torch.randn(b, t, h + 2 * kv_heads, d, device="cuda", dtype=torch.bfloat16, generator=generator)
-    q, k, v = (x.requires_grad_() for x in fused.split([h, kv_heads, kv_heads], dim=2))
+    fused = torch.randn(b, t, h + 2 * hk, d, device="cuda", dtype=torch.bfloat16, generator=generator)
+    q, k, v = (x.requires_grad_() for x in fused.split([h, hk, hk], dim=2))
     do = torch.randn(b, t, h, d, device="cuda", dtype=torch.bfloat16, generator=generator)
     o = call(q, k, v)
-    torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    results = [o.detach(), *torch.autograd.grad(o, (q, k, v), do, retain_graph=True)]
+    expected += results if not expected else []
+    for name, result, other in zip(("O", "dQ", "dK", "dV"), results, expected, strict=True):
+        distance = ((result.float() - other.float()).norm() / other.float().norm()).item()
+        if not distance < 0.05:
+            raise ValueError(f"{name} is {distance:.2g} from the first peer's")
     alive += [fused, q, k, v, o, do]
     graphs = {"forward": capture(lambda: call(q, k, v))}
     graphs["backward"] = capture(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
@@ -114,35 +141,49 @@ def interleave(graphs: dict[str, dict[str, torch.cuda.CUDAGraph]], rounds: int) 
     return times
 
 
-def measure(
-    shape: tuple[int, int, int, int], kv_heads: int, specs: dict[str, AttentionSpec], causal: bool, rounds: int
-) -> list[dict]:
-    b, t, h, d = shape
-    peers: dict[str, Callable[[], Attention]] = {
-        "sdpa_flash": lambda: library(AttentionSpec(preset="sdpa_flash"), causal, h),
-        "sdpa_cudnn": lambda: library(AttentionSpec(preset="sdpa_cudnn"), causal, h),
+def peers_of(specs: dict[str, AttentionSpec], shape: Shape, causal: bool) -> dict[str, Callable[[], Attention]]:
+    """What makes each peer, and each preset of this repository's kernels."""
+    _, t, h, _, _ = shape
+    fa4 = "flash_attn.cute"
+    return {
+        "fa2 (torch)": lambda: library(AttentionSpec(preset="sdpa_flash"), causal, h),
+        "cudnn": lambda: library(AttentionSpec(preset="sdpa_cudnn"), causal, h),
         "flex": lambda: flex(t, causal),
-        "fa3": lambda: flash_attention_3(causal),
+        "fa3": lambda: foreign("flash_attn_interface", causal),
+        "fa4": lambda: foreign(fa4, causal),
+        "fa4 deterministic": lambda: foreign(fa4, causal, deterministic=True),
         **{name: functools.partial(library, spec, causal, h) for name, spec in specs.items()},
     }
+
+
+def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: bool, rounds: int) -> list[dict]:
+    """A row for each peer: milliseconds of every round and their medians, or why there are none."""
+    b, t, h, _, d = shape
     graphs: dict[str, dict[str, torch.cuda.CUDAGraph]] = {}
-    absent: dict[str, str] = {}
+    rows: list[dict] = []
     alive: list[Any] = []
+    expected: list[Tensor] = []
     for name, build in peers.items():
         try:
             call = build()
             try:
-                graphs[name] = prepare(call, shape, kv_heads, alive)
+                graphs[name] = prepare(call, shape, expected, alive)
             except torch.AcceleratorError:
                 # The first capture of a process failed twice with torch 2.11, SDPA first both times; the next does not.
-                graphs[name] = prepare(call, shape, kv_heads, alive)
+                graphs[name] = prepare(call, shape, expected, alive)
         except Exception as error:
             # A peer that this machine lacks is no reason to lose the others; the table says which and why.
-            absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            rows.append(
+                {
+                    "shape": shape,
+                    "causal": causal,
+                    "name": name,
+                    "absent": f"{type(error).__name__}: {first_line(error)}",
+                }
+            )
     flops = 4 * b * h * t * t * d / (2 if causal else 1)
-    rows = []
     for name, kinds in interleave(graphs, rounds).items():
-        row: dict[str, Any] = {"shape": shape, "kv_heads": kv_heads, "causal": causal, "name": name}
+        row: dict[str, Any] = {"shape": shape, "causal": causal, "name": name}
         for kind, factor in (("forward", 1.0), ("backward", 2.5)):
             median = statistics.median(kinds[kind])
             row |= {
@@ -151,39 +192,68 @@ def measure(
                 f"{kind}_all_ms": kinds[kind],
             }
         rows.append(row)
-    return rows + [{"shape": shape, "causal": causal, "name": name, "absent": why} for name, why in absent.items()]
+    return rows
 
 
 def table(rows: list[dict]) -> str:
-    lines = [f"{'B, T, H, D':18} {'kernel':28} {'fwd ms':>8} {'TFLOP/s':>8} {'bwd ms':>8} {'TFLOP/s':>8}"]
+    lines = [f"{'B, T, H, HK, D':22} {'kernel':28} {'fwd ms':>8} {'TFLOP/s':>8} {'bwd ms':>8} {'TFLOP/s':>8}"]
     for row in rows:
-        shape = ", ".join(map(str, row["shape"]))
-        if "absent" in row:
-            lines.append(f"{shape:18} {row['name']:28} {row['absent']}")
-            continue
-        numbers = (f"{row[f'{k}_ms']:8.3f} {row[f'{k}_tflops']:8.0f}" for k in ("forward", "backward"))
-        lines.append(f"{shape:18} {row['name']:28} {' '.join(numbers)}")
+        head = f"{', '.join(map(str, row['shape'])):22} {row['name']:28} "
+        numbers = (f"{row[f'{k}_ms']:8.3f} {row[f'{k}_tflops']:8.0f}" for k in KINDS if "absent" not in row)
+        lines.append(head + (row["absent"][:120] if "absent" in row else " ".join(numbers)))
     return "\n".join(lines)
 
 
-def batch_and_length(text: str) -> tuple[int, int]:
-    """(B, T) of a shape as typed. Raises ``UserError`` for what is none."""
-    batch, _, length = text.partition(",")
-    if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
-        raise invalid("--shapes", text, "B,T, two whole numbers of 1 or more")
-    return int(batch), int(length)
+def spread(ratios: list[float]) -> str:
+    """Median (10th to 90th percentile)."""
+    ordered = sorted(ratios)
+    low, high = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
+    return f"{statistics.median(ordered):.2f} ({low:.2f} to {high:.2f})"
+
+
+def ratios(rows: list[dict], ours: Iterable[str]) -> str:
+    """A peer's time over ours, round by round: above 1, ours is the faster."""
+    lines = [f"{'B, T, H, HK, D':22} {'peer over ours':46} " + " ".join(f"{kind:>21}" for kind in (*KINDS, "both"))]
+    timed = [row for row in rows if "absent" not in row]
+    for our in (row for row in timed if row["name"] in ours):
+        for peer in (row for row in timed if row["shape"] == our["shape"] and row["name"] not in ours):
+            columns = []
+            for kinds in (["forward"], ["backward"], KINDS):
+                theirs, own = (
+                    [sum(times) for times in zip(*(row[f"{k}_all_ms"] for k in kinds), strict=True)]
+                    for row in (peer, our)
+                )
+                columns.append(f"{spread([a / b for a, b in zip(theirs, own, strict=True)]):>21}")
+            head = f"{', '.join(map(str, our['shape'])):22} {peer['name'] + ' / ' + our['name']:46} "
+            lines.append(head + " ".join(columns))
+    return "\n".join(lines)
+
+
+def shape_of(text: str) -> Shape:
+    """(B, T, H, HK, D) of a shape as typed. Raises ``UserError`` for what is none."""
+    words = text.split(",")
+    if len(words) not in (2, 5) or not all(word.isdecimal() and int(word) for word in words):
+        raise invalid("--shapes", text, "B,T or B,T,H,HK,D, whole numbers of 1 or more")
+    b, t, h, hk, d = [int(word) for word in words] + ([12, 12, 64] if len(words) == 2 else [])
+    if h % hk:
+        raise invalid("--shapes", text, f"HK = {hk} to divide H = {h}")
+    return b, t, h, hk, d
 
 
 @exit_on_user_error
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["32,1024", "8,4096", "4,8192"], metavar="B,T")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; default: --heads")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,T[,H,HK,D]")
     parser.add_argument("--presets", nargs="+", default=["flash"], help="presets to run with the flash backend")
     parser.add_argument("--numerics", default="hardware")
     parser.add_argument("--sites", nargs="*", default=[], help="site=value, for all presets")
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=[],
+        metavar="PEER",
+        help="peers to leave out, such as flex: it compiles for minutes",
+    )
     parser.add_argument("--full", action="store_true", help="not causal")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
@@ -192,24 +262,33 @@ def main() -> None:
         raise invalid("--rounds", args.rounds, "at least 1")
     if args.json:
         check_place(args.json, "--json")
-    kv_heads = args.heads if args.kv_heads is None else args.kv_heads
-    if kv_heads < 1 or args.heads % kv_heads:
-        raise invalid("--kv-heads", kv_heads, f"a divisor of --heads {args.heads}")
-    shapes = [(*batch_and_length(text), args.heads, args.head_dim) for text in args.shapes]
+    shapes = [shape_of(text) for text in args.shapes]
     specs = {
         f"{name} (triton)": AttentionSpec(preset=name, numerics=args.numerics, sites=tuple(args.sites), backend="flash")
         for name in args.presets
     }
     for spec in specs.values():
         spec.resolve()
+    known = peers_of({}, shapes[0], True)
+    for name in args.without:
+        if name not in known:
+            raise invalid("--without", name, ", ".join(known))
     if not torch.cuda.is_available():
         raise UserError("scripts/bench_attention.py needs a CUDA device")
     rows = []
     for shape in shapes:
-        rows += measure(shape, kv_heads, specs, not args.full, args.rounds)
-    print(table(rows))
+        peers = peers_of(specs, shape, not args.full)
+        rows += measure(shape, {k: v for k, v in peers.items() if k not in args.without}, not args.full, args.rounds)
+        print(f"{shape} timed", file=sys.stderr)
+    print(table(rows), ratios(rows, specs), sep="\n\n")
     if args.json:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        packages = {name: version(name) for name in ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn-3")}
+        machine = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            **packages,
+        }
         command = [files.without_folders(word) for word in sys.argv]
         args.json.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(args.json, {"command": command, "machine": machine, "rows": rows})

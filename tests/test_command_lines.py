@@ -37,7 +37,12 @@ def test_an_option_that_there_is_not_is_one_line(
     ("script", "arguments", "words"),
     [
         ("bench_attention", ["--shapes", "32"], "--shapes = '32': expected B,T"),
-        ("bench_attention", ["--kv-heads", "5"], "--kv-heads = 5: expected a divisor of --heads 12"),
+        (
+            "bench_attention",
+            ["--shapes", "1,64,12,5,64"],
+            "--shapes = '1,64,12,5,64': expected HK = 5 to divide H = 12",
+        ),
+        ("bench_attention", ["--without", "fa5"], "--without = 'fa5': expected fa2 (torch), cudnn, flex"),
         ("bench_train", [DEBUG, "--rounds", "0"], "--rounds = 0: expected at least 1"),
         ("bench_train", [DEBUG, "--nanogpt", "nowhere"], "--nanogpt nowhere: no model.py in it"),
         ("bench_train", [DEBUG, "--variants", "plain", "x=optim.lr=1"], "'x=optim.lr=1': expected NAME, or"),
