@@ -58,17 +58,6 @@ def test_an_option_that_there_is_not_is_one_line(
             ["--json", BELOW_A_FILE],
             f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder",
         ),
-        ("run_variants", [DEBUG, "--variants", "a: --run.steps 'x"], "reads them: No closing quotation"),
-        (
-            "run_variants",
-            [DEBUG, "--logs", DEBUG, "--variants", "a"],
-            f"--logs {DEBUG}/a.log: cannot be written ({DEBUG} is",
-        ),
-        (
-            "run_variants",
-            [DEBUG, "--variants", f"@{ROOT}/replay_batches/fast_failure/offsets.npy"],
-            "@FILE: not a file of text",
-        ),
     ],
 )
 def test_what_is_missing_or_malformed_is_named(

@@ -58,6 +58,15 @@ def test_ablation_changes_attention_only(ablation: Path) -> None:
     assert dataclasses.replace(changed, attention=plain.attention) == plain
 
 
+def test_every_run_of_the_reproduction_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PRESETS.parent)
+    lines = (PRESETS / "reproduction.txt").read_text().splitlines()
+    runs = dict(line.partition(":")[::2] for line in lines if not line.startswith("#"))
+    loaded = {name: load([str(PRESETS / "fast_failure.py"), *flags.split()]) for name, flags in runs.items()}
+    assert len(loaded) > 30
+    assert len({str(config.attention) for config in loaded.values()}) > 15
+
+
 def test_json_has_no_tuples() -> None:
     rules = (AttentionRule(layers=(1,), heads=(0, 2)),)
     config = dataclasses.replace(

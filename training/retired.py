@@ -37,7 +37,10 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
 }
 """Field -> values that a run of today goes on with, to the same bits. Commit c487be1 has the code for the others."""
 
-SCRIPTS = {"show_rounding": "docs/numerics.md has what it printed"}
+SCRIPTS = {
+    "run_variants": "a shell's loop over train.py does it, as on top of configs/reproduction.txt",
+    "show_rounding": "docs/numerics.md has what it printed",
+}
 """Script -> what there is in its place. Commit 253c621 has them."""
 
 
