@@ -74,8 +74,6 @@ def spread(tokens_N: Tensor, batches: int, sequences: int, length: int, where: s
 
 def read_tokens(path: Path, vocabulary_size: int) -> Tensor:
     """Validation tokens [N] int64 of a data set that this vocabulary covers."""
-    if path == Path():  # of a run whose recording carried its tokens
-        raise invalid("--data", "", "the folder of a data set: the run's own config names none")
     data = TokenFile.open(path, "val", verify="sha256")
     if data.header.vocabulary_size > vocabulary_size:
         raise invalid("--data", str(path), f"tokens of at most the model's vocabulary, {vocabulary_size}")

@@ -9,11 +9,10 @@ Shapes: G global batch, B micro-batch, T sequence length, W validation windows, 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ class DataConfig:
     """Where tokens come from and how they are put into batches."""
 
     dataset: str = "data/tokens/stdlib"
-    """Folder that scripts/prepare_data.py wrote. Empty: none, for a replay of a recording that carries its tokens."""
+    """Folder that scripts/prepare_data.py wrote."""
     sequence_length: int = 1024
     """Tokens a sequence."""
     global_batch: int = 32
@@ -42,12 +41,10 @@ class DataConfig:
     """Folder to record the batches to, e.g. replay_batches/NAME."""
     replay: str = ""
     """Folder of a recording whose batches to use again."""
-    record_tokens: bool = False
-    """Put the tokens themselves into the recording, so that a replay needs no data set."""
     verify: Literal["sha256", "size"] = "sha256"
     """Check of the token files at the start: all bytes, or their size only."""
     validation_sequences: int = 640
-    """Sequences of the fixed validation set, the same in every run whatever its batch sizes. Carried tokens bring their own."""
+    """Sequences of the fixed validation set, the same in every run whatever its batch sizes."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "global_batch", "micro_batch", "validation_sequences"):
@@ -64,8 +61,6 @@ class DataConfig:
             raise invalid(
                 "data.record", self.record, f"nothing while data.replay = {self.replay!r} is set: use one of them"
             )
-        if self.record_tokens and not self.record:
-            raise invalid("data.record_tokens", self.record_tokens, "data.record to be set with it")
 
 
 def random_offsets(seed: int, position: int, count: int, sequence_length: int, global_batch: int) -> np.ndarray:
@@ -80,20 +75,8 @@ def validation_offsets(count: int, sequence_length: int, windows: int) -> np.nda
     return np.arange(windows, dtype=np.int64) * (count - sequence_length - 1) // max(windows - 1, 1)
 
 
-class Sequences(Protocol):
-    """Where the tokens of a batch come from; all results have the data's dtype and shape [N, T + 1]."""
-
-    validation_windows: int
-
-    def training(self, step: int, offsets_G: np.ndarray, columns: slice) -> np.ndarray:
-        """The sequences at places ``columns`` of step ``step``, whose offsets are ``offsets_G``."""
-
-    def validation(self, windows: slice) -> np.ndarray:
-        """Validation windows by number."""
-
-
-class DatasetSequences:
-    """Sequences cut from train.bin and val.bin."""
+class Sequences:
+    """Sequences cut from train.bin and val.bin, [N, T + 1] in the data's dtype."""
 
     def __init__(self, train: TokenFile, validation: TokenFile, sequence_length: int, validation_windows: int):
         for file in (train, validation):
@@ -107,25 +90,13 @@ class DatasetSequences:
         self._places_T = np.arange(sequence_length + 1)
         self._starts_W = validation_offsets(validation.header.count, sequence_length, validation_windows)
 
-    def training(self, step: int, offsets_G: np.ndarray, columns: slice) -> np.ndarray:
-        return self._train.tokens[offsets_G[columns].astype(np.int64)[:, None] + self._places_T]
+    def training(self, offsets_N: np.ndarray) -> np.ndarray:
+        """The training sequences at these offsets."""
+        return self._train.tokens[offsets_N.astype(np.int64)[:, None] + self._places_T]
 
     def validation(self, windows: slice) -> np.ndarray:
+        """Validation windows by number."""
         return self._validation.tokens[self._starts_W[windows, None] + self._places_T]
-
-
-class CarriedSequences:
-    """Sequences that a recording carries."""
-
-    def __init__(self, tokens_SGT: np.ndarray, validation_WT: np.ndarray):
-        self.validation_windows = len(validation_WT)
-        self._tokens, self._validation = tokens_SGT, validation_WT
-
-    def training(self, step: int, offsets_G: np.ndarray, columns: slice) -> np.ndarray:
-        return self._tokens[step, columns]
-
-    def validation(self, windows: slice) -> np.ndarray:
-        return self._validation[windows]
 
 
 def _inputs_and_targets(block_BT: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -207,15 +178,9 @@ class Batches:
         offsets_G = self._offsets_at(step)
         size = self._config.micro_batch
         first = [(m * self._world_size + self._rank) * size for m in range(self.accumulation())]
-        batches = [
-            _inputs_and_targets(self._sequences.training(step, offsets_G, slice(start, start + size)))
-            for start in first
-        ]
+        batches = [_inputs_and_targets(self._sequences.training(offsets_G[start : start + size])) for start in first]
         if self._recorder is not None:
-            carried = self.header.carries_tokens
-            self._recorder.append(
-                offsets_G, self._sequences.training(step, offsets_G, slice(None)) if carried else None
-            )
+            self._recorder.append(offsets_G)
         self._digest = next_checksum(self._digest, offsets_G)
         self.position += 1
         return batches
@@ -269,10 +234,7 @@ def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFi
         ("validation", header.validation_sha256, validation),
     ):
         if file.header.sha256 != recorded:
-            way_out = "set --data.dataset to the folder with the former"
-            if header.carries_tokens:
-                way_out += ', or to "" for the tokens that the recording carries'
-            way_out += "; or record anew with scripts/make_recording.py"
+            way_out = "set --data.dataset to the folder with the former; or record anew with scripts/make_recording.py"
             raise UserError(
                 f"{config.replay} was recorded on other {name} tokens: SHA-256 {recorded[:16]}..., "
                 f"those of data.dataset = {config.dataset} have {file.header.sha256[:16]}...: {way_out}"
@@ -280,38 +242,26 @@ def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFi
 
 
 def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tuple[TokenFile, TokenFile]:
-    folder = Path(config.dataset)
     if not config.dataset:
-        why = f": {config.replay} does not carry its tokens" if config.replay else ""
-        raise invalid("data.dataset", config.dataset, f"the folder of a data set{why}")
+        raise invalid("data.dataset", config.dataset, "the folder of a data set")
+    folder = Path(config.dataset)
     return TokenFile.open(folder, "train", verify=verify), TokenFile.open(folder, "val", verify=verify)
 
 
-def _replayed(config: DataConfig, verify: Literal["sha256", "size"]) -> tuple[Recording, Sequences]:
+def _open_recording(config: DataConfig) -> Recording:
     folder = Path(config.replay)
     if not folder.is_dir():
         raise invalid("data.replay", config.replay, "the folder of a recording, e.g. replay_batches/NAME")
     recording = Recording.open(folder)
-    header = recording.header
-    _check_replay(config, header)
-    if recording.tokens is not None and recording.validation is not None:
-        # A data set that is there must still be the right one: a run's record names it.
-        if config.dataset and (Path(config.dataset) / "train.bin").exists():
-            _check_same_data(config, header, *_open_dataset(config, "size"))
-        return recording, CarriedSequences(recording.tokens, recording.validation)
-    train, validation = _open_dataset(config, verify)
-    _check_same_data(config, header, train, validation)
-    return recording, DatasetSequences(train, validation, config.sequence_length, config.validation_sequences)
+    _check_replay(config, recording.header)
+    return recording
 
 
-def _new_header(
-    config: DataConfig, train: TokenFile, sequences: DatasetSequences, source_run: str, val_sha: str
-) -> RecordingHeader:
-    windows = sequences.validation(slice(None)) if config.record_tokens else None
+def _new_header(config: DataConfig, train: TokenFile, validation: TokenFile, source_run: str) -> RecordingHeader:
     return RecordingHeader(
         data_sha256=train.header.sha256,
         data_tokens=train.header.count,
-        validation_sha256=val_sha,
+        validation_sha256=validation.header.sha256,
         sequence_length=config.sequence_length,
         global_batch=config.global_batch,
         seed=config.seed,
@@ -319,9 +269,6 @@ def _new_header(
         vocabulary=train.header.vocabulary,
         vocabulary_size=train.header.vocabulary_size,
         dtype=train.header.dtype,
-        carries_tokens=config.record_tokens,
-        validation_windows=0 if windows is None else len(windows),
-        validation_windows_sha256="" if windows is None else hashlib.sha256(windows.tobytes()).hexdigest(),
     )
 
 
@@ -343,22 +290,20 @@ def open_batches(
             f"data.micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
         )
         raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
-    # The processes of one host share the files: one of them reads all bytes.
-    verify = config.verify if rank == 0 else "size"
     position = resume_at or 0
-    recording, recorder = None, None
-    sequences: Sequences
-    if config.replay:
-        recording, sequences = _replayed(config, verify)
+    recording, recorder = _open_recording(config) if config.replay else None, None
+    # The processes of one host share the files: one of them reads all bytes.
+    train, validation = _open_dataset(config, config.verify if rank == 0 else "size")
+    if recording is not None:
         header = recording.header
+        _check_same_data(config, header, train, validation)
         if position > recording.steps:
             raise _ended(config.replay, recording.steps)
     else:
-        train, validation = _open_dataset(config, verify)
-        sequences = DatasetSequences(train, validation, config.sequence_length, config.validation_sequences)
-        header = _new_header(config, train, sequences, source_run, validation.header.sha256)
-        if config.record and rank == 0:
-            recorder = _open_recorder(Path(config.record), header, sequences, resume_at)
+        header = _new_header(config, train, validation, source_run)
+    sequences = Sequences(train, validation, config.sequence_length, config.validation_sequences)
+    if config.record and rank == 0:
+        recorder = _open_recorder(Path(config.record), header, resume_at)
     return Batches(
         config,
         header,
@@ -371,9 +316,9 @@ def open_batches(
     )
 
 
-def _open_recorder(folder: Path, header: RecordingHeader, sequences: Sequences, resume_at: int | None) -> Recorder:
+def _open_recorder(folder: Path, header: RecordingHeader, resume_at: int | None) -> Recorder:
     if resume_at is None or (resume_at == 0 and not folder.exists()):
-        return Recorder.create(folder, header, sequences.validation(slice(None)) if header.carries_tokens else None)
+        return Recorder.create(folder, header)
     if resume_at == 0 and read_header(folder)[2]:
         raise UserError(f"{folder}: a finished recording, and this run starts from step 0: record under another name")
     return Recorder.resume(folder, header, resume_at)

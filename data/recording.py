@@ -3,7 +3,7 @@
 ``replay_batches/README.md`` defines the format byte by byte. ``Recorder`` appends one row an optimizer step, ``Recording`` reads
 and checks. Nothing here knows how batches are drawn or split over processes: that is ``data/batches.py``.
 
-Shapes: S steps, G global batch (sequences an optimizer step), T sequence length, W validation windows.
+Shapes: S steps, G global batch (sequences an optimizer step).
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 import files
-from data.token_files import check_tokens, mistyped
+from data.token_files import DTYPES, mistyped
 from errors import UserError, check_size
 
 FORMAT_VERSION = 1
 HEAD_BYTES = 128
 CHECKSUM_BYTES = 8
-TOKEN_DTYPES = ("uint8", "uint16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,8 @@ class RecordingHeader:
     vocabulary: str
     vocabulary_size: int
     dtype: str
-    carries_tokens: bool
+    # Of recordings that carried their tokens, which commit 253c621 reads.
+    carries_tokens: bool = False
     validation_windows: int = 0
     validation_windows_sha256: str = ""
 
@@ -63,87 +63,36 @@ def checksum_of_facts(facts: dict[str, Any]) -> bytes:
     return hashlib.sha256(text.encode("ascii")).digest()[:CHECKSUM_BYTES]
 
 
-def next_checksum(previous: bytes, offsets_G: np.ndarray, tokens_GT: np.ndarray | None = None) -> bytes:
-    """8 bytes: first bytes of SHA-256(previous || offsets as little-endian uint64 [|| the step's tokens])."""
-    digest = hashlib.sha256(previous)
-    digest.update(np.ascontiguousarray(offsets_G, dtype="<u8").data)
-    if tokens_GT is not None:
-        digest.update(np.ascontiguousarray(tokens_GT).data)
-    return digest.digest()[:CHECKSUM_BYTES]
+def next_checksum(previous: bytes, offsets_G: np.ndarray) -> bytes:
+    """8 bytes: first bytes of SHA-256(previous || offsets as little-endian uint64)."""
+    return hashlib.sha256(previous + stored(offsets_G)).digest()[:CHECKSUM_BYTES]
 
 
-def npy_head(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The first 128 bytes of a NumPy file (format 1.0), padded to one size whatever the number of rows."""
-    text = f"{{'descr': '{np.dtype(dtype).newbyteorder('<').str}', 'fortran_order': False, 'shape': {shape}, }}"
+def stored(offsets_G: np.ndarray) -> bytes:
+    return np.ascontiguousarray(offsets_G, dtype="<u8").tobytes()
+
+
+def npy_head(rows: int, numbers: int) -> bytes:
+    """The first 128 bytes of a NumPy file (format 1.0) of uint64 [rows, numbers], padded to one size whatever the number of rows."""
+    text = f"{{'descr': '<u8', 'fortran_order': False, 'shape': {(rows, numbers)}, }}"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", HEAD_BYTES - 10) + text.ljust(HEAD_BYTES - 11).encode() + b"\n"
 
 
-def row_bytes(dtype: str, row_shape: tuple[int, ...]) -> int:
-    return np.dtype(dtype).itemsize * math.prod(row_shape)
-
-
-class RowFile:
-    """A NumPy file that grows by rows. The row is written first and counted second, so that it is there whole or not at all."""
-
-    def __init__(self, path: Path, dtype: str, row_shape: tuple[int, ...], rows: int):
-        """Open ``path`` (made when absent) for writing after ``rows`` rows; what lies beyond them is cut."""
-        self.dtype, self.row_shape = dtype, row_shape
-        self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)  # noqa: SIM115
-        self._put(0, npy_head(dtype, (rows, *row_shape)))
-        self._file.truncate(self._start(rows))
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
-    def _start(self, row: int) -> int:
-        return HEAD_BYTES + row * row_bytes(self.dtype, self.row_shape)
-
-    def _put(self, position: int, content: bytes) -> None:
-        self._file.seek(position)
-        while content:
-            content = content[self._file.write(content) :]
-
-    def put_last(self, row: int, content: bytes) -> None:
-        """Write row number ``row``, which becomes the last one."""
-        self._put(self._start(row), content)
-        self._put(0, npy_head(self.dtype, (row + 1, *self.row_shape)))
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _token_shape(header: RecordingHeader) -> tuple[int, int]:
-    return header.global_batch, header.sequence_length + 1
-
-
 class Recorder:
-    """Writes a recording, one row an optimizer step; build it with ``create`` or ``resume``."""
+    """Writes a recording, one row an optimizer step; build it with ``create`` or ``resume``.
+
+    A row is written first and counted second, so that it is there whole or not at all.
+    """
 
     def __init__(self, folder: Path, header: RecordingHeader, steps: int, checksum: bytes):
         self.folder, self.header, self.steps, self.checksum = folder, header, steps, checksum
-        self._tokens: RowFile | None = None
-        self._offsets: RowFile | None = None
-
-    def _open(self) -> RowFile:
-        """The file of offsets, opened with that of the tokens at the first use; rows behind ``steps`` are cut then."""
-        if self._offsets is None:
-            # Before any row goes: a kill between the cut and this would leave fewer rows than the header promises.
-            _write_header(self.folder, self.header, self.steps, complete=False)
-            if self.header.carries_tokens:
-                shape = _token_shape(self.header)
-                self._tokens = RowFile(self.folder / "tokens.npy", self.header.dtype, shape, self.steps)
-            self._offsets = RowFile(self.folder / "offsets.npy", "<u8", (self.header.global_batch + 1,), self.steps)
-        return self._offsets
+        self._numbers = header.global_batch + 1
+        self._file: FileIO | None = None
 
     @classmethod
-    def create(cls, folder: Path, header: RecordingHeader, validation_WT: np.ndarray | None = None) -> Recorder:
+    def create(cls, folder: Path, header: RecordingHeader) -> Recorder:
         """Start an empty recording; it appears under its name only when whole.
 
-        ``validation_WT``: tokens [W, T + 1], given exactly when the header says that tokens are carried.
         Raises ``UserError`` when the folder exists or cannot be made.
         """
         if os.path.lexists(folder):
@@ -153,9 +102,6 @@ class Recorder:
             if aside.exists():
                 shutil.rmtree(aside)
             aside.mkdir(parents=True)
-            if validation_WT is not None:
-                content = np.ascontiguousarray(validation_WT, dtype=header.dtype)
-                files.write_bytes(aside / "validation.npy", npy_head(header.dtype, content.shape) + content.tobytes())
             cls(aside, header, 0, header.chain_start())._finish(complete=False)
             os.replace(aside, folder)
             files.sync_folder(folder.parent)
@@ -171,8 +117,8 @@ class Recorder:
         Nothing is changed before the first ``append`` or ``close``: what is checked after this may still refuse the resume.
         Raises ``UserError`` when there are fewer rows, when they are damaged, or when another run wrote them.
         """
-        stored, _, _ = read_header(folder)
-        for name, value in asdict(stored).items():
+        written, _, _ = read_header(folder)
+        for name, value in asdict(written).items():
             if value != getattr(header, name):
                 raise UserError(
                     f"{folder}: its {name} is {value!r}, this run's is {getattr(header, name)!r}: not this run's recording"
@@ -182,27 +128,19 @@ class Recorder:
             raise UserError(
                 f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: resume from an earlier checkpoint"
             )
-        for name in ("header.json", "offsets.npy", *(["tokens.npy"] if header.carries_tokens else [])):
+        for name in ("header.json", "offsets.npy"):
             files.check_writable(folder / name)
-        return cls(folder, stored, steps, found.checksum)
+        return cls(folder, written, steps, found.checksum)
 
-    def append(self, offsets_G: np.ndarray, tokens_GT: np.ndarray | None = None) -> None:
-        """Add one step: offsets [G], and tokens [G, T + 1] exactly when the recording carries tokens.
-
-        Raises ``UserError`` when the disk takes no more; the rows before stay valid.
-        """
+    def append(self, offsets_G: np.ndarray) -> None:
+        """Add one step: offsets [G]. Raises ``UserError`` when the disk takes no more; the rows before stay valid."""
         if offsets_G.shape != (self.header.global_batch,):
             raise ValueError(f"offsets of shape {offsets_G.shape}, expected ({self.header.global_batch},)")
-        if (tokens_GT is not None) != self.header.carries_tokens:
-            raise ValueError("tokens must be given exactly when the header says that they are carried")
+        checksum = next_checksum(self.checksum, offsets_G)
         try:
-            offsets = self._open()
-            if self._tokens is not None and tokens_GT is not None:
-                tokens_GT = np.ascontiguousarray(tokens_GT, dtype=self.header.dtype).reshape(_token_shape(self.header))
-                # Tokens first: a step counts when its offsets do, and by then its tokens are there.
-                self._tokens.put_last(self.steps, tokens_GT.tobytes())
-            checksum = next_checksum(self.checksum, offsets_G, tokens_GT)
-            offsets.put_last(self.steps, np.ascontiguousarray(offsets_G, dtype="<u8").tobytes() + checksum)
+            file = self._open()
+            self._put(file, self._start(self.steps), stored(offsets_G) + checksum)
+            self._put(file, 0, npy_head(self.steps + 1, self._numbers))
         except OSError as error:
             self._refuse(error)
         self.checksum = checksum
@@ -210,26 +148,41 @@ class Recorder:
 
     def flush(self) -> None:
         """Bring every row so far to the disk and promise it in the header; nothing where none has been added."""
-        if self._offsets is not None:
+        if self._file is not None:
             self._sync(complete=False)
 
     def close(self) -> None:
         """Flush and mark the recording as finished. Closing twice is harmless."""
-        if self._offsets is None or not self._offsets.closed:
+        if self._file is None or not self._file.closed:
             self._finish(complete=True)
+
+    def _open(self) -> FileIO:
+        """The file of offsets, opened at the first use; rows behind ``steps`` are cut then."""
+        if self._file is None:
+            # Before any row goes: a kill between the cut and this would leave fewer rows than the header promises.
+            _write_header(self.folder, self.header, self.steps, complete=False)
+            path = self.folder / "offsets.npy"
+            self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)  # noqa: SIM115
+            self._put(self._file, 0, npy_head(self.steps, self._numbers))
+            self._file.truncate(self._start(self.steps))
+        return self._file
+
+    def _start(self, row: int) -> int:
+        return HEAD_BYTES + row * 8 * self._numbers
+
+    @staticmethod
+    def _put(file: FileIO, position: int, content: bytes) -> None:
+        file.seek(position)
+        while content:
+            content = content[file.write(content) :]
 
     def _finish(self, *, complete: bool) -> None:
         self._sync(complete=complete)
-        for file in (self._tokens, self._offsets):
-            if file is not None:
-                file.close()
+        self._open().close()
 
     def _sync(self, *, complete: bool) -> None:
         try:
-            offsets = self._open()
-            if self._tokens is not None:
-                self._tokens.sync()
-            offsets.sync()
+            os.fsync(self._open().fileno())
             _write_header(self.folder, self.header, self.steps, complete=complete)
         except OSError as error:
             self._refuse(error)
@@ -296,47 +249,22 @@ def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
 
 def _check_values(path: Path, content: dict[str, Any]) -> None:
     """A foreign writer can get the digest right and a value wrong."""
-    least = {"data_tokens": 1, "sequence_length": 1, "global_batch": 1, "vocabulary_size": 1}
-    for name, minimum in (least | {"steps": 0, "validation_windows": 0}).items():
+    least = {"data_tokens": 1, "sequence_length": 1, "global_batch": 1, "vocabulary_size": 1, "steps": 0}
+    for name, minimum in least.items():
         check_size(f"{path}: header.{name}", content[name], minimum)
     if type(content["complete"]) is not bool:
         raise UserError(f"{path}: complete = {content['complete']!r}: expected true or false")
-    if content["dtype"] not in TOKEN_DTYPES:
-        raise UserError(f"{path}: dtype = {content['dtype']!r}: expected one of {', '.join(TOKEN_DTYPES)}")
-
-
-def _open_rows(path: Path, dtype: str, row_shape: tuple[int, ...], exactly: int | None) -> np.ndarray:
-    """Read-only rows of a ``RowFile``: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
-    try:
-        with files.open_file(path) as file:
-            head = file.read(HEAD_BYTES)
-        size = path.stat().st_size
-    except OSError as error:
-        raise UserError(f"{path}: unreadable: {error.strerror}") from None
-    counted = re.search(rb"'shape': \((\d+),", head)
-    rows = int(counted[1]) if counted else 0
-    width = row_bytes(dtype, row_shape)
-    if len(head) < HEAD_BYTES:
-        raise UserError(f"{path}: truncated: {size} bytes")
-    if head != npy_head(dtype, (rows, *row_shape)):
-        raise UserError(f"{path}: altered: its first {HEAD_BYTES} bytes do not fit header.json")
-    if exactly is None:
-        rows = min(rows, (size - HEAD_BYTES) // width)
-    elif size < HEAD_BYTES + exactly * width:
-        raise UserError(f"{path}: truncated: {(size - HEAD_BYTES) // width} of {exactly} rows are there")
-    elif rows != exactly or size != HEAD_BYTES + exactly * width:
-        raise UserError(f"{path}: altered: {rows} rows in {size} bytes, header.json promises {exactly} rows")
-    if rows == 0:
-        return np.empty((0, *row_shape), dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEAD_BYTES, shape=(rows, *row_shape))
+    if content["dtype"] not in DTYPES:
+        raise UserError(f"{path}: dtype = {content['dtype']!r}: expected one of {', '.join(DTYPES)}")
+    if content["carries_tokens"]:
+        raise UserError(f"{path}: it carries its tokens: commit 253c621 reads such a recording")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """A recording opened for reading, checked as a whole; build it with ``open``.
 
-    offsets: uint64 [S, G], first token of each sequence in train.bin. tokens: data dtype [S, G, T + 1], and validation:
-    data dtype [W, T + 1], or None when not carried. checksum: of the last step.
+    offsets: uint64 [S, G], first token of each sequence in train.bin. checksum: of the last step.
     """
 
     folder: Path
@@ -344,8 +272,6 @@ class Recording:
     steps: int
     complete: bool
     offsets: np.ndarray
-    tokens: np.ndarray | None
-    validation: np.ndarray | None
     checksum: bytes
 
     @classmethod
@@ -356,43 +282,52 @@ class Recording:
         bad step).
         """
         header, promised, complete = read_header(folder)
-        exactly = promised if complete else None
-        table = _open_rows(folder / "offsets.npy", "<u8", (header.global_batch + 1,), exactly)
-        tokens = validation = None
-        steps = len(table)
-        if header.carries_tokens:
-            tokens = _open_rows(folder / "tokens.npy", header.dtype, _token_shape(header), exactly)
-            steps = min(steps, len(tokens))
-            shape = (header.sequence_length + 1,)
-            validation = _open_rows(folder / "validation.npy", header.dtype, shape, header.validation_windows)
-            for kind, stored in (("tokens", tokens), ("validation", validation)):
-                check_tokens(stored, header.vocabulary_size, folder / f"{kind}.npy")
-            if hashlib.sha256(np.ascontiguousarray(validation).data).hexdigest() != header.validation_windows_sha256:
-                raise UserError(f"{folder / 'validation.npy'}: altered: it does not match validation_windows_sha256")
-        if steps < promised:
-            raise UserError(f"{folder}: truncated: {steps} of {promised} steps are there")
-        steps = steps if limit is None else min(steps, limit)
-        table, tokens = table[:steps], None if tokens is None else tokens[:steps]
-        checksum = _check_chain(folder, header, table, tokens)
+        table = _open_rows(folder / "offsets.npy", header.global_batch + 1, promised if complete else None)
+        if len(table) < promised:
+            raise UserError(f"{folder}: truncated: {len(table)} of {promised} steps are there")
+        table = table if limit is None else table[:limit]
+        checksum = _check_chain(folder, header, table)
         return cls(
             folder=folder,
             header=header,
-            steps=steps,
+            steps=len(table),
             complete=complete,
             offsets=table[:, :-1],
-            tokens=tokens,
-            validation=validation,
             checksum=checksum,
         )
 
 
-def _check_chain(folder: Path, header: RecordingHeader, table: np.ndarray, tokens: np.ndarray | None) -> bytes:
+def _open_rows(path: Path, numbers: int, exactly: int | None) -> np.ndarray:
+    """Read-only rows of a file of offsets: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
+    try:
+        with files.open_file(path) as file:
+            head = file.read(HEAD_BYTES)
+        size = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path}: unreadable: {error.strerror}") from None
+    counted = re.search(rb"'shape': \((\d+),", head)
+    rows, width = int(counted[1]) if counted else 0, 8 * numbers
+    if len(head) < HEAD_BYTES:
+        raise UserError(f"{path}: truncated: {size} bytes")
+    if head != npy_head(rows, numbers):
+        raise UserError(f"{path}: altered: its first {HEAD_BYTES} bytes do not fit header.json")
+    if exactly is None:
+        rows = min(rows, (size - HEAD_BYTES) // width)
+    elif size < HEAD_BYTES + exactly * width:
+        raise UserError(f"{path}: truncated: {(size - HEAD_BYTES) // width} of {exactly} rows are there")
+    elif rows != exactly or size != HEAD_BYTES + exactly * width:
+        raise UserError(f"{path}: altered: {rows} rows in {size} bytes, header.json promises {exactly} rows")
+    if rows == 0:
+        return np.empty((0, numbers), dtype="<u8")
+    return np.memmap(path, dtype="<u8", mode="r", offset=HEAD_BYTES, shape=(rows, numbers))
+
+
+def _check_chain(folder: Path, header: RecordingHeader, table: np.ndarray) -> bytes:
     """The last checksum, after comparing all of them and the range of all offsets."""
     checksum = header.chain_start()
-    for step in range(len(table)):
-        stored = table[step, -1:].tobytes()
-        checksum = next_checksum(checksum, table[step, :-1], None if tokens is None else tokens[step])
-        if checksum != stored:
+    for step, row in enumerate(table):
+        checksum = next_checksum(checksum, row[:-1])
+        if checksum != row[-1:].tobytes():
             raise UserError(
                 f"{folder}: altered: step {step} does not match its checksum; the {step} steps before it are good"
             )

@@ -50,7 +50,7 @@ def settings_of(loaded: Loaded, out: Path) -> dict[str, Any]:
     old = loaded.config_json
     changes: dict[str, dict[str, Any]] = {"run": {"name": out.name, "folder": str(out.parent)}}
     if old["data"]["record"]:
-        changes["data"] = {"record": "", "record_tokens": False}
+        changes["data"] = {"record": ""}
     settings = old | {section: old[section] | fields for section, fields in changes.items()}
     configuration.from_json(TrainConfig, settings)
     return settings
@@ -111,9 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise invalid("OUT", args.out.name, "another name than that of the run it comes from: reports tell runs by it")
     write(args.out, loaded, folder)
     place = "" if args.out.parent == Path(RunConfig().folder) else f" --run.folder {shlex.quote(str(args.out.parent))}"
-    data = loaded.config_json["data"]
-    without = " but without --data.record" if data["record"] else ""
-    without += " and --data.record-tokens" if data["record_tokens"] else ""
+    without = " but without --data.record" if loaded.config_json["data"]["record"] else ""
     print(f"wrote {args.out}: step {loaded.step} of {old}")
     print(
         f"it goes on with: python train.py RECIPE --run.name {args.out.name}{place} --run.resume yes --run.steps N, "

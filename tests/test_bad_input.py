@@ -30,7 +30,7 @@ DEBUG = str(ROOT / "configs/debug.py")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """With a run of ten steps, its recording, and data of other kinds."""
     with new_place(tmp_path_factory) as place:
-        place.train("there", {"run.steps": 10, "data.record": place.recording("there"), "data.record_tokens": True})
+        place.train("there", {"run.steps": 10, "data.record": place.recording("there")})
         place.train("plain", {"run.steps": 10, "data.record": place.recording("plain")})
         make_data(place.folder / "other", seed=1)
         make_data(place.folder / "large_vocabulary", vocabulary=50257)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -93,12 +92,11 @@ def test_the_last_place_of_the_data_can_be_drawn(tmp_path):
     world=st.integers(1, 4),
     accumulation=st.integers(1, 3),
     seed=st.integers(0, 2**63 - 1),
-    carried=st.booleans(),
 )
-def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulation, seed, carried):
+def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulation, seed):
     sizes = {"global_batch": micro * world * accumulation, "micro_batch": micro, "seed": seed}
     with tempfile.TemporaryDirectory() as parent:
-        single = record(dataset, Path(parent) / "r", 3, record_tokens=carried, **sizes)
+        single = record(dataset, Path(parent) / "r", 3, **sizes)
         replay = settings_for(dataset, replay=f"{parent}/r", **sizes)
         for config in (settings_for(dataset, **sizes), replay):
             ranks = [open_batches(config, rank=rank, world_size=world) for rank in range(world)]
@@ -143,11 +141,10 @@ def test_flush_promises_the_rows_so_far(dataset, tmp_path):
     assert json.loads((tmp_path / "r" / "header.json").read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("position", [0, 2, 5])
-def test_a_resumed_recording_has_the_bytes_of_an_uninterrupted_one(dataset, tmp_path, position, carried):
-    record(dataset, tmp_path / "straight", 6, record_tokens=carried)
-    config = settings_for(dataset, record=str(tmp_path / "r"), record_tokens=carried)
+def test_a_resumed_recording_has_the_bytes_of_an_uninterrupted_one(dataset, tmp_path, position):
+    record(dataset, tmp_path / "straight", 6)
+    config = settings_for(dataset, record=str(tmp_path / "r"))
     take(open_batches(config, source_run="a"), 5)
     resumed = open_batches(config, source_run="a", resume_at=position)
     take(resumed, 6 - position)
@@ -200,32 +197,6 @@ def test_validation_does_not_depend_on_seed_or_position(dataset):
     assert same(list(first.validation()), list(second.validation()))
 
 
-def test_carried_tokens_replay_without_the_data_set_with_its_validation_and_vocabulary(tmp_path):
-    folder = make_dataset(tmp_path / "gone")
-    batches = open_batches(settings_for(folder, record=str(tmp_path / "r"), record_tokens=True))
-    drawn = take(batches, 3)
-    batches.close()
-    shutil.rmtree(folder)
-    replayed = open_batches(settings_for(folder, replay=str(tmp_path / "r"), validation_sequences=640))
-    assert same(take(replayed, 3), drawn)
-    assert same(list(replayed.validation()), list(batches.validation()))
-    assert replayed.vocabulary_size == 256
-
-
-def test_carried_tokens_replay_beside_a_data_set_of_which_only_headers_are_left(dataset, tmp_path):
-    drawn = record(dataset, tmp_path / "r", 2, record_tokens=True)
-    left = make_dataset(tmp_path / "left")
-    (left / "train.bin").unlink()
-    assert same(take(open_batches(settings_for(left, replay=str(tmp_path / "r"))), 2), drawn)
-
-
-def test_carried_tokens_beside_another_data_set_are_refused_with_the_way_out(dataset, tmp_path):
-    record(dataset, tmp_path / "r", 2, record_tokens=True)
-    other = make_dataset(tmp_path / "other", train=TRAIN[::-1])
-    with pytest.raises(UserError, match=r'set --data\.dataset to the folder with the former, or to "" for the tokens'):
-        open_batches(settings_for(other, replay=str(tmp_path / "r")))
-
-
 class OperatorsOfTorch(TorchDispatchMode):
     """Names of the operators that torch runs inside."""
 
@@ -240,19 +211,13 @@ class OperatorsOfTorch(TorchDispatchMode):
 
 def test_torch_copies_nothing_of_a_batch(dataset, tmp_path):
     # Each would wake all threads of torch for a batch of more than 32,768 tokens.
-    record(dataset, tmp_path / "r", 2, record_tokens=True)
-    for settings_ in (settings_for(dataset), settings_for("", replay=str(tmp_path / "r"))):
+    record(dataset, tmp_path / "r", 2)
+    for settings_ in (settings_for(dataset), settings_for(dataset, replay=str(tmp_path / "r"))):
         batches = open_batches(settings_)
         with OperatorsOfTorch() as seen:
             made = [*batches.next(), *batches.validation()]
         assert set(seen.names) == {"aten.lift_fresh.default"}  # of from_numpy; it touches no element
         assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for pair in made for tensor in pair)
-
-
-def test_a_recording_without_tokens_needs_a_data_set_named(dataset, tmp_path):
-    record(dataset, tmp_path / "r", 2)
-    with pytest.raises(UserError, match=r"data\.dataset = '': .* does not carry its tokens"):
-        open_batches(settings_for("", replay=str(tmp_path / "r")))
 
 
 def test_a_run_that_draws_needs_a_data_set_named():
@@ -321,9 +286,7 @@ def digests(batches: Batches, steps: int) -> list[str]:
 
 
 def test_recorded_replayed_and_unrecorded_runs_of_the_same_data_have_one_digest(dataset, tmp_path):
-    recorded = digests(
-        open_batches(settings_for(dataset, record=str(tmp_path / "r"), record_tokens=True), source_run="a"), 3
-    )
+    recorded = digests(open_batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a"), 3)
     replayed = digests(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), micro_batch=2), 1, 2), 3)
     assert recorded == replayed == digests(open_batches(settings_for(dataset), source_run="b"), 3)
 

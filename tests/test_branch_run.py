@@ -41,7 +41,7 @@ RESUME = {"run.resume": "yes"}
 @pytest.fixture(scope="module")
 def place(place: Place) -> Place:
     """With a run of 30 steps that recorded its batches, and checkpoints of 10, 20 and 30."""
-    place.train("old", {**FIELDS, "data.record": place.recording("old"), "data.record_tokens": True})
+    place.train("old", {**FIELDS, "data.record": place.recording("old")})
     return place
 
 

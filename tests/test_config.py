@@ -79,14 +79,14 @@ def test_json_has_no_tuples() -> None:
 
 def test_overrides_replace_single_fields() -> None:
     plain = load([DEBUG])
-    arguments = ["--optim.lr", "2e-3", "--attention.default.preset", "flash_delta_from_p", "--data.record-tokens"]
+    arguments = ["--optim.lr", "2e-3", "--attention.default.preset", "flash_delta_from_p", "--data.record", "r"]
     config = load([DEBUG, *arguments, "--data.record", "r", "--precision.deterministic", "--run.name=x.1"])
     assert config == dataclasses.replace(
         plain,
         run=dataclasses.replace(plain.run, name="x.1"),
         optim=dataclasses.replace(plain.optim, lr=2e-3),
         attention=dataclasses.replace(plain.attention, default=AttentionSpec(preset="flash_delta_from_p")),
-        data=dataclasses.replace(plain.data, record="r", record_tokens=True),
+        data=dataclasses.replace(plain.data, record="r"),
     )
 
 
@@ -233,7 +233,7 @@ def test_foreign_json_is_refused(content: object, message: str) -> None:
 REFUSED = """
 run: steps=0 seed=2**64 peak_tflops=nan name='a/b'
 model: n_head=5 n_layer=0 n_embd=64.0 vocab_multiple=0 activation='relu' attention_softcap=-1.0
-data: sequence_length=0 global_batch=0 global_batch=30 micro_batch=-1 validation_sequences=0 seed=-1 verify='md5' record_tokens=True
+data: sequence_length=0 global_batch=0 global_batch=30 micro_batch=-1 validation_sequences=0 seed=-1 verify='md5'
 optim: optimizer='sgd' schedule='linear' fused='yes' lr=0.0 lr=nan min_lr=1.0 warmup_steps=-1 decay_steps=2000 beta1=1.0 beta2=-0.1
 optim: eps=0.0 weight_decay=-0.1 grad_clip=-1.0 muon_momentum=1.0
 checkpoint: every=-1 keep_last=0 keep_every=-5

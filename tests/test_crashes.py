@@ -35,7 +35,6 @@ TIMES = ("tokens_per_second", "mfu", "seconds", "probe_seconds")
 RUN = {
     "run.resume": "auto",
     "run.steps": 6,
-    "data.record_tokens": True,
     "checkpoint.every": 2,
     "checkpoint.keep_last": 1,
     "evaluation.every": 3,

@@ -68,13 +68,13 @@ class Input:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with new_place(tmp_path_factory) as place:
-        place.train("run", {"data.record": place.recording("run"), "data.record_tokens": True})
+        place.train("run", {"data.record": place.recording("run")})
         config = place.config("init", {"model.bias": True})
         model = GPT(config.model, config.attention.resolve(config.model.n_layer, config.model.n_head))
         initialize(model, 0)
         export_gpt2(model, place.folder / "hf")
         # Imports are for once, before the forks.
-        for script in ("autopsy", "figures", "compare_runs", "convert_recording", "export_huggingface", "branch_run"):
+        for script in ("autopsy", "figures", "compare_runs", "export_huggingface", "branch_run"):
             importlib.import_module(f"scripts.{script}")
         importlib.import_module("figures.courses")
         hf_causal.load(place.folder / "hf", AttentionSpec(), torch.float32, torch.device("cpu"))
@@ -205,8 +205,7 @@ def sign(checkpoint: Path) -> None:
 
 def recording(world: World, choice: random.Random, folder: Path) -> Input:
     there = world.copy("recording", folder)
-    files = ["header.json", "offsets.npy", "tokens.npy", "validation.npy"]
-    path = there / choice.choice(files)
+    path = there / choice.choice(["header.json", "offsets.npy"])
     if path.suffix == ".json":
         what = spoil(path, list(json.loads(path.read_bytes())), choice)
     elif choice.random() < 0.5:
@@ -216,10 +215,7 @@ def recording(world: World, choice: random.Random, folder: Path) -> Input:
         content[place := choice.randrange(len(content))] ^= 1 << choice.randrange(8)
         path.write_bytes(content)
         what = f"{path.name}: a bit of byte {place}"
-    if choice.random() < 0.3:
-        arguments = ["to-published", there, folder / "out", "--ranks", 1, "--micro-batch", 1]
-        return Input(what, "convert_recording", arguments)
-    return Input(what, "train", [world.recipe, *NEW_RUN, "--data.replay", there, "--data.dataset="])
+    return Input(what, "train", [world.recipe, *NEW_RUN, "--data.replay", there])
 
 
 def checkpoint(world: World, choice: random.Random, folder: Path) -> Input:
@@ -245,7 +241,7 @@ def checkpoint(world: World, choice: random.Random, folder: Path) -> Input:
             sign(one)
     what += " (signed)" if signed else ""
     resume = [world.recipe, "--run.folder", folder, "--run.name", "run", "--run.resume", choice.choice(("yes", "auto"))]
-    resume += ["--data.record", world.place.recording("run"), "--data.record-tokens", "--run.steps", "40"]
+    resume += ["--data.record", world.place.recording("run"), "--run.steps", "40"]
     readers: dict[str, list[object]] = {
         "train": resume,
         "autopsy": [run, "--batches", 1, "--sequences", 1, "--length", 8],

@@ -26,7 +26,7 @@ from errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def make_header(*, batch=3, length=4, carried=False, dtype="uint8", windows_WT=None, **changes) -> RecordingHeader:
+def make_header(*, batch=3, length=4, dtype="uint8", **changes) -> RecordingHeader:
     facts = {
         "data_sha256": "ab" * 32,
         "data_tokens": 10_000,
@@ -38,31 +38,20 @@ def make_header(*, batch=3, length=4, carried=False, dtype="uint8", windows_WT=N
         "vocabulary": "bytes",
         "vocabulary_size": np.iinfo(dtype).max + 1,
         "dtype": dtype,
-        "carries_tokens": carried,
-        "validation_windows": 0 if windows_WT is None else len(windows_WT),
-        "validation_windows_sha256": "" if windows_WT is None else hashlib.sha256(windows_WT.tobytes()).hexdigest(),
     }
     return RecordingHeader(**(facts | changes))
 
 
-def make_rows(steps, *, batch=3, length=4, dtype="uint8", seed=0):
-    """(offsets [S, G], tokens [S, G, T + 1], validation [2, T + 1]) of no particular meaning."""
-    generator = np.random.default_rng(seed)
-    offsets = generator.integers(0, 10_000 - length, size=(steps, batch), dtype=np.uint64)
-    high = np.iinfo(dtype).max
-    tokens = generator.integers(0, high, size=(steps, batch, length + 1), dtype=dtype, endpoint=True)
-    validation = generator.integers(0, high, size=(2, length + 1), dtype=dtype, endpoint=True)
-    return offsets, tokens, validation
+def make_rows(steps, *, batch=3, length=4, seed=0):
+    """Offsets [S, G] of no particular meaning."""
+    return np.random.default_rng(seed).integers(0, 10_000 - length, size=(steps, batch), dtype=np.uint64)
 
 
-def write(
-    folder: Path, steps: int, *, carried: bool = False, finish: bool = True, flush_at: int | None = None
-) -> RecordingHeader:
-    offsets, tokens, validation = make_rows(steps)
-    header = make_header(carried=carried, windows_WT=validation if carried else None)
-    recorder = Recorder.create(folder, header, validation if carried else None)
-    for step in range(steps):
-        recorder.append(offsets[step], tokens[step] if carried else None)
+def write(folder: Path, steps: int, *, finish: bool = True, flush_at: int | None = None) -> RecordingHeader:
+    header = make_header()
+    recorder = Recorder.create(folder, header)
+    for step, offsets in enumerate(make_rows(steps)):
+        recorder.append(offsets)
         if step + 1 == flush_at:
             recorder.flush()
     if finish:
@@ -75,30 +64,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    steps=st.integers(0, 5),
-    batch=st.integers(1, 5),
-    length=st.integers(1, 6),
-    dtype=st.sampled_from(["uint8", "uint16"]),
-    carried=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
-def test_what_is_recorded_is_read_back(steps, batch, length, dtype, carried, seed):
-    offsets, tokens, validation = make_rows(steps, batch=batch, length=length, dtype=dtype, seed=seed)
-    header = make_header(
-        batch=batch, length=length, carried=carried, dtype=dtype, windows_WT=validation if carried else None
-    )
+@given(steps=st.integers(0, 5), batch=st.integers(1, 5), length=st.integers(1, 6), seed=st.integers(0, 2**32))
+def test_what_is_recorded_is_read_back(steps, batch, length, seed):
+    offsets = make_rows(steps, batch=batch, length=length, seed=seed)
+    header = make_header(batch=batch, length=length)
     with tempfile.TemporaryDirectory() as parent:
-        recorder = Recorder.create(Path(parent) / "r", header, validation if carried else None)
-        for step in range(steps):
-            recorder.append(offsets[step], tokens[step] if carried else None)
+        recorder = Recorder.create(Path(parent) / "r", header)
+        for row in offsets:
+            recorder.append(row)
         recorder.close()
         found = Recording.open(Path(parent) / "r")
         assert (found.header, found.steps, found.complete, found.checksum) == (header, steps, True, recorder.checksum)
         assert np.array_equal(found.offsets, offsets)
-        if carried:
-            assert np.array_equal(found.tokens, tokens)
-            assert np.array_equal(found.validation, validation)
 
 
 def read_by_the_readme(folder: Path) -> np.ndarray:
@@ -107,25 +84,32 @@ def read_by_the_readme(folder: Path) -> np.ndarray:
     promised, complete, start = header.pop("steps"), header.pop("complete"), bytes.fromhex(header.pop("chain_start"))
     pairs = ",".join(f"{json.dumps(key)}:{json.dumps(header[key])}" for key in sorted(header))
     assert hashlib.sha256(("{" + pairs + "}").encode()).digest()[:8] == start
-    batch, length, width = header["global_batch"], header["sequence_length"], {"uint8": 1, "uint16": 2}[header["dtype"]]
+    batch = header["global_batch"]
     raw = (folder / "offsets.npy").read_bytes()
-    carried = (folder / "tokens.npy").read_bytes()[128:] if header["carries_tokens"] else b""
     rows = (len(raw) - 128) // (8 * (batch + 1))
     assert rows == promised or not complete
     chain, table = start, []
     for step in range(rows):
         row = raw[128 + step * 8 * (batch + 1) :][: 8 * (batch + 1)]
-        size = batch * (length + 1) * width
-        chain = hashlib.sha256(chain + row[:-8] + carried[step * size :][:size]).digest()[:8]
+        chain = hashlib.sha256(chain + row[:-8]).digest()[:8]
         assert chain == row[-8:]
         table.append(struct.unpack(f"<{batch}Q", row[:-8]))
     return np.array(table, dtype=np.uint64)
 
 
-@pytest.mark.parametrize("carried", [False, True])
-def test_a_reader_written_from_the_readme_agrees(tmp_path, carried):
-    write(tmp_path / "r", 5, carried=carried)
-    assert np.array_equal(read_by_the_readme(tmp_path / "r"), make_rows(5)[0])
+def test_a_reader_written_from_the_readme_agrees(tmp_path):
+    write(tmp_path / "r", 5)
+    assert np.array_equal(read_by_the_readme(tmp_path / "r"), make_rows(5))
+
+
+def test_a_recording_with_its_tokens_is_refused_with_the_commit_that_reads_it(tmp_path):
+    write(tmp_path / "r", 1)
+    header = make_header(carries_tokens=True)
+    path = tmp_path / "r" / "header.json"
+    content = json.loads(path.read_text()) | {"carries_tokens": True, "chain_start": header.chain_start().hex()}
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="carries its tokens: commit 253c621 reads"):
+        Recording.open(tmp_path / "r")
 
 
 def test_the_example_of_the_readme_holds(tmp_path):
@@ -142,17 +126,16 @@ def test_the_example_of_the_readme_holds(tmp_path):
     assert [line for line in shown if line not in readme] == []
 
 
-@pytest.mark.parametrize(("carried", "name"), [(False, "offsets.npy"), (True, "offsets.npy"), (True, "tokens.npy")])
-def test_an_unfinished_recording_cut_at_any_byte_keeps_its_whole_rows(tmp_path, carried, name):
-    write(tmp_path / "r", 4, carried=carried, finish=False, flush_at=2)
-    path = tmp_path / "r" / name
+def test_an_unfinished_recording_cut_at_any_byte_keeps_its_whole_rows(tmp_path):
+    write(tmp_path / "r", 4, finish=False, flush_at=2)
+    path = tmp_path / "r" / "offsets.npy"
     raw = path.read_bytes()
     width = (len(raw) - HEAD_BYTES) // 4
     for size in range(HEAD_BYTES + 2 * width, len(raw) + 1):
         path.write_bytes(raw[:size])
         found = Recording.open(tmp_path / "r")
         assert found.steps == (size - HEAD_BYTES) // width
-        assert np.array_equal(found.offsets, make_rows(4)[0][: found.steps])
+        assert np.array_equal(found.offsets, make_rows(4)[: found.steps])
 
 
 def test_an_unfinished_recording_cut_below_its_promise_is_refused(tmp_path):
@@ -165,10 +148,9 @@ def test_an_unfinished_recording_cut_below_its_promise_is_refused(tmp_path):
             Recording.open(tmp_path / "r")
 
 
-@pytest.mark.parametrize(("carried", "name"), [(False, "offsets.npy"), (True, "tokens.npy"), (True, "validation.npy")])
-def test_a_finished_recording_cut_at_any_byte_is_refused(tmp_path, carried, name):
-    write(tmp_path / "r", 3, carried=carried)
-    path = tmp_path / "r" / name
+def test_a_finished_recording_cut_at_any_byte_is_refused(tmp_path):
+    write(tmp_path / "r", 3)
+    path = tmp_path / "r" / "offsets.npy"
     raw = path.read_bytes()
     for size in range(HEAD_BYTES, len(raw)):
         path.write_bytes(raw[:size])
@@ -178,7 +160,7 @@ def test_a_finished_recording_cut_at_any_byte_is_refused(tmp_path, carried, name
 
 @pytest.mark.parametrize("mask", [0x01, 0x80])
 def test_a_changed_byte_anywhere_is_found(tmp_path, mask):
-    write(tmp_path / "r", 3, carried=True)
+    write(tmp_path / "r", 3)
     for name, raw in contents(tmp_path / "r").items():
         for place in range(len(raw)):
             changed = bytearray(raw)
@@ -190,11 +172,10 @@ def test_a_changed_byte_anywhere_is_found(tmp_path, mask):
     assert Recording.open(tmp_path / "r").steps == 3
 
 
-@pytest.mark.parametrize("name", ["offsets.npy", "tokens.npy"])
 @pytest.mark.parametrize("finish", [True, False])
-def test_a_changed_byte_names_its_step(tmp_path, name, finish):
-    write(tmp_path / "r", 3, carried=True, finish=finish)
-    path = tmp_path / "r" / name
+def test_a_changed_byte_names_its_step(tmp_path, finish):
+    write(tmp_path / "r", 3, finish=finish)
+    path = tmp_path / "r" / "offsets.npy"
     raw = path.read_bytes()
     width = (len(raw) - HEAD_BYTES) // 3
     for place in range(HEAD_BYTES, len(raw)):
@@ -257,17 +238,16 @@ def test_a_foreign_header_with_a_senseless_value_is_refused(tmp_path, field):
         Recording.open(tmp_path / "r")
 
 
-@pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("finish", [True, False])
-def test_resuming_gives_the_bytes_of_an_uninterrupted_recording(tmp_path, carried, finish):
-    header = write(tmp_path / "straight", 5, carried=carried)
-    offsets, tokens, _ = make_rows(5)
+def test_resuming_gives_the_bytes_of_an_uninterrupted_recording(tmp_path, finish):
+    header = write(tmp_path / "straight", 5)
+    offsets = make_rows(5)
     for position in range(6):
         shutil.rmtree(tmp_path / "r", ignore_errors=True)
-        write(tmp_path / "r", 5, carried=carried, finish=finish)
+        write(tmp_path / "r", 5, finish=finish)
         recorder = Recorder.resume(tmp_path / "r", header, position)
         for step in range(position, 5):
-            recorder.append(offsets[step], tokens[step] if carried else None)
+            recorder.append(offsets[step])
         recorder.close()
         assert contents(tmp_path / "r") == contents(tmp_path / "straight")
 
@@ -280,7 +260,7 @@ def test_resuming_changes_nothing_before_the_next_step(tmp_path, finish):
     recorder = Recorder.resume(tmp_path / "r", header, 3)
     recorder.flush()
     assert contents(tmp_path / "r") == before
-    recorder.append(make_rows(5)[0][4])
+    recorder.append(make_rows(5)[4])
     found = Recording.open(tmp_path / "r")
     assert (found.steps, found.complete) == (4, False)
 
@@ -346,7 +326,7 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path):
 
 
 def test_a_disk_that_takes_no_more_leaves_the_steps_before(tmp_path):
-    offsets = make_rows(3)[0]
+    offsets = make_rows(3)
     recorder = Recorder.create(tmp_path / "r", make_header())
     recorder.append(offsets[0])
     recorder.append(offsets[1])
@@ -362,18 +342,16 @@ def test_a_disk_that_takes_no_more_leaves_the_steps_before(tmp_path):
 
 
 def test_a_step_that_failed_can_be_written_again(tmp_path, monkeypatch):
-    write(tmp_path / "straight", 3, carried=True)
-    offsets, tokens, validation = make_rows(3)
-    recorder = Recorder.create(tmp_path / "r", make_header(carried=True, windows_WT=validation), validation)
-    recorder.append(offsets[0], tokens[0])
+    write(tmp_path / "straight", 3)
+    offsets = make_rows(3)
+    recorder = Recorder.create(tmp_path / "r", make_header())
+    recorder.append(offsets[0])
     with monkeypatch.context() as patch:
-        patch.setattr(
-            recorder._offsets, "put_last", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-        )
+        patch.setattr(recorder, "_put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(UserError, match="No space left"):
-            recorder.append(offsets[2], tokens[2])
-    recorder.append(offsets[1], tokens[1])
-    recorder.append(offsets[2], tokens[2])
+            recorder.append(offsets[2])
+    recorder.append(offsets[1])
+    recorder.append(offsets[2])
     recorder.close()
     assert contents(tmp_path / "r") == contents(tmp_path / "straight")
 
@@ -384,10 +362,10 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from data.recording import Recorder
 from tests.test_recording import make_header, make_rows
-offsets, tokens, validation = make_rows(100_000)
-recorder = Recorder.create(Path(sys.argv[1]), make_header(carried=True, windows_WT=validation), validation)
+offsets = make_rows(100_000)
+recorder = Recorder.create(Path(sys.argv[1]), make_header())
 for step in range(100_000):
-    recorder.append(offsets[step], tokens[step])
+    recorder.append(offsets[step])
     if step == 200:
         recorder.flush()
         print("flushed", flush=True)
@@ -402,16 +380,16 @@ def test_a_killed_writer_leaves_a_valid_prefix_that_can_be_resumed(tmp_path, del
         assert process.stdout.readline() == b"flushed\n"
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
-    offsets, tokens, validation = make_rows(100_000)
+    offsets = make_rows(100_000)
     found = Recording.open(folder)
     assert 201 <= found.steps < 100_000
     assert np.array_equal(found.offsets, offsets[: found.steps])
-    recorder = Recorder.resume(folder, make_header(carried=True, windows_WT=validation), 150)
+    recorder = Recorder.resume(folder, make_header(), 150)
     for step in range(150, 300):
-        recorder.append(offsets[step], tokens[step])
+        recorder.append(offsets[step])
     recorder.close()
-    straight = Recorder.create(tmp_path / "straight", recorder.header, validation)
+    straight = Recorder.create(tmp_path / "straight", recorder.header)
     for step in range(300):
-        straight.append(offsets[step], tokens[step])
+        straight.append(offsets[step])
     straight.close()
     assert contents(folder) == contents(tmp_path / "straight")

@@ -67,7 +67,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
                 ),
             ),
         ),
-        "data.record_tokens": True,
     },
     "muon_float32": {"optim.optimizer": "muon", "optim.weight_decay": 0.1},
     "adamw_float16": {"precision.dtype": "float16", "model.qk_clip_tau": 0.2},

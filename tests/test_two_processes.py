@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 # Summing the losses of a step's tokens in another order changes a mean by at most this much of it, see test_train.py.
 NOISE = TINY.data.global_batch * TINY.data.sequence_length * 2.0**-24
 # Two micro-steps for each of two processes, four for one.
-FIELDS: dict[str, Any] = {"run.steps": 30, "data.micro_batch": 2, "data.record_tokens": True}
+FIELDS: dict[str, Any] = {"run.steps": 30, "data.micro_batch": 2}
 
 
 def config_of(place: Place, name: str, folder: str, fields: dict[str, Any]) -> TrainConfig:
@@ -178,7 +178,7 @@ def test_the_triton_kernels_under_ddp_and_compile_give_the_same_bits_twice(place
     }
     first, second = (torchrun(place, "kernels", folder, fields) for folder in ("kernels_first", "kernels_second"))
     assert weights(first, 30) == weights(second, 30)
-    alone_fields = {"data.record_tokens": False, "run.folder": str(place.folder / "kernels_one")}
+    alone_fields = {"run.folder": str(place.folder / "kernels_one")}
     place.train("kernels", {**FIELDS, **fields, **alone_fields})
     alone = column(place.folder / "kernels_one/kernels", "train_loss")[0]
     assert abs(column(first, "train_loss")[0] - alone) < NOISE * alone

@@ -28,6 +28,7 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
     "model.z_loss": (0.0,),
     "model.logit_softcap": (0.0,),
     "precision.fill_memory": ANY,
+    "data.record_tokens": (False,),
     "telemetry.details": ANY,
     "alarm.delta_z": (0.0,),
     "alarm.delta_probes": ANY,
@@ -38,6 +39,7 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
 """Field -> values that a run of today goes on with, to the same bits. Commit c487be1 has the code for the others."""
 
 SCRIPTS = {
+    "convert_recording": "recordings are read and written in their own format alone (replay_batches/README.md)",
     "run_variants": "a shell's loop over train.py does it, as on top of configs/reproduction.txt",
     "show_rounding": "docs/numerics.md has what it printed",
 }
