@@ -20,7 +20,7 @@ import torch
 
 from attention.backends import BACKENDS
 from attention.growth import Growth, GrowthRule, Probe, growth, large_logits
-from attention.presets import PRESETS
+from attention.presets import PRESETS, RECOMMENDED
 from attention.renamed import today
 from errors import invalid
 from training.intervention import Switch, parse_switch
@@ -34,7 +34,7 @@ class AlarmConfig:
 
     response: Response = "log"
     """log; checkpoint; stop (after a checkpoint); switch the named layer to alarm.switch_to with the next step."""
-    switch_to: str = "flash_fp32_o"
+    switch_to: str = RECOMMENDED
     """PRESET or PRESET:BACKEND that response switch moves a layer to; the layer's base roundings stay."""
     switches: tuple[str, ...] = ()
     """STEP:LAYER:PRESET[:BACKEND]: all heads of that layer use that preset from training step STEP on, alarm or not."""
