@@ -15,8 +15,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     """Make ``numerics`` known to transformers as ``name``, and return that.
 
     Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name`` where a model is made. Several may be registered, each
-    under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name with "flash" in it, which
-    transformers takes for a flash-attention package.
+    under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name that other numerics have,
+    as models look it up at each call, and for one with "flash" in it, which transformers takes for a flash-attention package.
 
     A model's call raises ``ValueError`` for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for sinks,
     position biases and paged caches.
@@ -25,6 +25,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     from transformers.masking_utils import sdpa_mask
 
     refuse("flash" in name, f"name = {name!r}: expected one without 'flash', which transformers reserves")
+    known = _REGISTERED.get(name, numerics)
+    refuse(known != numerics, f"name = {name!r}: expected another one for {numerics}, as it stands for {known}")
 
     def forward(
         module: nn.Module,
@@ -63,4 +65,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     AttentionInterface.register(name, forward)
     # transformers makes no mask, not even for padding, for a name that this registry does not hold.
     AttentionMaskInterface.register(name, sdpa_mask)
+    _REGISTERED[name] = numerics
     return name
+
+
+_REGISTERED: dict[str, str | AttentionSpec] = {}

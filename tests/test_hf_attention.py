@@ -186,6 +186,13 @@ def test_dropout_is_refused_and_a_reserved_name_too(ours: str) -> None:
         register(name="my_flash")
 
 
+def test_a_name_keeps_its_numerics(ours: str) -> None:
+    """Models that have the name would change without a word."""
+    assert register(name=ours) == ours
+    with pytest.raises(ValueError, match="expected another one for flash, as it stands for flash_consistent"):
+        register("flash", ours)
+
+
 @pytest.mark.slow
 def test_trainer_fine_tunes_as_with_torchs(tmp_path: Path, ours: str) -> None:
     """50 steps under BF16 autocast, three seeds: losses are as near to a float32 run's as torch's are (1.5 times their error at most)."""

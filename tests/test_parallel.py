@@ -1,0 +1,94 @@
+"""In two processes (gloo, CPU): DDP and FSDP2 train as one process does on both halves of a batch, and ``watch`` sees each half."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_watching import B, C, Model, T
+from tiny_runs import reserved_port
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from attention import replace_sdpa, watch
+from attention.huggingface import register
+
+
+class Llama(nn.Module):
+    """Of transformers, by the registered name; its two layers are ``blocks``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": C}
+        config = transformers.LlamaConfig(**shape, intermediate_size=64, vocab_size=50, use_cache=False)
+        torch.manual_seed(0)
+        name = register("flash_delta_from_p", "parallel")
+        self.inner = transformers.LlamaModel._from_config(config, attn_implementation=name)
+        self.inner.embed_tokens = nn.Identity()
+        self.blocks = self.inner.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(inputs_embeds=x).last_hidden_state[..., 0].square().mean()
+
+
+MODELS: dict[str, type[nn.Module]] = {"SDPA": Model, "Llama": Llama}
+HALVES = torch.randn(2, B, T, C, generator=torch.Generator().manual_seed(0))
+
+
+def weights_after_three_steps(model: nn.Module, halves: list[Tensor]) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        for half in halves:
+            (model(half) / len(halves)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = (p.detach() for p in model.parameters())
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in weights]
+
+
+def process(rank: int, how: str, kind: str, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model: Any = MODELS[kind]()
+    model.checkpointed = how.endswith("checkpointed")
+    if how.startswith("DDP"):
+        model = DistributedDataParallel(model)
+    else:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    if how.endswith("compiled"):
+        model = torch.compile(model, backend="eager")
+    with replace_sdpa("flash_delta_from_p"), watch(model, every=2, log=folder / f"{rank}.jsonl") as seen:
+        weights = weights_after_three_steps(model, [HALVES[rank]])
+    torch.save({"weights": weights, "record": seen.record}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:replace_sdpa")
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [*itertools.product(("DDP", "FSDP2"), MODELS), ("DDP compiled", "SDPA"), ("FSDP2 checkpointed", "SDPA")],
+)
+def test_two_processes_train_as_one(how: str, kind: str, tmp_path: Path) -> None:
+    if kind == "Llama":
+        pytest.importorskip("transformers")
+    with reserved_port() as port:
+        torch.multiprocessing.start_processes(process, (how, kind, port, tmp_path), nprocs=2, start_method="fork")
+    with replace_sdpa("flash_delta_from_p"):
+        expected = weights_after_three_steps(MODELS[kind](), list(HALVES))
+    assert any(not torch.equal(a, b) for a, b in zip(expected, MODELS[kind]().parameters(), strict=True))
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for rank in range(2):
+        for a, b in zip(found[rank]["weights"], expected, strict=True):
+            torch.testing.assert_close(a, b)
+        assert len(found[rank]["record"]["dq_error"]) == 2
+        assert len((tmp_path / f"{rank}.jsonl").read_text().splitlines()) == 2
+    assert found[0]["record"]["max_logit"] != found[1]["record"]["max_logit"]
