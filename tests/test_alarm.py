@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import Place, column, lines, start_train, train_and_kill, weights
+from tiny_runs import Place, column, lines, start_train, weights
 
 from config import TrainConfig
 from errors import UserError
@@ -99,12 +99,6 @@ def test_large_logits_of_less_than_half_a_layer_are_no_alarm(heads: tuple[int, .
     assert [(alarm.layer, alarm.heads) for alarm in raised] == ([(2, (1,))] if flagged else [])
     assert [alarm.evidence["heads_with_large_logits"] for alarm in raised] == [len(heads)] * flagged
     assert len(alarms(records, AlarmConfig(growth_share=0.25), WARM_UP)) == 1
-
-
-def test_a_rule_flags_a_layer_once_and_others_still() -> None:
-    records = with_growth(with_growth(healthy(1), 2, [1], onset=2000), 4, [0], onset=3000)
-    raised = alarms(records, AlarmConfig(), WARM_UP)
-    assert [(alarm.rule, alarm.layer) for alarm in raised] == [("growth", 2), ("growth", 4)]
 
 
 def test_the_warm_up_is_not_looked_at() -> None:
@@ -199,24 +193,6 @@ def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, qui
     assert weights(run, 20) == weights(quiet, 20)
 
 
-def measured(run: Path) -> list[list[dict[str, Any]]]:
-    """Telemetry, interventions and metrics, less what tells time."""
-    probes = [
-        {name: value for name, value in probe.items() if name != "probe_seconds"} for probe in read_telemetry(run)
-    ]
-    return [probes, list(read_lines(run / "interventions.jsonl")), lines(run)]
-
-
-def test_a_resume_from_the_checkpoint_of_an_alarm_has_the_same_record(place: Place) -> None:
-    fields = {**touchy(response="checkpoint", warm_up=3), "checkpoint.every": 0}
-    straight = place.folder / "straight_runs/alarmed"
-    place.train("alarmed", {**fields, "run.folder": str(straight.parent)})
-    run = place.train_until(8, "alarmed", fields)
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000006"]
-    place.train("alarmed", {**fields, "run.resume": "yes"})
-    assert measured(run) == measured(straight)
-
-
 @pytest.fixture(scope="module")
 def switched(place: Place) -> Path:
     fields = touchy(response="switch", switch_to="flash_delta_from_p")
@@ -239,15 +215,6 @@ def test_a_replay_with_the_recorded_switches_has_the_same_bits(place: Place, swi
     told = [{k: v for k, v in line.items() if k != "alarm"} for line in lines(switched)]
     assert [{k: v for k, v in line.items() if k != "alarm"} for line in lines(replayed)] == told
     assert weights(replayed, 20) == weights(switched, 20)
-
-
-def test_a_killed_and_resumed_run_has_the_same_alarms_and_switches(place: Place, switched: Path) -> None:
-    fields = touchy(response="switch", switch_to="flash_delta_from_p")
-    assert train_and_kill(place, place.config("killed", fields)) == -9
-    killed = place.train("killed", {**fields, "run.resume": "yes"})
-    assert list(read_lines(killed / "interventions.jsonl")) == list(read_lines(switched / "interventions.jsonl"))
-    assert lines(killed) == lines(switched)
-    assert weights(killed, 20) == weights(switched, 20)
 
 
 # ---- bad settings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layer_captures import random_layer
-from planted_models import BATCHES, SHAPE, T, healthy, plant, subject
+from planted_models import SHAPE, healthy, plant, subject
 
 import attention
 from attention import AttentionSpec
@@ -92,25 +92,6 @@ def test_a_p_that_the_backward_pass_forms_in_its_own_way_is_no_error(preset: str
     assert factors[1] < 0.01 * factors[0]
 
 
-def test_norm_and_logit_are_those_of_the_model() -> None:
-    model = healthy(0)
-    found = examine(subject(model, 0))
-    (head,) = [h for h in found.heads if (h.layer, h.head) == (2, 1)]
-    assert head.w_q_norm == pytest.approx(torch.linalg.matrix_norm(model.w_q(2)[16:32], 2).item(), rel=1e-5)
-    largest = -torch.inf
-    for batch in range(BATCHES):
-        layer = subject(model, 0).capture(batch, [2])[0]
-        q, k = layer.q_BTHD[:, :, 1].float(), layer.k_BTHD[:, :, 1].float()
-        logits = (q @ k.mT / 4).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
-        largest = max(largest, logits.max().item())
-    assert head.max_logit == pytest.approx(largest, rel=1e-5)
-
-
-def test_the_same_twice() -> None:
-    first, second = (examine(subject(plant(healthy(2), 0, 2, seed=2), 2)) for _ in range(2))
-    assert first == second
-
-
 def findings(factors: list[float], **fixes: float) -> Findings:
     (head, *_) = examine(subject(healthy(0), 0)).heads
     heads = [dataclasses.replace(head, layer=layer, share=factor) for layer, factor in enumerate(factors)]
@@ -168,8 +149,3 @@ def test_the_layer_that_left_is_named_with_its_step() -> None:
 def test_a_file_of_two_runs_is_refused() -> None:
     with pytest.raises(UserError, match="step 0 follows step 100; expected a file of its own"):
         log_answer([record(0, 1.0), record(100, 1.0), record(0, 1.0)])
-
-
-def test_a_file_of_another_kind_is_refused() -> None:
-    with pytest.raises(UserError, match="no record of attention"):
-        log_answer([{"step": 0, "train_loss": 1.0}])

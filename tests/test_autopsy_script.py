@@ -108,12 +108,6 @@ def test_a_planted_checkpoint(tmp_path: Path, skewed_data: Path, examined: Comma
     assert len((out / "autopsy.txt").read_text().splitlines()) > len(printed.splitlines()) - 2
 
 
-def test_a_healthy_checkpoint_is_said_to_be_so(tmp_path: Path, skewed_data: Path, examined: Command) -> None:
-    checkpoint = save(healthy(3), tmp_path / "checkpoints", skewed_data)
-    printed = examined(checkpoint, "--sequences", 16)
-    assert printed.startswith("NO: ")
-
-
 def test_a_layer_that_was_switched_is_examined_as_switched(
     tmp_path: Path, skewed_data: Path, examined: Command
 ) -> None:
@@ -123,12 +117,6 @@ def test_a_layer_that_was_switched_is_examined_as_switched(
     printed = examined(checkpoint, "--sequences", 16)
     assert printed.startswith("NO: ")
     assert "switched: 5:1:flash_recompute_o (step:layer:preset)" in printed
-
-
-def test_a_runs_folder_stands_for_its_newest_checkpoint(run: Path, examined: Command) -> None:
-    printed = examined(run)
-    assert "step_00000010" in printed
-    assert "step: 10" in printed
 
 
 def changed_checkpoint(run: Path, folder: Path, section: str, **fields: object) -> Path:
@@ -157,26 +145,12 @@ def test_a_checkpoint_of_another_shape(run: Path, tmp_path: Path, refused: Comma
     assert re.search(rf"{re.escape(words)} \(\d+ tensors do not fit\)$", message.strip())
 
 
-def test_a_page_that_cannot_be_written_is_told_before_the_work(
-    run: Path, tmp_path: Path, refused: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a_file").write_text("")
-    monkeypatch.setattr(autopsy, "examine", None)
-    message = refused(run, "--out", tmp_path / "a_file/page")
-    assert "cannot be made (Not a directory)" in message
-
-
 def test_weights_that_are_not_finite(tmp_path: Path, skewed_data: Path, refused: Command) -> None:
     model = healthy(0)
     with torch.no_grad():
         model.w_q(1)[3, 4] = torch.nan
     checkpoint = save(model, tmp_path / "checkpoints", skewed_data)
     assert "attn.c_attn.weight is not finite" in refused(checkpoint)
-
-
-def test_a_run_without_a_data_set_needs_one(tmp_path: Path, refused: Command) -> None:
-    checkpoint = save(healthy(0), tmp_path / "checkpoints", Path())
-    assert "--data = '': expected the folder of a data set" in refused(checkpoint)
 
 
 @pytest.mark.parametrize(

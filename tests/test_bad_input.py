@@ -16,11 +16,10 @@ import torch
 from tiny_runs import ROOT, TINY, Place, lines, make_data, new_place, start_train, tree, weights
 
 import train
-from data.recording import Recorder, Recording
+from data.recording import Recording
 from errors import UserError
 from training import distributed
 from training.checkpoint import Checkpoints
-from training.distributed import Distributed
 from training.run import Run
 
 DEBUG = str(ROOT / "configs/debug.py")
@@ -206,13 +205,6 @@ def test_wandb_that_cannot_start_leaves_nothing(place: Place, monkeypatch: pytes
     refuse(place, "unlogged", {"wandb.mode": "online", **recording}, r"^wandb\.mode = 'online': .*no key")
 
 
-def test_batch_that_the_processes_cannot_share(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    three = Distributed(rank=0, local_rank=0, world_size=3, device=torch.device("cpu"))
-    monkeypatch.setattr(distributed, "start", lambda device: three)
-    message = r"^data\.global_batch = 8: expected a multiple of data\.micro_batch x processes = 4 x 3 = 12$"
-    refuse(place, "shared", {}, message)
-
-
 def test_a_run_of_the_same_name_that_started_meanwhile_is_left_alone(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,20 +265,3 @@ def test_full_disk_stops_training_and_leaves_the_last_good_checkpoint(
     straight = place.train("not_full", {"run.steps": 30})
     assert lines(place.runs / "full") == lines(straight)
     assert weights(place.runs / "full", 30) == weights(straight, 30)
-
-
-def test_what_stopped_the_run_is_told_though_closing_fails_too(place: Place) -> None:
-    def refuses(self: Recorder) -> None:
-        raise UserError("the recording cannot be flushed either")
-
-    original = train.close
-    with pytest.MonkeyPatch.context() as patch:
-
-        def close(run: Run, *, finished: bool) -> None:
-            patch.setattr(Recorder, "flush", refuses)
-            original(run, finished=finished)
-
-        patch.setattr(train, "close", close)
-        with_full_disk_at_20(patch)
-        with pytest.raises(UserError, match=r"^checkpoint of step 20 could not be"):
-            place.train("full_twice", {"data.record": place.recording("full_twice")})

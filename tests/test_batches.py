@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batches import Batches, DataConfig, open_batches, random_offsets, validation_offsets
-from data.recording import Recording
 from data.token_files import TokenWriter
 from errors import UserError
 
@@ -60,10 +58,6 @@ def record(dataset: Path, folder: Path, steps: int, **changes) -> list[list[tupl
     return drawn
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
 def test_the_random_order_is_pinned():
     assert random_offsets(1337, 5, 1000, 4, 6).tolist() == [459, 345, 834, 897, 434, 332]
 
@@ -78,12 +72,6 @@ def test_inputs_are_the_tokens_at_the_offsets_and_targets_one_token_ahead(datase
     offsets = random_offsets(3, 0, 1000, T, 8).astype(int)
     assert inputs.tolist() == [TRAIN[o : o + T].tolist() for o in offsets]
     assert targets.tolist() == [TRAIN[o + 1 : o + T + 1].tolist() for o in offsets]
-
-
-def test_the_last_place_of_the_data_can_be_drawn(tmp_path):
-    exact = make_dataset(tmp_path / "d", train=np.arange(T + 1, dtype=np.uint8))
-    inputs, targets = open_batches(settings_for(exact)).next()[0]
-    assert (inputs[0].tolist(), targets[0].tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
 
 
 @settings(deadline=None, max_examples=40)
@@ -106,14 +94,6 @@ def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulati
                 assert same([split[rank][m] for m in range(accumulation) for rank in range(world)], single[step])
 
 
-def test_micro_batches_of_another_size_hold_the_same_sequences_in_the_same_order(dataset):
-    wide, narrow = (
-        torch.cat([inputs for inputs, _ in open_batches(settings_for(dataset, micro_batch=size)).next()])
-        for size in (8, 2)
-    )
-    assert torch.equal(wide, narrow)
-
-
 def test_a_replay_does_not_look_at_the_seed(dataset, tmp_path):
     recorded = record(dataset, tmp_path / "r", 4)
     assert same(take(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99)), 4), recorded)
@@ -123,50 +103,6 @@ def test_only_rank_zero_records(dataset, tmp_path):
     config = settings_for(dataset, record=str(tmp_path / "r"))
     take(open_batches(config, rank=1, world_size=2), 2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_row_is_there_for_each_step_that_was_drawn_and_for_no_other(dataset, tmp_path):
-    batches = open_batches(settings_for(dataset, record=str(tmp_path / "r")))
-    rows = []
-    for _ in range(3):
-        rows.append(Recording.open(tmp_path / "r").steps)
-        batches.next()
-    assert [*rows, Recording.open(tmp_path / "r").steps] == [0, 1, 2, 3]
-
-
-def test_flush_promises_the_rows_so_far(dataset, tmp_path):
-    batches = open_batches(settings_for(dataset, record=str(tmp_path / "r")))
-    take(batches, 3)
-    batches.flush()
-    assert json.loads((tmp_path / "r" / "header.json").read_text())["steps"] == 3
-
-
-@pytest.mark.parametrize("position", [0, 2, 5])
-def test_a_resumed_recording_has_the_bytes_of_an_uninterrupted_one(dataset, tmp_path, position):
-    record(dataset, tmp_path / "straight", 6)
-    config = settings_for(dataset, record=str(tmp_path / "r"))
-    take(open_batches(config, source_run="a"), 5)
-    resumed = open_batches(config, source_run="a", resume_at=position)
-    take(resumed, 6 - position)
-    resumed.close()
-    assert contents(tmp_path / "r") == contents(tmp_path / "straight")
-
-
-@pytest.mark.parametrize("kind", ["random", "replay"])
-def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(dataset, tmp_path, kind):
-    recorded = record(dataset, tmp_path / "r", 5)
-    config = settings_for(dataset, replay=str(tmp_path / "r") if kind == "replay" else "")
-    assert same(take(open_batches(config, resume_at=2), 3), recorded[2:])
-
-
-def test_resuming_at_zero_without_a_recording_starts_one(dataset, tmp_path):
-    take(open_batches(settings_for(dataset, record=str(tmp_path / "r")), resume_at=0), 2)
-    assert Recording.open(tmp_path / "r").steps == 2
-
-
-def test_resuming_further_on_without_a_recording_is_refused(dataset, tmp_path):
-    with pytest.raises(UserError, match="not a recording"):
-        open_batches(settings_for(dataset, record=str(tmp_path / "r")), resume_at=3)
 
 
 def test_an_existing_recording_is_refused_unless_resumed(dataset, tmp_path):
@@ -185,10 +121,6 @@ def test_the_ranks_shares_of_validation_make_up_the_fixed_set(dataset, world, mi
     count = -(-10 // micro)
     together = torch.cat([shares[i % world][i // world][0] for i in range(count)])
     assert together.tolist() == [VALIDATION[o : o + T].tolist() for o in validation_offsets(203, T, 10)]
-
-
-def test_validation_windows_spread_from_end_to_end():
-    assert validation_offsets(203, 4, 10).tolist() == [0, 22, 44, 66, 88, 110, 132, 154, 176, 198]
 
 
 def test_validation_does_not_depend_on_seed_or_position(dataset):
@@ -218,11 +150,6 @@ def test_torch_copies_nothing_of_a_batch(dataset, tmp_path):
             made = [*batches.next(), *batches.validation()]
         assert set(seen.names) == {"aten.lift_fresh.default"}  # of from_numpy; it touches no element
         assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for pair in made for tensor in pair)
-
-
-def test_a_run_that_draws_needs_a_data_set_named():
-    with pytest.raises(UserError, match=r"data\.dataset = '': expected the folder of a data set"):
-        open_batches(settings_for(""))
 
 
 @pytest.mark.parametrize(
@@ -266,17 +193,6 @@ def test_a_replay_says_when_the_recording_ends(dataset, tmp_path):
         batches.next()
 
 
-def test_a_replay_resumed_beyond_the_end_is_refused_at_once(dataset, tmp_path):
-    record(dataset, tmp_path / "r", 2)
-    with pytest.raises(UserError, match="ends at step 2"):
-        open_batches(settings_for(dataset, replay=str(tmp_path / "r")), resume_at=3)
-
-
-def test_a_replay_of_nothing_names_the_field(dataset, tmp_path):
-    with pytest.raises(UserError, match=r"data\.replay = .*: expected the folder of a recording"):
-        open_batches(settings_for(dataset, replay=str(tmp_path / "nothing")))
-
-
 def digests(batches: Batches, steps: int) -> list[str]:
     found = [batches.digest()]
     for _ in range(steps):
@@ -311,22 +227,3 @@ def test_other_data_has_another_digest(dataset, changes):
 def test_other_tokens_have_another_digest(dataset, tmp_path):
     other = make_dataset(tmp_path / "other", train=TRAIN[::-1])
     assert open_batches(settings_for(dataset)).digest() != open_batches(settings_for(other)).digest()
-
-
-def test_recording_and_replaying_runs_have_one_identity(dataset, tmp_path):
-    recording = open_batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a")
-    replaying = open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=9), 1, 2, source_run="b")
-    assert recording.identity == replaying.identity == json.loads(json.dumps(recording.identity))
-
-
-def test_a_batch_that_the_processes_cannot_share_is_refused(dataset):
-    with pytest.raises(UserError, match=r"data\.global_batch = 8: expected a multiple of .* = 4 x 3 = 12"):
-        open_batches(settings_for(dataset), 0, 3)
-
-
-@pytest.mark.parametrize("short", [{"train": TRAIN[:T]}, {"validation": VALIDATION[:T]}])
-def test_data_shorter_than_a_sequence_is_refused(tmp_path, short):
-    with pytest.raises(
-        UserError, match=r"4 tokens are less than one sequence .* = 5: set --data\.sequence-length below 4"
-    ):
-        open_batches(settings_for(make_dataset(tmp_path / "d", **short)))

@@ -103,14 +103,6 @@ def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None
     assert Recording.open(Path(place.recording("old"))).complete
 
 
-# ---- what it starts with
-
-
-def test_the_newest_checkpoint_of_a_run_is_taken(place: Place) -> None:
-    run = branch(place, "newest", of=place.runs / "old")
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{LAST:08d}"]
-
-
 # ---- the record
 
 
@@ -144,13 +136,6 @@ def test_a_switch_at_the_checkpoint_s_step_is_told_once(place: Place) -> None:
     shutil.rmtree(run / f"checkpoints/step_{20:08d}")  # as if it had been killed
     switched(place, "switched")
     assert switches(run) == [(7, 1), (10, 0)]
-
-
-def test_a_switch_made_behind_the_checkpoint_is_not_the_branch_s(place: Place) -> None:
-    branch(place, "trunk", of=checkpoint(place, "old", BEFORE))
-    switched(place, "trunk")
-    run = branch(place, "twig", of=checkpoint(place, "trunk", BEFORE))
-    assert switches(run) == [(7, 1)]
 
 
 # ---- mistakes

@@ -76,12 +76,6 @@ def test_gradients_of_the_weights_follow_from_what_was_captured(variant: str) ->
         torch.testing.assert_close(dv.flatten(2).flatten(0, 1).T @ layer.x_BTC.flatten(0, 1), expected)
 
 
-def test_the_loss_scale_is_a_factor_of_do() -> None:
-    model = make(BASE)
-    for one, scaled in zip(captured(model), captured(model, loss_scale=2.0**10), strict=True):
-        assert torch.equal(one.do_BTHD * 2**10, scaled.do_BTHD)
-
-
 def test_nothing_is_left_on_the_model() -> None:
     config = dataclasses.replace(BASE, qk_clip_tau=100.0)
     model = make(config)

@@ -98,11 +98,6 @@ def test_other_validation_sequences_are_warned_of(tmp_path: Path, capsys: pytest
     assert "Validation losses do not compare with a's" in capsys.readouterr().out
 
 
-def test_the_picture_is_drawn(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    compare(*pair, "--out", tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-
-
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What is printed for a mistake; it must be one line and exit code 2."""
     with pytest.raises(SystemExit) as leaving:
@@ -118,11 +113,6 @@ def test_a_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "neither a run nor a folder of runs" in mistake(capsys, tmp_path)
 
 
-def test_a_run_without_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val_loss": 3.0}\n')
-    assert "no train_loss" in mistake(capsys, tmp_path)
-
-
 def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", [2.0] * 3), write_run(tmp_path / "b", [2.0] * 3, first=10)
     assert "b and a have no step in common" in mistake(capsys, a, b)
@@ -133,16 +123,6 @@ def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixtur
 )
 def test_a_bad_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, object]) -> None:
     assert option[0] in mistake(capsys, write_run(tmp_path / "a", [2.0]), *option)
-
-
-@pytest.mark.parametrize("option", [("--out", "c.png"), ("--table", "t.md")])
-def test_a_place_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, str]
-) -> None:
-    a = write_run(tmp_path / "a", [2.0])
-    path = a / "metrics.jsonl" / option[1]
-    arguments = [option[0], path] if option[0] == "--out" else [option[0], path, "--out", "none"]
-    assert f"{option[0]} {path}: cannot be written" in mistake(capsys, a, *arguments)
 
 
 # ---- rows of runs as train.py leaves them, and of ones that are kept as CSV
@@ -206,16 +186,6 @@ def test_a_step_without_a_loss_is_not_nan(tmp_path: Path) -> None:
     run = published(tmp_path / "run", ["3", "", "3"])
     row = summary(run, [100])
     assert (row["ended"], row["max_logit_1_at_100"], row["w_q_norm_1_largest"]) == ("stable to 20", 700, 3.5)
-
-
-def test_a_run_that_went_back_counts_what_it_logged_again(place: Place) -> None:
-    folder = place.runs / "back"
-    folder.mkdir()
-    (folder / "config.json").write_bytes((place.runs / "one/config.json").read_bytes())
-    rows = [{"step": step, "train_loss": loss} for step, loss in ((0, 5.0), (1, 9.0), (2, 9.0), (1, 4.0))]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    row = summary(folder)
-    assert (row["last_step"], row["train_loss_end"]) == (1, 4.0)
 
 
 def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention import AttentionRule, AttentionSpec
 from config import PRESETS, TrainConfig, from_json, load, to_json
 from data.batches import DataConfig
 from errors import UserError
-from training.alarm import AlarmConfig
 
 RECIPES = sorted(PRESETS.glob("*.py"))
 ABLATIONS = sorted((PRESETS / "ablations").glob("*.py"))
@@ -67,16 +66,6 @@ def test_every_run_of_the_reproduction_is_understood(monkeypatch: pytest.MonkeyP
     assert len({str(config.attention) for config in loaded.values()}) > 15
 
 
-def test_json_has_no_tuples() -> None:
-    rules = (AttentionRule(layers=(1,), heads=(0, 2)),)
-    config = dataclasses.replace(
-        load([DEBUG]), attention=AttentionConfig(rules=rules), alarm=AlarmConfig(switches=("3:1:flash",))
-    )
-    content = to_json(config)
-    assert content == json.loads(json.dumps(content))
-    assert through_json(config) == config
-
-
 def test_overrides_replace_single_fields() -> None:
     plain = load([DEBUG])
     arguments = ["--optim.lr", "2e-3", "--attention.default.preset", "flash_delta_from_p", "--data.record", "r"]
@@ -88,17 +77,6 @@ def test_overrides_replace_single_fields() -> None:
         attention=dataclasses.replace(plain.attention, default=AttentionSpec(preset="flash_delta_from_p")),
         data=dataclasses.replace(plain.data, record="r"),
     )
-
-
-def test_fields_that_hang_together_change_together() -> None:
-    config = load([DEBUG, "--model.block-size", "128", "--data.sequence-length", "128"])
-    assert (config.model.block_size, config.data.sequence_length) == (128, 128)
-
-
-def test_rules_of_an_ablation_can_be_overridden() -> None:
-    ablation = str(PRESETS / "ablations/only_layer_1.py")
-    config = load([DEBUG, ablation, "--attention.rules.0.layers", "0"])
-    assert config.attention.rules[0].layers == (0,)
 
 
 def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,17 +179,6 @@ def test_lists_in_a_python_file_are_tuples(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(RULE.format(rules="[AttentionRule(layers=[1], heads=[0, 2])]"))
     assert load([DEBUG, str(path), "--run.steps", "5"]).attention.rules == (AttentionRule(layers=(1,), heads=(0, 2)),)
-
-
-def test_missing_preset_file_lists_those_there_are() -> None:
-    with pytest.raises(UserError, match=r"'configs/nope\.py': expected one of .*configs/debug\.py.*configs/quickstart"):
-        load(["configs/nope.py"])
-
-
-@pytest.mark.parametrize("arguments", [[], ["--run.steps", "5"], ["a.py", "b.py", "c.py"]])
-def test_one_or_two_files_come_first(arguments: list[str]) -> None:
-    with pytest.raises(UserError, match=r"^usage: python train\.py configs/RECIPE\.py "):
-        load(arguments)
 
 
 @pytest.mark.parametrize(

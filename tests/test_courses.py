@@ -33,13 +33,6 @@ def test_the_legend_lies_outside_the_axes_and_inside_the_figure(count: int) -> N
     assert all(drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1 for box in [legend, *panels])
 
 
-def test_an_explosion_is_marked_in_every_panel_in_its_runs_color() -> None:
-    drawn = figure(course(), course("b", exploded_at=70, max_logit_max=np.ones(STEPS)))
-    for axes in drawn.axes:
-        marks = [line for line in axes.lines if line.get_linestyle() == ":" and list(line.get_xdata()) == [70, 70]]
-        assert [line.get_color() for line in marks] == [courses.COLORS[1]]
-
-
 def test_the_first_value_that_is_not_finite_is_marked() -> None:
     losses = np.linspace(5, 2, STEPS)
     told = [*losses[:80], "nan", *losses[81:90], math.inf, *losses[91:]]  # as curves.by_step has it

@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import time
 import traceback
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, command, environment, lines, new_place, tree
+from tiny_runs import Place, lines, new_place, tree
 
 import train
 import training.checkpoint
@@ -239,31 +238,3 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(
     for at in range(1, changes + 1):
         again = (generator.randint(1, 20),) if at % 2 else ()
         check(place, scenario, (at, *again), power=power, expected=expected)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_one_command_in_a_loop_comes_to_the_end_through_a_hundred_kills(place: Place, straight: Straight) -> None:
-    """70 before a change of a file, 20 of them with the power cut; 20 at a random time; 10 of a process of its own while it starts."""
-    SCENARIOS["long"] = {**RUN, "run.steps": 200, "checkpoint.every": 1, "evaluation.every": 20, "telemetry.every": 7}
-    expected, _ = straight("long")
-    case = Case(place, "long", "supervised")
-    began = time.monotonic()
-    assert Case(place, "plain", "timed").start() == 0
-    seconds, generator, reached = time.monotonic() - began, random.Random(1), []
-    command_line = command(ROOT / "train.py", [str(place.preset_file(case.config))])
-    for kill in generator.sample(range(100), 100):
-        if kill < 70:
-            assert case.start(generator.randint(1, 80), power=kill < 20) == -9, case.log.read_text()
-        elif kill < 90:
-            assert case.start(seconds=generator.uniform(0, seconds)) == -9, case.log.read_text()
-        else:
-            with subprocess.Popen(command_line, stdout=subprocess.DEVNULL, env=environment()) as process:
-                time.sleep(generator.uniform(0, 5))
-                process.kill()
-            assert process.returncode == -9
-        reached.append(max([int(path.name[5:]) for path in case.folder.glob("runs/run/checkpoints/step_*")], default=0))
-    assert 0 < reached[-1] < 200
-    subprocess.run(command_line, check=True, stdout=subprocess.DEVNULL, env=environment())
-    print(f"reached after each kill: {reached}")
-    assert case.left() == expected

@@ -2,7 +2,6 @@
 
 import math
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,19 +15,9 @@ def run(losses: list[float], first: int = 0) -> list[dict[str, float]]:
     return [{"step": step, "train_loss": loss} for step, loss in enumerate(losses, start=first)]
 
 
-def test_a_column_leaves_out_lines_without_it() -> None:
-    records = [{"step": 0, "val_loss": 3.0}, {"step": 0, "train_loss": 2.0}, {"step": 1, "train_loss": 1.0}]
-    assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 2.0, 1: 1.0}
-
-
 def test_a_rollback_replaces_what_followed() -> None:
     records = [*run([4.0, 3.0, 9.0, 9.0]), *run([2.0], first=2)]
     assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 4.0, 1: 3.0, 2: 2.0}
-
-
-def test_a_rollback_also_drops_columns_that_do_not_come_again() -> None:
-    records = [{"step": 5, "val_loss": 3.0}, {"step": 2, "train_loss": 1.0}]
-    assert dict(curves.column(curves.by_step(records), "val_loss")) == {}
 
 
 @pytest.mark.parametrize(
@@ -64,12 +53,6 @@ def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int |
 )
 def test_explosion_step(losses: list[float], step: int | None) -> None:
     assert curves.explosion_step(losses, margin=0.5, patience=4) == step
-
-
-@pytest.mark.parametrize(("patience", "step"), [(21, 120), (22, None)])
-def test_patience_is_in_steps_when_not_every_step_is_logged(patience: int, step: int | None) -> None:
-    losses, steps = [2.0, 3.0, 3.0, 3.0, 2.0], [110, 120, 130, 140, 150]
-    assert curves.explosion_step(pd.Series(losses, steps), patience=patience) == step
 
 
 @given(st.lists(st.floats(1, 4, allow_nan=False), max_size=30), st.integers(1, 5))

@@ -8,7 +8,6 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, nn
 
-from errors import UserError
 from training.evaluate import evaluate
 
 VOCABULARY, T = 11, 8
@@ -78,8 +77,3 @@ def test_modes_are_put_back_module_by_module() -> None:
     model.embedding.eval()
     value(model, FixedBatches())
     assert (model.training, model.embedding.training, model.dropout.training) == (True, False, True)
-
-
-def test_no_batches_is_an_error() -> None:
-    with pytest.raises(UserError, match="validation_sequences"):
-        value(TinyModel(), FixedBatches(count=0))

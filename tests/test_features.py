@@ -190,15 +190,6 @@ def test_heads_that_share_keys_are_summed_in_the_references_order(
     assert_agree(Case(H=4), preset, sites, device)
 
 
-def test_heads_that_share_keys_give_the_bits_that_copies_of_keys_give(device: torch.device) -> None:
-    case, spec = Case(H=4, D=32), spec_of("flash")
-    q, k, v, do = case.tensors(device)
-    grouped = computed(case, (q, k, v, do), spec)
-    copied = computed(case, (q, *(x.repeat_interleave(2, dim=2) for x in (k, v)), do), spec)
-    assert torch.equal(grouped[0], copied[0])
-    assert torch.equal(grouped[1], copied[1])
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [80, 256, *(pytest.param(d, marks=slow) for d in (96, 112, 160, 192))])
 def test_head_dims(head_dim: int, backend: str, device: torch.device) -> None:
@@ -299,19 +290,6 @@ def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.
 
 
 @pytest.mark.parametrize("backend", FEWER)
-def test_packed_sequences_are_as_they_are_alone(backend: str, device: torch.device) -> None:
-    """To rounding: blocks begin elsewhere."""
-    case = Case(packed=(17, 23))
-    tensors = case.tensors(device, torch.float32)
-    together = computed(case, tensors, spec_of(backend))
-    for tokens in (slice(0, 17), slice(17, 40)):
-        length = tokens.stop - tokens.start
-        alone = computed(Case(T=length, S=length), tuple(x[:, tokens] for x in tensors), spec_of(backend))
-        for a, b in zip(together, alone, strict=True):
-            torch.testing.assert_close(a[:, tokens], b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", FEWER)
 def test_a_mask_that_hides_nothing_changes_no_bit(backend: str, device: torch.device) -> None:
     case = Case(B=2)
     tensors = case.tensors(device)
@@ -346,20 +324,6 @@ def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
     for _ in range(10):
         again = computed(case, tensors, spec_of("flash", preset))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_window_told_as_runs_of_keys_is_the_same_bits(backend: str, device: torch.device) -> None:
-    q, k, v, _ = Case(H=4, K=2).tensors(device)
-    last = torch.arange(1, 41, device=device)
-    runs = torch.stack(((last - 9).clamp(min=0), last))[None]
-    plan = AttentionConfig(default=spec_of(backend)).resolve(1, 4)[0]
-    seed = torch.tensor(0, device=device)
-    found, expected = (
-        attention.run(q, k, v, plan, rounding_seed=seed, causal=causal, mask=mask)
-        for causal, mask in ((False, Mask(keys=runs)), (True, Mask(window=9)))
-    )
-    assert torch.equal(found, expected)
 
 
 def test_compiled_masks_are_eager_ones(device: torch.device) -> None:

@@ -108,21 +108,6 @@ def test_figure_3_holds_the_norms_of_the_checkpoints_heads(place: Place, out: Pa
     assert [float(r["w_q_head_norm"]) for r in rows(out, 3)] == pytest.approx(exact, rel=1e-4)
 
 
-def test_figure_4_holds_the_factors_of_its_outer_products(out: Path) -> None:
-    found = [r for r in rows(out, 4) if r["outer_product"] == "True"]
-    assert [(r["of"].rpartition(", ")[2], r["matrix"]) for r in found] == [
-        (f"sequence {batch}", matrix) for batch in (0, 3) for matrix in ("P K", "X")
-    ]
-    assert all(float(value) for r in found for value in list(r.values())[4:] if value)
-
-
-def test_all_says_what_it_leaves_out(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures.main(["all", "--runs", str(place.runs / "failing"), "--out", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert {path.name for path in tmp_path.glob("*.png")} == {"figure_11.png", "figure_13.png"}
-    assert [line for line in lines if line.startswith("left out: figure 4 needs --checkpoint DIR")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -70,21 +70,6 @@ def test_the_gradient_of_w_q_follows_from_what_was_captured(folder: Path) -> Non
         torch.testing.assert_close(high_dw_q(layer).reshape(expected.shape), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_shared_keys_and_values_are_repeated(folder: Path) -> None:
-    layer = load(folder).capture(*batch())[0]
-    assert layer.q_BTHD.shape == layer.k_BTHD.shape == layer.v_BTHD.shape == (2, T, 4, 8)
-    if "llama" in load(folder).model.config.model_type:
-        assert torch.equal(layer.k_BTHD[:, :, 0], layer.k_BTHD[:, :, 1])
-        assert not torch.equal(layer.k_BTHD[:, :, 1], layer.k_BTHD[:, :, 2])
-
-
-def test_chosen_layers_are_the_same_as_among_all(folder: Path) -> None:
-    model = load(folder, dtype=torch.bfloat16)
-    (alone,) = model.capture(*batch(), [1])
-    assert torch.equal(alone.do_BTHD, model.capture(*batch())[1].do_BTHD)
-    assert alone.q_BTHD.dtype == torch.bfloat16
-
-
 def test_nothing_is_left_on_the_model(folder: Path) -> None:
     model = load(folder)
     before = [(set(m.__dict__), dict(m._forward_pre_hooks)) for m in model.model.modules()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, column, lines, optimizer, preset, train_and_kill, weights
+from tiny_runs import Place, column, lines, preset, weights
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
@@ -119,39 +119,6 @@ def test_a_replay_with_the_records_switches_has_the_same_bits(place: Place, swit
     replayed = place.train("replayed", replay)
     assert lines(replayed) == lines(switched_run)
     assert weights(replayed, 20) == weights(switched_run, 20)
-
-
-def test_a_killed_and_resumed_run_switches_once(place: Place) -> None:
-    """At the step of its checkpoint; test_crashes.py kills runs elsewhere."""
-    fields = {**BF16, "alarm.switches": ("10:1:flash_delta_from_p",)}
-    straight = place.train("straight", fields)
-    assert train_and_kill(place, place.config("killed", fields)) == -9
-    killed = place.train("killed", {**fields, "run.resume": "yes"})
-    assert lines(killed) == lines(straight)
-    assert weights(killed, 20) == weights(straight, 20)
-    assert optimizer(killed, 20) == optimizer(straight, 20)
-    assert interventions(killed) == interventions(straight)
-
-
-def test_a_resumed_run_knows_the_switch_by_its_checkpoint(place: Place, switched_run: Path) -> None:
-    place.train("forgetful", {**BF16, **SWITCH, "run.steps": 10})
-    forgetful = place.train("forgetful", {**BF16, "run.resume": "yes"})
-    assert weights(forgetful, 20) == weights(switched_run, 20)
-
-
-def test_a_run_may_be_resumed_into_a_later_switch(place: Place) -> None:
-    late = {"alarm.switches": ("10:1:flash_delta_from_p",)}
-    straight = place.train("late_straight", {**BF16, **late})
-    place.train("late", {**BF16, "run.steps": 10})
-    resumed = place.train("late", {**BF16, **late, "run.resume": "yes"})
-    assert weights(resumed, 20) == weights(straight, 20)
-    assert interventions(resumed) == interventions(straight)
-
-
-def test_a_switch_in_the_past_of_a_resumed_run_is_refused(place: Place) -> None:
-    place.train("past", {**BF16, "run.steps": 10})
-    with pytest.raises(UserError, match=r"7:1:flash_delta_from_p.*a step from 10 on"):
-        place.train("past", {**BF16, **SWITCH, "run.resume": "yes"})
 
 
 # ---- compiled

@@ -6,18 +6,16 @@ run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from attention_cases import CASES, Problem, magnitudes, make, oracle, relative_errors, run, share_apart, weights_seen
 from kernel_tests import pass_in_the_interpreter, poison_new_tensors
-from test_bias import TOPS, rows
 from torch import Tensor
 
 import attention
-from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention import AttentionConfig, AttentionSpec
 from attention.presets import PRESETS
 from errors import UserError
 
@@ -137,26 +135,6 @@ def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
     assert "backends that can: " in str(error.value)
 
 
-@in_interpreter
-def test_the_two_faults_of_the_interpreter_that_the_kernels_work_around() -> None:
-    """If this fails because Triton mended one, drop the workaround."""
-    import triton.language as tl
-
-    @triton.jit
-    def fault_kernel(p_x, p_y, p_cast, p_dot):  # type: ignore[no-untyped-def]
-        o = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        b_x = tl.load(p_x + o)
-        tl.store(p_cast + o, tl.load(p_y + o).to(tl.bfloat16))
-        tl.store(p_dot + o, tl.dot(b_x, b_x))
-
-    x = torch.ones(16, 16, dtype=torch.bfloat16)
-    y = torch.full((16, 16), 1 + 0.75 * 2**-7)
-    cast, product = torch.zeros_like(x), torch.zeros(16, 16)
-    fault_kernel[(1,)](x, y, cast, product)
-    assert torch.all(cast == 1)  # nearest is 1 + 2^-7
-    assert not torch.any(product == 16)
-
-
 @pytest.mark.parametrize(
     "numerics", ["hardware", pytest.param("rounded_forward", marks=slow), pytest.param("fp32", marks=slow)]
 )
@@ -179,12 +157,6 @@ def test_as_exact_as_in_pytorch_against_fp64(case: str, dtype: torch.dtype, back
     if backend == "standard_triton" and case == "huge" and dtype == torch.float16:
         pytest.skip("S leaves the range of FP16 there")
     assert_as_exact(problem(case, device, dtype, (1, 33, 1, 16)), backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17])
-def test_any_length_works(length: int, backend: str, device: torch.device) -> None:
-    assert_as_exact(problem("random", device, torch.float32, (2, length, 1, 16)), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -236,40 +208,6 @@ def test_blocks_fetched_through_descriptors_are_the_same(
     through = run(p, asked)
     assert allowed.call_count > 1
     assert all(torch.equal(a, b) for a, b in zip(plain, through, strict=True))
-
-
-def test_heads_of_a_mixture_get_what_they_would_get_alone(device: torch.device) -> None:
-    p = problem("random", device, shape=(1, 20, 3, 16))
-    specs = [spec("flash"), spec("flash_delta_from_p"), chosen("standard_triton")]
-    rules = tuple(AttentionRule(heads=(h,), attention=specs[h]) for h in (1, 2))
-    q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
-    plan = AttentionConfig(default=specs[0], rules=rules).resolve(1, 3)[0]
-    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device))
-    mixed = (o.detach(), *torch.autograd.grad(o, (q, k, v), p.do))
-    for head, alone in enumerate(specs):
-        for x, y in zip(mixed, run(p, alone), strict=True):
-            assert torch.equal(x[:, :, head], y[:, :, head])
-
-
-def signed_errors(case, backend: str) -> Tensor:  # type: ignore[no-untyped-def]
-    """Row means of the error of O, one row each of the rows of test_bias."""
-    q, k = (torch.nn.functional.pad(x, (0, case.v.shape[3] - x.shape[3])) for x in (case.q, case.k))
-    plan = AttentionConfig(default=spec("flash", "rounded_forward", TILES, backend)).resolve(1, 1)[0]
-    o = attention.run(q, k, case.v, plan, rounding_seed=torch.tensor(0, device=q.device), causal=False, scale=1.0)
-    return (o[:, 0, 0].double() - case.exact()).mean(dim=-1)
-
-
-@pytest.mark.parametrize("sign", [-1.0, pytest.param(1.0, marks=slow)])
-def test_signed_bias_is_the_references(sign: float, device: torch.device) -> None:
-    """Tied maxima, V of one sign, paper numerics: the bias is there, and it is the same bias."""
-    case = rows(sign, others=1.0)
-    n = len(TOPS) // 8 if INTERPRETED else len(case.q)
-    parts = {name: getattr(case, name)[-n:, ..., : 16 if name == "v" else None].to(device) for name in "qkv"}
-    case = replace(case, **parts)
-    found, expected = (signed_errors(case, backend) for backend in ("flash", "flash_reference"))
-    standard_error = expected.std().item() / n**0.5
-    assert sign * found.mean() > 10 * standard_error
-    assert abs(found.mean() - expected.mean()) < standard_error / 4
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 import train
 from training.nonfinite import Withholding
 from training.run import Run
-from training.step import Pending, StepValues, Taken, step_unless, train_step
+from training.step import StepValues, step_unless
 
 FUSED = {"optim.fused": "on"}
 
@@ -50,16 +50,6 @@ def test_late_values_change_no_bit_and_no_line(place: Place, name: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "READ_EVERY", {"cpu": every})
             assert run_of(place, f"{name}_late_{every}", fields) == at_once
-
-
-def test_a_resume_reads_at_other_steps_and_has_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(train, "READ_EVERY", {"cpu": 7})
-    fields = {"nonfinite.policy": "skip"}
-    straight = place.train("late_straight", fields)
-    place.train("late_resumed", {**fields, "run.steps": 10})
-    resumed = place.train("late_resumed", {**fields, "run.resume": "yes"})
-    assert lines(resumed) == lines(straight)
-    assert weights(resumed, 20) == weights(straight, 20)
 
 
 def test_a_stop_that_is_found_late_leaves_the_weights_of_before(
@@ -139,33 +129,3 @@ def test_an_overflow_is_a_gradient_alone_that_the_loss_scale_enlarged(
     _, withheld = withholding(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(scale))
     # Only what the loss scale does not explain stops for good.
     assert withheld.item() == float(policy == "stop" and not overflow)
-
-
-def test_pending_steps_keep_the_values_of_their_time(device: torch.device) -> None:
-    pending, loss, zero = Pending(), torch.tensor(1.5, device=device), torch.zeros((), device=device)
-    for step in range(2):
-        pending.add(Taken(step, {}, 0.0), StepValues(loss, loss * torch.nan, zero, zero))
-        loss.add_(1)
-    first, second = pending.read()
-    assert (first.step, first.loss, second.loss, first.overflow, first.finite()) == (0, 1.5, 2.5, False, False)
-    assert first.grad_norm != first.grad_norm
-    assert pending.read() == []
-
-
-def test_the_rounding_seed_reaches_the_model_whole(device: torch.device) -> None:
-    """All 63 bits of it: it is filled in on the device, not copied."""
-    seen = []
-
-    class Listener(nn.Linear):
-        def forward(self, tokens: torch.Tensor, targets: torch.Tensor, seed: torch.Tensor) -> Any:  # type: ignore[override]
-            seen.append(seed)
-            return None, super().forward(tokens.float()).sum()
-
-    model = Listener(4, 1).to(device)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler, zeros = torch.amp.GradScaler(device.type, enabled=False), torch.zeros(2, 4, dtype=torch.int64)
-    seeds = [2**63 - 1, 2**62 + 1]
-    settings: dict[str, Any] = {"device": device, "autocast": contextlib.nullcontext, "grad_clip": 1.0}
-    train_step(model, sgd, scaler, [(zeros, zeros)] * 2, seeds, **settings, withholding=Withholding("stop", device))
-    assert [seed.item() for seed in seen] == seeds
-    assert all(seed.dtype == torch.int64 and seed.device.type == device.type for seed in seen)

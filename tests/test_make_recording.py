@@ -62,13 +62,6 @@ def test_the_command_line_takes_fields_of_the_recipe(dataset: Path, tmp_path: Pa
     assert (made.steps, made.header.seed, made.header.sequence_length) == (3, 9, 4)
 
 
-def test_a_recording_to_replay_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = ["--data.dataset", str(dataset), "--data.replay", str(tmp_path / "other")]
-    with pytest.raises(SystemExit):
-        make_recording.main(["configs/debug.py", "--out", str(tmp_path / "made"), *fields])
-    assert "expected nothing while data.replay" in capsys.readouterr().err
-
-
 def test_the_published_recording_is_whole_and_small() -> None:
     recording = Recording.open(PUBLISHED)
     header = recording.header

@@ -183,20 +183,6 @@ def test_loss_is_mean_cross_entropy_over_all_columns_padding_included() -> None:
     torch.testing.assert_close(loss.double(), -picked.mean())
 
 
-def test_targets_of_minus_one_do_not_count() -> None:
-    model, (tokens, targets) = make(scale=5.0), batch(B=2)
-    ignored = targets.clone()
-    ignored[1] = -1
-    torch.testing.assert_close(model(tokens, ignored)[1], model(tokens[:1], targets[:1])[1])
-
-
-def test_loss_is_float32_under_autocast() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, loss = make()(*batch())
-    assert logits.dtype == torch.bfloat16
-    assert torch.equal(loss, functional.cross_entropy(logits.float().flatten(0, 1), batch()[1].flatten()))
-
-
 def without_epsilon(model: GPT) -> GPT:
     """The norms of q and k divide by the bare deviation, so that claims about scale hold exactly."""
     for attn in model.attentions():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from attention import AttentionConfig, AttentionSpec
-from errors import UserError
 from model import GPT, ModelConfig, initialize
 from training.optim import (
     OptimConfig,
@@ -62,12 +61,6 @@ def test_cosine_schedule_at_its_corners(step: int, expected: float) -> None:
     assert learning_rate(step, COSINE) == pytest.approx(expected, rel=1e-15)
 
 
-def test_constant_schedule_warms_up_and_stays() -> None:
-    config = OptimConfig(lr=6e-3, schedule="constant", warmup_steps=50, decay_steps=1)
-    assert learning_rate(0, config) == 6e-3 / 51
-    assert {learning_rate(step, config) for step in (50, 51, 1000, 10**9)} == {6e-3}
-
-
 def test_adamw_decays_matrices_and_embeddings_only() -> None:
     model = make_model()
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), torch.device("cpu"))
@@ -84,17 +77,6 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest() -> None:
     assert muon == MUON_NAMES
     assert decayed == {"transformer.wte.weight", "transformer.wpe.weight"}
     assert muon | decayed | plain == {name for name, _ in model.named_parameters()}
-
-
-def test_muon_finds_the_same_parameters_inside_wrappers() -> None:
-    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": make_model()})})
-    optimizer = build_optimizer(wrapped, OptimConfig(optimizer="muon"), torch.device("cpu"))
-    assert named_groups(wrapped, optimizer)[0] == {"module._orig_mod." + name for name in MUON_NAMES}
-
-
-def test_muon_on_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"optim\.optimizer = 'muon'"):
-        build_optimizer(nn.Linear(2, 2), OptimConfig(optimizer="muon"), torch.device("cpu"))
 
 
 def test_muon_pair_steps_as_torchs_muon_and_adamw_alone() -> None:

@@ -33,15 +33,6 @@ def test_an_old_value_is_todays(old: str) -> None:
     assert getattr(numerics_from_key(json.dumps(written)), site) == now
 
 
-def test_numerics_written_before_p_bars_rounding_had_a_name_rounded_it_to_nearest() -> None:
-    """A record of a run, as experiments/fast_failure keeps them."""
-    written = json.loads((ROOT / "experiments/fast_failure/runs/o_stochastic/config.json").read_text())["attention"][0][
-        "numerics"
-    ]
-    assert "probabilities_rounding" not in written
-    assert numerics_from_key(json.dumps(written)) == AttentionSpec(preset="flash_stochastic_o").resolve()
-
-
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("site", ["exponent", "saved_statistics"])
 def test_numerics_written_before_a_site_had_a_name_are_those_of_their_base(site: str, base: str) -> None:
@@ -80,13 +71,6 @@ def test_the_record_spells_out_every_site_and_every_head() -> None:
     assert flash["numerics"] == asdict(HARDWARE)
     assert flash["heads_of_layer"] == {"0": [0, 1, 2], "1": [0, 1]}
     assert (standard["backend"], standard["heads_of_layer"]) == ("standard", {"1": [2]})
-
-
-def test_the_record_names_heads_of_one_rounding_under_two_names() -> None:
-    rule = AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_stochastic_o"))
-    config = AttentionConfig(default=AttentionSpec(preset="flash_stochastic_o"), rules=(rule,))
-    (only,) = describe(config.resolve(2, 3))
-    assert only["heads_of_layer"] == {"0": [0, 1, 2], "1": [0, 1, 2]}
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,6 @@ def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
     assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
 
 
-def test_existing_set_needs_force(tmp_path, text):
-    run(*bytes_options(text), cwd=tmp_path)
-    assert run(*bytes_options(text), cwd=tmp_path).returncode == 2
-    assert run(*bytes_options(text), "--force", cwd=tmp_path).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -90,12 +84,6 @@ def wait_for(condition, seconds=30.0):
         time.sleep(0.02)
 
 
-def test_killed_run_leaves_no_data_set(tmp_path, half_way):
-    half_way.kill()
-    half_way.wait()
-    assert [path.name for path in (tmp_path / "data/tokens").iterdir()] == [".a.partial"]
-
-
 def test_run_after_a_killed_one_is_whole_and_clears_its_rest(tmp_path, half_way, text):
     half_way.kill()
     half_way.wait()
@@ -110,8 +98,3 @@ def test_interrupted_run_clears_what_it_began(tmp_path, half_way, number):
     half_way.send_signal(number)
     assert half_way.wait(timeout=20) == 128 + number
     assert list((tmp_path / "data/tokens").iterdir()) == []
-
-
-def test_second_run_of_the_same_name_is_refused(tmp_path, half_way, text):
-    result = run(*bytes_options(text), "--name", "a", cwd=tmp_path)
-    assert (result.returncode, "another process is preparing it" in result.stderr) == (2, True)

@@ -14,8 +14,7 @@ from kernel_tests import INTERPRETED, pass_in_the_interpreter, poison_new_tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.numerics import SITES, Numerics
-from attention.triton.block_sizes import backward_blocks
+from attention.numerics import SITES
 from errors import UserError
 
 BLOCKS = ("tile_q=16", "tile_k=16")
@@ -174,12 +173,3 @@ def test_a_soft_cap_refuses_it(chosen: str) -> None:
     attention.check(plans, **settings)
     with pytest.raises(UserError, match=f"row_residual = '{chosen}', expected kept with a soft-cap"):
         attention.check(plans, **settings, softcap=30.0)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
-def test_an_fp32_p_in_p_k_takes_the_smaller_blocks() -> None:
-    """Its product is three of BF16."""
-    n = Numerics(probabilities="fp32", row_residual="corrected_rows").concrete("bf16")
-    wide = backward_blocks(n, "bf16", 64, 1024, 1024)[1]
-    narrow = backward_blocks(n.with_sites({"row_residual": "kept"}), "bf16", 64, 1024, 1024)[1]
-    assert wide.stages < narrow.stages

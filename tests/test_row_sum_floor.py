@@ -115,13 +115,3 @@ def test_kernels_have_the_published_numerics(backend: str, preset: str) -> None:
     for a, b in zip(found, expected, strict=True):
         assert torch.isfinite(b).all()
         assert (a.double() - b.double()).norm() < 2e-3 * b.double().norm()
-
-
-def test_without_shifts_and_hidden_tiles_the_floor_does_nothing() -> None:
-    """l is at least 1 where m is the row maximum: 1e-10 is below its rounding."""
-    p = tied_rows()
-    plain, floored = (
-        run(p, AttentionSpec(preset="flash", sites=("tile_k=16", *more), backend="flash_reference"))
-        for more in ((), (f"row_sum_floor={FLOOR}", "hidden_tiles=visited"))
-    )
-    assert all(torch.equal(a, b) for a, b in zip(plain, floored, strict=True))

@@ -21,11 +21,6 @@ def test_it_is_numpys_largest_singular_value(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(spectral_norm(weight).numpy(), expected, rtol=10 * max(shape) * 2**-53)
 
 
-@pytest.mark.parametrize("scale", [1e-200, 1e200])
-def test_squares_neither_overflow_nor_underflow(scale: float) -> None:
-    assert spectral_norm(scale * torch.eye(3, dtype=torch.float64)).item() == pytest.approx(scale, rel=2**-50)
-
-
 # ---- power iteration
 
 
@@ -72,21 +67,6 @@ def test_the_norm_of_a_product_is_svds() -> None:
     norms, _ = product_power_iteration(left, right, start_vector(6, torch.device("cpu")), 200)
     expected = torch.linalg.svdvals(left.mT.double() @ right.double())[..., 0]
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
-
-
-def test_a_growing_norm_is_followed_by_warm_starts() -> None:
-    # One direction of one layer's W_Q grows by 5 % a probe, as in a failing run, out of the bulk of a random matrix.
-    generator = torch.Generator().manual_seed(6)
-    w_q, w_k = 0.02 * torch.randn(2, 2, 64, 64, generator=generator)
-    direction = torch.outer(*torch.nn.functional.normalize(torch.randn(2, 64, generator=generator), dim=-1))
-    state, errors = None, []
-    for probe in range(30):
-        w_q[1] += 0.05 * 1.05**probe * direction
-        norms, state = attention_norms(w_q, w_k, 4, state)
-        errors.append(1 - (norms.w_q[1] / spectral_norm(w_q[1])).item())
-    assert min(errors) >= -NOISE
-    assert max(errors) <= 0.02
-    assert errors[-1] <= NOISE
 
 
 def test_norms_of_heads_are_those_of_their_rows() -> None:

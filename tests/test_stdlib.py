@@ -33,18 +33,6 @@ def test_no_file_is_in_both_splits(tmp_path, library):
     assert not split_documents[0] & split_documents[1]
 
 
-def test_running_pythons_library_is_found(tmp_path):
-    prepared, _ = prepare_stdlib(tmp_path / "out")
-    assert prepared.headers["train"].count > 5_000_000
-    assert prepared.headers["val"].count > 100_000
-
-
-def test_same_data_again_is_no_error(tmp_path, library):
-    first, already = prepare_stdlib(tmp_path / "out", library=library)
-    assert not already
-    assert prepare_stdlib(tmp_path / "out", library=library) == (first, True)
-
-
 def test_other_data_in_the_place_is_kept(tmp_path, library):
     prepare_stdlib(tmp_path / "out", library=library)
     before = TokenFile.open(tmp_path / "out", "train").header
@@ -52,11 +40,3 @@ def test_other_data_in_the_place_is_kept(tmp_path, library):
     with pytest.raises(UserError, match="--force replaces it"):
         prepare_stdlib(tmp_path / "out", library=library)
     assert TokenFile.open(tmp_path / "out", "train", verify="sha256").header == before
-
-
-def test_damaged_data_are_not_taken_for_the_same(tmp_path, library):
-    prepare_stdlib(tmp_path / "out", library=library)
-    path = tmp_path / "out" / "train.bin"
-    path.write_bytes(bytes(reversed(path.read_bytes())))
-    with pytest.raises(UserError, match="--force replaces it"):
-        prepare_stdlib(tmp_path / "out", library=library)

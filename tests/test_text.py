@@ -1,7 +1,6 @@
 """data/text.py"""
 
 import io
-import lzma
 
 import numpy as np
 import pytest
@@ -70,12 +69,6 @@ def test_documents_end_at_lines_of_only_the_mark(content, expected):
 lines = st.lists(st.sampled_from([b"<|endoftext|>", b"", b"ab's  ab", b"a" * 70, b"\xe3\x80\x80ab\xe3\x80\x80", b"  "]))
 
 
-@given(lines, st.integers(1, 40))
-def test_long_documents_lose_nothing_to_the_cut(content, piece_bytes):
-    whole = b"\n".join(content)
-    assert documents(whole, piece_bytes) == documents(whole)
-
-
 @given(
     st.text(st.sampled_from("aab' \n\r\t1.é\u3000\u2003\x1c\x85"), max_size=300),
     st.integers(1, 40),
@@ -85,18 +78,6 @@ def test_pieces_of_a_long_document_encode_as_the_whole(text, piece_bytes):
     pieces = [piece for piece, _ in split_documents(io.BytesIO(text.encode()), piece_bytes)]
     *parts, whole = tokenizer.encode([*pieces, b"".join(pieces)])
     assert np.concatenate([*parts, whole[:0]]).tolist() == whole.tolist()
-
-
-def test_each_document_is_followed_by_one_separator(tmp_path):
-    source = tmp_path / "t.txt"
-    source.write_bytes(b"a\n<|endoftext|>\nb\n<|endoftext|>\nc\n<|endoftext|>\nd\n")
-    assert prepare(tmp_path, source) == {"train": b"a\0c\0", "val": b"b\0d\0"}
-
-
-def test_held_out_part_is_spread_evenly(tmp_path):
-    source = tmp_path / "t.txt"
-    source.write_bytes(b"\n<|endoftext|>\n".join(b"%d" % number for number in range(12)))
-    assert prepare(tmp_path, source, val_fraction=0.25)["val"] == b"3\x007\x0011\x00"
 
 
 def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
@@ -135,24 +116,9 @@ def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, con
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
-@pytest.mark.parametrize("damage", [lambda packed: packed[:-20], lambda packed: b"plain text"])
-def test_damaged_xz_is_one_line(tmp_path, damage):
-    source = tmp_path / "t.xz"
-    source.write_bytes(damage(lzma.compress(b"a" * 1000)))
-    with pytest.raises(UserError, match=r"t.xz: not a whole .xz file"):
-        prepare(tmp_path, source)
-
-
 def test_held_out_text_must_not_be_trained_on(tmp_path):
     (tmp_path / "texts").mkdir()
     for name in "ab":
         (tmp_path / "texts" / name).write_text(name)
     with pytest.raises(UserError, match="both in the training and in the held-out text"):
         prepare(tmp_path, tmp_path / "texts", val=tmp_path / "texts" / "b")
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])
-def test_impossible_fraction_is_one_line(tmp_path, fraction):
-    (tmp_path / "t.txt").write_text("a")
-    with pytest.raises(UserError, match="val_fraction"):
-        prepare(tmp_path, tmp_path / "t.txt", val_fraction=fraction)

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -36,20 +35,6 @@ def test_tokens_come_back(tmp_path):
     assert TokenFile.open(tmp_path, "train").tokens.tolist() == [1, 2, 50256]
 
 
-def test_header_says_what_was_written(tmp_path):
-    write(tmp_path)
-    digest = hashlib.sha256((tmp_path / "train.bin").read_bytes()).hexdigest()
-    assert json.loads((tmp_path / "train.json").read_text()) == {
-        "format_version": 1,
-        "dtype": "uint16",
-        "vocabulary": "gpt2",
-        "vocabulary_size": 50257,
-        "count": 3,
-        "sha256": digest,
-        "source": "a test",
-    }
-
-
 def test_a_signed_token_beyond_the_vocabulary_is_refused(tmp_path):
     write(tmp_path)
     edit_header(tmp_path, vocabulary_size=50256)
@@ -72,11 +57,6 @@ def test_token_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, to
     with pytest.raises(ValueError, match="in a vocabulary of 50257"):
         write(tmp_path, tokens=[0, token])
     assert names(tmp_path) == []
-
-
-def test_missing_data_set_names_the_command(tmp_path):
-    with pytest.raises(UserError, match=r"no such data set; .* scripts/prepare_data.py text FILE --name mine"):
-        TokenFile.open(tmp_path / "mine", "train")
 
 
 @pytest.mark.parametrize(
@@ -148,14 +128,6 @@ def test_force_spares_a_folder_of_other_files(tmp_path):
     with pytest.raises(UserError, match=r"'notes.txt', which is no token file"), new_dataset(tmp_path, force=True):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_what_a_killed_run_left_is_cleared(tmp_path):
-    (tmp_path / ".a.partial").mkdir()
-    (tmp_path / ".a.partial" / "val.bin").write_bytes(b"old")
-    with new_dataset(tmp_path / "a") as staging:
-        write(staging)
-    assert (names(tmp_path), names(tmp_path / "a")) == (["a"], ["train.bin", "train.json"])
 
 
 def test_old_data_set_returns_after_a_kill_between_the_renames(tmp_path):

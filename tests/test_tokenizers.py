@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from data.tokenizers import ByteTokenizer, GPT2Tokenizer, make_tokenizer, thread_count
+from data.tokenizers import ByteTokenizer, GPT2Tokenizer, make_tokenizer
 from errors import UserError
 
 _CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir()) / "data-gym-cache")
@@ -40,10 +40,3 @@ def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):
     with pytest.raises(UserError, match="set TIKTOKEN_CACHE_DIR") as raised:
         make_tokenizer("gpt2")
     assert "\n" not in str(raised.value)
-
-
-def test_a_thread_for_each_cpu_unless_told_otherwise():
-    assert thread_count(0) == len(os.sched_getaffinity(0))
-    assert thread_count(3) == 3
-    with pytest.raises(UserError, match="workers = -1"):
-        thread_count(-1)

@@ -83,16 +83,6 @@ def test_losses_of_one_and_two_processes_agree_to_rounding(one: Path, two: Path,
     assert name == "val_loss" or any(a != b for a, b in pairs)
 
 
-def test_only_rank_0_writes_and_speaks(two: Path) -> None:
-    assert {path.name for path in two.parent.iterdir()} == {"run", "recording", "stdout"}
-    logs = {"metrics.jsonl", "telemetry.jsonl"}
-    assert {path.name for path in two.iterdir()} == {"config.json", *logs, "checkpoints", "lock"}
-    assert column(two, "step") == list(range(31))
-    stdout = (two.parent / "stdout").read_text()
-    assert stdout.count("step 29 ") == 1
-    assert stdout.count("2 process(es) on cpu") == 1
-
-
 def test_killed_and_resumed_equals_straight(place: Place, two: Path) -> None:
     # The exit code is torchrun's own; the killed rank's is in its report.
     assert train_and_kill(place, config_of(place, "run", "runs", {}), processes=2) != 0

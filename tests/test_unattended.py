@@ -16,9 +16,8 @@ import config as configuration
 import train
 from config import TrainConfig
 from errors import UserError
-from training import record
 from training.run import Run
-from training.signals import EXIT_GO_ON, SIGNALS, Leaving
+from training.signals import EXIT_GO_ON, SIGNALS
 
 AUTO = {"run.resume": "auto"}
 
@@ -61,20 +60,6 @@ def test_auto_leaves_a_folder_alone_that_no_run_has_made(place: Place) -> None:
     with pytest.raises(UserError, match=r"^run\.name = 'papers': expected a new name, or a run's: .*thesis\.tex in it"):
         place.train("papers", AUTO)
     assert (place.runs / "papers/thesis.tex").read_text() == "so far"
-
-
-def test_auto_leaves_a_run_alone_that_another_process_is_about_to_train(place: Place) -> None:
-    (place.runs / "raced").mkdir(parents=True)
-    with record.lock(place.runs / "raced"), pytest.raises(UserError, match="another process is training"):
-        place.train("raced", AUTO)
-
-
-def test_auto_leaves_a_finished_recording_alone(place: Place, straight: Path) -> None:
-    before = tree(Path(place.recording("straight")))
-    fields = {**fields_of(place, "thief"), "data.record": place.recording("straight")}
-    with pytest.raises(UserError, match=r"straight: a finished recording, and this run starts from step 0"):
-        place.train("run", fields)
-    assert tree(Path(place.recording("straight"))) == before
 
 
 def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: Place) -> None:
@@ -131,20 +116,6 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_to_the_same_bits(
     assert tree(Path(fields["data.record"])) == tree(Path(place.recording("straight")))
 
 
-def test_a_run_at_its_last_step_ends_as_ever(place: Place) -> None:
-    original = train.take_step
-
-    def asked(run: Run, step: int) -> Any:
-        if step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "take_step", asked)
-        run = place.train("at_its_end", {"run.steps": 5})
-    assert (run / "checkpoints/step_00000005").is_dir()
-
-
 TWICE = """
 import os, signal
 from training import signals
@@ -161,13 +132,6 @@ with signals.Leaving() as leaving:
 def test_a_second_signal_ends_at_once_if_it_is_not_the_first_one_handed_on() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, cwd=ROOT, env=environment())
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "SIGTERM\n")
-
-
-def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with Leaving():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 @pytest.fixture(scope="module")

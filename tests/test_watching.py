@@ -137,15 +137,6 @@ def test_micro_batches_of_a_step_count_as_one(tmp_path: Path) -> None:
     assert [(record["step"], round(record["clock"], 6)) for record in records(tmp_path / "log")] == [(0, 0), (1, 0.1)]
 
 
-def test_between_looks_no_call_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    with watch(model, every=10) as seen:
-        model(data()).backward()
-        monkeypatch.setattr(seen, "_attend", None)
-        model(data()).backward()
-        assert torch.overrides._get_current_function_mode() is None
-
-
 def test_the_packages_own_attention_is_seen_where_it_replaces_torchs(device: torch.device) -> None:
     model = Model().to(device)
     with watch(model) as seen, attention.replace_sdpa("flash_delta_from_p"):
@@ -168,29 +159,6 @@ def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.dev
         looks.append({name: value for name, value in seen.record.items() if name != "clock"})
     assert looks[0] == looks[1] == looks[2]
     assert len(looks[0]["dq_error"]) == 2
-
-
-def test_rows_of_padding_count_for_nothing() -> None:
-    class Padded(nn.Module):
-        def forward(self, q: Tensor, mask: Tensor | None) -> Tensor:
-            return (
-                functional.scaled_dot_product_attention(q, q.detach() * 2, q.detach(), attn_mask=mask)
-                .nan_to_num()
-                .sum()
-            )
-
-    q = torch.randn(1, 2, 6, 8)
-    mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    mask[4:] = False
-    mask[:, 4:] = False
-    found = []
-    for tensor, hidden in ((q, mask), (q[:, :, :4], mask[:4, :4])):
-        model = Padded()
-        with watch(model) as seen:
-            model(tensor.clone().requires_grad_(), hidden).backward()
-        found.append(seen.record)
-    for name in ("max_logit", "entropy", "one_hot", "delta_error"):
-        torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(found[1][name]))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "mine"])

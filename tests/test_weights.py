@@ -44,17 +44,6 @@ def test_p_bar_is_drawn_alike_in_any_tiles(tiles: tuple[int, int]) -> None:
     assert share_apart(weights_seen(spec, CPU, SHAPE), weights_seen(STOCHASTIC, CPU, SHAPE)) == 0
 
 
-@pytest.mark.parametrize(
-    ("other", "seed", "share"),
-    [(STOCHASTIC, 4, 1 / 3), (AttentionSpec(), 3, 1 / 4)],
-    ids=["another seed", "to nearest"],
-)
-def test_draws_differ_as_often_as_chance_has_it(other: AttentionSpec, seed: int, share: float) -> None:
-    """A value at x between its neighbors: two draws differ with probability 2 x (1 - x), draw and nearest with min(x, 1 - x)."""
-    drawn, others = weights_seen(STOCHASTIC, CPU, SHAPE, seed=3), weights_seen(other, CPU, SHAPE, seed=seed)
-    assert share_apart(drawn, others) == pytest.approx(share, abs=0.05)
-
-
 @pytest.mark.parametrize("delta", ["rowsum_p_dp", "recomputed_o"])
 @pytest.mark.parametrize("site", ["probabilities_rounding=stochastic", "divisor=rounded"])
 def test_the_backward_pass_has_nothing_of_it_but_o(site: str, delta: str) -> None:
@@ -79,7 +68,3 @@ def test_the_sum_is_of_what_was_drawn() -> None:
     p = one_value()
     drawn = by_divisor(p, "probabilities_rounding=stochastic", "output=fp32", seed=3)[0][0]
     assert (drawn - p.v.float()).abs().max() < 2.0**-20 * p.v.float().abs().max()
-
-
-def test_where_p_bar_is_not_rounded_the_sum_is_l() -> None:
-    assert equal(*by_divisor(random(), "probabilities=fp32"))

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from training.telemetry import TelemetryConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_TOKENS, VALIDATION_TOKENS = 20_000, 2_000
-TIMING = ("tokens_per_second", "mfu", "seconds")
+TIMING = ("tokens_per_second", "mfu", "seconds", "probe_seconds")
 
 TINY = TrainConfig(
     run=RunConfig(steps=20, device="cpu"),
@@ -150,6 +150,54 @@ def weights(run: Path, step: int) -> str:
 
 def optimizer(run: Path, step: int) -> str:
     return sha256_file(run / f"checkpoints/step_{step:08d}/optimizer.safetensors")
+
+
+def left(run: Path, step: int = 20) -> dict[str, Any]:
+    """All that a run has measured, and what its checkpoint of ``step`` holds; nothing that tells time."""
+    saved = run / f"checkpoints/step_{step:08d}"
+    logs = {path.name: lines(run, name=path.name) for path in sorted(run.glob("*.jsonl"))}
+    return logs | {path.name: sha256_file(path) for path in sorted(saved.glob("*.safetensors"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """A run that is interrupted and gone on with."""
+
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    how: str = "ends at 10"
+    """Or ``dies at N``, before that step, or ``killed``: a process, somewhere between steps 10 and 18."""
+    first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Set up to the interruption alone."""
+    rest: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Set from there on alone."""
+    meanwhile: Callable[[Path], object] = lambda run: None
+
+
+def assert_equals_straight(place: Place, name: str, course: Course, *, logs: bool = True) -> Path:
+    """The interrupted run's folder. It has the logs, weights, moments, random states and recording of the run that never stopped."""
+    # Of one name, which a recording's header holds, in two folders.
+    elsewhere, recordings = place.folder / "straight", [place.recording(f"{name}_{which}") for which in ("a", "b")]
+    straight = {**course.fields, "run.folder": str(elsewhere), "data.record": recordings[0]}
+    fields = {**course.fields, "data.record": recordings[1]}
+    if "data.replay" in fields:
+        straight["data.record"] = fields["data.record"] = ""
+    place.train(name, straight)
+    first = {**fields, **course.first}
+    if course.how == "killed":
+        assert train_and_kill(place, place.config(name, first)) == -9
+    elif course.how.startswith("dies"):
+        place.train_until(int(course.how.split()[-1]), name, first)
+    else:
+        place.train(name, {**first, "run.steps": int(course.how.split()[-1])})
+    run, steps = place.runs / name, course.fields.get("run.steps", 20)
+    course.meanwhile(run)
+    assert not (run / f"checkpoints/step_{steps:08d}").exists()
+    place.train(name, {**fields, **course.rest, "run.resume": "yes"})
+    found, expected = left(run, steps), left(elsewhere / name, steps)
+    assert set(found) == set(expected)
+    assert all(found[file] == expected[file] for file in found if logs or file.endswith("tensors"))
+    assert tree(Path(recordings[1])) == tree(Path(recordings[0]))
+    return run
 
 
 def tree(folder: Path) -> dict[str, str]:
