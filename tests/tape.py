@@ -10,25 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from attention.reference import flash as flash_reference
-from attention.reference import standard
-from training.telemetry_graph import Measurement
-
 ILLEGAL = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::is_nonzero"}
 """Waits for the device, and tensors made of host data (a list as an index is one): errors while a CUDA graph is captured."""
-BODIES: dict[str, Callable[..., Any]] = {
-    operator._qualname: operator._init_fn
-    for module in (flash_reference, standard)
-    for operator in (module._forward, module._backward)
-}
-"""Operators whose insides are noted one by one."""
-
-
-def _by_mask(name: str, args: Any) -> bool:
-    """A mask as an index: how many it chooses, the host must know."""
-    return name.startswith("aten::index") and any(
-        x.dtype == torch.bool for x in tree_flatten(args[1:])[0] if isinstance(x, Tensor)
-    )
 
 
 def _storage(x: Tensor) -> int:
@@ -49,11 +32,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
-        if name in ILLEGAL or _by_mask(name, args):
+        if name in ILLEGAL:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
-        if name in BODIES:
-            with self:
-                return BODIES[name](*args, **kwargs)
         read = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if func._schema.is_mutable:
             for x in read:
@@ -91,14 +71,14 @@ class TapeRecorder:
     def __init__(self) -> None:
         self.records, self.replays = 0, 0
 
-    def record(self, work: Callable[[], Measurement]) -> tuple[Measurement, Callable[[], None]]:
+    def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         self.records += 1
         with Tape() as tape:
-            measurement = work()
+            result = work()
         tape.take_back()
 
         def replay() -> None:
             self.replays += 1
             tape.replay()
 
-        return measurement, replay
+        return result, replay

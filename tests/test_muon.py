@@ -11,8 +11,7 @@ from tape import TapeRecorder
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from training.cuda_graph import CudaRecorder
-from training.muon import GraphedMuon
+from training.muon import CudaRecorder, GraphedMuon
 from training.optim import OptimConfig, build_optimizer
 
 SHAPES = [(24, 8), (8, 8), (32, 8), (8, 32), (5, 7)] * 2
@@ -75,6 +74,6 @@ def test_on_a_cpu_muon_is_torchs_own() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_graph_has_the_bits_of_torchs_muon() -> None:
-    recorder = CudaRecorder(torch.device("cuda", 0), "the iterations", "")
+    recorder = CudaRecorder(torch.device("cuda", 0))
     graph = stepped(GraphedMuon, GPT2 * 2, "cuda", recorder=recorder)
     assert_same_bits(graph, stepped(Muon, GPT2 * 2, "cuda"))

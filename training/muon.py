@@ -10,14 +10,48 @@ compares every bit with ``torch.optim.Muon``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from training.cuda_graph import Recorder
+from errors import UserError, first_line
+
+
+class Recorder(Protocol):
+    """Captures what a function does to its device; like a CUDA graph, it leaves the doing to the first replay."""
+
+    def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        """What ``work`` returned, and a function that does it once more, into the same tensors."""
+
+
+class CudaRecorder:
+    """Captures as CUDA graphs, one after the other: a new one takes the memory of the one before, which must not be replayed again.
+
+    What is captured has run op by op before, so that kernels are compiled and loaded.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Capture ``work``, which does not run yet; the replay runs on the current stream. Raises ``UserError`` where CUDA refuses."""
+        graph = torch.cuda.CUDAGraph()
+        # The last graph is kept until here: cuBLAS's workspace for the stream lies in its pool of memory.
+        pool = None if self._last is None else self._last.pool()
+        # Other threads (NCCL's, the compiler's) may talk to the device meanwhile. The outer context puts the stream back after a failure.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                    result = work()
+            except RuntimeError as error:
+                what = f"its iterations could not be captured as a CUDA graph ({first_line(error)}); choose adamw"
+                raise UserError(f"optim.optimizer = 'muon': {what}") from error
+        self._last = graph
+        return result, graph.replay
 
 
 class GraphedMuon(Muon):

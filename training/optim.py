@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from errors import UserError, invalid
-from training.cuda_graph import CudaRecorder
-from training.muon import GraphedMuon
+from training.muon import CudaRecorder, GraphedMuon
 
 OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "constant"]
@@ -164,8 +163,7 @@ def _muon(parameters: list[nn.Parameter], config: OptimConfig, device: torch.dev
     }
     if device.type != "cuda":
         return Muon(parameters, **settings)
-    recorder = CudaRecorder(device, "optim.optimizer = 'muon': its iterations", "choose adamw")
-    return GraphedMuon(parameters, recorder=recorder, **settings)
+    return GraphedMuon(parameters, recorder=CudaRecorder(device), **settings)
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig, device: torch.device | str) -> AdamW:

@@ -30,6 +30,7 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
     "precision.fill_memory": ANY,
     "data.record_tokens": (False,),
     "telemetry.details": ANY,
+    "telemetry.cuda_graph": ANY,
     "alarm.delta_z": (0.0,),
     "alarm.delta_probes": ANY,
     "alarm.delta_bias": ANY,

@@ -1,9 +1,8 @@
 """What is watched while training: spectral norms, attention statistics and the error of delta, per layer and head, on a fixed batch.
 
 A probe is a pass of its own over the plain model. It adds nothing to the model, draws no random number, writes no gradient, and changes
-no bit of the training; the main process alone makes it, on CUDA as a graph (``telemetry_graph``). One line of ``telemetry.jsonl`` a
-probe, lists by layer ([L]) or by layer and head ([L][H]); the docstring of ``COLUMNS`` says what each is. The largest of them go to
-``metrics.jsonl`` and W&B (``summary_columns``).
+no bit of the training; the main process alone makes it. One line of ``telemetry.jsonl`` a probe, lists by layer ([L]) or by layer and
+head ([L][H]); ``COLUMNS`` says what each is. The largest of them go to ``metrics.jsonl`` and W&B (``summary_columns``).
 
 Legend: L layers, H heads, B batch, T positions, D head width, C width, N heads of several layers side by side.
 """
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +33,9 @@ from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.low_rank import unrotated
 from probes.spectral import SpectralState, attention_norms
-from training.cuda_graph import CudaRecorder
 from training.evaluate import ValidationBatches
 from training.metrics import JsonLines, read_lines, read_run_file
 from training.precision import PrecisionConfig
-from training.telemetry_graph import Measurement, Probe, model_identity
 
 TELEMETRY_FILE = "telemetry.jsonl"
 SCORES_BYTES = 2**30
@@ -80,16 +77,24 @@ all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standa
 class TelemetryConfig:
     """How often the probes run, and on what."""
 
-    every: int = 50
+    every: int = 100
     """Steps between two probes; 0 never."""
     sequences: int = 1
     """Sequences of the probe batch: the first of the validation data."""
-    cuda_graph: bool = True
-    """On CUDA, replay probes as a CUDA graph: the same bits for a fraction of the time; its memory stays reserved. No effect on a CPU."""
 
     def __post_init__(self) -> None:
         check_size("telemetry.every", self.every, 0)
         check_size("telemetry.sequences", self.sequences, 1)
+
+
+class Measurement(NamedTuple):
+    """What one probe measures, as tensors on the model's device."""
+
+    columns: dict[str, Tensor]
+    units: int
+    """n of the standard errors."""
+    state: SpectralState
+    """Where the next power iteration starts."""
 
 
 class Telemetry:
@@ -116,8 +121,9 @@ class Telemetry:
         rate: Callable[[int], float],
         probed: int | None = None,
     ):
-        self._seed, self._seed_of = torch.zeros((), dtype=torch.int64, device=device), rounding_seed
-        self._probe = build_probe(config, model, probe_batch(batches, config.sequences), device, precision, self._seed)
+        self._model, self._device, self._precision, self._seed_of = model, device, precision, rounding_seed
+        self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.sequences))
+        self._state: SpectralState | None = None
         self._rate, self._summed = rate, (0, 0.0)
         self._file = JsonLines(folder / TELEMETRY_FILE)
         self._kept = [record for record in list(read_lines(self._file.path))[-1:] if record["step"] == probed]
@@ -127,8 +133,12 @@ class Telemetry:
         if self._kept and self._kept[0]["step"] == step:
             return self._kept.pop()
         began = time.perf_counter()
-        self._seed.fill_(self._seed_of(step))
-        measured, units, _ = self._probe()
+        seed = torch.full((), self._seed_of(step), dtype=torch.int64, device=self._device)
+        scale = FP16_LOSS_SCALE if self._precision.dtype == "float16" else 1.0
+        autocast = self._precision.autocast(self._device)
+        measured, units, self._state = measure(
+            self._model, self._tokens_BT, self._targets_BT, seed, autocast, self._state, scale
+        )
         record: dict[str, Any] = to_lists(measured)
         if not all(
             math.isfinite(norm) and norm > 0 for norm in itertools.chain(record["w_q_norm"], record["w_k_norm"])
@@ -159,7 +169,7 @@ class Telemetry:
 
         To be called when a checkpoint is written or restored: the vectors are in none, and the resumed run must measure the same bits.
         """
-        self._probe.forget()
+        self._state = None
 
     def earlier(self) -> list[dict[str, Any]]:
         """What the run that is gone on with has measured before, less the probe that is kept."""
@@ -189,31 +199,6 @@ def probe_batch(batches: ValidationBatches, sequences: int) -> tuple[Tensor, Ten
     raise invalid("telemetry.sequences", sequences, expected)
 
 
-def build_probe(
-    config: TelemetryConfig,
-    model: GPT,
-    batch: tuple[Tensor, Tensor],
-    device: torch.device,
-    precision: PrecisionConfig,
-    seed: Tensor,
-) -> Probe:
-    """What a run measures: ``measure`` on one batch (tokens_BT, targets_BT), replayed on CUDA unless ``cuda_graph`` is off.
-
-    ``seed``: of stochastic roundings, int64 [] on ``device``; what it holds when a probe is made counts.
-    """
-    tokens_BT, targets_BT = (x.to(device) for x in batch)
-    scale = FP16_LOSS_SCALE if precision.dtype == "float16" else 1.0
-
-    def measured(state: SpectralState | None) -> Measurement:
-        return measure(model, tokens_BT, targets_BT, seed, precision.autocast(device), state, scale)
-
-    recorder = None
-    if config.cuda_graph and device.type == "cuda":
-        remedy = "go on without: --telemetry.no-cuda-graph"
-        recorder = CudaRecorder(device, "telemetry.cuda_graph = True: the probe", remedy)
-    return Probe(measured, lambda: model_identity(model), recorder)
-
-
 @torch.no_grad()
 def measure(
     model: GPT,
@@ -226,8 +211,7 @@ def measure(
 ) -> Measurement:
     """One probe of the plain model: the columns as tensors on its device, n of the standard errors, and the state to go on from.
 
-    ``loss_scale`` multiplies the loss before the backward pass; what is reported is divided by it. Nothing waits for the device, and with
-    a ``state`` nothing comes from the host and the operations are the same whatever the values: a CUDA graph can hold them.
+    ``loss_scale`` multiplies the loss before the backward pass; what is reported is divided by it. Nothing waits for the device.
     """
     attentions = model.attentions()
     L, H = len(attentions), model.config.n_head
