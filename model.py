@@ -265,7 +265,7 @@ class GPT(nn.Module):
         return [cast(Block, block).attn for block in self.transformer.h]
 
     def set_plans(self, plans: tuple[LayerPlan, ...]) -> None:
-        """Give every layer its plan, from the next forward pass on. A compiled model notices by its guards and compiles anew."""
+        """Give every layer its plan, from the next forward pass on. A compiled model notices by its guards and recompiles."""
         for attention, plan in zip(self.attentions(), plans, strict=True):
             if attention.plan != plan:
                 attention.plan = plan

@@ -1,4 +1,4 @@
-"""The rule that says when a layer leaves: logits of many heads are large, and a head grows faster than training can drift.
+"""The rule that says when a layer runs away: logits of many heads are large, and a head grows faster than training can drift.
 
 Under AdamW or Muon a step moves a weight by about the learning rate at most, so the natural clock is c, the sum of the learning rates so
 far. A drift that has always been there makes a product of two weights grow at most like c^2, in a run of any size and schedule; a drift

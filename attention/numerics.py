@@ -437,8 +437,8 @@ def parse_site(text: str) -> tuple[str, Any]:
 
 
 HARDWARE = Numerics()
-"""Flash attention as our Triton kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype; the scale
-folded into the exponential."""
+"""Flash attention as our Triton kernels do it: S, m, l and accumulators in FP32; P, O and dS rounded to the input's dtype; the
+exponential by an FMA."""
 
 ROUNDED_FORWARD = Numerics(
     scores="input", statistics="input", exponent="subtract_first", tile_product="input", accumulator="input"

@@ -6,7 +6,7 @@
 It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager". Every
 n-th step one forward and backward pass is looked at; the others pay for two hooks. Training is not changed, unless ``switch`` is given.
 
-A layer leaves by the rule of ``growth.py`` on its largest logits. On 56 runs of GPT-2 124M, a probe every 100 steps, that rule on layer 1
+A layer runs away by the rule of ``growth.py``, on largest logits. On 56 runs of GPT-2 124M, a probe every 100 steps, that rule on layer 1
 warned of 16 of 19 explosions and flagged 1 of 15 stable runs (experiments/alarm/README.md).
 
 Legend: B batch, H heads, T queries, S keys, D head dim, R some of the queries.

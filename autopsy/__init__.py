@@ -1,1 +1,1 @@
-"""Is a checkpoint dying of biased rounding in attention, and in which layer and head?"""
+"""Is the gradient of a checkpoint made by attention's rounding, and in which layers and heads?"""

@@ -1,4 +1,4 @@
-"""What the attention of each layer read and handed on in one forward and backward pass: the material of every other probe.
+"""What the attention of each layer read and passed on in one forward and backward pass: the material of every other probe.
 
 Legend: B batch, T positions, C width (n_embd), H heads, D head width.
 """

@@ -90,7 +90,7 @@ def delta_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Del
 
     Low precision is, head by head, what the layer's plan says: rowsum(dO * O) with the O that was produced where that O is
     the one in delta; otherwise what ``attention.reference.flash.row_deltas`` makes of the same q, k, v (a stochastic rounding
-    of a separate O is drawn anew: same distribution, other bits than the run's).
+    of a separate O is drawn again: same distribution, other bits than the run's).
     """
     return DeltaError(
         low_BHT=over_groups(layer, lambda group: _low(layer, group)),
@@ -101,7 +101,7 @@ def delta_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Del
 def feature_errors(layer: LayerCapture) -> Tensor:
     """dO[T, d] * (O_lp - O_hp)[T, d], [B, H, T, D]: the error of rowsum(dO * O) by feature (Figures 5b and 5c).
 
-    O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP), recomputed), it is the O handed on: the
+    O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP), recomputed), it is the O passed on: the
     error that rowsum(dO * O) would have.
     """
 
@@ -131,7 +131,7 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
 
 
 def output_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor:
-    """O_lp - O_hp, [B, H, T, D], of the O inside delta (of the O handed on, where delta has none in it)."""
+    """O_lp - O_hp, [B, H, T, D], of the O inside delta (of the O passed on, where delta has none in it)."""
     return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, high_BHTD))
 
 
@@ -187,7 +187,7 @@ def problem_of(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> Pro
 
 @torch.no_grad()
 def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
-    """O, the O inside delta (empty where it is O) [B, T, H, D], and L [B, H, T] or m and log l [B, H, 2, T], by ``flash_reference``."""
+    """O, the O inside delta (empty where it is O) [B, T, H, D], and what ``saved_shape`` says, by ``flash_reference``."""
     q, k, v, _, _ = layer.heads(group)
     operator = torch.ops.attention.flash_reference_forward
     o, delta_o, saved = operator(q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap)
@@ -236,7 +236,7 @@ def _rowsum(do_BHTD: Tensor, o_BHTD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _low_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
-    """The O inside delta, or where delta has none the O handed on, float32 [B, H, T, D]."""
+    """The O inside delta, or where delta has none the O passed on, float32 [B, H, T, D]."""
     numerics = effective_numerics(group)
     o_BTHD = layer.heads(group)[3]
     if numerics.delta == "rowsum_do_o" and numerics.delta_output != "output":

@@ -6,7 +6,7 @@ replay, resume, policies and refusals promise. They are listed in ``mutations.di
     python tests/mutations.py --dry           say only whether each still applies
 
 A fault is text of one product file that is replaced; the file is the one that holds the text, wherever it was moved. A mutation that
-no longer applies is to be written anew with the code, not deleted.
+no longer applies is to be rewritten with the code, not deleted.
 """
 
 from __future__ import annotations

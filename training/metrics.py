@@ -73,7 +73,7 @@ class Reached(NamedTuple):
     def after(self, record: dict[str, Any]) -> bool:
         """Whether the run had written ``record`` before it came here.
 
-        The batch says so also of the steps of a course that a rollback has left, which are counted anew. A record without one (the end
+        The batch says so also of the steps of a course that a rollback has left, which are counted again. A record without one (the end
         of a run, or from before probes and interventions had it) goes by its step.
         """
         step, batch = record["step"], record.get("batch")

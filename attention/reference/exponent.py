@@ -6,7 +6,8 @@ at its end, but what it subtracts was rounded to FP32 before: m c is off by up t
 exponent at the row's own maximum, which should be 0. ``SeparateMultiply`` is the same with two roundings, exp2(fp32(S' c) - m), as
 PyTorch's copy of FlashAttention-2 has it (``UNFUSE_FMA`` in its softmax.h): at the row's own maximum both are the same number.
 
-What is kept of a row for the backward pass is L, or m and log l apart (site ``saved_statistics``); tensors hold it as [B, H, T] or
+What is kept of a row for the backward pass is L, or m and log l apart, or m and 1 / d (sites ``saved_statistics`` and
+``backward_probabilities``); tensors hold it as [B, H, T] or
 [B, H, 2, T], a tile of rows as [B, H, R, Z], Z = 1 or 2.
 
 Legend: B batch, H heads, T sequence; tiles have R rows and C columns. S [B, H, R, C], m, l and L [B, H, R, 1], float32.

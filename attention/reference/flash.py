@@ -60,7 +60,8 @@ class _RowSumFloor:
 
 
 def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, L or (m, log l) [B, H, R, Z]."""
+    """Algorithm 1 for one tile of rows: O before its final rounding, the same from an FP32 accumulation, and
+    ``statistics_to_save`` [B, H, R, Z]."""
     sites, v, exponent = problem.sites, problem.v, exponent_of(problem)
     n = sites.numerics
     floor = _RowSumFloor(n, exponent)
@@ -109,8 +110,8 @@ def _forward(
     keys: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, and in the units of ``exponent_of`` L [B, H, T] or m and
-    log l [B, H, 2, T] float32)."""
+    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, and of ``saved_shape`` float32 what the backward pass
+    forms P from, in the units of ``exponent_of``)."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, numerics, scale, causal, softcap, Mask(bottom_right, window, keys, cu_seqlens))
         parts = [_forward_rows(problem, rows, seed) for rows in problem.row_tiles()]
@@ -139,7 +140,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):  # type
 
 
 def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Tensor) -> Tensor:
-    """delta of one tile of rows [B, H, R, 1]. Inputs are that tile's dO and O [B, H, R, D] and L or (m, log l) [B, H, R, Z]."""
+    """delta of one tile of rows [B, H, R, 1]. Inputs are that tile's dO and O [B, H, R, D] and what is saved of its rows [B, H, R, Z]."""
     n = problem.sites.numerics
     if n.delta == "rowsum_do_o":
         return problem.sites.delta_sum((do * o).sum(dim=-1, keepdim=True))
@@ -271,7 +272,7 @@ def _backward(
     keys: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L or m and log l."""
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
     with exact_float32(q.device):
         mask = Mask(bottom_right, window, keys, cu_seqlens)
         problem = make_problem(q, k, v, numerics, scale, causal, softcap, mask)

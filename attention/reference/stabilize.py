@@ -26,7 +26,7 @@ def tile_row_max(scores: Tensor, numerics: Numerics, *, scale: float = 1.0, unit
     limit: every exp(S - m) of the row is subnormal once the shift, (beta - 1) * r_m or -r_m, passes 87.3 in FP32 (kernels flush
     those to zero), and zero past 104: l = 0 and O = 0 / 0, or, with a ``row_sum_floor``, O = 0.
     ``stabilized_safe``: the same with the shift held to at most ``row_max_cap`` c, so that l >= exp(-c) > 0 after every tile, for
-    any finite scores (folded: below 1.5e9): the largest running score r of a row satisfies m - r <= c, because each tile's m is at
+    any finite scores (by an FMA below 1.5e9): the largest running score r of a row satisfies m - r <= c, because each tile's m is at
     most its own r_m + c.
     ``scaled``: r_m. With ``hidden_tiles`` visited, a row that the mask hides from the tile has 0 by ``stabilized``.
     With m kept in BF16 (``statistics``) and S too, rounding m adds at most 1 to the shift for c = 7.

@@ -19,7 +19,7 @@ NAMESPACE = __name__.partition(".")[0]
 """Of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's ``attention`` and as the
 installed ``low_precision_attention``."""
 OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
-"""Streams of random bits: O as handed on, the O inside delta and P_bar are drawn independently."""
+"""Streams of random bits: the O passed on, the O inside delta and P_bar are drawn independently."""
 
 FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -166,7 +166,7 @@ def kept_apart(n: Numerics) -> bool:
 
 
 def saved_shape(q_BTHD: Tensor, n: Numerics) -> tuple[int, ...]:
-    """Shape of what is kept of the rows: L [B, H, T], or m and log l [B, H, 2, T] (site ``saved_statistics``)."""
+    """Shape of what is kept of the rows: L [B, H, T], or m and log l or 1 / d [B, H, 2, T] (site ``saved_statistics``)."""
     B, T, H, _ = q_BTHD.shape
     return (B, H, 2, T) if n.saved_statistics == "max_and_sum" else (B, H, T)
 

@@ -398,7 +398,7 @@ def launch_backward(
     }
     sites = kernel_sites(n, (BACKWARD,), scale, softcap, causal, **known)
     if sites.exponent == LATER.value and n.saved_statistics == "logsumexp":
-        # The rounding of L, which comes first, is as large and common to a row, folded or subtracted.
+        # The rounding of L, which comes first, is as large and common to a row, with either exponent.
         known["exponent"] = FMA.value
         sites = sites._replace(**known)
     scalars = Scalars(scale, log2_scale(scale) if sites.exponent != SCALED.value else 1.0, softcap)
