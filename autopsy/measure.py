@@ -2,8 +2,7 @@
 
 The number: ||error of dW_Q|| / ||dW_Q||. The error is the sum over tokens that an error of delta makes (arXiv 2510.04212, equations 2 and
 3); dW_Q has delta from an FP32 O. Both sum over all tokens looked at, and over the heads of a layer: a head whose rows are all one-hot has
-a dW_Q near 0, and a large error beside it alone means nothing. The other columns are the links of the paper's Figure 1; each of them also
-occurs in healthy models.
+a dW_Q near 0, and a large error beside it alone means nothing.
 
 Legend: B batch, T positions, H heads, D head width, C width of X, L layers.
 """
@@ -23,10 +22,9 @@ from attention.plan import HeadGroup, LayerPlan
 from attention.presets import RECOMMENDED
 from attention.reference.tiles import FORMAT_OF
 from errors import UserError
-from probes.accumulation import count_ones, one_signed_share
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors, high_outputs, row_residuals, summarize
-from probes.low_rank import coherence, high_dw_q, predicted_dw_q_error, weighted_keys
+from probes.low_rank import high_dw_q, predicted_dw_q_error, weighted_keys
 from probes.spectral import spectral_norm
 
 MADE_BY_ROUNDING = 1.0
@@ -70,14 +68,6 @@ class HeadEvidence:
     """Mean of the error of delta over its standard error."""
     ratio: float
     """|mean| over root mean square of the error of delta: 1 if every token has the same error."""
-    tied_rows: float
-    """Share of rows with a second score within 2^-9 of the maximum."""
-    rows_of_ones: float
-    """Share of rows with two or more P_bar of exactly 1."""
-    one_signed: float
-    """Share of features of V that have one sign at nine tokens of ten."""
-    coherence: float
-    """Mean cosine of two outer products (P K)[T]^T X[T]."""
     w_q_norm: float
     """Spectral norm of this head's rows of W_Q."""
     max_logit: float
@@ -117,7 +107,6 @@ class LayerSums:
     def __init__(self) -> None:
         self._error = self._dw = torch.zeros(())
         self._tokens: list[Tensor] = []
-        self._columns: list[Tensor] = []
         self._logits: list[Tensor] = []
 
     def add(self, layer: LayerCapture) -> None:
@@ -128,10 +117,6 @@ class LayerSums:
         self._error = self._error + predicted_dw_q_error(error_BHT, pk_BHTD, x_BTC, layer.scale)
         self._dw = self._dw + high_dw_q(layer, high_BHTD=high_BHTD)
         self._tokens.append(error_BHT)
-        ones = count_ones(layer)
-        rows = ((ones.ties_BHT["2^-9"] >= 2), (ones.ones_BHT >= 2))
-        shares = [row.double().mean(dim=(0, 2)) for row in rows]
-        self._columns.append(torch.stack([*shares, one_signed_share(layer.v_BTHD), coherence(pk_BHTD, x_BTC).within_H]))
         self._logits.append(largest_logits(layer.q_BTHD, layer.k_BTHD, scale=layer.scale))
 
     @property
@@ -147,13 +132,6 @@ class LayerSums:
             "factor": error_H / dw_H,
             "z": summary.z_H,
             "ratio": (summary.mean_H.abs() / summary.rms_H).nan_to_num(),
-            **dict(
-                zip(
-                    ("tied_rows", "rows_of_ones", "one_signed", "coherence"),
-                    torch.stack(self._columns).mean(0),
-                    strict=True,
-                )
-            ),
             "w_q_norm": spectral_norm(w_q.float().reshape(len(error_H), -1, w_q.shape[1])),
             "max_logit": torch.stack(self._logits).amax(dim=0),
         }

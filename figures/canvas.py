@@ -24,7 +24,7 @@ COLUMN = 3.3
 DPI = 300
 TEXT, SMALL = 7.0, 6.0
 SIZES, SIGNS = "cividis", "RdBu_r"
-ORANGE, BLUE, GREEN, PINK, GRAY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "0.6"
+ORANGE, BLUE = "#D55E00", "#0072B2"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ class Inputs:
         self.layer: int = args.layer
         self.sequence: int = args.sequence
         self.token: int | None = args.token
-        self.feature: int | None = args.feature
         self.capture = cache(self._capture)
 
     @cached_property
@@ -154,7 +153,6 @@ class Inputs:
         T = config.data.sequence_length
         self._check("sequence", self.sequence, self._args.sequences)
         self._check("token", self.token or 0, T)
-        self._check("feature", self.feature or 0, config.model.head_width)
         folder = self._args.data or Path(config.data.dataset)
         count: int = self._args.sequences
         tokens_BT, targets_BT = validation_tokens(folder, T, count, config.model.vocab_size, self.device)

@@ -164,11 +164,6 @@ def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
     )
 
 
-def group_of(layer: LayerCapture, head: int) -> HeadGroup:
-    """The group of heads that a head belongs to."""
-    return next(group for group in layer.plan.groups if head in group.heads)
-
-
 def over_groups(layer: LayerCapture, measure: Callable[[HeadGroup], Tensor]) -> Tensor:
     """``measure`` of every group of heads, [B, heads of the group, ...], put together in the order of the heads [B, H, ...]."""
     parts = [measure(group) for group in layer.plan.groups]

@@ -5,8 +5,8 @@
     python scripts/autopsy.py ckpt.pt --data val.bin --attention sdpa_flash    # of nanoGPT
     python scripts/autopsy.py --hf FOLDER --data text.txt --attention flash --numerics rounded_forward
 
-Prints a summary; with --out it is written as autopsy.txt, together with autopsy.html, one page with the plots inside it. The exit
-code is 0 whatever the verdict, 2 for what cannot be examined.
+Prints a summary; with --out it is written as FOLDER/autopsy.txt with every head. The exit code is 0 whatever the verdict, 2 for what
+cannot be examined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import files
 from autopsy.log import answer
 from autopsy.measure import examine
-from autopsy.page import Report, page, text
+from autopsy.report import Report, text
 from autopsy.subjects import checkpoint_subject, folder_subject, nanogpt_subject
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import read_lines
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--out", type=Path, help="folder for autopsy.html and autopsy.txt")
+    parser.add_argument("--out", type=Path, help="folder for autopsy.txt")
     parser.add_argument(
         "--attention", help=f"with --hf or ckpt.pt: the preset assumed (default {ASSUMED['attention']})"
     )
@@ -107,11 +107,8 @@ def main() -> None:
     report = Report(subject=subject, findings=findings, seconds=time.perf_counter() - began)
     print(text(report, every_head=False), end="")
     if arguments.out is not None:
-        from autopsy.plots import pictures
-
         files.write_text(arguments.out / "autopsy.txt", text(report))
-        files.write_text(arguments.out / "autopsy.html", page(report, pictures(findings)))
-        print(f"wrote {arguments.out / 'autopsy.html'} and autopsy.txt")
+        print(f"wrote {arguments.out / 'autopsy.txt'}")
 
 
 if __name__ == "__main__":

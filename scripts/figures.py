@@ -1,7 +1,7 @@
 """Draw the figures of arXiv 2510.04212 from this project's runs and checkpoints: NAME.png and the numbers drawn, NAME.csv.
 
     python scripts/figures.py 11 13 --runs runs/failing runs/fixed
-    python scripts/figures.py 3 4 5 6 --checkpoint runs/failing/checkpoints/step_00005000
+    python scripts/figures.py 3 4 5 --checkpoint runs/failing/checkpoints/step_00005000
     python scripts/figures.py all --runs runs/failing runs/fixed --checkpoint runs/failing/checkpoints/step_00005000
 
 Layers, heads, tokens and features count from 0; the paper's layer 2 is layer 1 here, its head 8 is head 7.
@@ -17,10 +17,9 @@ from pathlib import Path
 import _root  # noqa: F401
 
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from figures import canvas, delta, head_norms, keys, over_steps, similarity
+from figures import canvas, delta, head_norms, over_steps, similarity
 from figures.canvas import Drawn
 from figures.inputs import Inputs, MissingInputError
-from probes.accumulation import accumulate
 
 
 def _figure_3(inputs: Inputs) -> Drawn:
@@ -57,21 +56,6 @@ def _figure_5(inputs: Inputs) -> Drawn:
     return delta.draw_delta(error)
 
 
-def _figure_6(inputs: Inputs) -> Drawn:
-    layer, head = inputs.capture(), inputs.head()
-    batch, token, feature = keys.choose_row(layer, head)
-    if inputs.token is not None:
-        batch, token = inputs.sequence, inputs.token
-    feature = feature if inputs.feature is None else inputs.feature
-    try:
-        sums = accumulate(layer, batch, head, token, feature)
-    except ValueError as error:
-        raise UserError(f"figure 6: {error}") from None
-    return keys.draw_accumulation(
-        sums, label=f"{inputs.place()}, sequence {batch},\ntoken T = {token}", feature=feature
-    )
-
-
 @dataclass(frozen=True)
 class Entry:
     """One figure: what it shows, what it is drawn from, and how."""
@@ -86,13 +70,12 @@ REGISTRY: dict[int, Entry] = {
     3: Entry("spectral norm of W_Q, head by head", CHECKPOINT, _figure_3),
     4: Entry("P K, X and their outer products at two tokens", CHECKPOINT, _figure_4),
     5: Entry("error of delta: summed, and by feature", CHECKPOINT, _figure_5),
-    6: Entry("error of O_bar along the keys of one row", CHECKPOINT, _figure_6),
     11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: over_steps.draw_norms(inputs.runs)),
     13: Entry("repeated maxima before the explosion", RUNS, lambda inputs: over_steps.draw_ties(inputs.runs)),
 }
 GONE = {
     **dict.fromkeys((2, 7), "scripts/compare_runs.py draws losses"),
-    **dict.fromkeys((8, 9, 12), "commit c487be1 draws it"),
+    **dict.fromkeys((6, 8, 9, 12), "commit c487be1 draws it"),
 }
 """What replaced figures that were drawn here."""
 
@@ -119,10 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layer", type=int, default=1, help="which layer (1, the paper's layer 2)")
     parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
     parser.add_argument("--sequence", type=int, default=0, help="the sequence that --token is in (0)")
-    parser.add_argument("--token", type=int, help="which token (figures 4, 5, 6: the one with the largest error)")
-    parser.add_argument(
-        "--feature", type=int, help="which feature of the head (figure 6: the one with the largest error)"
-    )
+    parser.add_argument("--token", type=int, help="which token (figures 4, 5: the one with the largest error)")
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
@@ -133,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespace]:
     """Numbers, whether ``all`` was asked for, and the options, checked."""
     args = _parser().parse_args(argv)
-    for name in ("layer", "head", "sequence", "token", "feature"):
+    for name in ("layer", "head", "sequence", "token"):
         if (getattr(args, name) or 0) < 0:
             raise invalid(f"--{name}", getattr(args, name), "a number from 0")
     if args.patience < 1:

@@ -16,7 +16,7 @@ from attention import AttentionSpec
 from autopsy.log import answer as log_answer
 from autopsy.log import leaving
 from autopsy.measure import FIXES, Findings, LayerSums, examine, with_preset
-from autopsy.page import answer
+from autopsy.report import answer
 from errors import UserError
 from probes.capture import LayerCapture
 

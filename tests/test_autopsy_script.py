@@ -102,9 +102,6 @@ def test_a_planted_checkpoint(tmp_path: Path, skewed_data: Path, examined: Comma
     printed = examined(checkpoint, "--sequences", 16, "--out", out)
     assert printed.splitlines()[0].startswith("YES: ")
     assert f"Switch on: --attention.default.preset {FIXES[0]} " in printed
-    page = (out / "autopsy.html").read_text()
-    assert page.count("data:image/png;base64,") == 1
-    assert "http" not in page
     assert len((out / "autopsy.txt").read_text().splitlines()) > len(printed.splitlines()) - 2
 
 

@@ -123,7 +123,6 @@ def test_figure_3_holds_the_norms_of_the_checkpoints_heads(place: Place, out: Pa
         ("3 --checkpoint RUNS", "no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000"),
         ("3 --checkpoint CHECKPOINT --layer 2", "--layer = 2: expected 0 to 1"),
         ("5 --checkpoint CHECKPOINT --head 2", "--head = 2: expected 0 to 1"),
-        ("6 --checkpoint CHECKPOINT --feature 8", "--feature = 8: expected 0 to 7"),
         ("5 --checkpoint CHECKPOINT --data RUNS/none", "no such data set"),
         (
             "4 --checkpoint CHECKPOINT RUNS/narrow --layer 0",

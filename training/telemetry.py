@@ -28,7 +28,6 @@ from attention.reference.exact import exact_float32
 from attention.reference.tiles import FORMAT_OF, Sites
 from errors import check_size, invalid
 from model import GPT
-from probes.accumulation import one_signed_share
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.low_rank import unrotated
@@ -310,6 +309,12 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
         "delta_rms": (delta.high_BHT / loss_scale).square().mean(dim=(0, 2)).sqrt(),
     }
     return measured, error.units
+
+
+def one_signed_share(v_BTHD: Tensor, *, purity: float = 0.9) -> Tensor:
+    """Share of a head's features that have one sign at ``purity`` of the tokens or more, [H] float32."""
+    negative_HD = (v_BTHD < 0).float().mean(dim=(0, 1))
+    return (torch.maximum(negative_HD, 1 - negative_HD) >= purity).float().mean(dim=-1)
 
 
 def _measure_row_residuals(heads: LayerCapture, loss_scale: float, u_ND: Tensor, read_NBT: Tensor) -> dict[str, Tensor]:

@@ -1,9 +1,7 @@
-"""The autopsy in words: a text whose first word is the answer, and one page of HTML with the plots inside it."""
+"""The autopsy in words: a text whose first word is the answer."""
 
 from __future__ import annotations
 
-import base64
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,50 +91,18 @@ _RULE = [
     f"YES: ||error of dW_Q|| >= {MADE_BY_ROUNDING:g} ||dW_Q|| in a layer, over all its heads and tokens. It says what makes this gradient",
     "now, not what began: a run that explodes by its learning rate ends in such gradients, too (docs/diagnosis.md has error rates).",
     "of layer: the head's error over dW_Q of its layer; of head: over its own. z: mean of the error of delta over its standard error;",
-    "ratio: |mean| over rms. ties, P=1: rows whose maximum, or P_bar of 1, comes twice; V sign: features of V of one sign.",
-    "cos: mean cosine of (P K)^T X of two tokens. Layers and heads count from 0. dO is held as captured.",
+    "ratio: |mean| over rms. Layers and heads count from 0. dO is held as captured.",
 ]
 
 
 def _table(rows: Sequence[HeadEvidence]) -> list[str]:
     """One line a head."""
     lines = [
-        f"{'layer':>5} {'head':>4} {'of layer':>9} {'of head':>9} {'z':>7} {'ratio':>6} {'ties':>6} {'P=1':>6} {'V sign':>6} "
-        f"{'cos':>6} {'W_Q':>8} {'logit':>9}  attention"
+        f"{'layer':>5} {'head':>4} {'of layer':>9} {'of head':>9} {'z':>7} {'ratio':>6} {'W_Q':>8} {'logit':>9}  attention"
     ]
     for h in rows:
         lines.append(
-            f"{h.layer:>5} {h.head:>4} {h.share:>9.2g} {h.factor:>9.2g} {h.z:>+7.1f} {h.ratio:>6.2f} {h.tied_rows:>6.3f} "
-            f"{h.rows_of_ones:>6.3f} {h.one_signed:>6.3f} {h.coherence:>6.3f} {h.w_q_norm:>8.3f} {h.max_logit:>9.4g}  {h.attention}"
+            f"{h.layer:>5} {h.head:>4} {h.share:>9.2g} {h.factor:>9.2g} {h.z:>+7.1f} {h.ratio:>6.2f} "
+            f"{h.w_q_norm:>8.3f} {h.max_logit:>9.4g}  {h.attention}"
         )
     return lines
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #111; }
-pre { font: 12.5px/1.4 ui-monospace, monospace; overflow-x: auto; background: #f6f6f6; padding: .8rem; }
-img { max-width: 100%; height: auto; }
-.answer { border-left: .5rem solid #0072B2; padding: .4rem 1rem; background: #eef4fa; font-weight: 600; }
-.yes { border-color: #D55E00; background: #fbeee6; }
-"""
-
-
-def page(report: Report, pictures: Sequence[tuple[str, str, bytes]]) -> str:
-    """One HTML page that needs no other file. ``pictures``: (caption, alternative text, PNG)."""
-    name, findings = _esc(report.subject.name), report.findings
-    shown = "".join(
-        f'<figure><img alt="{_esc(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        f"<figcaption>{_esc(caption)}</figcaption></figure>"
-        for caption, alt, png in pictures
-    )
-    said = "<br>".join(_esc(line) for line in answer(findings, report.subject.switch_on))
-    kind = "answer yes" if findings.made_by_rounding else "answer"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Autopsy of {name}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>Autopsy of {name}</h1>"
-        f'<p class="{kind}">{said}</p>{shown}<pre>{_esc(text(report))}</pre></body></html>\n'
-    )
-
-
-def _esc(value: str) -> str:
-    return html.escape(value, quote=True)
