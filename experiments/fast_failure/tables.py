@@ -1,6 +1,6 @@
 """Tables from the runs here: python experiments/fast_failure/tables.py [one_hot | jumps]
 
-1. How far logits and W_Q of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv); Markdown.
+1. How far logits of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv); Markdown.
 2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv);
    one_hot: CSV.
 3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that; jumps: CSV.
@@ -56,13 +56,11 @@ def growth() -> str:
         passed = [int(logit.index[logit >= 2 * THRESHOLD][0]) for logit in logits if (logit >= 2 * THRESHOLD).any()]
         rows.append(
             [kind, str(len(probes)), str(sum((logit[logit.index >= FROM] > 1000).any() for logit in logits))]
-            + [spread([float(probe["w_q_norm_1"].get(step, math.nan)) for probe in probes]) for step in (EARLY, LATE)]
             + [spread([float(logit.get(step, math.nan)) for logit in logits]) for step in (EARLY, LATE)]
             + [str(len(passed)), f"{min(passed):,} - {max(passed):,}" if passed else "-"]
         )
     heads = ["delta shares the rounding of", "runs", "logit beyond 1,000"]
-    heads += [f"W_Q at {step:,}: median (range)" for step in (EARLY, LATE)]
-    heads += [f"largest logit at {step:,}" for step in (EARLY, LATE)]
+    heads += [f"largest logit at {step:,}: median (range)" for step in (EARLY, LATE)]
     return markdown([*heads, f"beyond {2 * THRESHOLD:,.0f}", "first at step"], rows)
 
 
