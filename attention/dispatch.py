@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,10 @@ def run(
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
     features = (*mask.features(), *(("grouped",) if group > 1 else ()))
-    if features:
-        _check_features(plan, features, softcap)
+    for chosen in plan.groups if features else ():
+        reason = _excluded(chosen.backend, chosen.numerics, features, softcap)
+        if reason is not None:
+            raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Layers and groups get seeds far apart; Philox mixes the rest.
@@ -91,16 +94,13 @@ def run(
 
 
 @torch.compiler.assume_constant_result
-def _check_features(plan: LayerPlan, features: tuple[str, ...], softcap: float) -> None:
-    """Raise ``UserError`` where a backend or a site of the plan excludes a feature."""
-    for group in plan.groups:
-        reason = _excluded(group.backend, group.numerics, features, softcap)
-        if reason is not None:
-            raise UserError(f"attention of layer {plan.layer} = {group.spec.label()!r}: {reason}")
+def _excluded(*asked: Any) -> str | None:
+    """What ``_exclude`` says, which a compiler takes for a constant. Torch 2.11 can do so for plain arguments only."""
+    return _exclude(*asked)
 
 
 @functools.lru_cache(maxsize=256)  # every call asks
-def _excluded(backend: str, numerics: str, features: tuple[str, ...], softcap: float) -> str | None:
+def _exclude(backend: str, numerics: str, features: tuple[str, ...], softcap: float) -> str | None:
     return excluded(backend, numerics_from_key(numerics), features, softcap)
 
 
