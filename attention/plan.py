@@ -30,7 +30,7 @@ class AttentionSpec:
     preset: str = "flash"
     """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md)."""
     numerics: str = "hardware"
-    """Base roundings: hardware (as GPU kernels), rounded_forward (our first emulation of the published forward pass), published (as the
+    """Base roundings: hardware (our Triton kernels), rounded_forward (our first emulation of the published forward pass), published (as the
     paper's code runs), fp32, microcosm."""
     sites: tuple[str, ...] = ()
     """Single sites changed after that, as site=value, for example accumulator=m1."""

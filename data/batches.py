@@ -36,7 +36,7 @@ class DataConfig:
     micro_batch: int = 32
     """Sequences that one process puts through the model at once."""
     seed: int = 1337
-    """Of the random order. A replay has no use for it."""
+    """Seed of the random order; a replay ignores it."""
     record: str = ""
     """Folder to record the batches to, e.g. replay_batches/NAME."""
     replay: str = ""

@@ -30,7 +30,7 @@ Response = Literal["log", "checkpoint", "stop", "switch"]
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmConfig:
-    """What raises an alarm and what it does; and switches of a layer's attention that are made at any rate."""
+    """What raises an alarm and what it does; and scheduled switches of a layer's attention."""
 
     response: Response = "log"
     """log; checkpoint; stop (after a checkpoint); switch the named layer to alarm.switch_to with the next step."""

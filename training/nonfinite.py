@@ -17,14 +17,14 @@ Action = Literal["overflow", "stop", "skip", "continue", "rollback"]
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteConfig:
-    """The policy. FP16 overflows of the gradient alone are no case for it: loss scaling skips and counts them."""
+    """What to do where loss or gradient is not finite. FP16 overflows of the gradient alone are left to loss scaling, which counts them."""
 
     policy: Policy = "stop"
     """stop; skip the update; continue as if nothing were (float16 still skips); rollback to the last good checkpoint, past the batch."""
     lr_scale: float = 0.5
-    """rollback: the learning rate is multiplied by this ..."""
+    """rollback: factor on the learning rate."""
     lr_scale_steps: int = 100
-    """rollback: ... for so many steps after the checkpoint."""
+    """rollback: steps after the checkpoint for which that factor holds."""
     max_rollbacks: int = 3
     """rollback: after so many, the next one stops the run."""
     max_skips: int = 100

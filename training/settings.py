@@ -39,11 +39,11 @@ class RunConfig:
     steps: int = 1000
     """Optimizer steps."""
     seed: int = 42
-    """Of the initial weights and of stochastic rounding; the order of the data has its own, data.seed."""
+    """Seed of the initial weights and of stochastic rounding; the order of the data has its own, data.seed."""
     device: DeviceChoice = "auto"
     """cuda, cpu, or auto: cuda where torch sees one."""
     resume: Resume = "no"
-    """no: a new run; yes: go on from the newest intact checkpoint; auto: whichever of them fits what is there, whatever a kill has left."""
+    """no: a new run; yes: go on from the newest intact checkpoint; auto: yes where a run is there, else no."""
     init_from: str = ""
     """Local Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt, to start from, in place of random weights."""
     log_every: int = 1
