@@ -113,18 +113,6 @@ def test_heads_of_a_mixture_get_what_they_would_get_alone() -> None:
             assert torch.equal(found[:, :, head], alone[:, :, head])
 
 
-def test_a_float32_head_makes_the_layer_float32_and_loses_nothing() -> None:
-    p = make("random", torch.bfloat16, torch.device("cpu"))
-    config = AttentionConfig(
-        flash_backend="flash_reference",
-        rules=(AttentionRule(heads=(1,), attention=AttentionSpec(preset="flash_o_fp32_delta_nearest")),),
-    )
-    o = attention.run(p.q, p.k, p.v, config.resolve(1, 3)[0], rounding_seed=torch.tensor(0))
-    assert o.dtype == torch.float32
-    assert torch.equal(o[:, :, 1], run(p, AttentionSpec(preset="flash_o_fp32_delta_nearest"))[0][:, :, 1])
-    assert torch.equal(o[:, :, 0].bfloat16(), run(p, AttentionSpec(preset="flash"))[0][:, :, 0])
-
-
 @pytest.mark.parametrize("preset", ["flash_stochastic_o", "flash_stochastic_p"])
 def test_stochastic_presets_follow_seed_layer_and_nothing_else(preset: str) -> None:
     p = make("random", torch.bfloat16, torch.device("cpu"))

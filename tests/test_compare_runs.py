@@ -91,13 +91,6 @@ def test_one_sentence_about_the_data(
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:")] == [sentence]
 
 
-def test_other_validation_sequences_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write_run(tmp_path / "a", [2.0], batches={"validation_sequences": 8})
-    b = write_run(tmp_path / "b", [2.0], batches={"validation_sequences": 16})
-    compare(a, b, "--out", "none")
-    assert "Validation losses do not compare with a's" in capsys.readouterr().out
-
-
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What is printed for a mistake; it must be one line and exit code 2."""
     with pytest.raises(SystemExit) as leaving:
@@ -107,10 +100,6 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert captured.startswith("error: ")
     assert captured.count("\n") == 1
     return captured
-
-
-def test_a_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "neither a run nor a folder of runs" in mistake(capsys, tmp_path)
 
 
 def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

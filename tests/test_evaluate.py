@@ -59,19 +59,6 @@ def test_the_mean_is_over_targets_not_over_batches() -> None:
     assert value(TinyModel().double(), FixedBatches()) == pytest.approx(expected_loss(), rel=100 * 2**-53)
 
 
-def test_the_model_is_called_past_its_ddp_wrapper() -> None:
-    # DDP's own forward may wait for other processes, whose shares can be shorter.
-    class Wrapper(nn.parallel.DistributedDataParallel):
-        def __init__(self, module: nn.Module):
-            nn.Module.__init__(self)
-            self.module = module
-
-        def forward(self, *_: Tensor) -> tuple[Tensor, Tensor]:
-            raise AssertionError
-
-    assert value(Wrapper(TinyModel()), FixedBatches()) == value(TinyModel(), FixedBatches())
-
-
 def test_modes_are_put_back_module_by_module() -> None:
     model = TinyModel().train()
     model.embedding.eval()

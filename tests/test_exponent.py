@@ -29,8 +29,6 @@ from attention.reference.flash import row_deltas
 from attention.reference.tiles import make_problem
 from errors import UserError
 
-THRESHOLD = 2**16 * math.log(2)
-"""45,426: from here on m log2(e) has a unit of 2^-7 and more, and P_bar of the maximum may be 2^-9 below 1, half a unit of BF16."""
 WHOLE = slice(0, 64)
 LOGITS = (1e3, 2e4, 2e5, 1e6)
 ANY = (*LOGITS, 1e7)
@@ -250,19 +248,6 @@ def test_kernels_that_do_not_fuse_or_divide_by_what_is_read_give_the_v_of_a_sing
 ) -> None:
     x = kernel_rows(logit, device)
     assert torch.equal(x.run(backend="flash", preset=preset)[0], x.p.v)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("logit", SOME)
-def test_kernels_that_fold_are_off_as_the_reference_is(logit: float, device: str) -> None:
-    """Row by row, within one unit of BF16; a few rows may differ by the last bit of exp2."""
-    x = kernel_rows(logit, device)
-    found, expected = (x.run(backend=backend)[0].double() for backend in ("flash", "flash_reference"))
-    unit = torch.ldexp(torch.ones_like(found), torch.frexp(x.p.v.double()).exponent - 8)
-    assert ((found - expected).abs() <= unit).all(dim=-1).double().mean() >= 0.99
-    # A unit is as large as the error is: most rows are to be equal.
-    assert (found == expected).all(dim=-1).double().mean() >= 0.95
-    assert bool((found != x.p.v.double()).any()) == (logit > THRESHOLD)
 
 
 @pytest.mark.parametrize(

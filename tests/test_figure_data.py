@@ -9,8 +9,7 @@ import pytest
 import torch
 from layer_captures import random_layer
 
-from figures import curves, delta, head_norms, over_steps, similarity
-from probes.delta_error import delta_errors
+from figures import curves, head_norms, over_steps, similarity
 from probes.low_rank import weighted_keys
 
 
@@ -30,36 +29,12 @@ def test_head_norms_are_those_of_the_heads_rows() -> None:
     assert norms.outliers == (1,)
 
 
-def test_the_running_sum_is_that_of_the_errors_of_delta() -> None:
-    layer = random_layer()
-    error = delta.head_error(layer, head=1, batch=0, token=5, label="")
-    total, spread = delta.running_sum(error.error_BT)
-    errors = delta_errors(layer).error_BHT[:, 1].double().flatten()
-    assert total[-1] == pytest.approx(errors.sum().item())
-    assert spread[-1] == pytest.approx(errors.square().sum().sqrt().item())
-    assert len(total) == errors.numel()
-
-
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
     layer = random_layer()
     row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
     products = torch.einsum("td,tc->tdc", weighted_keys(layer)[0, 0], layer.x_BTC[0].float()).flatten(1)
     units = torch.nn.functional.normalize(products, dim=-1)
     assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx((units @ units.T)[3, 7].item(), abs=1e-5)
-
-
-def test_figure_11_has_the_norms_of_every_layer_and_probe() -> None:
-    telemetry = [
-        {"step": 0, "w_q_norm": [1.0, 2.0], "w_k_norm": [3.0, 4.0]},
-        {"step": 5, "w_q_norm": [5.0, 6.0], "w_k_norm": [7.0, 8.0]},
-    ]
-    table = over_steps.draw_norms([run(telemetry)]).table
-    assert table.to_numpy().tolist() == [
-        ["a", "W_Q", 0, 1.0, 2.0],
-        ["a", "W_Q", 5, 5.0, 6.0],
-        ["a", "W_K", 0, 3.0, 4.0],
-        ["a", "W_K", 5, 7.0, 8.0],
-    ]
 
 
 def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:

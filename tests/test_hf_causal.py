@@ -70,15 +70,6 @@ def test_the_gradient_of_w_q_follows_from_what_was_captured(folder: Path) -> Non
         torch.testing.assert_close(high_dw_q(layer).reshape(expected.shape), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_nothing_is_left_on_the_model(folder: Path) -> None:
-    model = load(folder)
-    before = [(set(m.__dict__), dict(m._forward_pre_hooks)) for m in model.model.modules()]
-    model.capture(*batch())
-    assert [(set(m.__dict__), dict(m._forward_pre_hooks)) for m in model.model.modules()] == before
-    assert all(p.grad is None for p in model.model.parameters())
-    assert model.records == {}
-
-
 def refusal(folder: Path) -> str:
     with pytest.raises(UserError) as caught:
         load(folder)

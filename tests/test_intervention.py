@@ -104,14 +104,6 @@ def test_the_switch_acts_from_its_step_on(place: Place, switched_run: Path) -> N
     assert before[8] != after[8]
 
 
-def test_a_layer_switched_at_step_0_is_a_layer_with_a_rule(place: Place) -> None:
-    rule = AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash_delta_from_p"))
-    ruled = place.train("ruled", {**BF16, "attention": AttentionConfig(flash_backend="flash_reference", rules=(rule,))})
-    at_once = place.train("at_once", {**BF16, "alarm.switches": ("0:1:flash_delta_from_p",)})
-    assert lines(ruled) == lines(at_once)
-    assert weights(ruled, 20) == weights(at_once, 20)
-
-
 def test_a_replay_with_the_records_switches_has_the_same_bits(place: Place, switched_run: Path) -> None:
     place.train("recorded", {**BF16, **SWITCH, "data.record": place.recording("switched")})
     options = tuple(entry["option"] for entry in interventions(place.runs / "recorded"))

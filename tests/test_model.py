@@ -149,18 +149,6 @@ def test_attention_gets_each_layers_plan_and_the_seed(spy: Spy) -> None:
     assert all(call["rounding_seed"] is seed for call in spy.calls)
 
 
-def test_float32_attention_output_is_projected_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    spy, model = Spy(torch.float32), make(scale=5.0)
-    monkeypatch.setattr(dispatch, "run", spy)
-    projected = []
-    model.attentions()[0].register_forward_hook(lambda module, args, output: projected.append(output))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(batch()[0])
-    assert spy.calls[0]["q"].dtype == torch.bfloat16
-    expected = functional.linear(spy.calls[0]["o"].flatten(2), model.attentions()[0].c_proj.weight)
-    assert torch.equal(projected[0], expected)
-
-
 @pytest.mark.parametrize("changes", [{}, STABILIZERS["qk_norm"], ALL_BUT_QK_NORM], ids=["plain", "qk_norm", "others"])
 def test_compiled_without_graph_breaks_equals_eager(spy: Spy, changes: dict[str, Any]) -> None:
     tokens, targets = batch()

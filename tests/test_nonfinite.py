@@ -24,7 +24,6 @@ from model import GPT
 from training.checkpoint import Checkpoints
 from training.precision import PrecisionConfig
 from training.run import Run
-from training.step import Taken
 
 ODD = 255
 BAD_BATCH = 14
@@ -162,21 +161,6 @@ def test_rollback_without_a_checkpoint_stops(place: Place) -> None:
     assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
 
 
-def test_rollback_to_damaged_checkpoints_stops_and_is_on_record(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sound = train.recover
-
-    def damaged(run: Run, taken: Taken, following: int) -> int:
-        (run.checkpoints.folder / "step_00000010/model.safetensors").write_bytes(b"")
-        return sound(run, taken, following)
-
-    monkeypatch.setattr(train, "recover", damaged)
-    run = stopped(place, "rollback_damaged", ROLLBACK)
-    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
-    assert "step_00000010 is damaged" in capsys.readouterr().out
-
-
 def spoil(patch: pytest.MonkeyPatch, before: str, when: Callable[[Run, int], bool], value: float) -> None:
     """Weights become ``value`` before ``take_step`` or ``save`` is called so: as an update can leave them whose gradient was finite."""
     sound = getattr(train, before)
@@ -231,14 +215,6 @@ def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
     assert kept[:2] == ["step_00000004", "step_00000005"]
 
 
-def test_skips_in_a_row_are_counted_across_a_resume(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, "take_step", lambda run, _: run.batches.position >= 5, math.nan)
-    fields = {"nonfinite.policy": "skip", "nonfinite.max_skips": 6, "checkpoint.every": 1}
-    place.train("skip_resumed", {**fields, "run.steps": 8})
-    run = stopped(place, "skip_resumed", {**fields, **RESUME})
-    assert events(run)[-1] == (11, 11, "stop")
-
-
 def test_a_resumed_run_still_tells_of_a_rollback_over_its_checkpoint(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,23 +266,3 @@ def test_float16_overflow_repeats_in_a_replay_and_after_a_resume(place: Place) -
     resumed = place.train("overflow_resumed", {**fields, **RESUME})
     assert lines(recorded) == lines(replayed) == lines(resumed)
     assert weights(recorded, 20) == weights(replayed, 20) == weights(resumed, 20)
-
-
-def test_float16_loss_that_is_not_finite_is_no_overflow(place: Place) -> None:
-    run = stopped(place, "float16_stop", {"precision.dtype": "float16"})
-    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
-
-
-def test_float16_gradient_that_is_never_finite_is_no_overflow_for_ever(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sound = GPT.loss
-
-    def loss(self: GPT, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        # Adds zero; the root's slope there is infinite, and infinity times zero is NaN.
-        return sound(self, logits_BTV, targets_BT) + torch.sqrt(logits_BTV.float().square().sum() * 0.0)
-
-    monkeypatch.setattr(GPT, "loss", loss)
-    run = stopped(place, "float16_backward", {**FLOAT16, "run.steps": 40})
-    # The scale starts at 2^16 and is halved down to 1.
-    assert events(run) == [(step, step, "overflow") for step in range(17)] + [(17, 17, "stop")]

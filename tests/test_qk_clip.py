@@ -73,12 +73,6 @@ def test_maxima_run_over_micro_steps() -> None:
     assert torch.equal(model.attentions()[1].max_logit_H, torch.stack(seen).amax(dim=0))
 
 
-def test_evaluation_leaves_the_maxima_alone() -> None:
-    model = make().eval()
-    model(tokens())
-    assert model.attentions()[0].max_logit_H.tolist() == [-math.inf] * 4
-
-
 def test_a_gamma_of_a_quarter_scales_logits_to_the_last_bit() -> None:
     model = make()
     before = logits_of(model.attentions()[0])

@@ -103,18 +103,6 @@ def test_corrected_rows_are_nearest_to_fp64_and_have_least_along_the_mean_key(
     assert dq["flash_delta_normalized"] == pytest.approx(dq["flash_delta_from_p"], rel=0.02)
 
 
-@LARGE
-def test_only_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(device: str, backend: str) -> None:
-    p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
-    coarse = ("logsumexp=m4", "score_gradients=fp32")
-    left = {
-        delta: row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt()
-        for delta in SITES["delta"].choices
-    }
-    assert left.pop("rowsum_p_dp_normalized") < 1e-5
-    assert left["rowsum_p_dp"] > 1e-2
-
-
 @pytest.mark.parametrize(("device", "backend"), RUNNERS)
 @pytest.mark.parametrize(("rounded", "saved"), [("input", "m4"), ("m3", "fp32")])
 def test_taken_out_they_are_zero(rounded: str, saved: str, device: str, backend: str) -> None:

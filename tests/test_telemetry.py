@@ -11,13 +11,11 @@ import torch
 from tiny_runs import Place, column, optimizer, preset, weights
 
 import attention
-import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from model import GPT, ModelConfig, initialize
 from probes.capture import capture
 from probes.delta_error import delta_errors
 from training import telemetry
-from training.run import close, open_run
 from training.telemetry import measure, read_telemetry, to_lists
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -168,17 +166,3 @@ def test_one_transfer_brings_everything_to_the_host(monkeypatch: pytest.MonkeyPa
     assert count == []
     to_lists(measured)
     assert count == ["tolist"]
-
-
-@pytest.mark.parametrize(("attention", "differ"), [("flash_o_nearest_delta_stochastic", True), ("flash", False)])
-def test_each_probe_draws_its_stochastic_roundings_afresh(place: Place, attention: str, differ: bool) -> None:
-    """Of the same weights. Drawn alike, an element's errors of two probes would be correlated, and their sum over probes no walk."""
-    fields = {**BF16, **OFTEN, "attention": preset(attention)}
-    run = open_run(place.config(f"drawn_{attention}", fields), train.distributed.start("cpu"))
-    try:
-        assert run.telemetry is not None
-        first, second, again = (run.telemetry.probe(step, step) for step in (0, 100, 0))
-    finally:
-        close(run, finished=False)
-    assert (first["delta_error_mean"] != second["delta_error_mean"]) is differ
-    assert first["delta_error_mean"] == again["delta_error_mean"]
