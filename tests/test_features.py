@@ -326,16 +326,6 @@ def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_compiled_masks_are_eager_ones(device: torch.device) -> None:
-    case = Case(B=2, lengths=(25, 40), window=9, H=4)
-    q, k, v, _ = case.tensors(device)
-    plan = AttentionConfig(default=spec_of("flash")).resolve(1, case.H)[0]
-    settings = {"rounding_seed": torch.tensor(0, device=device), "mask": case.mask(device)}
-    torch.compiler.reset()
-    compiled = torch.compile(attention.run, backend="aot_eager" if INTERPRETED else "inductor", fullgraph=True)
-    assert torch.equal(compiled(q, k, v, plan, **settings), attention.run(q, k, v, plan, **settings))
-
-
 MISFITS = {
     "window": (Mask(window=-1), "window = -1: expected a number of keys"),
     "keys of another length": (Mask(keys=torch.ones(1, 39, dtype=torch.bool)), "shape (1, 39): expected bool [B, S]"),
@@ -376,17 +366,6 @@ def test_what_excludes_a_feature_says_so_before_anything_runs(spec: AttentionSpe
 
 
 @pytest.mark.parametrize(
-    "case", [Case(H=4, K=2, D=24), Case(B=2, padding=("01" * 20, "1" * 40)), WINDOWS[2], PACKED[0]], ids=str
-)
-@pytest.mark.parametrize("backend", ["flash", "standard_triton"])
-def test_repeats_are_equal_to_the_bit(case: Case, backend: str, device: torch.device) -> None:
-    tensors, spec = case.tensors(device), spec_of(backend)
-    first = computed(case, tensors, spec)
-    for _ in range(1 if INTERPRETED else 20):
-        assert all(torch.equal(a, b) for a, b in zip(first, computed(case, tensors, spec), strict=True))
-
-
-@pytest.mark.parametrize(
     ("heads", "keys", "rules", "reason"),
     [
         (4, 3, (), "k has shape (1, 40, 3, 16)"),
@@ -414,9 +393,3 @@ def test_rules_for_heads_hold_where_heads_share_keys() -> None:
     o = attention.run(*tensors[:3], plan, rounding_seed=torch.tensor(3))
     for heads, spec in ((slice(0, 2), flash), (slice(2, 4), standard)):
         assert torch.equal(o[:, :, heads], computed(case, tensors, spec)[0][:, :, heads])
-
-
-def test_a_backend_without_a_feature_says_so() -> None:
-    plans = AttentionConfig(default=AttentionSpec(preset="sdpa_efficient")).resolve(1, 2)
-    with pytest.raises(UserError, match="it has no head of keys that several of queries share"):
-        attention.check(plans, device="cuda", dtype=torch.bfloat16, head_dim=64, features=("grouped",))
