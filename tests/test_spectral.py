@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.spectral import (
-    attention_norms,
-    power_iteration,
-    product_power_iteration,
-    spectral_norm,
-    start_vector,
-)
+from probes.spectral import attention_norms, product_norm, spectral_norm, top_singular
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 5), (3, 9), (9, 3), (2, 3, 4, 6)])
@@ -21,7 +15,7 @@ def test_it_is_numpys_largest_singular_value(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(spectral_norm(weight).numpy(), expected, rtol=10 * max(shape) * 2**-53)
 
 
-# ---- power iteration
+# ---- what a probe measures
 
 
 def planted(
@@ -36,35 +30,24 @@ def planted(
     return matrix.float(), left[:, 0]
 
 
-# Rounding of float32: two products of at most 40 terms, and norms, an iteration.
-NOISE = 100 * 2.0**-24
-
-
 @pytest.mark.parametrize("gap", [0.5, 0.9, 0.99])
-@pytest.mark.parametrize("iterations", [1, 3, 10, 30])
-def test_power_iteration_keeps_its_bound(gap: float, iterations: int) -> None:
-    matrix, top = planted(3.0, 3.0 * gap, 2.0 * gap, 1.0 * gap)
-    start = start_vector(24, torch.device("cpu"))
-    cosine = (start.double() @ top).item()
-    norm, _ = power_iteration(matrix, start, iterations)
-    lost = 1 - (norm.item() / 3.0) ** 2
-    assert -NOISE <= lost <= (1 / cosine**2 - 1) * gap ** (4 * iterations) + NOISE
+def test_norm_and_left_vector_are_those_of_the_largest_singular_value(gap: float) -> None:
+    matrix, left = planted(3.0, 3.0 * gap, 2.0 * gap, 1.0 * gap)
+    norm, found = top_singular(matrix)
+    assert norm.item() == pytest.approx(3.0, rel=1e-5)
+    assert abs(found.double() @ left).item() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_warm_start_goes_on_where_the_last_call_stopped() -> None:
-    matrix = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(3))
-    start = start_vector(24, torch.device("cpu"))
-    straight, vectors = power_iteration(matrix, start, 12)
-    _, half = power_iteration(matrix, start, 7)
-    resumed, same = power_iteration(matrix, half, 5)
-    assert torch.equal(resumed, straight)
-    assert torch.equal(same, vectors)
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_no_square_overflows_or_vanishes(size: float) -> None:
+    matrix = planted(3.0, 1.0)[0]
+    assert top_singular(size * matrix)[0].item() == pytest.approx(3.0 * size, rel=1e-5)
 
 
 def test_the_norm_of_a_product_is_svds() -> None:
     generator = torch.Generator().manual_seed(5)
     left, right = torch.randn(2, 3, 6, 30, generator=generator)
-    norms, _ = product_power_iteration(left, right, start_vector(6, torch.device("cpu")), 200)
+    norms = product_norm(left, right)
     expected = torch.linalg.svdvals(left.mT.double() @ right.double())[..., 0]
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
 
@@ -73,12 +56,12 @@ def test_norms_of_heads_are_those_of_their_rows() -> None:
     w_q, w_k = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(7))
     norms, _ = attention_norms(w_q, w_k, 2)
     heads_q, heads_k = w_q.view(2, 2, 8, 16), w_k.view(2, 2, 8, 16)
-    torch.testing.assert_close(norms.w_q_head, spectral_norm(heads_q), rtol=0.01, atol=0)
-    torch.testing.assert_close(norms.w_k_head, spectral_norm(heads_k), rtol=0.01, atol=0)
-    torch.testing.assert_close(norms.qk_head, spectral_norm(heads_q.mT @ heads_k), rtol=0.01, atol=0)
+    torch.testing.assert_close(norms.w_q_head, spectral_norm(heads_q), rtol=1e-3, atol=0)
+    torch.testing.assert_close(norms.w_k_head, spectral_norm(heads_k), rtol=1e-3, atol=0)
+    torch.testing.assert_close(norms.qk_head, spectral_norm(heads_q.mT @ heads_k), rtol=1e-3, atol=0)
 
 
-def test_only_the_layer_that_is_not_finite_is_nan_in_power_iteration() -> None:
+def test_only_the_layer_that_is_not_finite_is_nan_() -> None:
     w_q = torch.stack([torch.eye(8), torch.eye(8)])
     w_q[1, 0, 0] = torch.inf
     assert attention_norms(w_q, w_q.clone(), 2)[0].w_q.isfinite().tolist() == [True, False]

@@ -74,7 +74,7 @@ def bf16() -> torch.autocast:
 
 
 def probe_of(model: GPT, sequences: int = 1, **settings: Any) -> dict[str, Any]:
-    measured, units, _ = measure(model, *batch(sequences), bf16(), **settings)
+    measured, units = measure(model, *batch(sequences), bf16(), **settings)
     return {"delta_units": units, **to_lists(measured)}
 
 
@@ -162,7 +162,7 @@ def test_one_transfer_brings_everything_to_the_host(monkeypatch: pytest.MonkeyPa
             return _original(self, *args)
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    measured, _, _ = measure(tiny(preset("flash")), *batch(), bf16())
+    measured, _ = measure(tiny(preset("flash")), *batch(), bf16())
     assert count == []
     to_lists(measured)
     assert count == ["tolist"]

@@ -305,8 +305,6 @@ def open_telemetry(run: Run, loaded: Loaded | None) -> None:
 
 def save(run: Run, step: int, *, probed: bool = False) -> None:
     """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it; ``probed``: behind the probe of that step."""
-    if run.telemetry is not None:
-        run.telemetry.forget()
     states = distributed.gather_bytes(rng_state(run.place.device))
     failure = None
     try:
@@ -368,8 +366,6 @@ def roll_back(run: Run, bad_step: int) -> int | None:
     if loaded is None:
         run.place.say("no checkpoint to roll back to")
         return None
-    if run.telemetry is not None:
-        run.telemetry.forget()
     restore(run.network.raw, run.network.optimizer, run.network.scaler, loaded, run.place)
     run.guard.rolled_back(loaded.step)
     return loaded.step

@@ -31,7 +31,7 @@ from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.low_rank import unrotated
-from probes.spectral import SpectralState, attention_norms
+from probes.spectral import attention_norms
 from training.evaluate import ValidationBatches
 from training.metrics import JsonLines, read_lines, read_run_file
 from training.precision import PrecisionConfig
@@ -43,7 +43,7 @@ FP16_LOSS_SCALE = 2.0**10
 """dO of a mean loss underflows in FP16 without it."""
 
 COLUMNS = {
-    "w_q_norm": "[L] spectral norm of W_Q, by warm-started power iteration: never above the true norm (probes/spectral.py)",
+    "w_q_norm": "[L] spectral norm of W_Q, by power iteration: never above the true norm (probes/spectral.py)",
     "w_k_norm": "[L] the same of W_K",
     "w_q_head_norm": "[L][H] of the head's D rows of W_Q",
     "w_k_head_norm": "[L][H] of the head's D rows of W_K",
@@ -92,17 +92,15 @@ class Measurement(NamedTuple):
     columns: dict[str, Tensor]
     units: int
     """n of the standard errors."""
-    state: SpectralState
-    """Where the next power iteration starts."""
 
 
 class Telemetry:
-    """The probes of one run: its fixed batch, the vectors of the last power iteration, and the file.
+    """The probes of one run: its fixed batch, and the file.
 
     ``rounding_seed``: by step, seed of the probe's stochastic roundings. Each probe has draws of its own: with the same ones an element is
     rounded the same way more often than not, probe after probe, and errors of delta, summed over probes, look like a bias.
     ``probed``: step of the checkpoint that the run goes on from where that was written behind the probe of its step; this one is in the
-    file and is not made again: its vectors are gone.
+    file, has raised its alarm, and is not made again.
 
     Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
     """
@@ -122,7 +120,6 @@ class Telemetry:
     ):
         self._model, self._device, self._precision, self._seed_of = model, device, precision, rounding_seed
         self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.sequences))
-        self._state: SpectralState | None = None
         self._rate, self._summed = rate, (0, 0.0)
         self._file = JsonLines(folder / TELEMETRY_FILE)
         self._kept = [record for record in list(read_lines(self._file.path))[-1:] if record["step"] == probed]
@@ -135,14 +132,8 @@ class Telemetry:
         seed = torch.full((), self._seed_of(step), dtype=torch.int64, device=self._device)
         scale = FP16_LOSS_SCALE if self._precision.dtype == "float16" else 1.0
         autocast = self._precision.autocast(self._device)
-        measured, units, self._state = measure(
-            self._model, self._tokens_BT, self._targets_BT, seed, autocast, self._state, scale
-        )
+        measured, units = measure(self._model, self._tokens_BT, self._targets_BT, seed, autocast, scale)
         record: dict[str, Any] = to_lists(measured)
-        if not all(
-            math.isfinite(norm) and norm > 0 for norm in itertools.chain(record["w_q_norm"], record["w_k_norm"])
-        ):
-            self.forget()  # vectors that are not finite, or zero, lead nowhere
         seconds = time.perf_counter() - began
         known = {
             "step": step,
@@ -162,13 +153,6 @@ class Telemetry:
             total += self._rate(earlier)
         self._summed = (step, total)
         return total
-
-    def forget(self) -> None:
-        """Start the next power iteration afresh.
-
-        To be called when a checkpoint is written or restored: the vectors are in none, and the resumed run must measure the same bits.
-        """
-        self._state = None
 
     def earlier(self) -> list[dict[str, Any]]:
         """What the run that is gone on with has measured before, less the probe that is kept."""
@@ -205,17 +189,16 @@ def measure(
     targets_BT: Tensor,
     seed: Tensor,
     autocast: AbstractContextManager[object],
-    state: SpectralState | None = None,
     loss_scale: float = 1.0,
 ) -> Measurement:
-    """One probe of the plain model: the columns as tensors on its device, n of the standard errors, and the state to go on from.
+    """One probe of the plain model: the columns as tensors on its device, and n of the standard errors.
 
     ``loss_scale`` multiplies the loss before the backward pass; what is reported is divided by it. Nothing waits for the device.
     """
     attentions = model.attentions()
     L, H = len(attentions), model.config.n_head
     w_q_LCC, w_k_LCC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
-    norms, state = attention_norms(w_q_LCC, w_k_LCC, H, state)
+    norms, u_LC = attention_norms(w_q_LCC, w_k_LCC, H)
     measured = {
         "w_q_norm": norms.w_q,
         "w_k_norm": norms.w_k,
@@ -224,12 +207,12 @@ def measure(
         "qk_head_norm": norms.qk_head,
     }
     layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
-    # W^T u is the input-side vector of the pair, but for its length, where u is what the power iteration ends in.
+    # W^T u is the input-side vector of the top singular pair, but for its length.
     with exact_float32(tokens_BT.device):
-        v_LC = (w_q_LCC.mT @ state.whole[0][..., None]).squeeze(-1)
+        v_LC = (w_q_LCC.mT @ u_LC[..., None]).squeeze(-1)
         x_LBTC = torch.stack([layer.x_BTC.float() for layer in layers])
         read_LBT = torch.einsum("lbtc,lc->lbt", x_LBTC, torch.nn.functional.normalize(v_LC, dim=-1))
-    u_LHD = state.whole[0].float().view(L, H, -1)
+    u_LHD = u_LC.view(L, H, -1)
     places: list[int] = []
     parts: list[dict[str, Tensor]] = []
     units = 0
@@ -245,7 +228,7 @@ def measure(
     for name in parts[0]:
         joined_N = torch.cat([part[name].float() for part in parts])
         measured[name] = (joined_N if len(parts) == 1 else joined_N[back]).view(L, H)
-    return Measurement(measured, units, state)
+    return Measurement(measured, units)
 
 
 Member = tuple[LayerCapture, HeadGroup]
