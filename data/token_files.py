@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -29,7 +27,7 @@ DATASETS = Path("data/tokens")
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 DTYPES = ("uint8", "uint16")
-_FILE_NAMES = {f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".json", ".bin.tmp", ".json.tmp")}
+_FILE_NAMES = {f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".json")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +136,9 @@ def _remedy(folder: Path, force: bool = False) -> str:
 
 
 class TokenWriter:
-    """Streams tokens to ``folder/split.bin``; a context manager.
+    """Streams tokens to ``folder/split.bin``; a context manager, for a folder of ``new_dataset``.
 
-    Leaving it normally puts the file and its header in place (``header`` then says what was written); leaving it by an
-    exception, or without a token written, leaves nothing.
+    Leaving it normally writes the header beside the file (``header`` then says what was written); without one nothing reads the file.
     """
 
     def __init__(self, folder: Path, split: str, *, dtype: str, vocabulary: str, vocabulary_size: int, source: str):
@@ -150,7 +147,6 @@ class TokenWriter:
         self.count = 0
         self.header: TokenHeader | None = None
         self._path = Path(folder) / f"{split}.bin"
-        self._aside = self._path.with_name(self._path.name + ".tmp")
         self._facts: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "dtype": dtype,
@@ -165,7 +161,7 @@ class TokenWriter:
 
     def __enter__(self) -> TokenWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._aside, "wb")
+        self._file = open(self._path, "wb")
         return self
 
     def write(self, tokens: np.ndarray) -> None:
@@ -188,28 +184,19 @@ class TokenWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._file is not None
-        try:
-            if kind is None:
-                self._finish(self._file)
-        finally:
+        file, self._file = self._file, None
+        if kind is not None:
             # Closing flushes, which fails once more on a full disk; what is thrown away needs no flush.
             with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-            self._aside.unlink(missing_ok=True)
-
-    def _finish(self, file: IO[bytes]) -> None:
-        if self.count == 0:
-            raise UserError(f"{self._path}: no tokens to write, the source has no text for this split")
-        header = TokenHeader(**self._facts, count=self.count, sha256=self._hash.hexdigest())
-        file.flush()
-        os.fsync(file.fileno())
-        header_path = self._path.with_suffix(".json")
-        # Without this, a kill between the two renames would leave the new tokens under an old header.
-        header_path.unlink(missing_ok=True)
-        os.replace(self._aside, self._path)
-        files.write_json(header_path, dataclasses.asdict(header))
-        self.header = header
+                file.close()
+            return
+        with file:
+            if self.count == 0:
+                raise UserError(f"{self._path}: no tokens to write, the source has no text for this split")
+            file.flush()
+            os.fsync(file.fileno())
+        self.header = TokenHeader(**self._facts, count=self.count, sha256=self._hash.hexdigest())
+        files.write_json(self._path.with_suffix(".json"), dataclasses.asdict(self.header))
 
 
 @contextlib.contextmanager
@@ -217,29 +204,22 @@ def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
     """A hidden folder to write a data set into; it becomes ``folder`` when the block ends, and goes when it raises.
 
     A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. ``UserError``: ``folder``
-    holds something and ``force`` is off, or holds files that are not a data set's, or is being written by another run.
+    holds something and ``force`` is off, or holds files that are not a data set's.
     """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
-    with _locked(staging, folder):
-        # A run killed between the two renames below left the old data set under its hidden name: put it back.
-        if replaced.exists() and not folder.exists():
-            os.rename(replaced, folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        try:
-            _check_replaceable(folder, force)
-            yield staging
-            if folder.exists():
-                os.rename(folder, replaced)
-            os.rename(staging, folder)
-        except BaseException:
-            if replaced.exists() and not folder.exists():
-                os.rename(replaced, folder)
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        files.sync_folder(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+    staging = folder.with_name(f".{folder.name}.partial")
+    _check_replaceable(folder, force)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(staging, folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    files.sync_folder(folder.parent)
 
 
 def _check_replaceable(folder: Path, force: bool) -> None:
@@ -255,26 +235,3 @@ def _check_replaceable(folder: Path, force: bool) -> None:
         )
     if found and not force:
         raise UserError(f"{folder}: exists; --force replaces it, --name picks another place")
-
-
-@contextlib.contextmanager
-def _locked(staging: Path, folder: Path) -> Iterator[None]:
-    """An empty ``staging`` that is this process's alone; the kernel lets go of the lock when the process dies."""
-    staging.mkdir(exist_ok=True)
-    descriptor = os.open(staging, os.O_RDONLY)
-    try:
-        busy = UserError(f"{folder}: another process is preparing it")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            raise busy from None
-        # Between the open and the lock, the run that held it may have moved the folder to its place.
-        if not staging.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(staging)):
-            raise busy
-        for entry in staging.iterdir():
-            entry.unlink()
-        yield
-    finally:
-        os.close(descriptor)

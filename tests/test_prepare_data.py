@@ -70,7 +70,7 @@ def half_way(tmp_path):
     with open(pipe, "wb", buffering=0) as feed:
         # More than is encoded at once, so that some of it was written.
         feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)
-        written = tmp_path / "data/tokens/.a.partial/train.bin.tmp"
+        written = tmp_path / "data/tokens/.a.partial/train.bin"
         wait_for(lambda: written.exists() and written.stat().st_size > 0)
         yield process
     process.kill()
