@@ -136,26 +136,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather_bytes(tensor: Tensor) -> list[Tensor]:
-    """Each process's 1-D uint8 tensor, lengths free, in order of rank, as CPU tensors on rank 0; elsewhere [].
-
-    Raises:
-        ValueError: the tensor is not 1-D uint8.
-    """
-    if tensor.dtype != torch.uint8 or tensor.ndim != 1:
-        raise ValueError(f"gather_bytes takes a 1-D uint8 tensor, not {tensor.ndim}-D {tensor.dtype}")
+def gather(tensor: Tensor) -> list[Tensor]:
+    """Each process's tensor, of any shape, in order of rank, as CPU tensors on rank 0; elsewhere []."""
     if not dist.is_initialized():
         return [tensor.cpu().clone()]
-    device, world_size, main = _collective_device(), dist.get_world_size(), dist.get_rank() == 0
-    own_length = torch.tensor([tensor.numel()], device=device)
-    lengths = [torch.zeros_like(own_length) for _ in range(world_size)]
-    dist.all_gather(lengths, own_length)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: tensor.numel()] = tensor
-    received = [torch.zeros_like(padded) for _ in range(world_size)] if main else None
-    dist.gather(padded, received, dst=0)
-    return [row[: int(length)].cpu() for row, length in zip(received or [], lengths, strict=False)]
+    received: list[Any] = [None] * world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(tensor.cpu(), received or None, dst=0)
+    return received
 
 
 def set_deterministic(on: bool) -> None:

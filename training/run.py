@@ -305,7 +305,7 @@ def open_telemetry(run: Run, loaded: Loaded | None) -> None:
 
 def save(run: Run, step: int, *, probed: bool = False) -> None:
     """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it; ``probed``: behind the probe of that step."""
-    states = distributed.gather_bytes(rng_state(run.place.device))
+    states = distributed.gather(rng_state(run.place.device))
     failure = None
     try:
         run.batches.flush()
