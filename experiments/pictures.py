@@ -270,11 +270,13 @@ def published_fix() -> Figure:
         },
         {
             study / "published_l_bf16": ("L in BF16", BLACK, 5e4, None),
+            study / "published_fp32_o": ("FP32 O in delta", ORANGE, 1.7e4, 4.46),
             study / "published": ("published", GREY, 5.8e3, None),
             study / "published_delta_from_p": ("delta from P", PINK, 2.9e3, None),
             study / "published_delta_normalised": ("delta*", GREEN, 800, None),
-            study / "flash_delta_normalised": ("flash, delta*", "#56B4E9", 270, None),
-            study / "flash_corrected_rows": ("flash, corrected rows", BLUE, 110, None),
+            study / "published_delta_from_p_fp32_statistics": ("delta from P, l in FP32", "#E69F00", 430, None),
+            study / "flash_delta_normalised": ("flash, delta*", "#56B4E9", 215, None),
+            study / "flash_corrected_rows": ("flash, corrected rows", BLUE, 100, None),
         },
     )
     for (left, right), arms in zip(panels, rows, strict=True):
@@ -286,7 +288,7 @@ def published_fix() -> Figure:
                 axis.plot(course.index, course, color=colour, linewidth=1.5, marker=marker, markersize=3)
                 if height:
                     write(axis, (2450, height, words, colour))
-        left.set(yscale="log", ylim=(1, 2e5), xlim=(0, 3900))
+        left.set(yscale="log", ylim=(1, 2e5), xlim=(0, 4100))
         right.set(ylim=(4.3, 5.1), xlim=(950, 3150))
         left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
         right.set_title("validation loss", fontsize=12, loc="left")
