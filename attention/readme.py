@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .backends import BACKENDS
-from .numerics import BACKWARD, BASES, DEFAULTS, DELTA, FEATURES, FORWARD, HARDWARE, SITES, STANDARD, USES
+from .numerics import BASES, DEFAULTS, FEATURES, HARDWARE, SITES, STANDARD, USES
 from .plan import AttentionSpec
 from .presets import PRESETS
 
@@ -21,7 +21,7 @@ README = Path(__file__).parent / "README.md"
 def tables() -> dict[str, list[str]]:
     """Lines of each table by the name of its first column."""
     return {
-        "site": list(_table(("site", "what it rounds or chooses", "default", "acts in"), _sites())),
+        "site": list(_table(("site", "what it rounds or chooses", "default"), _sites())),
         "base": list(_table(("base", "for", "differs from `hardware` in"), _bases())),
         "feature": list(_table(("feature", "what a call asks for", "not in", "not with"), _features())),
         "preset": list(_table(("preset", "changes on `hardware`", "for"), _presets())),
@@ -32,8 +32,7 @@ def _sites() -> Iterator[tuple[str, ...]]:
     for name, declared in SITES.items():
         default = DEFAULTS[name] if isinstance(DEFAULTS[name], str) else f"{DEFAULTS[name]:.5g}"
         mark = "" if set(STANDARD) <= set(declared.backends) else " †"
-        everywhere = set(declared.acts_in) == {FORWARD, DELTA, BACKWARD}
-        yield f"`{name}`{mark}", declared.doc, default, "all" if everywhere else ", ".join(declared.acts_in)
+        yield f"`{name}`{mark}", declared.doc, default
 
 
 def _features() -> Iterator[tuple[str, ...]]:
