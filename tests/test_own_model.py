@@ -1,7 +1,8 @@
-"""docs/huggingface.md and the example: what they show, run; and other people's trainers where they are installed."""
+"""docs/huggingface.md and the example: what they show, run; other people's trainers where they are installed."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -27,10 +28,30 @@ def test_examples_of_the_page_run() -> None:
     pytest.importorskip("transformers")
     names: dict[str, Any] = {}
     for example in blocks("python"):
-        exec(compile(example, "huggingface.md", "exec"), names)
+        if "trainer." not in example:
+            exec(compile(example, "huggingface.md", "exec"), names)
     assert names["model"].config._attn_implementation == names["name"]
     assert names["q"].grad.abs().max() > 0
     names["model"](input_ids=torch.arange(8)[None])
+
+
+def test_watch_in_a_trainer_counts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(vocab_size=8, **shape))
+    settings = {"max_steps": 101, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "warmup_steps": 100}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
+    trainer = transformers.Trainer(
+        model, transformers.TrainingArguments(str(tmp_path), **settings, **quiet), train_dataset=[row] * 8
+    )
+    (example,) = (text for text in blocks("python") if "trainer." in text)
+    exec(compile(example, "huggingface.md", "exec"), {"trainer": trainer})
+    looks = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
+    assert [look["step"] for look in looks] == [0, 100]
+    assert looks[1]["clock"] == pytest.approx(sum(0.01 * step / 100 for step in range(100)))
 
 
 def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
