@@ -44,18 +44,29 @@ def run(
         scale: of Q K^T; default 1 / sqrt(D).
         mask: what else of the keys is hidden.
 
-    Returns the dtype of q, or float32 where a group hands its O on unrounded. Raises ``UserError`` unless q, k and v have the plan's heads,
-    as tensors that are laid out [B, H, T, D] mostly have not, or for another ``rounding_seed``.
+    Returns the dtype of q, or float32 where a group hands its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
+    have the plan's heads, as tensors that are laid out [B, H, T, D] mostly have not, or for another ``rounding_seed``.
     """
     n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
-    for name, x, n_head in (("q", q_BTHD, plan.n_head), ("k", k_BTHD, n_key if group else 0), ("v", v_BTHD, n_key)):
-        if x.ndim != 4 or x.shape[2] != n_head:
-            heads = f"the {plan.n_head} heads of the plan" + (
-                "" if name == "q" else ", or of a divisor of it, as k and v"
+    ends = q_BTHD.shape[:1], q_BTHD.shape[3:]
+    for name, x, fits, expected in (  # kernels trust them
+        ("q", q_BTHD, q_BTHD.ndim == 4 and q_BTHD.shape[2] == plan.n_head, f"the {plan.n_head} heads of the plan"),
+        (
+            "k",
+            k_BTHD,
+            group and (k_BTHD.shape[:1], k_BTHD.shape[3:]) == ends,
+            f"q's ends and a divisor of {plan.n_head} heads",
+        ),
+        ("v", v_BTHD, v_BTHD.shape == k_BTHD.shape, "k's shape"),
+    ):
+        if not fits or 0 in x.shape:
+            shapes = f"{tuple(x.shape)}: expected [batch, time, head, width] with {expected}, none of them 0"
+            raise UserError(f"attention of layer {plan.layer}: {name} has shape {shapes}")
+        if (x.dtype, x.device) != (q_BTHD.dtype, q_BTHD.device):
+            raise UserError(
+                f"attention of layer {plan.layer}: {name} is {x.dtype} on {x.device}: expected {q_BTHD.dtype} on {q_BTHD.device}, as q"
             )
-            expected = f"[batch, time, head, width] with {heads}"
-            raise UserError(f"attention of layer {plan.layer}: {name} has shape {tuple(x.shape)}: expected {expected}")
     if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:
         raise UserError(
             f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], as torch.tensor(step, device=q.device)"

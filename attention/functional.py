@@ -75,6 +75,8 @@ def scaled_dot_product_attention(
     if rounding_seed is None:
         refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    if (rounding_seed.dtype, rounding_seed.ndim, rounding_seed.device) != (torch.int64, 0, query.device):
+        refuse(True, f"rounding_seed = {rounding_seed}: expected int64 of shape [] on {query.device}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if width != D:  # a pad of nothing would copy
         q, k, v = (functional.pad(x, (0, width - D)) for x in (q, k, v))
@@ -123,6 +125,8 @@ def _refuse_arguments(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, gqa: bool, softcap: float
 ) -> None:
     """``ValueError`` for the first argument that cannot be served, whatever the numerics."""
+    for name, x in {"query": q, "key": k, "value": v, "attn_mask": q if mask is None else mask}.items():
+        refuse(not isinstance(x, Tensor), f"{name} is a {type(x).__name__}: expected a tensor")
     refuse(dropout != 0, f"dropout_p = {dropout}: expected 0, it has no dropout")
     refuse(scale is not None and not math.isfinite(scale), f"scale = {scale}: expected a finite number")
     refuse(not (0 <= softcap < math.inf), f"softcap = {softcap}: expected 0 or a positive number")
@@ -132,7 +136,7 @@ def _refuse_arguments(
         refuse(0 in x.shape, f"{name} has shape {list(x.shape)}: expected no empty dimension")
         refuse(x.dtype not in FORMAT_OF, f"{name} is {x.dtype}: expected float32, bfloat16 or float16")
         refuse(x.device != q.device, f"{name} is on {x.device}: expected {q.device}, as the query")
-        refuse(x.device.type not in ("cpu", "cuda", "meta"), f"{name} is on {x.device}: expected cpu or cuda")
+        refuse(x.device.type not in ("cpu", "cuda"), f"{name} is on {x.device}: expected cpu or cuda")
     autocast = torch.is_autocast_enabled(q.device.type)
     refuse(
         not autocast and not (q.dtype == k.dtype == v.dtype), f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one"
@@ -210,6 +214,8 @@ def _(mask: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def _resolved(*asked: Any) -> tuple[str, str, bool]:
     """What ``_resolve`` says, which a compiler takes for a constant."""
+    known = isinstance(asked[0], str | AttentionSpec)
+    refuse(not known, f"numerics = {asked[0]!r}: expected the name of a preset or an AttentionSpec")
     return _resolve(*asked)
 
 

@@ -228,3 +228,24 @@ def test_tensors_laid_out_as_for_torch_are_refused() -> None:
     with pytest.raises(UserError, match=r"k has shape \(2, 8, 2, 16\)"):
         attention.run(q, q[:, :, :2], q[:, :, :2], plan, rounding_seed=torch.tensor(0))
     assert attention.run(q, q, q, plan, rounding_seed=torch.tensor(0)).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), "q has shape"),
+        (lambda q, k, v: (q[:, :0], k, v), "q has shape"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), "k has shape"),
+        (lambda q, k, v: (q, k[:1], v[:1]), "k has shape"),
+        (lambda q, k, v: (q, k[..., :8], v), "k has shape"),
+        (lambda q, k, v: (q, k, v[..., :8]), "v has shape"),
+        (lambda q, k, v: (q, k, v[:, :4]), "v has shape"),
+        (lambda q, k, v: (q, k.bfloat16(), v), "k is torch.bfloat16"),
+        (lambda q, k, v: (q, k, v.to("meta")), "v is torch.float32 on meta"),
+    ],
+)
+def test_tensors_that_do_not_fit_each_other_are_refused(change: Any, reason: str) -> None:
+    """Kernels would read beyond them."""
+    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
+    with pytest.raises(UserError, match=reason):
+        attention.run(*change(*torch.randn(3, 2, 8, 3, 16)), plan, rounding_seed=torch.tensor(0))
