@@ -25,6 +25,7 @@ MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
 FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 RESIDUALS = {"residual8": 8, "residual16": 16}
+LOW_BITS = {"low8": 8, "low16": 16}
 LARGEST_SCALE = 2.0**100
 """By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
 
@@ -194,6 +195,23 @@ class Numerics:
     """``forward``: probabilities(exp(S - m)) / d with the last m, so that P of the backward pass is what O was averaged with, and rows of
     dS sum to 0 if delta reads an unrounded O. Earlier tiles rounded P_bar with an earlier m: it came out alike if ``row_max_rounding``
     is ``up``."""
+    backward_divisor: str = site(
+        "probabilities",
+        "what is divided by d in the backward pass, with backward_probabilities=forward: probabilities (P_bar), output_gradient (dO)",
+        choices=("probabilities", "output_gradient"),
+        acts_in=(DELTA, BACKWARD),
+        backends=FLASH,
+        conflict=(
+            "probabilities where backward_probabilities is not forward, or delta not rowsum_do_o",
+            lambda n: (
+                n.backward_divisor == "output_gradient"
+                and (n.backward_probabilities, n.delta) != ("forward", "rowsum_do_o")
+            ),
+        ),
+    )
+    """``output_gradient``: dO / d, rounded by the site ``output_gradient``, in place of dO wherever the backward pass reads it, and P_bar
+    in place of P: dV = P_bar^T (dO / d), dS = P_bar ((dO / d) V^T - rowsum((dO / d) O)). Rows of dS sum to 0 as they do with
+    ``probabilities``, and no element of P_bar is multiplied or rounded again."""
     divisor: str = site(
         "unrounded",
         "of O_bar: unrounded (l), rounded (sum of the rounded P_bar)",
@@ -227,17 +245,22 @@ class Numerics:
     P do not sum to 1; or rowsum(dO * O) with O recomputed in FP32 from P."""
     delta_output: str = site(
         "output",
-        "the O in delta: output (the same values), a format, residual8, residual16",
-        choices=("output", *FORMATS, *RESIDUALS),
+        "the O in delta: output (the same values), a format, residual8, residual16, low8, low16",
+        choices=("output", *FORMATS, *RESIDUALS, *LOW_BITS),
         acts_in=(FORWARD, DELTA),
         backends=FLASH,
         conflict=(
-            "output or a format where tile_product or accumulator is not fp32: O then lacks more than a residual holds",
-            lambda n: n.delta_output in RESIDUALS and (n.tile_product, n.accumulator) != ("fp32", "fp32"),
+            "output or a format where tile_product or accumulator is not fp32, nor low8 or low16 where output_rounding is not "
+            "nearest: O then lacks more than they hold",
+            lambda n: (
+                (n.delta_output in (*RESIDUALS, *LOW_BITS) and (n.tile_product, n.accumulator) != ("fp32", "fp32"))
+                or (n.delta_output in LOW_BITS and n.output_rounding != "nearest")
+            ),
         ),
     )
     """The O inside rowsum(dO * O): the values of ``output``; or the FP32 accumulation of P_bar V / l in a format of its own; or, by
-    ``residual8`` and ``residual16``, ``output`` plus what it lacks of that accumulation, kept in so many bits (``rounding.residual``)."""
+    ``residual8`` and ``residual16``, ``output`` plus what it lacks of that accumulation, kept in so many bits (``rounding.residual``); or,
+    by ``low8`` and ``low16``, the same as a difference of bit patterns (``rounding.low_bits``): BF16 and 16 bits are FP32 itself."""
     delta_rounding: str = site(
         "nearest",
         "of delta_output, if it has a format of its own",

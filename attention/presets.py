@@ -56,7 +56,8 @@ def _consistent(base: Numerics) -> Sites:
         "divisor": "rounded",
         "saved_statistics": "max_and_sum",
         "backward_probabilities": "forward",
-        "delta_output": "residual16",
+        "backward_divisor": "output_gradient",
+        "delta_output": "low16",
     }
 
 

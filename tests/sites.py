@@ -50,6 +50,17 @@ SITES: dict[str, tuple[Row, ...]] = {
     "backward_probabilities": (
         Row(GRADIENTS, beside=("probabilities=m3", "divisor=rounded", "saved_statistics=max_and_sum")),
     ),
+    "backward_divisor": (
+        Row(
+            GRADIENTS,
+            beside=(
+                "delta=rowsum_do_o",
+                "divisor=rounded",
+                "saved_statistics=max_and_sum",
+                "backward_probabilities=forward",
+            ),
+        ),
+    ),
     "divisor": (Row(BY_DELTA, beside=("probabilities=m3",)),),
     "tile_sum": (Row(ALL),),
     "tile_product": (Row(BY_DELTA),),
@@ -61,7 +72,9 @@ SITES: dict[str, tuple[Row, ...]] = {
         Row(DELTA, beside=("output=m3",)),
         Row(DELTA, beside=("output=m3", "logsumexp=m4"), values=("rowsum_p_dp_normalized",)),
     ),
-    "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16")),),
+    "delta_output": (
+        Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16", "low8", "low16")),
+    ),
     "delta_rounding": (Row(DELTA, beside=("delta_output=m3",)),),
     "delta_sum": (Row(DELTA, standard=DELTA),),
     "probability_gradients": (Row(DELTA, standard=DELTA),),

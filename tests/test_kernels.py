@@ -176,7 +176,9 @@ def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[in
 
 
 @in_interpreter
-@pytest.mark.parametrize("preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "standard"])
+@pytest.mark.parametrize(
+    "preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "flash_consistent", "standard"]
+)
 def test_blocks_fetched_through_descriptors_are_the_same(
     preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

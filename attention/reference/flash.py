@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..mask import NO_MASK, Mask
-from ..numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
-from ..rounding import residual, storage_dtype
+from ..numerics import LARGEST_SCALE, LOW_BITS, RESIDUALS, Numerics, numerics_from_key
+from ..rounding import low_bits, residual, storage_dtype
 from .exact import exact_float32
 from .exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
 from .tiles import (
@@ -123,6 +123,8 @@ def _forward(
             delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
         elif n.delta_output in RESIDUALS:
             delta_output = residual(o_exact, output.float(), n.output, RESIDUALS[n.delta_output])
+        elif n.delta_output in LOW_BITS:
+            delta_output = low_bits(o_exact, output.float(), n.output, LOW_BITS[n.delta_output])
         else:
             delta_output = round_output(o_exact, n.delta_output, n.delta_rounding, seed, DELTA_STREAM, q.dtype)
         return output, delta_output, saved.transpose(-1, -2).contiguous().view(saved_shape(q, n))
@@ -137,6 +139,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):  # type
     else:
         delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
     return output, delta_output, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
+
+
+def _gradient_read(problem: Problem, do: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+    """dO [B, H, T, D] as the backward pass reads it, from [B, T, H, D], and what was saved; dO / d and 1 in place of 1 / d, where
+    ``backward_divisor`` is ``output_gradient``."""
+    do = do.transpose(1, 2).float()
+    if problem.sites.numerics.backward_divisor == "output_gradient":
+        m, inverse = saved.unbind(dim=2)
+        do, saved = do * inverse[..., None], torch.stack((m, torch.ones_like(inverse)), dim=2)
+    return problem.seen_rows(problem.sites.output_gradient(do)), saved
 
 
 def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Tensor) -> Tensor:
@@ -276,7 +288,7 @@ def _backward(
     with exact_float32(q.device):
         mask = Mask(bottom_right, window, keys, cu_seqlens)
         problem = make_problem(q, k, v, numerics, scale, causal, softcap, mask)
-        do_BHTD = problem.seen_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
+        do_BHTD, saved = _gradient_read(problem, do, saved)
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         dk = torch.zeros_like(problem.k[:, :: problem.group])
         totals = torch.zeros_like(problem.q), dk, torch.zeros_like(dk)
@@ -323,7 +335,7 @@ def row_deltas(
     """
     with torch.no_grad(), exact_float32(q_BTHD.device):
         tiles = _delta_tiles(q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap)
-        return torch.cat([delta for *_, delta in tiles], dim=2).squeeze(-1)
+        return torch.cat([delta / factor for *_, delta, factor in tiles], dim=2).squeeze(-1)
 
 
 def row_residuals(
@@ -345,7 +357,7 @@ def row_residuals(
     """
     residuals, keys = [], []
     with torch.no_grad(), exact_float32(q_BTHD.device):
-        for problem, rows, do, saved, delta in _delta_tiles(
+        for problem, rows, do, saved, delta, _ in _delta_tiles(
             q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap
         ):
             sums = _row_sums(problem, rows, do, saved, delta)
@@ -361,16 +373,18 @@ def row_residuals(
 
 def _delta_tiles(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, key: str, seed: Tensor, scale: float, causal: bool, softcap: float
-) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor]]:
-    """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z] and delta [B, H, R, 1]."""
+) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor, Tensor]]:
+    """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z], delta [B, H, R, 1] and what dO and
+    delta were multiplied by (``_gradient_read``)."""
     o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap)
     problem = make_problem(q, k, v, key, scale, causal, softcap)
-    do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
+    do_BHTD, read = _gradient_read(problem, do, saved)
     o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
     for rows in problem.row_tiles():
-        kept = saved_rows(saved, rows)
+        kept = saved_rows(read, rows)
         delta = _delta_rows(problem, rows, do_BHTD[:, :, rows], o_BHTD[:, :, rows], kept)
-        yield problem, rows, do_BHTD[:, :, rows], kept, delta
+        factor = torch.ones_like(delta) if read is saved else saved_rows(saved, rows)[..., 1:]
+        yield problem, rows, do_BHTD[:, :, rows], kept, delta, factor
 
 
 def flash_reference(

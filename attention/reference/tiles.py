@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..mask import NO_MASK, Mask, Runs
-from ..numerics import RESIDUALS, Numerics, numerics_from_key
-from ..rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits
+from ..numerics import LOW_BITS, RESIDUALS, Numerics, numerics_from_key
+from ..rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits, with_low_bits
 
 NAMESPACE = __name__.partition(".")[0]
 """Of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's ``attention`` and as the
@@ -182,7 +182,11 @@ def delta_operands(o: Tensor, delta_output: Tensor) -> tuple[Tensor, Tensor]:
 
 def o_for_delta(o: Tensor, counts: Tensor, n: Numerics) -> Tensor:
     """The O inside delta, float32, from ``delta_operands``; ``n`` is concrete."""
-    return restore(o.float(), counts, n.output, RESIDUALS[n.delta_output]) if counts.numel() else o.float()
+    if not counts.numel():
+        return o.float()
+    if n.delta_output in LOW_BITS:
+        return with_low_bits(o.float(), counts, n.output, LOW_BITS[n.delta_output])
+    return restore(o.float(), counts, n.output, RESIDUALS[n.delta_output])
 
 
 def round_output(o_BTHD: Tensor, fmt: str, rounding: str, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:

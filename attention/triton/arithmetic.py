@@ -26,6 +26,7 @@ from ..numerics import (
     DELTA,
     FORWARD,
     LARGEST_SCALE,
+    LOW_BITS,
     RESIDUALS,
     ROUNDINGS,
     SITES,
@@ -40,7 +41,8 @@ FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)
 FP32 = tl.constexpr(23)
 OUTPUT_ITSELF = tl.constexpr(-1)
-"""The O in delta where it is the output; a residual of so many bits is minus that number."""
+"""The O in delta where it is the output; a residual of so many bits is minus that number, low bits are beyond LOW."""
+LOW = tl.constexpr(-32)
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -60,6 +62,7 @@ EXACT, TF32X3 = _codes(SITES["products"].choices)
 UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
 SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
 _, REUSED = _codes(SITES["backward_probabilities"].choices)
+_, DIVIDED_DO = _codes(SITES["backward_divisor"].choices)
 _, UP = _codes(SITES["row_max_rounding"].choices)
 KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
 ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED, RECOMPUTED_O = _codes(SITES["delta"].choices)
@@ -71,6 +74,8 @@ SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "sep
 
 def format_code(fmt: str) -> int:
     """The number by which kernels know a format of ``attention.numerics``."""
+    if fmt in LOW_BITS:
+        return LOW.value - LOW_BITS[fmt]
     named = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "output": OUTPUT_ITSELF}
     if fmt in RESIDUALS:
         return -RESIDUALS[fmt]
@@ -155,6 +160,8 @@ class Shape(NamedTuple):
     """A tile of ``Numerics`` is many blocks."""
     FLOOR: bool = False
     """``row_sum_floor`` is above 0."""
+    MMA_SUMS: bool = False
+    """``rounded_and_summed`` may be used: blocks of S are as warpgroups' products leave them, 32 elements a thread."""
     RUNS: bool = False
     """A query sees a run of keys that is read (``mask.Runs``), in place of CAUSAL."""
     HOLES: bool = False
@@ -258,6 +265,80 @@ def round_block(b_x, FORMAT: tl.constexpr):
     return b_y
 
 
+def _rounded_and_summed(n: int) -> tuple[str, str]:
+    """Assembly and constraints of ``rounded_and_summed`` for n elements a thread."""
+    pairs = n // 2
+    lines = [".reg .b32 one;", ".reg .f32 top, bottom, top_too, bottom_too;", "mov.b32 one, 0x3F803F80;"]
+    sums = "{top, top_too, bottom, bottom_too}"
+    lines += [f"mov.f32 {x}, 0f00000000;" for x in sums.strip("{}").split(", ")]
+    for i in range(pairs):
+        first = pairs + n + 2 * i
+        lines.append(f"cvt.rn.bf16x2.f32 ${i}, ${first + 1}, ${first};")
+        if i % 4 == 3:
+            block = ", ".join(f"${j}" for j in range(i - 3, i + 1))
+            product = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+            lines.append(f"{product} {sums}, {{{block}}}, {{one, one}}, {sums};")
+    lines += [f"mov.f32 ${pairs + i}, {'top' if i % 4 < 2 else 'bottom'};" for i in range(n)]
+    return "{" + " ".join(lines) + "}", ",".join(["=&r"] * pairs + ["=&f"] * n + ["f"] * n)
+
+
+_SUM, _SUM_OPERANDS = (tl.constexpr(text) for text in _rounded_and_summed(32))
+
+
+@triton.jit
+def _first(a, b):
+    return a
+
+
+@triton.jit
+def rounded_pairs(b_x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """``operand`` and ``round_block`` of a block: BF16 rounded once for both."""
+    if FORMAT == BF16 and DTYPE == tl.bfloat16 and not INTERPRETED:
+        b_operand, b_y = tl.inline_asm_elementwise(
+            """{
+            cvt.rn.bf16x2.f32 $0, $4, $3;
+            shl.b32 $1, $0, 16;
+            and.b32 $2, $0, 0xffff0000;
+            }""",
+            "=&r,=&r,=r,f,f",
+            [b_x],
+            (tl.bfloat16, tl.int32),
+            is_pure=True,
+            pack=2,
+        )
+        b_y = b_y.to(tl.float32, bitcast=True)
+    else:
+        b_y = round_to(b_x, FORMAT)
+        b_operand = operand(b_y, FORMAT, DTYPE)
+    return b_operand, b_y
+
+
+@triton.jit
+def round_each(b_x, FORMAT: tl.constexpr):
+    """``round_block`` where nothing needs pairs: each number is the upper half of one, the lower being 0."""
+    if FORMAT == BF16 and not INTERPRETED:
+        b_y = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [b_x], tl.int32, is_pure=True, pack=1
+        ).to(tl.float32, bitcast=True)
+    else:
+        b_y = round_to(b_x, FORMAT)
+    return b_y
+
+
+@triton.jit
+def rounded_and_summed(b_p):
+    """P_bar [64, 64] in BF16, and the sums of its rows as rounded [64]: by tensor cores, as products with a matrix of ones, which costs a
+    tenth of what unpacking and adding does.
+
+    Each warp has 16 whole rows, and a thread's elements of 16 columns are in the order in which ``mma.m16n8k16`` reads its left operand:
+    so a warpgroup's products on sm_90 leave S (Triton 3.6), which nothing here can check (``Shape.MMA_SUMS``); tests on a GPU do.
+    """
+    b_weights, b_sums = tl.inline_asm_elementwise(
+        _SUM, _SUM_OPERANDS, [b_p], (tl.bfloat16, tl.float32), is_pure=True, pack=32
+    )
+    return b_weights, tl.reduce(b_sums, 1, _first)  # all elements of a row are its sum
+
+
 @triton.jit
 def random_words(p_seed, o_row, STREAM: tl.constexpr, SHAPE: tl.constexpr):
     """Philox words for rows ``o_row`` [BT] (int64, counted over the whole output) of D elements: [BT, WIDTH / 8, 2, 2] uint32."""
@@ -314,6 +395,26 @@ def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_words, BT:
 
 
 @triton.jit
+def kept_beside(b_exact, b_rounded, FORMAT: tl.constexpr, KEPT: tl.constexpr):
+    """What the output lacks of O on a block, int32: a residual, or low bits (site ``delta_output``)."""
+    if KEPT < LOW:
+        b_counts = low_bits(b_exact, b_rounded, FORMAT, LOW - KEPT)
+    else:
+        b_counts = residual(b_exact, b_rounded, FORMAT, -KEPT)
+    return b_counts
+
+
+@triton.jit
+def restored(b_rounded, b_counts, FORMAT: tl.constexpr, KEPT: tl.constexpr):
+    """O from the output and ``kept_beside``."""
+    if KEPT < LOW:
+        b_o = with_low_bits(b_rounded, b_counts, FORMAT, LOW - KEPT)
+    else:
+        b_o = b_rounded + b_counts.to(tl.float32) * residual_unit(b_rounded, FORMAT, -KEPT, False)
+    return b_o
+
+
+@triton.jit
 def residual_unit(b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr, INVERSE: tl.constexpr):
     """``rounding._unit`` on a block: 2^(1 - BITS) units in the last place of FORMAT, or its inverse."""
     MANTISSA: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
@@ -331,6 +432,31 @@ def residual(b_exact, b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr):
     b_count = tl.minimum(tl.maximum(b_count, -LARGEST), LARGEST)
     # 1.5 * 2^23 leaves the nearest integer (ties to even) in the low bits: conversions run at an eighth of the rate of additions.
     return (b_count + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def low_bits(b_exact, b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """``rounding.low_bits`` on a block, int32."""
+    MANTISSA: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
+    SHIFT: tl.constexpr = 23 - MANTISSA - BITS
+    LARGEST: tl.constexpr = (_ONE << (BITS - 1)) - 1
+    b_difference = b_exact.to(tl.int32, bitcast=True) - b_rounded.to(tl.int32, bitcast=True)
+    if SHIFT > 0:
+        b_difference = (b_difference + (_ONE << (SHIFT - 1))) >> SHIFT
+    if FORMAT == FP16:
+        b_difference = tl.maximum(b_difference, -LARGEST - 1)  # its subnormal numbers lack more
+    return tl.minimum(b_difference, LARGEST)
+
+
+@triton.jit
+def with_low_bits(b_rounded, b_counts, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """``rounding.with_low_bits`` on a block."""
+    MANTISSA: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
+    SHIFT: tl.constexpr = 23 - MANTISSA - BITS
+    b_difference = b_counts.to(tl.int32)
+    if SHIFT > 0:
+        b_difference = b_difference << SHIFT
+    return (b_rounded.to(tl.int32, bitcast=True) + b_difference).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -416,7 +542,8 @@ def fused_difference(b_s, b_m, unit):
     if INTERPRETED:
         b_x = (b_s.to(tl.float64) * b_unit.to(tl.float64) - b_m.to(tl.float64)).to(tl.float32)
     else:
-        b_x = tl.fma(b_unit, b_s, -tl.broadcast_to(b_m, b_s.shape))
+        # Times -1 is a negation, which costs nothing; Triton's minus is 0 - m.
+        b_x = tl.fma(b_unit, b_s, tl.broadcast_to(b_m * -1.0, b_s.shape))
     return b_x
 
 

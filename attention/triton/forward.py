@@ -21,6 +21,7 @@ from .arithmetic import (
     FP32,
     INTERPRETED,
     LARGEST,
+    LOW,
     MAX_AND_SUM,
     NEAREST,
     OUTPUT_ITSELF,
@@ -43,16 +44,17 @@ from .arithmetic import (
     dot,
     exponential,
     hidden_row_max,
+    kept_beside,
     kernel_sites,
     least_row_sum,
     log_sum_exp,
     operand,
     random_words,
     rescaling,
-    residual,
     round_block,
     round_output,
     round_to,
+    rounded_and_summed,
     row_normalizer,
     several_close,
     shifted_row_max,
@@ -71,6 +73,7 @@ from .loads import (
     store_rows,
     takes_descriptor,
     visible,
+    warpgroup_mma,
 )
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
@@ -166,13 +169,17 @@ def forward_range(
         # [BS, WIDTH]
         b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED)
         b_v = operand(b_v, SITES.inputs, DTYPE)
-        if SITES.divisor == ROUNDED and SITES.probabilities_rounding == NEAREST:
-            b_p = round_block(b_p, SITES.probabilities)
-        b_weights = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
+        if SHAPE.MMA_SUMS:
+            b_weights, b_sum = rounded_and_summed(b_p)
+        else:
+            if SITES.divisor == ROUNDED and SITES.probabilities_rounding == NEAREST:
+                b_p = round_block(b_p, SITES.probabilities)
+            b_weights = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
+            if SITES.divisor == ROUNDED:
+                if SITES.probabilities_rounding != NEAREST:
+                    b_p = b_weights.to(tl.float32)
+                b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
         if SITES.divisor == ROUNDED:
-            if SITES.probabilities_rounding != NEAREST:
-                b_p = b_weights.to(tl.float32)
-            b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
             if SHAPE.FLOOR:
                 b_sum = tl.maximum(b_sum, b_least)
             b_d = round_to(b_alpha * b_d + b_sum, SITES.statistics)
@@ -426,13 +433,16 @@ def forward_kernel(
     if SITES.divisor != ROUNDED:
         b_d = b_l
     b_o = divide_rows(b_acc, b_d)
-    b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH)
+    if SITES.delta_output < LOW:
+        b_rounded = round_block(b_o, SITES.output)
+    else:
+        b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH)
     store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
     if SITES.delta_output != OUTPUT_ITSELF:
         if SITES.tile_product != FP32 or SITES.accumulator != FP32:
             b_o = divide_rows(b_exact, b_d)
         if SITES.delta_output < OUTPUT_ITSELF:
-            b_delta_o = residual(b_o, b_rounded, SITES.output, -SITES.delta_output)
+            b_delta_o = kept_beside(b_o, b_rounded, SITES.output, SITES.delta_output)
         else:
             if SITES.delta_rounding == STOCHASTIC:
                 b_words = random_words(p_seed, o_row, _DELTA_STREAM, SHAPE)
@@ -472,6 +482,8 @@ def launch_forward(
     times = scale if folded else 1.0
     runs = mask.runs(B, T, S, causal, q.device)
     tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
+    # Presets that have l have its sum beside d's, in an order that published runs fix.
+    only_d = n.backward_probabilities == "forward" and n.tile_sum == "fp32" and n.probabilities == "bf16"
     forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
         p_q=q,
         p_k=rows_source(k, blocks.columns, tma),
@@ -511,6 +523,7 @@ def launch_forward(
             ONE_LOOP=runs is not None or (blocks.one_loop and (tma or S % blocks.columns == 0)),
             TILED=walks_tiles(n, blocks),
             FLOOR=n.row_sum_floor > 0,
+            MMA_SUMS=only_d and (blocks.rows, blocks.columns, blocks.warps) == (64, 64, 4) and warpgroup_mma(q),
             RUNS=runs is not None,
             HOLES=runs is not None and runs.holes is not None,
         ),

@@ -235,3 +235,8 @@ def takes_descriptor(*tensors: Tensor) -> bool:
     return all(s > 0 and s % 16 == 0 for s in strides) and all(
         x.stride(3) == 1 and x.data_ptr() % 16 == 0 for x in tensors
     )
+
+
+def warpgroup_mma(x: Tensor) -> bool:
+    """Whether products of two BF16 blocks there are those of Hopper's warpgroups."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
