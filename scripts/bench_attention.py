@@ -277,10 +277,9 @@ def main() -> None:
         raise UserError("scripts/bench_attention.py needs a CUDA device")
     rows = []
     for shape in shapes:
-        peers = peers_of(specs, shape, not args.full)
-        rows += measure(shape, {k: v for k, v in peers.items() if k not in args.without}, not args.full, args.rounds)
-        print(f"{shape} timed", file=sys.stderr)
-    print(table(rows), ratios(rows, specs), sep="\n\n")
+        peers = {k: v for k, v in peers_of(specs, shape, not args.full).items() if k not in args.without}
+        rows += measure(shape, peers, not args.full, args.rounds)
+        print(table(rows[-len(peers) :]), ratios(rows[-len(peers) :], specs), "", sep="\n\n", flush=True)
     if args.json:
         packages = {name: version(name) for name in ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn-3")}
         machine = {
