@@ -44,8 +44,8 @@ def run(
         scale: of Q K^T; default 1 / sqrt(D).
         mask: what else of the keys is hidden.
 
-    Returns the dtype of q, or float32 where a group hands its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
-    have the plan's heads, as tensors that are laid out [B, H, T, D] mostly have not, or for another ``rounding_seed``.
+    Returns the dtype of q, or float32 where a group passes its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
+    have the plan's heads (tensors laid out [B, H, T, D] mostly do not), and for a wrong ``rounding_seed``.
     """
     n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0

@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
 
 @contextmanager
 def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
-    """Within it, torch's ``scaled_dot_product_attention`` is ours: in ``torch.nn.functional`` and in modules that imported it by name.
+    """Inside, ours replaces torch's ``scaled_dot_product_attention``: in ``torch.nn.functional``, and where modules imported it by name.
 
     Put the backward pass inside as well: activation checkpointing calls attention there again. What ours cannot do is a ``ValueError``, as
     in ``scaled_dot_product_attention``. Warns where no call was made, as by a model with attention of another kind.

@@ -57,7 +57,7 @@ class Growth:
     """Probe that the exponent is measured from."""
 
     def heads(self, layer: int) -> tuple[int, ...]:
-        """Heads of a layer that leave, the fastest first."""
+        """Heads of a layer that run away, the fastest first."""
         heads = self.leaves_LH[layer].nonzero().flatten().tolist()
         return tuple(sorted(heads, key=lambda head: -self.exponent_LH[layer, head].item()))
 

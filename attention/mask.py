@@ -18,7 +18,7 @@ from .user_error import UserError, invalid
 
 
 class Mask(NamedTuple):
-    """What of a call's keys is hidden, beside what ``causal`` hides; its fields are names of ``backends.FEATURES``.
+    """What of a call's keys is hidden, beside what ``causal`` hides; its fields are names of ``numerics.FEATURES``.
 
     A query that sees no key has O = 0 and passes no gradient. Keys that no query sees, and queries that see none, are never read.
     """

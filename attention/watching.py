@@ -143,7 +143,7 @@ class Watch(TorchFunctionMode):
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
         self._not_finite = False
-        """Step at which a layer left."""
+        """Step at which a layer ran away."""
         self._due, self._looked_at, self._look_clock, self._inside = False, -1, 0.0, False
         self._calls: list[Call] = []
         self._found: dict[int, dict[str, Tensor]] = {}
@@ -348,8 +348,8 @@ class Watch(TorchFunctionMode):
         name = self._switch.label() if isinstance(self._switch, AttentionSpec) else self._switch
         then = f"; from now on it runs {name}" if name else ""
         return (
-            f"step {self._looked_at}: attention layer {layer} leaves: largest logit {logit_1H[0, head]:.4g} in head {head}, growing like "
-            f"the summed learning rate to the power {found.exponent_LH[0, head]:.1f}; {large} of {logit_1H.shape[1]} heads above "
+            f"step {self._looked_at}: attention layer {layer} runs away: largest logit {logit_1H[0, head]:.4g} in head {head}, growing "
+            f"like the summed learning rate to the power {found.exponent_LH[0, head]:.1f}; {large} of {logit_1H.shape[1]} heads above "
             f"{self._rule.logit:g} ({RATES}){then}"
         )
 
@@ -416,15 +416,15 @@ def watch(
     Args:
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks.
-        log: JSONL file that a line a look is appended to: step, clock, and ``COLUMNS`` by layer and head.
+        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
-        switch: preset, or ``AttentionSpec``, that a layer moves to when it leaves; one process only.
-        wandb: a W&B run that gets a table a look.
-        warm_up: steps at the start that the alarm does not look at: give the learning rate's.
+        switch: preset, or ``AttentionSpec``, that a layer moves to when it runs away; one process only.
+        wandb: a W&B run; each look adds a table.
+        warm_up: steps at the start that the alarm does not look at: the learning rate's warm-up.
         sequences: of the batch that are looked at, the first ones.
         start: number of the first step, of a resumed run; the clock takes today's learning rate for the steps before it.
         rule: the alarm's thresholds.
-        say: gets one line when a layer leaves, or a kernel made a NaN.
+        say: called with a line when a layer runs away, or a kernel made a NaN.
 
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
     """
