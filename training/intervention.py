@@ -120,10 +120,6 @@ class Interventions:
         self._switches.append(switch)
         return True
 
-    def changes(self, step: int) -> bool:
-        """Whether ``advance`` to ``step`` would change a plan."""
-        return plans_at(self._base, self._switches, step) != self.plans
-
     def advance(self, step: int, batch: int) -> list[str]:
         """Bring ``plans`` to ``step``, which is to draw ``batch``; what changed, a sentence a layer, which is recorded."""
         wanted = plans_at(self._base, self._switches, step)

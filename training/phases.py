@@ -62,7 +62,7 @@ def respond(run: Run, step: int, flagged: set[int]) -> dict[str, str]:
         for layer in sorted(flagged):
             run.interventions.add(run.config.alarm.switch(step + 1, layer))
     elif response != "log":
-        save(run, step, probed=True)
+        save(run, step)
     return {"alarm": response}
 
 

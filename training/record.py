@@ -146,11 +146,10 @@ def check_logs(folder: Path) -> None:
 
 def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
     """What the run in ``folder`` had logged when it wrote the checkpoint, by name of the file. Lines that are gone are a warning."""
-    # The checkpoint of an alarm was written behind the probe of its step.
-    probed, reached = loaded.extra.get("probed", False), Reached(loaded.step, loaded.position)
+    reached = Reached(loaded.step, loaded.position)
     kept: dict[str, Callable[[dict[str, Any]], bool]] = {
         METRICS_FILE: reached.after,
-        TELEMETRY_FILE: Reached(loaded.step + probed, loaded.position + probed).after,
+        TELEMETRY_FILE: reached.after,
         INTERVENTIONS_FILE: lambda line: made_before(line, reached, loaded.extra.get("switches", ())),
     }
     logs = {name: [*filter(kept[name], read_lines(folder / name))] for name in LOGS if (folder / name).is_file()}

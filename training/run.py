@@ -112,8 +112,6 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
             resumed=resumed,
             known=() if loaded is None else loaded.extra.get("switches", ()),
         )
-        if loaded is not None and interventions.changes(loaded.step):
-            loaded.extra["probed"] = False  # with a switch that is made only now it is another probe
         if config.alarm.response == "switch":
             check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
         batches = open_data(config, place, loaded, undo)
@@ -139,7 +137,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         )
         if loaded is not None:
             run.guard.load_state(loaded.extra["guard"])
-        open_telemetry(run, loaded)
+        open_telemetry(run)
         undo.pop_all()
     return run
 
@@ -280,7 +278,7 @@ def open_folder(
     return wandb_run
 
 
-def open_telemetry(run: Run, loaded: Loaded | None) -> None:
+def open_telemetry(run: Run) -> None:
     """Make the probes, on the main process, and show the alarm what they have measured before."""
     config = run.config
     if not run.place.is_main or not config.telemetry.every:
@@ -294,7 +292,6 @@ def open_telemetry(run: Run, loaded: Loaded | None) -> None:
         precision=config.precision,
         rounding_seed=functools.partial(rounding_seed, config.run.seed, micro_batch=0),
         rate=functools.partial(learning_rate, config=config.optim),
-        probed=loaded.step if loaded is not None and loaded.extra.get("probed") else None,
     )
     for earlier in run.telemetry.earlier():
         run.watch.update(earlier)
@@ -303,8 +300,8 @@ def open_telemetry(run: Run, loaded: Loaded | None) -> None:
 # ---- checkpoints
 
 
-def save(run: Run, step: int, *, probed: bool = False) -> None:
-    """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it; ``probed``: behind the probe of that step."""
+def save(run: Run, step: int) -> None:
+    """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it."""
     states = distributed.gather(rng_state(run.place.device))
     failure = None
     try:
@@ -326,7 +323,6 @@ def save(run: Run, step: int, *, probed: bool = False) -> None:
                     "seconds": run.seconds(),
                     "data_digest": run.batches.digest(),
                     "switches": run.interventions.state(step),
-                    "probed": probed,
                     "lines": run.metrics.lines,
                 },
                 # While every step is skipped, the weights may be what is wrong: those from before stay.

@@ -99,8 +99,6 @@ class Telemetry:
 
     ``rounding_seed``: by step, seed of the probe's stochastic roundings. Each probe has draws of its own: with the same ones an element is
     rounded the same way more often than not, probe after probe, and errors of delta, summed over probes, look like a bias.
-    ``probed``: step of the checkpoint that the run goes on from where that was written behind the probe of its step; this one is in the
-    file, has raised its alarm, and is not made again.
 
     Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
     """
@@ -116,33 +114,22 @@ class Telemetry:
         precision: PrecisionConfig,
         rounding_seed: Callable[[int], int],
         rate: Callable[[int], float],
-        probed: int | None = None,
     ):
         self._model, self._device, self._precision, self._seed_of = model, device, precision, rounding_seed
         self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.sequences))
         self._rate, self._summed = rate, (0, 0.0)
         self._file = JsonLines(folder / TELEMETRY_FILE)
-        self._kept = [record for record in list(read_lines(self._file.path))[-1:] if record["step"] == probed]
 
     def probe(self, step: int, batch: int) -> dict[str, Any]:
-        """Measure, write the line and return it, or return the one that is kept of this step; ``batch``: the next to be drawn."""
-        if self._kept and self._kept[0]["step"] == step:
-            return self._kept.pop()
+        """Measure, write the line and return it; ``batch``: the next to be drawn."""
         began = time.perf_counter()
         seed = torch.full((), self._seed_of(step), dtype=torch.int64, device=self._device)
         scale = FP16_LOSS_SCALE if self._precision.dtype == "float16" else 1.0
         autocast = self._precision.autocast(self._device)
         measured, units = measure(self._model, self._tokens_BT, self._targets_BT, seed, autocast, scale)
-        record: dict[str, Any] = to_lists(measured)
-        seconds = time.perf_counter() - began
-        known = {
-            "step": step,
-            "batch": batch,
-            "lr_sum": self._rate_sum(step),
-            "probe_seconds": seconds,
-            "delta_units": units,
-        }
-        record = known | record
+        columns = to_lists(measured)
+        record: dict[str, Any] = {"step": step, "batch": batch, "lr_sum": self._rate_sum(step)}
+        record |= {"probe_seconds": time.perf_counter() - began, "delta_units": units} | columns
         self._file.append(record)
         return record
 
@@ -155,9 +142,8 @@ class Telemetry:
         return total
 
     def earlier(self) -> list[dict[str, Any]]:
-        """What the run that is gone on with has measured before, less the probe that is kept."""
-        records = list(read_lines(self._file.path))
-        return records[: len(records) - len(self._kept)]
+        """What the run that is gone on with has measured before."""
+        return list(read_lines(self._file.path))
 
     def sync(self) -> None:
         """Bring every probe so far to the disk."""
