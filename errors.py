@@ -7,15 +7,19 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from attention.user_error import UserError, invalid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "OneLineParser",
     "UserError",
+    "check_finite",
     "check_memory",
     "check_place",
     "check_size",
@@ -64,6 +68,13 @@ def check_place(path: Path, option: str) -> None:
         raise UserError(f"{option} {path}: cannot be written (it is a folder)")
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UserError(f"{option} {path}: cannot be written ({above} is no folder, or takes no files)")
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
+    """Raise ``UserError`` for the first of named weights that is not of floats, or not finite."""
+    for name, tensor in tensors:
+        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+            raise UserError(f"{where}: {name} is not finite")
 
 
 @contextlib.contextmanager

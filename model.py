@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn import functional
 
 from attention import LayerPlan, dispatch
 from attention.measures import largest_logits
-from errors import UserError, check_memory, check_size, invalid
+from errors import check_memory, check_size, invalid
 from fused.linear_cross_entropy import linear_cross_entropy
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -88,16 +87,6 @@ class ModelConfig:
         return self.n_embd // self.n_head
 
 
-_GPT2 = ModelConfig()
-MODEL_PRESETS: dict[str, ModelConfig] = {
-    "gpt2": _GPT2,  # 124M
-    "gpt2_medium": replace(_GPT2, n_layer=24, n_head=16, n_embd=1024),  # 350M
-    # The CPU experiment: bytes, so that 256 rows need no padding.
-    "microcosm": replace(_GPT2, n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=256),
-    "debug": replace(_GPT2, n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256),
-}
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention: everything around q, k, v -> o, which is ``attention.run``'s.
 
@@ -117,14 +106,8 @@ class CausalSelfAttention(nn.Module):
         self.q_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.k_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
         self.gate = nn.Linear(C, C, bias=config.bias) if config.gated_attention else None
-        # Not a buffer: DDP would overwrite every rank's own maximum by rank 0's at the next synchronized forward pass.
-        self.max_logit_H = torch.full((config.n_head,), -math.inf)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CausalSelfAttention:
-        """Take ``max_logit_H`` along to another device; it stays float32."""
-        super()._apply(fn, recurse)
-        self.max_logit_H = fn(self.max_logit_H).float()
-        return self
+        self.max_logit_H: Tensor  # every rank's own: DDP synchronizes no buffers (training.distributed.wrap)
+        self.register_buffer("max_logit_H", torch.full((config.n_head,), -math.inf), persistent=False)
 
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]; ``rounding_seed`` int64 [] on the same device."""
@@ -227,11 +210,13 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, rounding_seed: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, T, V] of every position (None where ``loss_chunk`` keeps none) and, given targets, the loss (see ``loss``).
+        """Logits [B, T, V] of every position (None where ``loss_chunk`` keeps none), and the mean cross-entropy in nats over targets
+        other than -1, float32 [] (None without targets).
+
+        The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training pushes them down.
 
         ``tokens_BT``, ``targets_BT`` int64; ``rounding_seed`` int64 [] seeds stochastic rounding (none given: 0);
-        ``attention.run`` keeps layers apart.
-        Raises ``UserError`` for sequences beyond block_size.
+        ``attention.run`` keeps layers apart. Raises ``UserError`` for sequences beyond block_size.
         """
         T = tokens_BT.shape[1]
         if self.config.block_size < T:
@@ -242,23 +227,18 @@ class GPT(nn.Module):
         if self.loss_chunk and self.training and targets_BT is not None:
             return None, self.chunked_loss(x_BTC, targets_BT)
         logits_BTV = self.lm_head(x_BTC)
-        return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
-
-    def loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over targets other than -1, float32 [].
-
-        The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training pushes them down.
-        """
-        return functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=-1)
+        if targets_BT is None:
+            return logits_BTV, None
+        flat_NV, targets_N = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
+        return logits_BTV, functional.cross_entropy(flat_NV, targets_N, ignore_index=-1)
 
     def chunked_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-        """``loss`` of what the head would make of x, without its logits."""
+        """The loss of ``forward``, without logits."""
         device = x_BTC.device.type
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
-        return linear_cross_entropy(
-            x_BTC.flatten(0, 1), self.lm_head.weight, targets_BT.flatten(), chunk=self.loss_chunk
-        )
+        x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
+        return linear_cross_entropy(x_NC, self.lm_head.weight, targets_N, chunk=self.loss_chunk)
 
     def attentions(self) -> list[CausalSelfAttention]:
         """The attention module of every layer, first to last."""
@@ -278,27 +258,19 @@ class GPT(nn.Module):
         """W_k of a layer, as ``w_q``."""
         return self.attentions()[layer].c_attn.weight[self.config.n_embd : 2 * self.config.n_embd]
 
-    def num_parameters(self, non_embedding: bool = False) -> int:
-        """Parameters, tied ones once; ``non_embedding`` leaves out look-up tables (a tied one is a matrix product, too)."""
-        count = sum(p.numel() for p in self.parameters())
-        if non_embedding:
-            count -= self.transformer.wpe.weight.numel()
-            count -= 0 if self.config.tie_embeddings else self.transformer.wte.weight.numel()
-        return count
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Forward and backward operations a token: 6 N + 12 L H D T (PaLM, arXiv 2204.02311, appendix B)."""
-        return (
-            6 * self.num_parameters(non_embedding=True)
-            + 12 * self.config.n_layer * self.config.n_embd * sequence_length
-        )
+        """Forward and backward operations a token: 6 N + 12 L H D T (PaLM, arXiv 2204.02311, appendix B).
 
-
-def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
-    """Raise ``UserError`` for the first of named weights that is not of floats, or not finite."""
-    for name, tensor in tensors:
-        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
-            raise UserError(f"{where}: {name} is not finite")
+        N leaves out look-up tables; a tied one is a matrix product, too.
+        """
+        tables = self.transformer.wpe.weight.numel()
+        tables += 0 if self.config.tie_embeddings else self.transformer.wte.weight.numel()
+        attention = 12 * self.config.n_layer * self.config.n_embd * sequence_length
+        return 6 * (self.num_parameters() - tables) + attention
 
 
 @torch.no_grad()
@@ -315,10 +287,7 @@ def initialize(model: GPT, seed: int) -> None:
             parameter.fill_(1.0)
         else:
             deviation = 0.02 / math.sqrt(2 * model.config.n_layer) if name.endswith("c_proj.weight") else 0.02
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name)))
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+            parameter.copy_(drawn.normal_(0.0, deviation, generator=generator))

@@ -18,8 +18,8 @@ from attention import AttentionConfig, AttentionSpec, LayerPlan
 from autopsy.measure import Subject
 from config import TrainConfig
 from data.token_files import TokenFile
-from errors import UserError, invalid, reading
-from model import GPT, check_finite
+from errors import UserError, check_finite, invalid, reading
+from model import GPT
 from probes import hf_causal
 from probes.capture import LayerCapture, capture
 from training import huggingface, nanogpt

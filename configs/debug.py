@@ -3,7 +3,7 @@
 from attention import AttentionConfig, AttentionSpec
 from config import RunConfig, TrainConfig
 from data.batches import DataConfig
-from model import MODEL_PRESETS
+from model import ModelConfig
 from training.checkpoint import CheckpointConfig
 from training.evaluate import EvaluationConfig
 from training.optim import OptimConfig
@@ -12,7 +12,7 @@ from training.telemetry import TelemetryConfig
 
 config = TrainConfig(
     run=RunConfig(name="debug", steps=30),
-    model=MODEL_PRESETS["debug"],
+    model=ModelConfig(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256),
     attention=AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset="flash")),
     data=DataConfig(sequence_length=64, global_batch=8, micro_batch=4, validation_sequences=16),
     optim=OptimConfig(lr=1e-3, warmup_steps=10, decay_steps=1000),

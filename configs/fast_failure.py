@@ -11,7 +11,7 @@ may not fail, or the control may fail too.
 from attention import AttentionConfig, AttentionSpec
 from config import RunConfig, TrainConfig
 from data.batches import DataConfig
-from model import MODEL_PRESETS
+from model import ModelConfig
 from training.checkpoint import CheckpointConfig
 from training.evaluate import EvaluationConfig
 from training.optim import OptimConfig
@@ -20,7 +20,7 @@ from training.telemetry import TelemetryConfig
 
 config = TrainConfig(
     run=RunConfig(name="fast_failure", steps=13_000),
-    model=MODEL_PRESETS["gpt2"],
+    model=ModelConfig(),  # GPT-2 124M
     attention=AttentionConfig(default=AttentionSpec(preset="flash")),
     data=DataConfig(
         dataset="data/tokens/corpus",

@@ -8,7 +8,7 @@ torchrun --standalone --nproc_per_node=4 train.py configs/gpt2_paper.py --data.r
 from attention import AttentionConfig, AttentionSpec
 from config import RunConfig, TrainConfig
 from data.batches import DataConfig
-from model import MODEL_PRESETS
+from model import ModelConfig
 from training.checkpoint import CheckpointConfig
 from training.evaluate import EvaluationConfig
 from training.optim import OptimConfig
@@ -16,7 +16,7 @@ from training.precision import PrecisionConfig
 
 config = TrainConfig(
     run=RunConfig(name="gpt2_paper", steps=600_000),
-    model=MODEL_PRESETS["gpt2"],
+    model=ModelConfig(),  # GPT-2 124M
     # `rounded_forward` is our first emulation of the published forward pass; for the published code use `published`.
     attention=AttentionConfig(default=AttentionSpec(preset="flash", numerics="rounded_forward")),
     data=DataConfig(

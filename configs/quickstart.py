@@ -8,7 +8,7 @@ rounding error; it shows the chain and the cure, not where BF16's bias comes fro
 from attention import AttentionConfig, AttentionSpec
 from config import RunConfig, TrainConfig
 from data.batches import DataConfig
-from model import MODEL_PRESETS
+from model import ModelConfig
 from training.checkpoint import CheckpointConfig
 from training.evaluate import EvaluationConfig
 from training.optim import OptimConfig
@@ -18,7 +18,7 @@ from training.telemetry import TelemetryConfig
 config = TrainConfig(
     # A CPU even beside a GPU: one thread gives the same bits on every machine of a kind.
     run=RunConfig(name="quickstart", steps=1500, log_every=10, device="cpu"),
-    model=MODEL_PRESETS["microcosm"],
+    model=ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=256),
     attention=AttentionConfig(
         flash_backend="flash_reference", default=AttentionSpec(preset="flash", numerics="microcosm")
     ),

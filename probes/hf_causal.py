@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec, LayerPlan, dispatch
-from errors import UserError, check_memory, check_size, invalid, reading
-from model import check_finite
+from errors import UserError, check_finite, check_memory, check_size, invalid, reading
 from probes.capture import LayerCapture, Record
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2")

@@ -10,7 +10,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from attention import AttentionConfig, AttentionSpec
-from model import MODEL_PRESETS, CausalSelfAttention
+from model import CausalSelfAttention, ModelConfig
 
 ops = pytest.importorskip("attention.triton.ops")
 
@@ -31,7 +31,7 @@ class Watch(CustomGraphPass):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.slow
 def test_gradients_of_q_k_and_v_are_joined_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = MODEL_PRESETS["debug"]
+    config = ModelConfig(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256)
     plan = AttentionConfig(default=AttentionSpec(preset="flash")).resolve(config.n_layer, config.n_head)[0]
     layer = CausalSelfAttention(config, plan)
     monkeypatch.setattr(ops, "launch_forward", lambda q, k, v, seed, n, *_: ops.empty_outputs(q, n))

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import files
-from errors import UserError, invalid
-from model import GPT, Activation, ModelConfig, check_finite
+from errors import UserError, check_finite, invalid
+from model import GPT, Activation, ModelConfig
 from training import nanogpt
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
