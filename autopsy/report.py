@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopsy.measure import MADE_BY_ROUNDING, Findings, HeadEvidence, Subject
 
 LARGE_LOGIT = 1000.0
-"""Logits above this are named; they have causes other than rounding, too (a learning rate that is too high)."""
+"""Logits above this are named, and keep the answer from being no; they have causes other than rounding, too (a high learning rate)."""
 OUTLIER_NORM = 3.0
 """A layer whose largest head of W_Q is this many times the median layer's is named."""
 SHOWN = 12
@@ -34,6 +34,11 @@ def answer(findings: Findings, switch_on: str = Subject.switch_on) -> list[str]:
     top = max(range(len(findings.factors)), key=findings.factors.__getitem__)
     size = f"{findings.factors[top]:.2g} times dW_Q in layer {top}"
     if not findings.made_by_rounding:
+        if max(h.max_logit for h in findings.heads) > LARGE_LOGIT:
+            return [
+                f"UNCLEAR: delta's rounding does not make this gradient (its error of dW_Q is {size}), but logits are large. "
+                "Other roundings, and what adds up over steps, are not seen: run the control."
+            ]
         return [
             f"NO: attention's rounding does not make this gradient. Its error of dW_Q is {size}, and less in the others."
         ]

@@ -92,9 +92,11 @@ def test_a_p_that_the_backward_pass_forms_in_its_own_way_is_no_error(preset: str
     assert factors[1] < 0.01 * factors[0]
 
 
-def findings(factors: list[float], **fixes: float) -> Findings:
+def findings(factors: list[float], logit: float = 1.0, **fixes: float) -> Findings:
     (head, *_) = examine(subject(healthy(0), 0)).heads
-    heads = [dataclasses.replace(head, layer=layer, share=factor) for layer, factor in enumerate(factors)]
+    heads = [
+        dataclasses.replace(head, layer=layer, share=factor, max_logit=logit) for layer, factor in enumerate(factors)
+    ]
     return Findings(heads=heads, factors=factors, fixes=fixes)
 
 
@@ -102,6 +104,7 @@ def findings(factors: list[float], **fixes: float) -> Findings:
     ("factors", "fixes", "first", "named"),
     [
         ([0.2, 0.99], {}, "NO", None),
+        ([0.2, 0.99], {"logit": 2000.0}, "UNCLEAR", "run the control"),
         ([0.2, 1.0], {"a": 0.11, "b": 0.09}, "YES", "preset b "),
         ([300.0, 2.0], {"a": 0.01, "b": 0.001}, "YES", "preset a "),
         ([2.0], {"a": 0.5}, "YES", "No preset"),
