@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,16 @@ for package in (attention, low_precision_attention):
 assert torch.equal(*gradients)
 print(low_precision_attention.__file__)
 """
+    assert Path(run_installed(site, code).strip()).is_relative_to(site)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/huggingface.md"])
+def test_what_pages_show_runs_with_the_wheel(site: Path, page: str) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    own = [text for text in examples if "trainer." not in text]
+    if any("transformers" in text for text in own):
+        pytest.importorskip("transformers")
+    code = "\n".join(own) + "\nimport low_precision_attention; print(low_precision_attention.__file__)"
     assert Path(run_installed(site, code).strip()).is_relative_to(site)
 
 
