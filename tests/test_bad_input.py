@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT, TINY, Place, lines, make_data, new_place, start_train, tree, weights
+from tiny_runs import ROOT, Place, make_data, new_place, start_train, tree
 
 import train
-from data.recording import Recording
 from errors import UserError
 from training import distributed
-from training.checkpoint import Checkpoints
-from training.run import Run
 
 DEBUG = str(ROOT / "configs/debug.py")
 
@@ -185,13 +181,6 @@ def refuse(place: Place, name: str, fields: dict[str, Any], message: str) -> Non
     assert tree(place.folder) == before
 
 
-@pytest.mark.parametrize("mode", ["offline", "online"])
-def test_wandb_asked_for_and_not_installed(place: Place, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    message = rf"^wandb\.mode = '{mode}': expected disabled, as wandb is not installed"
-    refuse(place, "unlogged", {"wandb.mode": mode}, message)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 @pytest.mark.parametrize("kind", ["Error", "ValueError"])  # the second: of a tag that it does not take
 def test_wandb_that_cannot_start_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -219,49 +208,3 @@ def test_a_run_of_the_same_name_that_started_meanwhile_is_left_alone(
         place.train("twice", {"data.record": place.recording("twice")})
     assert (place.runs / "twice/of_the_other").is_dir()
     assert not Path(place.recording("twice")).exists()
-
-
-# ---- a disk that fills up
-
-
-def with_full_disk_at_20(monkeypatch: pytest.MonkeyPatch, also: Callable[[], None] = lambda: None) -> None:
-    """From the checkpoint of step 20 on, the kernel refuses to let a file grow past 16 KiB: it breaks in the middle of the model."""
-    original, limits = train.save, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def save(run: Run, step: int) -> None:
-        if step < 20:
-            return original(run, step)
-        also()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, limits[1]))
-        try:
-            return original(run, step)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(train, "save", save)
-
-
-def test_full_disk_stops_training_and_leaves_the_last_good_checkpoint(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = {"run.steps": 30, "data.record": place.recording("full")}
-    arguments = [str(place.preset_file(place.config("full", fields)))]
-    with pytest.MonkeyPatch.context() as patch:
-        with_full_disk_at_20(patch)
-        assert run_main(patch, arguments) == 2
-    folder = place.runs / "full/checkpoints"
-    assert re.fullmatch(
-        rf"error: checkpoint of step 20 could not be written to {folder}: .* the last good checkpoint is "
-        rf"{folder}/step_00000010\n",
-        capsys.readouterr().err,
-    )
-    assert [path.name for path in folder.iterdir()] == ["step_00000010"]
-    loaded = Checkpoints(folder, TINY.checkpoint).load_newest()
-    assert loaded is not None
-    assert loaded.step == 10
-    assert Recording.open(Path(place.recording("full"))).steps == 20
-
-    place.train("full", {**fields, "run.resume": "yes"})
-    straight = place.train("not_full", {"run.steps": 30})
-    assert lines(place.runs / "full") == lines(straight)
-    assert weights(place.runs / "full", 30) == weights(straight, 30)

@@ -124,55 +124,7 @@ def test_bad_override_names_field_value_and_choices(arguments: str, message: str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("config = 1", "expected a Python file that sets `config` to a TrainConfig"),
-        ("import nowhere", "it raises ModuleNotFoundError: No module named 'nowhere'"),
-        ("config = (", "it raises SyntaxError"),
-        ("from model import ModelConfig\nModelConfig(n_head=5)", r"model\.n_head = 5: expected a divisor of"),
-    ],
-)
-def test_bad_preset_file_is_one_line(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(content)
-    with pytest.raises(UserError, match=message) as error:
-        load([str(path)])
-    assert "\n" not in str(error.value)
-
-
-SECTION = "import dataclasses\nfrom configs.debug import config\nconfig = dataclasses.replace(config, {changes})\n"
 RULE = "from attention import AttentionConfig, AttentionRule\nattention = AttentionConfig(rules={rules})\n"
-
-
-@pytest.mark.parametrize(
-    ("files", "content", "message"),
-    [
-        (
-            [],
-            SECTION.format(changes="run=dataclasses.replace(config.run, steps=1e3)"),
-            r"^run\.steps = 1000\.0: expected a whole number of 1 or more$",
-        ),
-        (
-            [DEBUG],
-            RULE.format(rules="(AttentionRule(heads=(1.0,)),)"),
-            r"^attention\.rules\.0\.heads\.0 = 1\.0: .* type int$",
-        ),
-        (
-            [DEBUG],
-            RULE.format(rules="(AttentionRule(attention='flash'),)"),
-            r"^attention\.rules\.0\.attention = 'flash'",
-        ),
-        ([DEBUG], RULE.format(rules="AttentionRule()"), r"^attention\.rules = .*: expected a value of type tuple"),
-    ],
-)
-def test_a_file_with_a_value_of_another_type_is_refused(
-    tmp_path: Path, files: list[str], content: str, message: str
-) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(content)
-    with pytest.raises(UserError, match=message):
-        load([*files, str(path)])
 
 
 def test_lists_in_a_python_file_are_tuples(tmp_path: Path) -> None:

@@ -112,17 +112,13 @@ def test_figure_3_holds_the_norms_of_the_checkpoints_heads(place: Place, out: Pa
     ("arguments", "words"),
     [
         ("1", "figure = '1': expected one of 3, 4"),
-        ("2", "figure 2: scripts/compare_runs.py draws losses"),
-        ("8", "figure 8: commit c487be1 draws it"),
         ("11", "figure 11 needs --runs RUN [RUN ...]"),
         ("3", "figure 3 needs --checkpoint DIR"),
         (
             "13 --runs RUNS/fixed",
             "figure 13 needs telemetry.jsonl, which fixed lacks: train with telemetry.every above 0",
         ),
-        ("3 --checkpoint RUNS", "no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000"),
         ("3 --checkpoint CHECKPOINT --layer 2", "--layer = 2: expected 0 to 1"),
-        ("5 --checkpoint CHECKPOINT --head 2", "--head = 2: expected 0 to 1"),
         ("5 --checkpoint CHECKPOINT --data RUNS/none", "no such data set"),
         (
             "4 --checkpoint CHECKPOINT RUNS/narrow --layer 0",

@@ -101,20 +101,3 @@ def test_the_patch_of_nanogpt(low_precision_attention: ModuleType) -> None:
         assert torch.equal(gradients(made(source), loss), ours)
     assert (ours - torchs).norm() > 0
     assert (ours - exact).norm() <= 1.5 * (torchs - exact).norm()
-
-
-def test_litgpt_under_replace_sdpa(low_precision_attention: ModuleType) -> None:
-    litgpt = pytest.importorskip("litgpt")
-    config = litgpt.Config(
-        n_layer=2, n_head=4, n_query_groups=2, n_embd=32, block_size=16, vocab_size=64, padded_vocab_size=64
-    )
-    tokens = torch.arange(32).view(2, 16)
-
-    def loss(model: Any) -> Tensor:
-        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-
-    exact, torchs = (gradients(x, loss) for x in (litgpt.GPT(config).double(), litgpt.GPT(config)))
-    with low_precision_attention.replace_sdpa():
-        ours = gradients(litgpt.GPT(config), loss)
-    assert (ours - torchs).norm() > 0
-    assert (ours - exact).norm() <= 1.5 * (torchs - exact).norm()

@@ -37,29 +37,6 @@ def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
     assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], "arguments are required"),
-        (["novels"], "invalid choice: 'novels'"),
-        (["text"], "arguments are required: source"),
-        (["text", "nothing.txt"], "nothing.txt: no such file or folder"),
-        (["text", "some.words.txt", "--vocabulary", "words"], "invalid choice: 'words'"),
-        (["text", "some.words.txt", "--name", "../elsewhere"], "--name = '../elsewhere'"),
-        (["text", "some.words.txt", "--workers", "-1"], "workers = -1"),
-        (["text", "some.words.txt", "--vocabulary", "bytes", "--out", "some.words.txt"], "some.words.txt"),
-        (["stdlib", "--bogus"], "unrecognized arguments: --bogus"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_two(tmp_path, text, arguments, expected):
-    result = run(*arguments, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert expected in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [text.name]
-
-
 @pytest.fixture
 def half_way(tmp_path):
     """A run that has written tokens and waits for more text: its source is a pipe kept open."""
