@@ -72,6 +72,17 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 
 
 @pytest.mark.parametrize(("device", "backend"), RUNNERS)
+def test_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(device: str, backend: str) -> None:
+    p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
+    coarse = ("logsumexp=m4", "score_gradients=fp32")
+    left = [
+        row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt()
+        for delta in ("rowsum_p_dp_normalized", "rowsum_p_dp")
+    ]
+    assert left[0] < 1e-5 < 1e-2 < left[1]
+
+
+@pytest.mark.parametrize(("device", "backend"), RUNNERS)
 @pytest.mark.parametrize(("rounded", "saved"), [("input", "m4"), ("m3", "fp32")])
 def test_taken_out_they_are_zero(rounded: str, saved: str, device: str, backend: str) -> None:
     """To the rounding of P in P K for corrected rows, exactly but for FP32's sums with the mean key; also where P does not sum to 1."""
