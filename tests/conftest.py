@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -42,6 +42,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Call a command's ``main`` with arguments: it leaves with exit code 2 and one line on stderr, which comes back."""
+
+    def call(main: Callable[[], object], *arguments: object) -> str:
+        monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        message = capsys.readouterr().err
+        assert (stop.value.code, message.count("\n"), message[:7]) == (2, 1, "error: "), message
+        return message
+
+    return call
 
 
 @pytest.fixture

@@ -48,22 +48,6 @@ def examined(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return run
 
 
-@pytest.fixture
-def refused(examined: Command, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The line that the command leaves with."""
-
-    def run(*arguments: object) -> str:
-        with pytest.raises(SystemExit) as caught:
-            examined(*arguments)
-        assert caught.value.code == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: ")
-        assert message.count("\n") == 1
-        return message
-
-    return run
-
-
 def save(model: GPT, folder: Path, data: Path, switches: tuple[Switch, ...] = ()) -> Path:
     """A checkpoint of a model that no run has trained."""
     config = TrainConfig(
@@ -135,9 +119,9 @@ def test_a_backend_that_cannot_run_here_is_replaced_aloud(run: Path, tmp_path: P
     assert "computed by: flash_reference in place of sdpa_cudnn, which cannot run here" in examined(path)
 
 
-def test_a_checkpoint_of_another_shape(run: Path, tmp_path: Path, refused: Command) -> None:
+def test_a_checkpoint_of_another_shape(run: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     path = changed_checkpoint(run, tmp_path, "model", n_embd=32)
-    message = refused(path)
+    message = refused(autopsy.main, path, "--device", "cpu")
     words = "its weights do not fit its config: transformer.wte.weight has shape [256, 16], expected [256, 32]"
     assert re.search(rf"{re.escape(words)} \(\d+ tensors do not fit\)$", message.strip())
 
@@ -156,12 +140,16 @@ def test_a_checkpoint_of_another_shape(run: Path, tmp_path: Path, refused: Comma
         (["--hf", "nowhere", "--attention", "flesh"], "attention preset"),
     ],
 )
-def test_what_cannot_be_asked(arguments: list[str], message: str, refused: Command) -> None:
-    assert message in refused(*arguments)
+def test_what_cannot_be_asked(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(autopsy.main, *arguments)
 
 
 def test_a_hugging_face_folder_on_a_text(
-    tmp_path: Path, skewed_data: Path, examined: Command, refused: Command, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    skewed_data: Path,
+    examined: Command,
+    refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     transformers = pytest.importorskip("transformers")
     shape = transformers.LlamaConfig(
@@ -177,5 +165,5 @@ def test_a_hugging_face_folder_on_a_text(
     assert "attention: sdpa_flash (assumed: the folder does not say)" in printed
     text = tmp_path / "text.txt"
     text.write_text("a text")
-    assert "no tokenizer in it" in refused("--hf", folder, "--data", text)
-    assert "--hf needs --data" in refused("--hf", folder)
+    assert "no tokenizer in it" in refused(autopsy.main, "--hf", folder, "--data", text)
+    assert "--hf needs --data" in refused(autopsy.main, "--hf", folder)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import train
 from errors import UserError
 from training import distributed
 
-DEBUG = str(ROOT / "configs/debug.py")
+DEBUG, ABLATIONS = ROOT / "configs/debug.py", ROOT / "configs/ablations"
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +42,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         (place.folder / "a_file").write_text("")
         place.preset_file(place.config("new"))
         yield place
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> int:
-    """train.py's ``main`` in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        train.main()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
 
 
 # Name -> (arguments behind the preset, pattern of the line). {place} is the folder of it all.
@@ -133,15 +123,13 @@ MISTAKES: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_one_line_and_writes_nothing(
-    place: Place, mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, mistake: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments, pattern = MISTAKES[mistake]
     before = tree(place.folder)
-    code = run_main(monkeypatch, [str(place.folder / "new.py"), *arguments.format(place=place.folder).split()])
-    stderr = capsys.readouterr().err
-    assert code == 2
-    assert re.fullmatch(rf"error: .*{pattern}.*\n", stderr), stderr
+    line = refused(train.main, place.folder / "new.py", *arguments.format(place=place.folder).split())
+    assert re.fullmatch(rf"error: .*{pattern}.*\n", line), line
     assert tree(place.folder) == before
 
 
@@ -150,18 +138,15 @@ def test_mistake_is_one_line_and_writes_nothing(
     [
         ([], r"usage: python train\.py configs/RECIPE\.py"),
         (["configs/nope.py"], r"config file = 'configs/nope\.py': expected one of .*configs/debug\.py"),
-        ([DEBUG, str(ROOT / "configs/ablations/outlier_heads.py")], r"attention\.rules\.0\.heads = 6: expected 0 to 3"),
+        ([DEBUG, ABLATIONS / "outlier_heads.py"], r"attention\.rules\.0\.heads = 6: expected 0 to 3"),
         (
-            [DEBUG, str(ROOT / "configs/ablations/only_layer_1.py"), "--model.n-layer", "1"],
+            [DEBUG, ABLATIONS / "only_layer_1.py", "--model.n-layer", "1"],
             r"attention\.rules\.0\.layers = 1: expected 0 to 0, counted from 0",
         ),
     ],
 )
-def test_bad_files_are_one_line(
-    arguments: list[str], pattern: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_main(monkeypatch, arguments) == 2
-    assert re.fullmatch(rf"error: {pattern}.*\n", capsys.readouterr().err)
+def test_bad_files_are_one_line(arguments: list[object], pattern: str, refused: Callable[..., str]) -> None:
+    assert re.fullmatch(rf"error: {pattern}.*\n", refused(train.main, *arguments))
 
 
 def test_exit_code_and_line_of_the_real_command(place: Place) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batches import Batches, DataConfig, open_batches, random_offsets, validation_offsets
 from data.token_files import TokenWriter
@@ -129,29 +128,6 @@ def test_validation_does_not_depend_on_seed_or_position(dataset):
     assert same(list(first.validation()), list(second.validation()))
 
 
-class OperatorsOfTorch(TorchDispatchMode):
-    """Names of the operators that torch runs inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_torch_copies_nothing_of_a_batch(dataset, tmp_path):
-    # Each would wake all threads of torch for a batch of more than 32,768 tokens.
-    record(dataset, tmp_path / "r", 2)
-    for settings_ in (settings_for(dataset), settings_for(dataset, replay=str(tmp_path / "r"))):
-        batches = open_batches(settings_)
-        with OperatorsOfTorch() as seen:
-            made = [*batches.next(), *batches.validation()]
-        assert set(seen.names) == {"aten.lift_fresh.default"}  # of from_numpy; it touches no element
-        assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for pair in made for tensor in pair)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -222,8 +198,3 @@ def test_other_data_has_another_digest(dataset, changes):
         digests(open_batches(config), 1) for config in (settings_for(dataset), settings_for(dataset, **changes))
     )
     assert first[1] != second[1]
-
-
-def test_other_tokens_have_another_digest(dataset, tmp_path):
-    other = make_dataset(tmp_path / "other", train=TRAIN[::-1])
-    assert open_batches(settings_for(dataset)).digest() != open_batches(settings_for(other)).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_a_switch_at_the_checkpoint_s_step_is_told_once(place: Place) -> None:
     ],
 )
 def test_runs_that_cannot_be_are_one_line(
-    place: Place, run: str, out: str, message: str, capsys: pytest.CaptureFixture[str]
+    place: Place, run: str, out: str, message: str, refused: Callable[..., str]
 ) -> None:
     for name in ("alone", "unrecorded", "behind"):
         if not (place.folder / name).exists():
@@ -162,27 +163,22 @@ def test_runs_that_cannot_be_are_one_line(
     text = (place.runs / "old/metrics.jsonl").read_text().splitlines(keepends=True)
     (place.folder / "behind/metrics.jsonl").write_text("".join(text[:5]))
     message = message.format(place=place.folder)
-    refused(place, [str(place.folder / run), str(place.folder / out)], message, capsys)
+    assert_refused(place, refused, place.folder / run, place.folder / out, message)
 
 
-def refused(place: Place, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command ends with one line and exit code 2, and leaves everything as it was."""
+def assert_refused(place: Place, refused: Callable[..., str], run: Path, out: Path, message: str) -> None:
     before = tree(place.folder)
-    with pytest.raises(SystemExit) as caught:
-        script.main(arguments)
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line
+    assert message in refused(script.main, run, out)
     assert tree(place.folder) == before
 
 
 def test_what_cannot_be_written_leaves_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     def fails(self: Checkpoints, step: int, **_: object) -> Path:
         assert not (place.runs / "full").exists()  # it has no name before it is whole
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Checkpoints, "save", fails)
-    arguments = [str(checkpoint(place, "old")), str(place.runs / "full")]
-    refused(place, arguments, "runs/full: cannot be made (No space left on device)", capsys)
+    message = "runs/full: cannot be made (No space left on device)"
+    assert_refused(place, refused, checkpoint(place, "old"), place.runs / "full", message)

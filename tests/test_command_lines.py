@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import pytest
 from tiny_runs import ROOT
@@ -12,25 +13,13 @@ BELOW_A_FILE = f"{DEBUG}/x"
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
 
 
-def complaint(
-    script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
-    """The one line that the script leaves with."""
-    main = importlib.import_module(f"scripts.{script}").main
-    monkeypatch.setattr("sys.argv", [f"scripts/{script}.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    message = capsys.readouterr().err
-    assert (stop.value.code, message.count("\n")) == (2, 1), message
-    assert message.startswith("error: ")
-    return message
+def main_of(script: str) -> Callable[[], object]:
+    return importlib.import_module(f"scripts.{script}").main
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_option_that_there_is_not_is_one_line(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    complaint(script, ["--no-such-option"], monkeypatch, capsys)
+def test_an_option_that_there_is_not_is_one_line(script: str, refused: Callable[..., str]) -> None:
+    refused(main_of(script), "--no-such-option")
 
 
 @pytest.mark.parametrize(
@@ -61,10 +50,6 @@ def test_an_option_that_there_is_not_is_one_line(
     ],
 )
 def test_what_is_missing_or_malformed_is_named(
-    script: str,
-    arguments: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: str, arguments: list[str], words: str, refused: Callable[..., str]
 ) -> None:
-    assert words in complaint(script, arguments, monkeypatch, capsys)
+    assert words in refused(main_of(script), *arguments)

@@ -1,7 +1,7 @@
 """scripts/compare_runs.py: the table, the sentence about the data, and one line for each mistake."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,27 +91,16 @@ def test_one_sentence_about_the_data(
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:")] == [sentence]
 
 
-def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What is printed for a mistake; it must be one line and exit code 2."""
-    with pytest.raises(SystemExit) as leaving:
-        compare(*arguments)
-    assert leaving.value.code == 2
-    captured = capsys.readouterr().err
-    assert captured.startswith("error: ")
-    assert captured.count("\n") == 1
-    return captured
-
-
-def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_a_common_step(tmp_path: Path, refused: Callable[..., str]) -> None:
     a, b = write_run(tmp_path / "a", [2.0] * 3), write_run(tmp_path / "b", [2.0] * 3, first=10)
-    assert "b and a have no step in common" in mistake(capsys, a, b)
+    assert "b and a have no step in common" in refused(compare_runs.main, a, b)
 
 
 @pytest.mark.parametrize(
     "option", [("--patience", 0), ("--margin", -1), ("--out", "c.gif"), ("--table", "t.xls"), ("--color", "red")]
 )
-def test_a_bad_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, object]) -> None:
-    assert option[0] in mistake(capsys, write_run(tmp_path / "a", [2.0]), *option)
+def test_a_bad_option_is_named(tmp_path: Path, refused: Callable[..., str], option: tuple[str, object]) -> None:
+    assert option[0] in refused(compare_runs.main, write_run(tmp_path / "a", [2.0]), *option)
 
 
 # ---- rows of runs as train.py leaves them, and of ones that are kept as CSV
@@ -191,10 +180,10 @@ def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_
     assert {len(row) for row in rows} == {len(rows[0])}
 
 
-def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, refused: Callable[..., str]) -> None:
     one = place.runs / "one"
     broken = published(tmp_path / "broken", ["3"])
     (broken / "metrics.csv").write_text("loss\n3\n")
-    assert "two runs have the name one" in mistake(capsys, one, one)
-    assert "--layer = 2: expected a layer of the probes" in mistake(capsys, one, "--layer", "2")
-    assert "expected a column step of whole numbers" in mistake(capsys, broken)
+    assert "two runs have the name one" in refused(compare_runs.main, one, one)
+    assert "--layer = 2: expected a layer of the probes" in refused(compare_runs.main, one, "--layer", "2")
+    assert "expected a column step of whole numbers" in refused(compare_runs.main, broken)

@@ -128,9 +128,7 @@ def test_what_is_spoilt_is_refused(spoil: Spoil, message: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["missing", "text", "cut", "legacy"])
-def test_no_archive(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_archive(kind: str, tmp_path: Path, refused: Callable[..., str]) -> None:
     path = tmp_path / "ckpt.pt"
     if kind == "text":
         path.write_text("hello")
@@ -138,11 +136,7 @@ def test_no_archive(
         path.write_bytes(save(nanogpt(), tmp_path).read_bytes()[:-500])
     elif kind == "legacy":
         torch.save(nanogpt(), path, _use_new_zipfile_serialization=False)
-    monkeypatch.setattr("sys.argv", ["autopsy.py", str(path), "--data", str(tmp_path / "val.bin")])
-    with pytest.raises(SystemExit) as stop:
-        autopsy.main()
-    message = capsys.readouterr().err
-    assert (stop.value.code, message.count("\n")) == (2, 1)
+    message = refused(autopsy.main, path, "--data", tmp_path / "val.bin")
     assert ("no such file" if kind == "missing" else "cannot be read") in message
 
 

@@ -78,14 +78,6 @@ def test_the_switch_of_before_still_says_yes(typed: str, resume: str) -> None:
         assert configuration.override(TrainConfig(), words).run.resume == resume
 
 
-@pytest.mark.parametrize(("before", "now"), [(True, "yes"), (False, "no")])
-def test_a_config_with_the_switch_of_before_is_read(before: bool, now: str) -> None:
-    content = configuration.to_json(TrainConfig())
-    content["run"]["resume"] = before
-    del content["speed"]
-    assert configuration.from_json(TrainConfig, content).run.resume == now
-
-
 # ---- asked to leave
 
 
