@@ -45,7 +45,6 @@ from .arithmetic import (
     operand,
     probabilities,
     restored,
-    round_block,
     round_each,
     round_scores,
     round_to,
@@ -131,9 +130,11 @@ def query_kernel(
     # [BT]
     b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
     if DIVIDED:
-        b_do = round_block(b_do.to(tl.float32) * b_log_l[:, None], SITES.output_gradient)
+        b_do, b_do_32 = rounded_pairs(b_do.to(tl.float32) * b_log_l[:, None], SITES.output_gradient, DTYPE)
         store_rows(p_divided, b_do, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
-    b_do = operand(b_do, SITES.output_gradient, DTYPE)
+    else:
+        b_do = operand(b_do, SITES.output_gradient, DTYPE)
+        b_do_32 = b_do.to(tl.float32)
     if SITES.delta == LOADED:
         b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
     elif SITES.delta == ROWSUM_DO_O:
@@ -141,7 +142,7 @@ def query_kernel(
         if SITES.delta_output < OUTPUT_ITSELF:
             b_r = load_output_rows(p_residual, i_bh, H, row, T, SHAPE)
             b_o = restored(b_o, b_r, SITES.output, SITES.delta_output)
-        b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), SITES.delta_sum)
+        b_delta = round_to(tl.sum(b_do_32 * b_o, 1), SITES.delta_sum)
         if SITES.row_residual != CORRECTED_ROWS:
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
@@ -219,7 +220,7 @@ def query_kernel(
         store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE)
     else:
         if SITES.delta == RECOMPUTED_O:
-            b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
+            b_delta = tl.sum(b_do_32 * b_part, 1)
         elif SITES.delta == ROWSUM_P_DP_NORMALIZED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
         tl.store(p_delta + p_row, round_to(b_delta, SITES.delta_sum), mask=o_t < T)
