@@ -12,7 +12,7 @@ from .presets import PRESETS, RECOMMENDED
 if TYPE_CHECKING:
     from .dispatch import run
     from .functional import replace_sdpa, scaled_dot_product_attention
-    from .watching import attach, watch
+    from .watching import watch
 
 __all__ = [
     "PRESETS",
@@ -23,7 +23,6 @@ __all__ = [
     "HeadGroup",
     "LayerPlan",
     "Numerics",
-    "attach",
     "check",
     "replace_sdpa",
     "run",
@@ -37,7 +36,6 @@ _NEED_TORCH = {
     "scaled_dot_product_attention": "functional",
     "replace_sdpa": "functional",
     "watch": "watching",
-    "attach": "watching",
 }
 
 

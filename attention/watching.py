@@ -436,11 +436,11 @@ def watch(
     ):
         if value < least:
             raise ValueError(f"watch: {name} = {value}: expected a whole number of {least} or more")
-    if switch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+    processes = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if switch is not None and processes:
         raise ValueError(f"watch: switch = {switch!r}: expected None, as each process would decide by itself")
+    if processes and torch.distributed.get_rank():
+        log = wandb = None
+        warm_up = sys.maxsize  # it never judges
     chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
     return Watch(model, **chosen, sequences=sequences, start=start, rule=rule or GrowthRule(), say=say)
-
-
-attach = watch
-"""For a loop without a block: call ``close()`` in the end."""

@@ -1,8 +1,9 @@
-"""In two processes (gloo, CPU): DDP and FSDP2 train as one process does on both halves of a batch, and ``watch`` sees each half."""
+"""In two processes (gloo, CPU): DDP and FSDP2 train as one process does on both halves of a batch; ``watch`` sees each, and writes one."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def process(rank: int, how: str, kind: str, port: int, folder: Path) -> None:
             fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     if how.endswith("compiled"):
         model = torch.compile(model, backend="eager")
-    with replace_sdpa("flash_delta_from_p"), watch(model, every=2, log=folder / f"{rank}.jsonl") as seen:
+    with replace_sdpa("flash_delta_from_p"), watch(model, every=2, log=folder / "watch.jsonl") as seen:
         weights = weights_after_three_steps(model, [HALVES[rank]])
     torch.save({"weights": weights, "record": seen.record}, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -90,5 +91,7 @@ def test_two_processes_train_as_one(how: str, kind: str, tmp_path: Path) -> None
         for a, b in zip(found[rank]["weights"], expected, strict=True):
             torch.testing.assert_close(a, b)
         assert len(found[rank]["record"]["dq_error"]) == 2
-        assert len((tmp_path / f"{rank}.jsonl").read_text().splitlines()) == 2
+    looks = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
+    assert [look["step"] for look in looks] == [0, 2]
+    assert looks[1] == found[0]["record"]
     assert found[0]["record"]["max_logit"] != found[1]["record"]["max_logit"]
