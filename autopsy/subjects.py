@@ -1,4 +1,4 @@
-"""What an autopsy looks at: a checkpoint of this repository or of nanoGPT on its data, or a Hugging Face folder on a text."""
+"""What an autopsy looks at: a checkpoint of this repository or of nanoGPT on its data, or a Hugging Face folder of a GPT-2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from config import TrainConfig
 from data.token_files import TokenFile
 from errors import UserError, check_finite, invalid, reading
 from model import GPT
-from probes import hf_causal
 from probes.capture import LayerCapture, capture
 from training import huggingface, nanogpt
 from training.checkpoint import Loaded
@@ -96,12 +95,12 @@ def checkpoint_subject(arguments: argparse.Namespace, device: torch.device) -> S
     )
 
 
-def nanogpt_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
-    """A checkpoint of nanoGPT, with the attention that the command line names, on a data set or on nanoGPT's own val.bin."""
-    source, path = arguments.checkpoint, arguments.data
+def foreign_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
+    """A GPT-2 of nanoGPT or Hugging Face, with the attention that the command line names, on a data set or on nanoGPT's own val.bin."""
+    source, path, is_nanogpt = arguments.hf or arguments.checkpoint, arguments.data, arguments.hf is None
     spec = AttentionSpec(preset=arguments.attention, numerics=arguments.numerics)
     precision = PrecisionConfig(dtype=arguments.dtype)
-    shape = nanogpt.read(source)[0]
+    shape = nanogpt.read(source)[0] if is_nanogpt else huggingface.read_model_config(source)
     plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(shape.n_layer, shape.n_head)
     attention.check(plans, device=device, dtype=precision.torch_dtype, head_dim=shape.head_width)
     if path is None:
@@ -109,11 +108,16 @@ def nanogpt_subject(arguments: argparse.Namespace, device: torch.device) -> Subj
     model = GPT(shape, plans)
     huggingface.load_weights(model, source)
     tokens = (read_bin if path.suffix == ".bin" else read_tokens)(path, shape.vocab_size)
-    facts = {"attention": f"{spec.label()} (assumed: the file does not say)", "activation": "gelu (assumed)"}
+    facts = {"attention": f"{spec.label()} (assumed: the {'file' if is_nanogpt else 'folder'} does not say)"}
+    facts |= {"activation": "gelu (assumed)"} if is_nanogpt else {}
     subject = gpt_subject(
         arguments, device, model.to(device).train(), precision, path, tokens, shape.block_size, str(source), facts
     )
-    return dataclasses.replace(subject, switch_on='low_precision_attention.scaled_dot_product_attention, numerics="{}"')
+    package = "low_precision_attention"
+    switch_on = f'{package}.scaled_dot_product_attention, numerics="{{}}"'
+    return dataclasses.replace(
+        subject, switch_on=switch_on if is_nanogpt else f'{package}.huggingface.register("{{}}")'
+    )
 
 
 def read_bin(path: Path, vocabulary_size: int) -> Tensor:
@@ -153,40 +157,10 @@ def gpt_subject(
         batches=arguments.batches,
         capture=look,
         w_q=lambda layer: model.w_q(layer).detach(),
-        facts={**facts, "dtype": precision.dtype, **facts_of(arguments, path, length, device)},
-    )
-
-
-def folder_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
-    """A Hugging Face folder, with the attention that the command line names."""
-    spec = AttentionSpec(preset=arguments.attention, numerics=arguments.numerics)
-    dtype = PrecisionConfig(dtype=arguments.dtype).torch_dtype
-    model = hf_causal.load(arguments.hf, spec, dtype, device)
-    head_dim = model.w_q(0).shape[0] // model.n_head
-    attention.check(model.plans, device=device, dtype=dtype, head_dim=head_dim)
-    if arguments.data is None:
-        raise UserError("--hf needs --data: a text file, or a data set of the model's tokens")
-    path = arguments.data
-    tokens = hf_causal.tokenize(arguments.hf, path) if path.is_file() else read_tokens(path, model.vocabulary_size)
-    length = min(arguments.length, model.positions)
-    batches = spread(tokens, arguments.batches, arguments.sequences, length, str(path))
-    return Subject(
-        name=str(arguments.hf),
-        n_layer=model.n_layer,
-        n_head=model.n_head,
-        batches=arguments.batches,
-        capture=lambda batch, layers: model.capture(*batches[batch], layers),
-        w_q=model.w_q,
-        switch_on='low_precision_attention.huggingface.register("{}")',
         facts={
-            "family": model.model.config.model_type,
-            "attention": f"{spec.label()} (assumed: the folder does not say)",
-            "dtype": arguments.dtype,
-            **facts_of(arguments, path, length, device),
+            **facts,
+            "dtype": precision.dtype,
+            "data": f"{path}, {arguments.batches * arguments.sequences} sequences of {length} tokens",
+            "device": device.type,
         },
     )
-
-
-def facts_of(arguments: argparse.Namespace, path: Path, length: int, device: torch.device) -> dict[str, str]:
-    wanted = arguments.batches * arguments.sequences
-    return {"data": f"{path}, {wanted} sequences of {length} tokens", "device": device.type}

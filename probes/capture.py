@@ -42,8 +42,6 @@ class LayerCapture:
     """Which heads round how."""
     rounding_seed: Tensor
     """int64 []; as given to the model."""
-    rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [T, D] of a rotation of q and k behind their projections (Llama's, by halves); GPT-2 has none."""
 
     def heads(self, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, o and dO of the heads of a group, each [B, T, H of the group, D]."""
@@ -52,47 +50,6 @@ class LayerCapture:
             return tensors
         chosen = head_index(group.heads, self.q_BTHD.device)
         return tuple(x_BTHD[:, :, chosen] for x_BTHD in tensors)  # type: ignore[return-value]
-
-
-@dataclass(kw_only=True)
-class Record:
-    """What the hooks of one layer saw; O still in the graph."""
-
-    x_BTC: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
-    qkv: tuple[Tensor, Tensor, Tensor] | None = None
-    o_BTHD: Tensor | None = None
-    scale: float = 1.0
-
-    def keep(self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, o_BTHD: Tensor, scale: float) -> Tensor:
-        """Keep what attention read and gave; O, with a graph."""
-        # Weights that take no gradient give an output without a graph; the pass behind it needs one all the same.
-        self.o_BTHD = o_BTHD if o_BTHD.requires_grad else o_BTHD.requires_grad_()
-        self.qkv, self.scale = (q_BTHD.detach(), k_BTHD.detach(), v_BTHD.detach()), scale
-        return self.o_BTHD
-
-    def finished(
-        self, layer: int, do_BTHD: Tensor, plan: LayerPlan, rounding_seed: Tensor, softcap: float = 0.0
-    ) -> LayerCapture:
-        """The capture, after the backward pass."""
-        assert self.x_BTC is not None
-        assert self.qkv is not None
-        assert self.o_BTHD is not None
-        q_BTHD, k_BTHD, v_BTHD = self.qkv
-        return LayerCapture(
-            layer=layer,
-            x_BTC=self.x_BTC,
-            q_BTHD=q_BTHD,
-            k_BTHD=k_BTHD,
-            v_BTHD=v_BTHD,
-            o_BTHD=self.o_BTHD.detach(),
-            do_BTHD=do_BTHD,
-            scale=self.scale,
-            softcap=softcap,
-            plan=plan,
-            rounding_seed=rounding_seed,
-            rotary=self.rotary,
-        )
 
 
 def capture(
@@ -133,48 +90,54 @@ def capture(
             raise ValueError(f"layer {layer}: the model has layers 0 to {len(attentions) - 1}")
     if rounding_seed is None:
         rounding_seed = torch.zeros((), dtype=torch.int64, device=tokens_BT.device)
-    records = {layer: Record() for layer in chosen}
-    with torch.enable_grad(), _recording(attentions, records):
+    kept: dict[int, dict[str, Tensor]] = {layer: {} for layer in chosen}
+    with torch.enable_grad(), _recording(attentions, kept):
         with autocast:
             _, loss = model(tokens_BT, targets_BT, rounding_seed)
-        outputs = [records[layer].o_BTHD for layer in chosen]
-        gradients = torch.autograd.grad(loss * loss_scale, outputs)  # type: ignore[arg-type]
+        gradients = torch.autograd.grad(loss * loss_scale, [kept[layer]["o_BTHD"] for layer in chosen])
     return [
-        records[layer].finished(
-            layer, gradient, attentions[layer].plan, rounding_seed, softcap=attentions[layer].softcap
+        LayerCapture(
+            layer=layer,
+            do_BTHD=do_BTHD,
+            scale=model.config.head_width**-0.5,
+            softcap=attentions[layer].softcap,
+            plan=attentions[layer].plan,
+            rounding_seed=rounding_seed,
+            **{name: tensor.detach() for name, tensor in kept[layer].items()},
         )
-        for layer, gradient in zip(chosen, gradients, strict=True)
+        for layer, do_BTHD in zip(chosen, gradients, strict=True)
     ]
 
 
 @contextlib.contextmanager
-def _recording(attentions: list[CausalSelfAttention], records: dict[int, Record]) -> Iterator[None]:
-    """Watch the layers named by ``records`` for the time of the block."""
+def _recording(attentions: list[CausalSelfAttention], kept: dict[int, dict[str, Tensor]]) -> Iterator[None]:
+    """Keep what the layers named by ``kept`` read and give in the block, O with its graph."""
     # Eval mode keeps QK-clip's running maxima as they are; nothing else in these modules asks for the mode.
     modes = [attention.training for attention in attentions]
     with contextlib.ExitStack() as undo:
         for attention, mode in zip(attentions, modes, strict=True):
             undo.callback(setattr, attention, "training", mode)
             attention.training = False
-        for layer, record in records.items():
+        for layer, tensors in kept.items():
             attention = attentions[layer]
-            undo.callback(attention.c_attn.register_forward_pre_hook(_keep_input(record)).remove)
+            undo.callback(attention.c_attn.register_forward_pre_hook(_keep_input(tensors)).remove)
             # In the instance, where it hides the class's method until it is deleted.
-            attention.attend = _recorder(attention.attend, record)  # type: ignore[method-assign]
+            attention.attend = _keeping(attention.attend, tensors)  # type: ignore[method-assign]
             undo.callback(delattr, attention, "attend")
         yield
 
 
-def _keep_input(record: Record) -> Callable[..., None]:
+def _keep_input(kept: dict[str, Tensor]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        record.x_BTC = inputs[0].detach()
+        kept["x_BTC"] = inputs[0]
 
     return hook
 
 
-def _recorder(attend: Callable[..., Tensor], record: Record) -> Callable[..., Tensor]:
-    def recorded(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, rounding_seed: Tensor) -> Tensor:
+def _keeping(attend: Callable[..., Tensor], kept: dict[str, Tensor]) -> Callable[..., Tensor]:
+    def kept_too(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, rounding_seed: Tensor) -> Tensor:
         o_BTHD = attend(q_BTHD, k_BTHD, v_BTHD, rounding_seed)
-        return record.keep(q_BTHD, k_BTHD, v_BTHD, o_BTHD, q_BTHD.shape[-1] ** -0.5)
+        kept.update(q_BTHD=q_BTHD, k_BTHD=k_BTHD, v_BTHD=v_BTHD, o_BTHD=o_BTHD)
+        return o_BTHD
 
-    return recorded
+    return kept_too

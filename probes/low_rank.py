@@ -6,9 +6,8 @@ arXiv 2510.04212, equations 2 and 3. With error[T] = (delta_lp - delta_hp)[T], e
     dW_Q(hp) - dW_Q(lp)     = scale * sum_T error[T] * (P K)[T]^T X[T]
 
 The sum grows in one direction if the outer products (P K)[T]^T X[T] are alike across tokens and steps *and* error[T] has a
-sign of its own. With a soft-cap c each P[T, t] carries the factor 1 - (S[T, t] / c)^2 of the gradient. A rotation R_T of q
-behind W_Q is undone: (P K)[T] stands for R_T^T (P K)[T]. With QK-norm the same holds for the gradient with respect to the
-normed q, and W_Q lies behind the norm: "dW_Q" below is then not W_Q's.
+sign of its own. With a soft-cap c each P[T, t] carries the factor 1 - (S[T, t] / c)^2 of the gradient. With QK-norm the same holds
+for the gradient with respect to the normed q, and W_Q lies behind the norm: "dW_Q" below is then not W_Q's.
 
 Legend: B batch, T positions, H heads, D head width, C width of X, N = B * T tokens.
 """
@@ -36,16 +35,7 @@ from probes.delta_error import (
 
 def weighted_keys(layer: LayerCapture) -> Tensor:
     """(P K)[T] for every token, [B, H, T, D] float32: the keys' mean under the P that the backward pass recomputes."""
-    return unrotated(layer, over_groups(layer, lambda group: _weighted_keys(layer, group)))
-
-
-def unrotated(layer: LayerCapture, rows_BHTD: Tensor) -> Tensor:
-    """Gradients with respect to q as those with respect to the projection's output, before the rotary embedding."""
-    if layer.rotary is None:
-        return rows_BHTD
-    cos_TD, sin_TD = (table.to(rows_BHTD) for table in layer.rotary)
-    first, second = rows_BHTD.chunk(2, dim=-1)
-    return rows_BHTD * cos_TD + torch.cat([second, -first], dim=-1) * sin_TD
+    return over_groups(layer, lambda group: _weighted_keys(layer, group))
 
 
 @torch.no_grad()
@@ -84,7 +74,7 @@ def high_dw_q(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor
         return _dq(layer, group, o_BHTD.transpose(1, 2))
 
     with exact_float32(layer.x_BTC.device):
-        return _outer_sum(unrotated(layer, over_groups(layer, dq)), layer.x_BTC)
+        return _outer_sum(over_groups(layer, dq), layer.x_BTC)
 
 
 @torch.no_grad()

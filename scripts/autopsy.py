@@ -3,7 +3,7 @@
     python scripts/autopsy.py runs/NAME/checkpoints/step_00001000 --data data/tokens/stdlib --out autopsies/NAME
     python scripts/autopsy.py watch.jsonl
     python scripts/autopsy.py ckpt.pt --data val.bin --attention sdpa_flash    # of nanoGPT
-    python scripts/autopsy.py --hf FOLDER --data text.txt --attention flash --numerics rounded_forward
+    python scripts/autopsy.py --hf FOLDER --data data/tokens/NAME              # a GPT-2 of Hugging Face
 
 Prints a summary; with --out it is written as FOLDER/autopsy.txt with every head. The exit code is 0 whatever the verdict, 2 for what
 cannot be examined.
@@ -24,7 +24,7 @@ import files
 from autopsy.log import answer
 from autopsy.measure import examine
 from autopsy.report import Report, text
-from autopsy.subjects import checkpoint_subject, folder_subject, nanogpt_subject
+from autopsy.subjects import checkpoint_subject, foreign_subject
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import read_lines
 
@@ -52,10 +52,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         help="checkpoint, folder of a run, nanoGPT's ckpt.pt, or what watch() wrote",
     )
-    parser.add_argument("--hf", type=Path, help="local Hugging Face folder, in place of a checkpoint")
     parser.add_argument(
-        "--data", type=Path, help="data set as prepare_data.py writes it, with --hf a text file, with ckpt.pt a val.bin"
+        "--hf",
+        type=Path,
+        help="local Hugging Face folder of a GPT-2 (others: docs/diagnosis.md)",
     )
+    parser.add_argument("--data", type=Path, help="data set as prepare_data.py writes it, or nanoGPT's val.bin")
     parser.add_argument("--batches", type=int, default=4, help="forward and backward passes (default %(default)s)")
     parser.add_argument("--sequences", type=int, default=4, help="sequences of a batch (default %(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence at most (default %(default)s)")
@@ -98,8 +100,8 @@ def main() -> None:
         print("\n".join(answer(list(read_lines(arguments.checkpoint)))))
         return
     device = open_device(arguments.device)
-    examined = nanogpt_subject if arguments.nanogpt else checkpoint_subject if arguments.hf is None else folder_subject
-    subject = examined(arguments, device)
+    is_ours = arguments.hf is None and not arguments.nanogpt
+    subject = (checkpoint_subject if is_ours else foreign_subject)(arguments, device)
     if arguments.out is not None:  # before the work, so that none is lost
         make_folder(arguments.out)
     began = time.perf_counter()

@@ -144,7 +144,7 @@ def test_what_cannot_be_asked(arguments: list[str], message: str, refused: Calla
     assert message in refused(autopsy.main, *arguments)
 
 
-def test_a_hugging_face_folder_on_a_text(
+def test_a_gpt2_of_hugging_face(
     tmp_path: Path,
     skewed_data: Path,
     examined: Command,
@@ -152,18 +152,14 @@ def test_a_hugging_face_folder_on_a_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    shape = transformers.LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, intermediate_size=32, vocab_size=64
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "llama")
+    shape = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=32, vocab_size=64)
+    transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
+    transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "llama")
     capsys.readouterr()
-    folder = tmp_path / "llama"
-    printed = examined("--hf", folder, "--data", skewed_data, "--length", 32)
-    assert "family: llama" in printed
-    assert "attention: flash (assumed: the folder does not say)" in printed
+    folder = tmp_path / "gpt2"
     printed = examined("--hf", folder, "--attention", "sdpa_flash", "--data", skewed_data, "--length", 32)
     assert "attention: sdpa_flash (assumed: the folder does not say)" in printed
-    text = tmp_path / "text.txt"
-    text.write_text("a text")
-    assert "no tokenizer in it" in refused(autopsy.main, "--hf", folder, "--data", text)
-    assert "--hf needs --data" in refused(autopsy.main, "--hf", folder)
+    assert "needs --data" in refused(autopsy.main, "--hf", folder)
+    assert "model_type = 'llama': expected gpt2" in refused(
+        autopsy.main, "--hf", tmp_path / "llama", "--data", skewed_data
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from layer_captures import random_layer
@@ -19,7 +17,6 @@ from probes.low_rank import (
     cross_coherence,
     high_dw_q,
     predicted_dw_q_error,
-    unrotated,
     weighted_keys,
 )
 
@@ -83,18 +80,3 @@ def test_the_high_precision_gradient_is_that_of_fp64() -> None:
     (dq,) = torch.autograd.grad(torch.softmax(s, dim=-1) @ v, q, do)
     expected = torch.einsum("bhtd,btc->hdc", dq, layer.x_BTC.double())
     torch.testing.assert_close(high_dw_q(layer).double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_rotation_behind_w_q_is_undone() -> None:
-    """q' = R_T q by halves, as Llama rotates: the gradient with respect to q is R_T^T times that with respect to q'."""
-    layer = random_layer()
-    T, D = 40, 16
-    angle_TD = (torch.arange(T)[:, None] * 0.3 ** torch.arange(D // 2)).repeat(1, 2)
-    rotary = (angle_TD.cos(), angle_TD.sin())
-    q = torch.randn(1, 2, T, D, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    first, second = q.chunk(2, dim=-1)
-    rotated = q * rotary[0] + torch.cat([-second, first], dim=-1) * rotary[1]
-    gradient = torch.randn(rotated.shape, generator=torch.Generator().manual_seed(4))
-    (expected,) = torch.autograd.grad(rotated, q, gradient)
-    torch.testing.assert_close(unrotated(dataclasses.replace(layer, rotary=rotary), gradient), expected)
-    assert torch.equal(unrotated(layer, gradient), gradient)

@@ -27,8 +27,6 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import Place, new_place, tree
 
 import train
-from attention import AttentionSpec
-from probes import hf_causal
 
 SECONDS, MEMORY, LONGEST_LINE = 20, 8 * 2**30, 2000
 Spoil = Callable[[Path, random.Random], object]
@@ -48,7 +46,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         for script in ("autopsy", "figures", "compare_runs", "branch_run"):
             importlib.import_module(f"scripts.{script}")  # for once, before the forks
         importlib.import_module("figures.courses")
-        hf_causal.load(place.folder / "hf", AttentionSpec(), torch.float32, torch.device("cpu"))
         yield place
 
 

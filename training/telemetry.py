@@ -30,7 +30,6 @@ from errors import check_size, invalid
 from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
-from probes.low_rank import unrotated
 from probes.spectral import attention_norms
 from training.evaluate import ValidationBatches
 from training.metrics import JsonLines, read_lines, read_run_file
@@ -291,7 +290,7 @@ def _measure_row_residuals(heads: LayerCapture, loss_scale: float, u_ND: Tensor,
     r_BNT, key_BNTD = row_residuals(heads)
     r_BNT = r_BNT / loss_scale
     with exact_float32(r_BNT.device):
-        along_BNT = torch.einsum("bntd,nd->bnt", unrotated(heads, key_BNTD), u_ND)
+        along_BNT = torch.einsum("bntd,nd->bnt", key_BNTD, u_ND)
     terms_BNT = heads.scale * r_BNT * along_BNT * read_NBT.transpose(0, 1)
     return {
         "row_residual_mean": r_BNT.mean(dim=(0, 2)),
