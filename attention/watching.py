@@ -14,6 +14,7 @@ Legend: B batch, H heads, T queries, S keys, D head dim, R some of the queries.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -357,22 +358,14 @@ class Watch(TorchFunctionMode):
 _TORCHS = functional.scaled_dot_product_attention
 
 
-def _named(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    softcap: float = 0.0,
-    **_: Any,
-) -> dict[str, Any]:
+_SIGNATURE = inspect.signature(scaled_dot_product_attention)
+
+
+def _named(*args: Any, **more: Any) -> dict[str, Any]:
     """The arguments of a call by name, without what ours has beyond torch's but the soft-cap."""
-    named = dict(locals())
-    del named["_"]
-    return named
+    bound = _SIGNATURE.bind(*args, **more)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name not in ("numerics", "rounding_seed")}
 
 
 def _strict(value: Any) -> Any:
