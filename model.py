@@ -19,6 +19,7 @@ from torch.nn import functional
 from attention import LayerPlan, dispatch
 from attention.measures import largest_logits
 from errors import check_memory, check_size, invalid
+from fused.gelu import gelu
 from fused.linear_cross_entropy import linear_cross_entropy
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -140,29 +141,34 @@ class CausalSelfAttention(nn.Module):
             return self.c_proj(o_BTC)
 
 
+def _gelu_tanh(h: Tensor) -> Tensor:
+    return functional.gelu(h, approximate="tanh")
+
+
 class MLP(nn.Module):
     """W_2 gelu(W_1 x), four times as wide inside."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, fast: bool):
         super().__init__()
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        exact = gelu if fast else functional.gelu
+        self.activate = exact if config.activation == "gelu" else _gelu_tanh
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
-        return self.c_proj(functional.gelu(self.c_fc(x_BTC), approximate=self.approximate))
+        return self.c_proj(self.activate(self.c_fc(x_BTC)))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan):
+    def __init__(self, config: ModelConfig, plan: LayerPlan, fast: bool):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config, plan)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, fast)
 
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
@@ -173,11 +179,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embeddings, blocks and the last norm: tokens -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...]):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], fast: bool):
         super().__init__()
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.h = nn.ModuleList(Block(config, plan) for plan in plans)
+        self.h = nn.ModuleList(Block(config, plan, fast) for plan in plans)
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, tokens_BT: Tensor, rounding_seed: Tensor) -> Tensor:
@@ -191,18 +197,18 @@ class Transformer(nn.Module):
 class GPT(nn.Module):
     """GPT-2 language model. Call ``initialize`` (or load weights) before use.
 
-    ``loss_chunk``: tokens whose logits exist at once while training (``fused.linear_cross_entropy``); 0 leaves all of them to autograd.
+    ``fast``: with the operators of ``fused/``, which change last bits.
     Raises ``ValueError`` when ``plans`` does not hold one plan for every layer.
     """
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], loss_chunk: int = 0):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], fast: bool = False):
         super().__init__()
-        self.loss_chunk = loss_chunk
+        self.fast = fast
         if len(plans) != config.n_layer:
             raise ValueError(f"{len(plans)} attention plans for {config.n_layer} layers")
         check_memory("model.n_embd", config.n_embd, 4 * config.least_parameters)
         self.config = config
-        self.transformer = Transformer(config, plans)
+        self.transformer = Transformer(config, plans, fast)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
@@ -210,7 +216,7 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, rounding_seed: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, T, V] of every position (None where ``loss_chunk`` keeps none), and the mean cross-entropy in nats over targets
+        """Logits [B, T, V] of every position (None where ``fast`` training keeps none), and the mean cross-entropy in nats over targets
         other than -1, float32 [] (None without targets).
 
         The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training pushes them down.
@@ -224,21 +230,21 @@ class GPT(nn.Module):
         if rounding_seed is None:
             rounding_seed = torch.zeros((), dtype=torch.int64, device=tokens_BT.device)
         x_BTC = self.transformer(tokens_BT, rounding_seed)
-        if self.loss_chunk and self.training and targets_BT is not None:
-            return None, self.chunked_loss(x_BTC, targets_BT)
+        if self.fast and self.training and targets_BT is not None:
+            return None, self.fused_loss(x_BTC, targets_BT)
         logits_BTV = self.lm_head(x_BTC)
         if targets_BT is None:
             return logits_BTV, None
         flat_NV, targets_N = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
         return logits_BTV, functional.cross_entropy(flat_NV, targets_N, ignore_index=-1)
 
-    def chunked_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+    def fused_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """The loss of ``forward``, without logits."""
         device = x_BTC.device.type
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
         x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(x_NC, self.lm_head.weight, targets_N, chunk=self.loss_chunk)
+        return linear_cross_entropy(x_NC, self.lm_head.weight, targets_N)
 
     def attentions(self) -> list[CausalSelfAttention]:
         """The attention module of every layer, first to last."""
