@@ -133,9 +133,8 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
             # Switches have a negated form, which stands on the field and not on its section: --precision.no-compile.
             field_name = part.removeprefix("no_") if depth == len(parts) - 1 else part
             if ".".join([*parts[:depth], field_name]) in RETIRED:
-                return UserError(
-                    f"{option} is gone: commit c487be1 had it; --speed.reference gives the published runs' bits"
-                )
+                bits = "; --speed.reference gives the published runs' bits" if parts[0] in ("speed", "optim") else ""
+                return UserError(f"{option} is gone: commit c487be1 had it{bits}")
             if field_name not in known:
                 return invalid(name, value or next_argument, known or f"nothing below {'.'.join(parts[:depth])}")
             section = known[field_name]

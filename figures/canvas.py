@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 
 import files
-from figures import courses
 
 COLUMN = 3.3
 DPI = 300
@@ -104,6 +103,6 @@ def write(drawn: Drawn, folder: Path, name: str) -> list[Path]:
     # No version in it: what was drawn again from the same numbers does not differ.
     drawn.figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
     paths = [folder / f"{name}.{ending}" for ending in ("png", "csv")]
-    files.write_bytes(paths[0], courses.small(picture.getvalue()))
+    files.write_bytes(paths[0], picture.getvalue())
     files.write_text(paths[1], drawn.table.to_csv(index=False, float_format="%.6g"))
     return paths

@@ -62,19 +62,7 @@ def draw_courses(courses: Sequence[Course], path: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lstrip(".").lower(), dpi=DPI)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(path, small(picture.getvalue()) if path.suffix.lower() == ".png" else picture.getvalue())
-
-
-def small(picture: bytes) -> bytes:
-    """A PNG with a table of 256 colors, which takes a third of the space: lines and heat maps, not photographs.
-
-    Two rounds of k-means: without them the colors of thin lines move, as antialiased edges outnumber them.
-    """
-    from PIL import Image
-
-    full, out = Image.open(io.BytesIO(picture)), io.BytesIO()
-    full.convert("RGB").quantize(256, kmeans=2).save(out, format="png", optimize=True, dpi=full.info["dpi"])
-    return out.getvalue()
+    files.write_bytes(path, picture.getvalue())
 
 
 def course_figure(courses: Sequence[Course]) -> Any:

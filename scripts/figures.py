@@ -1,7 +1,7 @@
 """Draw the figures of arXiv 2510.04212 from this project's runs and checkpoints: NAME.png and the numbers drawn, NAME.csv.
 
     python scripts/figures.py 11 13 --runs runs/failing runs/fixed
-    python scripts/figures.py 3 4 5 --checkpoint runs/failing/checkpoints/step_00005000
+    python scripts/figures.py 4 5 --checkpoint runs/failing/checkpoints/step_00005000
     python scripts/figures.py all --runs runs/failing runs/fixed --checkpoint runs/failing/checkpoints/step_00005000
 
 Layers, heads, tokens and features count from 0; the paper's layer 2 is layer 1 here, its head 8 is head 7.
@@ -17,19 +17,9 @@ from pathlib import Path
 import _root  # noqa: F401
 
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from figures import canvas, delta, head_norms, over_steps, similarity
+from figures import canvas, delta, over_steps, similarity
 from figures.canvas import Drawn
 from figures.inputs import Inputs, MissingInputError
-
-
-def _figure_3(inputs: Inputs) -> Drawn:
-    layer = inputs.layer
-    return head_norms.draw_heads(
-        [
-            head_norms.head_norms(opened.model.w_q(layer), opened.model.config.n_head, layer=layer, label=opened.label)
-            for opened in inputs.checkpoints()
-        ]
-    )
 
 
 def _figure_4(inputs: Inputs) -> Drawn:
@@ -67,7 +57,6 @@ class Entry:
 
 RUNS, CHECKPOINT = "--runs with telemetry", "--checkpoint"
 REGISTRY: dict[int, Entry] = {
-    3: Entry("spectral norm of W_Q, head by head", CHECKPOINT, _figure_3),
     4: Entry("P K, X and their outer products at two tokens", CHECKPOINT, _figure_4),
     5: Entry("error of delta: summed, and by feature", CHECKPOINT, _figure_5),
     11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: over_steps.draw_norms(inputs.runs)),
@@ -75,6 +64,7 @@ REGISTRY: dict[int, Entry] = {
 }
 GONE = {
     **dict.fromkeys((2, 7), "scripts/compare_runs.py draws losses"),
+    3: "scripts/autopsy.py has the norm of every head's W_Q",
     **dict.fromkeys((6, 8, 9, 12), "commit c487be1 draws it"),
 }
 """What replaced figures that were drawn here."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from layer_captures import random_layer
 
-from figures import curves, head_norms, over_steps, similarity
+from figures import curves, over_steps, similarity
 from probes.low_rank import weighted_keys
 
 
@@ -18,15 +18,6 @@ def run(telemetry: list[dict[str, Any]]) -> over_steps.RunCurves:
     return over_steps.RunCurves(
         name="a", attention="flash", exploded_at=None, metrics=metrics, telemetry=curves.by_step(telemetry)
     )
-
-
-def test_head_norms_are_those_of_the_heads_rows() -> None:
-    w_q = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
-    w_q[4:8] *= 5
-    norms = head_norms.head_norms(w_q, 3, layer=1, label="m")
-    exact = [torch.linalg.matrix_norm(rows.double(), 2).item() for rows in w_q.split(4)]
-    assert norms.norms == pytest.approx(exact, rel=1e-6)
-    assert norms.outliers == (1,)
 
 
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:

@@ -183,7 +183,7 @@ NEW = "train {place}/new.py --run.name other"
 AUTOPSY = "--batches 1 --sequences 1 --length 8"
 RESUME = "train {place}/new.py --run.folder {at} --run.name run --run.resume yes --run.steps 40 --data.record {place}/recordings/run"
 EXAMINE = f"autopsy {{at}}/run {AUTOPSY}"
-DRAW = "figures 3 --checkpoint {at}/run --out {at}/out"
+DRAW = "figures 5 --checkpoint {at}/run --out {at}/out"
 READ: list[tuple[str, str, dict[str, Spoil]]] = [
     (NEW + " --data.replay {at}/run", "recordings/run/header.json", JSON),
     (NEW + " --data.replay {at}/run", "recordings/run/offsets.npy", BINARY),
