@@ -17,7 +17,7 @@ FAST_FAILURE, LATE_SWITCHES = EXPERIMENTS / "fast_failure", EXPERIMENTS / "late_
 PAPER_FIGURES = EXPERIMENTS / "paper_figures"
 RUNS = FAST_FAILURE / "runs"
 # Okabe and Ito, "Color Universal Design" (2008).
-ORANGE, BLUE, GREEN, PINK, BLACK, GREY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#6F6F6F"
+ORANGE, BLUE, GREEN, PINK, BLACK, GRAY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#6F6F6F"
 FMA_THRESHOLD = 2**16 * np.log(2)
 """Logit from which the FMA exponent is off by more than O's rounding hides: docs/results.md."""
 
@@ -39,13 +39,13 @@ def count_steps(axis: Any, places: range) -> None:
 
 
 def write(axis: Any, *labels: tuple[float, float, str, str]) -> None:
-    """Names beside the lines: place, words, colour."""
-    for x, y, words, colour in labels:
-        axis.text(x, y, words, color=colour, fontsize=12)
+    """Names beside the lines: place, words, color."""
+    for x, y, words, color in labels:
+        axis.text(x, y, words, color=color, fontsize=12)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """A PNG of 256 colours, a third of the size."""
+    """A PNG of 256 colors, a third of the size."""
     full = io.BytesIO()
     figure.savefig(full, format="png", dpi=180)
     image = Image.open(full).convert("RGB").quantize(256, kmeans=2)
@@ -72,14 +72,14 @@ def smooth_loss(folder: Path, window: int = 100) -> pd.Series:
 def front() -> Figure:
     """Left the training loss, right the largest logit of layer 1, of four attentions on three seeds each."""
     figure, [[left, right]] = page(4.2, 1, 2)
-    for name, colour in (("sdpa_flash", BLACK), ("delta_from_p", GREEN), ("fp32_o", BLUE), ("flash", ORANGE)):
+    for name, color in (("sdpa_flash", BLACK), ("delta_from_p", GREEN), ("fp32_o", BLUE), ("flash", ORANGE)):
         for seed in ("", "_seed_1", "_seed_2"):
             loss, rows = smooth_loss(RUNS / (name + seed)), probes(RUNS / (name + seed))
-            left.plot(loss.index, loss, color=colour, linewidth=1.3)
-            right.plot(rows["step"], rows["max_logit_1"], color=colour, linewidth=1.3)
+            left.plot(loss.index, loss, color=color, linewidth=1.3)
+            right.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.3)
     left.set(ylim=(2.7, 8), xlim=(0, 13_200))
     right.set(yscale="log", ylim=(1, 5e7), xlim=(0, 13_200))
-    right.axhline(FMA_THRESHOLD, color=GREY, linewidth=0.8, linestyle=":")
+    right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
     left.set_title("training loss", fontsize=12, loc="left")
     right.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
     for axis in (left, right):
@@ -93,7 +93,7 @@ def front() -> Figure:
         (right, 7400, 2.2e6, "torch's SDPA (flash)", BLACK),
         (right, 8500, 1.2e3, "FP32 O in delta", BLUE),
         (right, 8500, 11, "delta from P", GREEN),
-        (right, 200, 6e4, f"{FMA_THRESHOLD:,.0f}", GREY),
+        (right, 200, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY),
     ):
         write(axis, label)
     return figure
@@ -114,17 +114,17 @@ def layers() -> Figure:
         rows = probes(RUNS / run)
         rows = rows[rows["step"] >= 1000]
         for layer in (0, *range(4, 12), 1, 2, 3):
-            colour = {1: ORANGE, 2: BLUE, 3: GREEN}.get(layer, "#BBBBBB")
+            color = {1: ORANGE, 2: BLUE, 3: GREEN}.get(layer, "#BBBBBB")
             axis.plot(
-                rows["step"], rows[f"max_logit_{layer}"], color=colour, linewidth=1.8 if layer in (1, 2, 3) else 0.8
+                rows["step"], rows[f"max_logit_{layer}"], color=color, linewidth=1.8 if layer in (1, 2, 3) else 0.8
             )
         axis.set_title(title, fontsize=12, loc="left")
         axis.set(yscale="log", ylim=(1, 1e8), xlim=(1000, 13_200))
     for axis in panels[1]:
         count_steps(axis, range(4000, 13_000, 4000))
     figure.supylabel("largest attention logit", fontsize=12)
-    names = (("layer 1", 5e5, ORANGE), ("layer 2", 130, BLUE), ("layer 3", 25, GREEN), ("other layers", 4, GREY))
-    write(panels[0, 0], *((5800, y, words, colour) for words, y, colour in names))
+    names = (("layer 1", 5e5, ORANGE), ("layer 2", 130, BLUE), ("layer 3", 25, GREEN), ("other layers", 4, GRAY))
+    write(panels[0, 0], *((5800, y, words, color) for words, y, color in names))
     return figure
 
 
@@ -144,7 +144,7 @@ def large_logits() -> Figure:
         (("torch",), BLACK),
         (("nearest",), ORANGE),
     )
-    for names, colour in kinds:
+    for names, color in kinds:
         chosen = heads[heads["kind"].isin(names)]
         courses = pd.concat(gradient_norms(RUNS / run) for run in chosen["run"].unique())
         for axis, x, y in (
@@ -152,18 +152,18 @@ def large_logits() -> Figure:
             (right, courses["max_logit_1"], courses["grad_norm"]),
         ):
             table = bins(x, y)
-            axis.plot(table.index, table[0.5], color=colour, linewidth=1.8)
-            axis.fill_between(table.index, table[0.25], table[0.75], color=colour, alpha=0.18, linewidth=0)
+            axis.plot(table.index, table[0.5], color=color, linewidth=1.8)
+            axis.fill_between(table.index, table[0.25], table[0.75], color=color, alpha=0.18, linewidth=0)
     for axis in (left, right):
         axis.set(xscale="log", yscale="log", xlim=(1e3, 2e7))
         axis.set_xlabel("largest logit", fontsize=11)
-        axis.axvline(FMA_THRESHOLD, color=GREY, linewidth=0.8, linestyle=":")
+        axis.axvline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
     left.set_ylim(7e-8, 6e-3)
     left.set_title("relative error of delta in one-hot rows", fontsize=12, loc="left")
     right.set_title("gradient norm", fontsize=12, loc="left")
     write(left, (1.5e5, 2.5e-3, "FMA exponent", ORANGE), (1.2e6, 1.4e-5, "torch's\nSDPA", BLACK))
-    write(left, (1.2e3, 3.5e-4, "other exponents,\nP not rounded", GREEN), (5.5e4, 9e-8, f"{FMA_THRESHOLD:,.0f}", GREY))
-    write(right, (1.3e5, 300, "FMA\nexponent", ORANGE), (1.2e6, 1.0, "torch's\nSDPA", BLACK), (2e3, 0.45, "all", GREY))
+    write(left, (1.2e3, 3.5e-4, "other exponents,\nP not rounded", GREEN), (5.5e4, 9e-8, f"{FMA_THRESHOLD:,.0f}", GRAY))
+    write(right, (1.3e5, 300, "FMA\nexponent", ORANGE), (1.2e6, 1.0, "torch's\nSDPA", BLACK), (2e3, 0.45, "all", GRAY))
     return figure
 
 
@@ -177,24 +177,24 @@ def gradient_norms(folder: Path) -> pd.DataFrame:
 def late_switches() -> Figure:
     """The largest logit and the gradient norm of ``flash`` and of nine branches whose layer 1 was switched."""
     figure, [[left, right]] = page(4.4, 1, 2)
-    colours = {"delta_from_p_subtracted": GREEN, "subtracted": BLUE, "delta_from_p": BLACK}
+    colors = {"delta_from_p_subtracted": GREEN, "subtracted": BLUE, "delta_from_p": BLACK}
     folders = [RUNS / "flash", *sorted((LATE_SWITCHES / "runs").iterdir())]
     for folder in folders:
-        at, colour = 1000, ORANGE
+        at, color = 1000, ORANGE
         if folder.name != "flash":  # switch_at_STEP_PRESET, of which delta_from_p is left out
             _, _, step, *preset = folder.name.split("_", 3)
-            at, colour = int(step), colours[preset[0] if preset else "delta_from_p"]
+            at, color = int(step), colors[preset[0] if preset else "delta_from_p"]
         rows, table = probes(folder), metrics(folder).dropna(subset=["grad_norm"])
         rows = rows[rows["step"] >= at]
         norms = table.groupby(table["step"] // 50)["grad_norm"].median()
         norms = norms.set_axis(norms.index * 50 + 25).loc[at:]
-        left.plot(rows["step"], rows["max_logit_1"], color=colour, linewidth=1.5)
-        right.plot(norms.index, norms, color=colour, linewidth=1.5)
+        left.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
+        right.plot(norms.index, norms, color=color, linewidth=1.5)
     left.set(yscale="log", xlim=(1000, 7200))
     right.set(yscale="log", xlim=(1000, 7200))
     left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
     right.set_title("gradient norm", fontsize=12, loc="left")
-    left.axhline(FMA_THRESHOLD, color=GREY, linewidth=0.8, linestyle=":")
+    left.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
     write(left, (4300, 9e5, "flash", ORANGE), (4870, 1.32e5, "subtract first", BLUE), (5560, 6.5e4, "both", GREEN))
     write(left, (2650, 1.7e3, "delta from P", BLACK), (5560, 2.7e5, "delta from P", BLACK))
     write(right, (4400, 5e3, "flash", ORANGE), (5560, 1.5e2, "delta from P\nat 4,000", BLACK))
@@ -221,14 +221,14 @@ def ties() -> Figure:
     """Figure 13 of the paper: how many rows have two scores within 1e-3 of their maximum."""
     figure, [[left, right]] = page(3.8, 1, 2)
     table = pd.read_csv(PAPER_FIGURES / "figure_13.csv")
-    colours = {"delta_from_p": GREEN, "fp32_o": BLUE, "fp32_pv": BLACK, "flash": ORANGE, "paper": PINK}
+    colors = {"delta_from_p": GREEN, "fp32_o": BLUE, "fp32_pv": BLACK, "flash": ORANGE, "paper": PINK}
     for axis, column, title in (
         (left, "ties_1e3_mean", "rows with a tied maximum, all heads"),
         (right, "ties_1e3_max", "the same, largest of all heads"),
     ):
-        for run, colour in colours.items():
+        for run, color in colors.items():
             rows = table[(table["run"] == run) & (table["column"] == column)]
-            axis.plot(rows["step"], 100 * rows["value"], color=colour, linewidth=1.5)
+            axis.plot(rows["step"], 100 * rows["value"], color=color, linewidth=1.5)
         axis.set_title(title, fontsize=12, loc="left")
         axis.set(yscale="log", ylim=(0.05, 150))
         axis.yaxis.set_major_formatter("{x:g} %")
@@ -261,9 +261,9 @@ def published_fix() -> Figure:
     figure, panels = page(8.4, 2, 2)
     study = EXPERIMENTS / "published_fix" / "runs"
     rows = (
-        {  # folder: name, colour, height of the name on the left, on the right
+        {  # folder: name, color, height of the name on the left, on the right
             RUNS / "flash": ("flash", BLACK, 3e4, None),
-            study / "published": ("published", GREY, 5e3, 4.41),
+            study / "published": ("published", GRAY, 5e3, 4.41),
             study / "published_stable_beta_2": ("its Algorithm 3", ORANGE, 1.2e4, 4.69),
             study / "published_scaled": ("its floor alone", "#E69F00", 1.9e3, 4.53),
             EXPERIMENTS / "consistent" / "runs" / "flash_consistent": ("flash_consistent", BLUE, 100, 4.36),
@@ -271,7 +271,7 @@ def published_fix() -> Figure:
         {
             study / "published_l_bf16": ("L in BF16", BLACK, 5e4, None),
             study / "published_fp32_o": ("FP32 O in delta", ORANGE, 1.7e4, 4.46),
-            study / "published": ("published", GREY, 5.8e3, None),
+            study / "published": ("published", GRAY, 5.8e3, None),
             study / "published_delta_from_p": ("delta from P", PINK, 2.9e3, None),
             study / "published_delta_normalised": ("delta*", GREEN, 800, None),
             study / "published_delta_from_p_fp32_statistics": ("delta from P, l in FP32", "#E69F00", 430, None),
@@ -280,14 +280,14 @@ def published_fix() -> Figure:
         },
     )
     for (left, right), arms in zip(panels, rows, strict=True):
-        for folder, (words, colour, *heights) in arms.items():
+        for folder, (words, color, *heights) in arms.items():
             logits = probes(folder).set_index("step")["max_logit_1"].loc[:2401]
             losses = metrics(folder).set_index("step")["val_loss"].dropna().loc[:2401]
             for axis, course, height in zip((left, right), (logits, losses), heights, strict=True):
                 marker = "" if axis is left else "o"
-                axis.plot(course.index, course, color=colour, linewidth=1.5, marker=marker, markersize=3)
+                axis.plot(course.index, course, color=color, linewidth=1.5, marker=marker, markersize=3)
                 if height:
-                    write(axis, (2450, height, words, colour))
+                    write(axis, (2450, height, words, color))
         left.set(yscale="log", ylim=(1, 2e5), xlim=(0, 4100))
         right.set(ylim=(4.3, 5.1), xlim=(950, 3150))
         left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
@@ -300,14 +300,14 @@ def published_fix() -> Figure:
 def consistent() -> Figure:
     """Largest logit of layer 1 of ``flash``, of delta from P and of ``flash_consistent``: one line a seed."""
     figure, [[axis]] = page(4.6, 1, 1)
-    arms = {"flash": ORANGE, "delta_from_p": GREY, "flash_consistent": BLUE}
+    arms = {"flash": ORANGE, "delta_from_p": GRAY, "flash_consistent": BLUE}
     for arm, color in arms.items():
         folder = RUNS if arm != "flash_consistent" else EXPERIMENTS / "consistent" / "runs"
         for seed in ("", "_seed_1", "_seed_2"):
             rows = probes(folder / f"{arm}{seed}")
             rows = rows[rows["step"] <= 5500]
             axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
-    write(axis, (3600, 2.5e5, "flash", ORANGE), (4300, 480, "delta from P", GREY), (4300, 25, "flash_consistent", BLUE))
+    write(axis, (3600, 2.5e5, "flash", ORANGE), (4300, 480, "delta from P", GRAY), (4300, 25, "flash_consistent", BLUE))
     axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 5600))
     axis.set_title("largest attention logit of layer 1, three seeds each", fontsize=12, loc="left")
     count_steps(axis, range(0, 5501, 1000))

@@ -15,7 +15,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure import EXPERIMENTS, STUDIES, variant_of
-from pictures import BLUE, GREEN, GREY, ORANGE, page, save
+from pictures import BLUE, GRAY, GREEN, ORANGE, page, save
 
 from attention.numerics import numerics_from_key
 from attention.plan import HeadGroup
@@ -25,7 +25,7 @@ LAYER = 1
 END = "max_logit_1_at_2400"
 COLUMNS = ("r_rms", "r_delta_rms", "growth", "growth_delta", "head_growth", "size", "dw_q_error", "dw_q_growth")
 DRAWN = ("r_delta_rms", "growth_delta")
-COLORS = {"O": ORANGE, "P_bar": BLUE, "P": GREY, "none": GREEN}
+COLORS = {"O": ORANGE, "P_bar": BLUE, "P": GRAY, "none": GREEN}
 CELLS = ["checkpoint", "step", "captured"]
 
 
