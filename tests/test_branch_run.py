@@ -87,14 +87,6 @@ def test_a_branch_of_a_recording_run_has_the_same_bits(place: Place, step: int) 
     assert tree(Path(place.recording("old"))) == before
 
 
-def test_a_branch_of_a_replay_has_the_same_bits(place: Place) -> None:
-    fields = {**FIELDS, "data.replay": place.recording("old")}
-    old = place.train("replay", fields)
-    run = branch(place, "replay_on", of=checkpoint(place, "replay"))
-    assert_same_run(place.train(run.name, {**fields, **RESUME}), old)
-    assert record_of(run)["batches"] == record_of(old)["batches"]
-
-
 def test_a_branch_of_a_recording_run_cannot_record_into_it(place: Place) -> None:
     before = tree(Path(place.recording("old")))
     branch(place, "thief")

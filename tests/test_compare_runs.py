@@ -96,13 +96,6 @@ def test_runs_without_a_common_step(tmp_path: Path, refused: Callable[..., str])
     assert "b and a have no step in common" in refused(compare_runs.main, a, b)
 
 
-@pytest.mark.parametrize(
-    "option", [("--patience", 0), ("--margin", -1), ("--out", "c.gif"), ("--table", "t.xls"), ("--color", "red")]
-)
-def test_a_bad_option_is_named(tmp_path: Path, refused: Callable[..., str], option: tuple[str, object]) -> None:
-    assert option[0] in refused(compare_runs.main, write_run(tmp_path / "a", [2.0]), *option)
-
-
 # ---- rows of runs as train.py leaves them, and of ones that are kept as CSV
 
 

@@ -1,6 +1,5 @@
 """figures/courses.py: what is drawn, what is marked, and that the legend never covers curves."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -31,10 +30,3 @@ def test_the_legend_lies_outside_the_axes_and_inside_the_figure(count: int) -> N
     assert not any(legend.overlaps(panel) for panel in panels)
     assert all(drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1 for box in [legend, *panels])
     assert all(drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1 for box in [legend, *panels])
-
-
-def test_the_first_value_that_is_not_finite_is_marked() -> None:
-    losses = np.linspace(5, 2, STEPS)
-    told = [*losses[:80], "nan", *losses[81:90], math.inf, *losses[91:]]  # as curves.by_step has it
-    crosses = [line for line in figure(course(train_loss=told)).axes[0].lines if line.get_marker() == "X"]
-    assert [list(line.get_xdata()) for line in crosses] == [[80]]

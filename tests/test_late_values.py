@@ -30,10 +30,8 @@ def run_of(place: Place, name: str, fields: dict[str, Any]) -> Any:  # noqa: F81
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip": {"nonfinite.policy": "skip", "telemetry.every": 4, "data.micro_batch": 2},
-    "continue": {"nonfinite.policy": "continue"},
     "stop": {},
     "rollback": {"nonfinite.policy": "rollback"},
-    "fused": {**FUSED, "nonfinite.policy": "skip"},
     "float16": {"precision.dtype": "float16", "nonfinite.policy": "skip", "model.qk_clip_tau": 0.1},
     "muon": {"optim.optimizer": "muon", "nonfinite.policy": "skip", "model.qk_clip_tau": 0.1},
     "sparse": {"run.log_every": 5, "nonfinite.policy": "skip", "evaluation.every": 0, "telemetry.every": 0},

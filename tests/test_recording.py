@@ -257,13 +257,6 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
     assert contents(tmp_path / "r") == before
 
 
-def test_what_a_killed_creation_left_does_not_stand_in_the_way(tmp_path):
-    (tmp_path / ".r.tmp").mkdir()
-    (tmp_path / ".r.tmp" / "offsets.npy").write_bytes(b"half")
-    write(tmp_path / "r", 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["r"]
-
-
 def test_a_disk_that_takes_no_more_leaves_the_steps_before(tmp_path):
     offsets = make_rows(3)
     recorder = Recorder.create(tmp_path / "r", make_header())

@@ -114,11 +114,3 @@ def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, con
     with pytest.raises(UserError, match=expected):
         prepare_text(tmp_path / "t.txt", tmp_path / "out", vocabulary=vocabulary, workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
-
-
-def test_held_out_text_must_not_be_trained_on(tmp_path):
-    (tmp_path / "texts").mkdir()
-    for name in "ab":
-        (tmp_path / "texts" / name).write_text(name)
-    with pytest.raises(UserError, match="both in the training and in the held-out text"):
-        prepare(tmp_path, tmp_path / "texts", val=tmp_path / "texts" / "b")
