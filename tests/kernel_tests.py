@@ -18,12 +18,12 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def pass_in_the_interpreter(file: str, *options: str) -> None:
-    """Run the tests of ``file`` that need no GPU in a pytest of their own; fail where one fails, or none is run."""
+def pass_in_the_interpreter(*arguments: str) -> None:
+    """Run tests that need no GPU in a pytest of their own, given files and options; fail where one fails, or none is run."""
     pytest.importorskip("triton")
     if INTERPRETED:
         pytest.skip("this is the interpreter's own pytest")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *options, file]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -18,7 +18,7 @@ import torch
 from attention_cases import Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_tests import INTERPRETED, pass_in_the_interpreter
+from kernel_tests import INTERPRETED
 from torch import Tensor
 
 import attention
@@ -176,12 +176,6 @@ def test_apart_dq_and_dk_of_a_single_key_are_zero() -> None:
     x = one_hot(high=2e5, shape=(2, 64, 2, 64))
     assert all(not gradient.any() for gradient in x.run(preset=CURE)[1:3])
     assert all(gradient.any() for gradient in x.run(preset="flash_delta_from_p")[1:3])
-
-
-@reference
-@pytest.mark.timeout(300)
-def test_the_kernels_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__)
 
 
 @RUNNERS

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_tests import INTERPRETED, largest_difference, pass_in_the_interpreter
+from kernel_tests import INTERPRETED, largest_difference
 from torch import Tensor
 from torch.nn import functional
 
@@ -125,10 +125,6 @@ def test_the_model_in_float32_agrees_with_its_plain_path() -> None:
 
 
 # ---- the kernel
-
-
-def test_the_kernel_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__, "-k", "kernel_agrees")
 
 
 KERNEL_DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]

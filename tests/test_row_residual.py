@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from attention_cases import Problem, run
-from kernel_tests import INTERPRETED, pass_in_the_interpreter, poison_new_tensors
+from kernel_tests import INTERPRETED, poison_new_tensors
 
 import attention
 from attention import AttentionConfig, AttentionSpec
@@ -64,11 +64,6 @@ def row_sums(p: Problem, *sites: str, preset: str = "flash", backend: str = "fla
     """rowsum(dS) as dQ has it, over the root mean square of dQ's other features."""
     dq = run(p, AttentionSpec(preset=preset, sites=(*BLOCKS, *sites), backend=backend))[1].double()
     return dq[..., 0] / dq[..., 1:].square().mean().sqrt()
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-def test_the_kernels_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize(("device", "backend"), RUNNERS)

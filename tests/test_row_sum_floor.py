@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import Problem, run
-from kernel_tests import INTERPRETED, pass_in_the_interpreter, poison_new_tensors
+from kernel_tests import INTERPRETED, poison_new_tensors
 from torch import Tensor
 
 from attention import AttentionSpec
@@ -30,11 +30,6 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_tensors(monkeypatch)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-def test_the_kernels_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__)
 
 
 def tied_rows(length: int = 50, dim: int = 16) -> Problem:
