@@ -139,7 +139,7 @@ def test_input_is_the_format_of_q(site: str) -> None:
 
 
 @here
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_kernels_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(__file__)
 
