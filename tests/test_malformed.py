@@ -38,6 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     transformers = pytest.importorskip("transformers")
     with new_place(tmp_path_factory) as place:
         place.train("run", {"data.record": place.recording("run")})
+        place.train("second")
         shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 256}
         transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(place.folder / "hf")
         (place.folder / "recipe.py").write_text("x = 1\n")
@@ -179,6 +180,7 @@ JSON, BINARY = ANY | {"a field": a_wrong_field}, ANY | {"a bit": a_bit}
 LOG = {**NO_CONTENT, "FIFO": NO_FILE["FIFO"], "folder": NO_FILE["folder"], "a number": a_wrong_line}
 TENSORS = ANY | {"a tensor": a_wrong_tensor}
 STATE = ANY | {"a field, signed": signed(a_wrong_field)}
+RECIPE = NO_FILE | RECIPES
 NEW = "train {place}/new.py --run.name other"
 AUTOPSY = "--batches 1 --sequences 1 --length 8"
 RESUME = "train {place}/new.py --run.folder {at} --run.name run --run.resume yes --run.steps 40 --data.record {place}/recordings/run"
@@ -201,10 +203,10 @@ READ: list[tuple[str, str, dict[str, Spoil]]] = [
     ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/model.safetensors", TENSORS),
     (f"autopsy --hf {{at}}/hf --data {{place}}/data {AUTOPSY}", "hf/config.json", ANY),
     (f"autopsy --hf {{at}}/hf --data {{place}}/data {AUTOPSY}", "hf/model.safetensors", ANY),
-    ("compare_runs {at}/run {place}/runs/run --out {at}/compare.png", "runs/run/metrics.jsonl", LOG),
+    ("compare_runs {at}/run {place}/runs/second --out {at}/compare.png", "runs/run/metrics.jsonl", LOG),
     ("figures 11 --runs {at}/run --out {at}/out", "runs/run/telemetry.jsonl", LOG),
-    ("train {at}/recipe.py --run.name other", "recipe.py", NO_FILE | RECIPES),
-    ("make_recording {at}/recipe.py --steps 3 --out {at}/out", "recipe.py", NO_FILE | RECIPES),
+    ("train {at}/recipe.py --run.name other", "recipe.py", RECIPE),
+    ("make_recording {at}/recipe.py --steps 3 --out {at}/out", "recipe.py", RECIPE),
     *(
         (f"{NEW} --{name} {value}", "recipe.py", {value[:9]: lambda path, choice: None})
         for name in SIZES
@@ -289,6 +291,15 @@ def test_a_few_dozen_spoilt_files_are_refused_in_one_line(place: Place, tmp_path
     fifos = [case for case in CASES if case[2] == "FIFO"]
     exits = [case for case in CASES if "Exit" in case[2] or "exit" in case[2]]
     refuse_all(place, tmp_path, [*fifos, *exits, *CASES[::9]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted({line for line, _, kinds in READ if kinds is not RECIPE and len(kinds) > 1}))
+def test_what_is_right_is_read(place: Place, tmp_path: Path, line: str) -> None:
+    """Else a command that refuses everything would pass."""
+    path = next(path for of, path, _ in READ if of == line)
+    assert next(complaints(place, tmp_path, (line, path, "", lambda path, choice: None)), None) == "exit code 0"
+    shutil.rmtree(place.runs / "other", ignore_errors=True)
 
 
 @pytest.mark.slow
