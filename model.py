@@ -19,6 +19,7 @@ from torch.nn import functional
 from attention import LayerPlan, dispatch
 from attention.measures import largest_logits
 from errors import check_memory, check_size, invalid
+from fused.embedding import lookup
 from fused.gelu import gelu
 from fused.linear_cross_entropy import linear_cross_entropy
 
@@ -181,6 +182,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], fast: bool):
         super().__init__()
+        self.look_up = lookup if fast else functional.embedding
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, plan, fast) for plan in plans)
@@ -188,7 +190,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, C]."""
-        x_BTC = self.wte(tokens_BT) + self.wpe.weight[: tokens_BT.shape[1]]
+        x_BTC = self.look_up(tokens_BT, self.wte.weight) + self.wpe.weight[: tokens_BT.shape[1]]
         for block in self.h:
             x_BTC = block(x_BTC, rounding_seed)
         return self.ln_f(x_BTC)
