@@ -105,11 +105,12 @@ def variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainCon
 def prepare(contender: Contender, build: Callable[[], Callable[[int], None]]) -> None:
     """Build it and train some steps, so that compilation falls into no round."""
     contender.enter()
-    before = allocated()
+    before, began = allocated(), time.perf_counter()
     contender.run = build()
     contender.run(WARM_UP)
     synchronize()
     contender.own_bytes = allocated() - before
+    print(f"{contender.name}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
