@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-import config
 from attention.readme import written
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,15 +64,3 @@ def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(
     ]
     measured = json.loads(Path("watch.jsonl").read_text())["max_logit"][0]
     torch.testing.assert_close(torch.tensor(measured), torch.tensor(visible))
-
-
-def training_commands() -> list[list[str]]:
-    """Arguments of every ``python train.py ...`` of the attention document."""
-    lines = [line for block in blocks(ATTENTION, "") for line in block.splitlines()]
-    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("python train.py ")]
-
-
-@pytest.mark.parametrize("arguments", training_commands(), ids=" ".join)
-def test_training_commands_are_understood(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert config.load(arguments) != config.load(arguments[:1])

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, column, lines, preset, weights
+from tiny_runs import Place, column, preset
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
 from errors import UserError
 from model import GPT, ModelConfig, initialize
 from training.intervention import Switch, parse_switch, plans_at
-from training.metrics import read_lines
 
 BF16 = {"precision.dtype": "bfloat16"}
 SWITCH = {"alarm.switches": ("7:1:flash_delta_from_p",)}
-
-
-def interventions(run: Path) -> list[dict[str, Any]]:
-    return list(read_lines(run / "interventions.jsonl"))
 
 
 # ---- plans
@@ -102,15 +96,6 @@ def test_the_switch_acts_from_its_step_on(place: Place, switched_run: Path) -> N
     # delta takes part in the backward pass alone: step 7's loss is still the same, the weights behind it are not.
     assert before[:8] == after[:8]
     assert before[8] != after[8]
-
-
-def test_a_replay_with_the_records_switches_has_the_same_bits(place: Place, switched_run: Path) -> None:
-    place.train("recorded", {**BF16, **SWITCH, "data.record": place.recording("switched")})
-    options = tuple(entry["option"] for entry in interventions(place.runs / "recorded"))
-    replay = {**BF16, "data.replay": place.recording("switched"), "alarm.switches": options}
-    replayed = place.train("replayed", replay)
-    assert lines(replayed) == lines(switched_run)
-    assert weights(replayed, 20) == weights(switched_run, 20)
 
 
 # ---- compiled
