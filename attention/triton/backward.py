@@ -129,6 +129,11 @@ def query_kernel(
     b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
     # [BT]
     b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
+    if SITES.delta == ROWSUM_DO_O:
+        # Before anything is stored: no load passes a store, and the wait for memory would be a second one.
+        b_o = load_output_rows(p_o, i_bh, H, row, T, SHAPE).to(tl.float32)
+        if SITES.delta_output < OUTPUT_ITSELF:
+            b_kept = load_output_rows(p_residual, i_bh, H, row, T, SHAPE)
     if DIVIDED:
         b_do, b_do_32 = rounded_pairs(b_do.to(tl.float32) * b_log_l[:, None], SITES.output_gradient, DTYPE)
         store_rows(p_divided, b_do, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
@@ -138,10 +143,8 @@ def query_kernel(
     if SITES.delta == LOADED:
         b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
     elif SITES.delta == ROWSUM_DO_O:
-        b_o = load_output_rows(p_o, i_bh, H, row, T, SHAPE).to(tl.float32)
         if SITES.delta_output < OUTPUT_ITSELF:
-            b_r = load_output_rows(p_residual, i_bh, H, row, T, SHAPE)
-            b_o = restored(b_o, b_r, SITES.output, SITES.delta_output)
+            b_o = restored(b_o, b_kept, SITES.output, SITES.delta_output)
         b_delta = round_to(tl.sum(b_do_32 * b_o, 1), SITES.delta_sum)
         if SITES.row_residual != CORRECTED_ROWS:
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
