@@ -25,7 +25,6 @@ MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
 FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 RESIDUALS = {"residual8": 8, "residual16": 16}
-LOW_BITS = {"low8": 8, "low16": 16}
 LARGEST_SCALE = 2.0**100
 """By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
 
@@ -245,22 +244,22 @@ class Numerics:
     P do not sum to 1; or rowsum(dO * O) with O recomputed in FP32 from P."""
     delta_output: str = site(
         "output",
-        "the O in delta: output (the same values), a format, residual8, residual16, low8, low16",
-        choices=("output", *FORMATS, *RESIDUALS, *LOW_BITS),
+        "the O in delta: output (the same values), a format, residual8, residual16, low16",
+        choices=("output", *FORMATS, *RESIDUALS, "low16"),
         acts_in=(FORWARD, DELTA),
         backends=FLASH,
         conflict=(
-            "output or a format where tile_product or accumulator is not fp32, nor low8 or low16 where output_rounding is not "
+            "output or a format where tile_product or accumulator is not fp32, nor low16 where output_rounding is not "
             "nearest: O then lacks more than they hold",
             lambda n: (
-                (n.delta_output in (*RESIDUALS, *LOW_BITS) and (n.tile_product, n.accumulator) != ("fp32", "fp32"))
-                or (n.delta_output in LOW_BITS and n.output_rounding != "nearest")
+                (n.delta_output in (*RESIDUALS, "low16") and (n.tile_product, n.accumulator) != ("fp32", "fp32"))
+                or (n.delta_output == "low16" and n.output_rounding != "nearest")
             ),
         ),
     )
     """The O inside rowsum(dO * O): the values of ``output``; or the FP32 accumulation of P_bar V / l in a format of its own; or, by
     ``residual8`` and ``residual16``, ``output`` plus what it lacks of that accumulation, kept in so many bits (``rounding.residual``); or,
-    by ``low8`` and ``low16``, the same as a difference of bit patterns (``rounding.low_bits``): BF16 and 16 bits are FP32 itself."""
+    by ``low16``, the same as a difference of bit patterns (``rounding.low_bits``): BF16 and 16 bits are FP32 itself."""
     delta_rounding: str = site(
         "nearest",
         "of delta_output, if it has a format of its own",

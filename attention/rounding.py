@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .numerics import LOW_BITS, RESIDUALS
+from .numerics import RESIDUALS
 
 _MANTISSA_BITS = 23
 _STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,26 +87,24 @@ def residual(exact: Tensor, rounded: Tensor, fmt: str, bits: int) -> Tensor:
     return counts.to(torch.int8 if bits == 8 else torch.int16)
 
 
-def low_bits(exact: Tensor, rounded: Tensor, fmt: str, bits: int) -> Tensor:
-    """What ``rounded`` lacks of ``exact`` (float32, any shape), the nearest of which in ``fmt`` it is, as int8 or int16: the difference of
-    their bit patterns, its upper ``bits`` of the mantissa bits that ``fmt`` has not.
+def low_bits(exact: Tensor, rounded: Tensor, fmt: str) -> Tensor:
+    """What ``rounded`` lacks of ``exact`` (float32, any shape), the nearest of which in ``fmt`` it is, as int16: the difference of their
+    bit patterns, or its upper 16 bits where ``fmt`` lacks more.
 
-    ``with_low_bits`` then is off by 2^-(bits + 1) of a unit in the last place of ``fmt`` (twice that at the very end of the range): of
-    BF16, by 2^-16 of the value at most with 8 bits; with 16 it is exact, or off by one unit of FP32 where ``rounded`` was a tie.
+    Of BF16, ``with_low_bits`` then is exact, or off by one unit of FP32 where ``exact`` was half way between two numbers.
     """
-    shift, largest = _low_shift(fmt, bits), 2 ** (bits - 1) - 1
+    shift = _low_shift(fmt)
     difference = exact.contiguous().view(torch.int32) - rounded.contiguous().view(torch.int32)
-    counts = ((difference + (1 << shift >> 1)) >> shift).clamp(-largest - 1, largest)
-    return counts.to(torch.int8 if bits == 8 else torch.int16)
+    return ((difference + (1 << shift >> 1)) >> shift).clamp(-(2**15), 2**15 - 1).to(torch.int16)
 
 
-def with_low_bits(rounded: Tensor, counts: Tensor, fmt: str, bits: int) -> Tensor:
+def with_low_bits(rounded: Tensor, counts: Tensor, fmt: str) -> Tensor:
     """``exact`` from ``rounded`` (float32) and its ``low_bits``."""
-    return (rounded.contiguous().view(torch.int32) + (counts.int() << _low_shift(fmt, bits))).view(torch.float32)
+    return (rounded.contiguous().view(torch.int32) + (counts.int() << _low_shift(fmt))).view(torch.float32)
 
 
-def _low_shift(fmt: str, bits: int) -> int:
-    return max(_MANTISSA_BITS - mantissa_bits(fmt) - bits, 0)
+def _low_shift(fmt: str) -> int:
+    return max(_MANTISSA_BITS - mantissa_bits(fmt) - 16, 0)
 
 
 def restore(rounded: Tensor, counts: Tensor, fmt: str, bits: int) -> Tensor:
@@ -133,8 +131,8 @@ def mantissa_bits(fmt: str) -> int:
 def storage_dtype(fmt: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype that holds values of ``fmt`` without loss: ``dtype`` (that of q) wherever it does, an integer for residuals, else
     float32."""
-    if fmt in RESIDUALS or fmt in LOW_BITS:
-        return torch.int8 if fmt.endswith("8") else torch.int16
+    if fmt in (*RESIDUALS, "low16"):
+        return torch.int8 if fmt == "residual8" else torch.int16
     if dtype == torch.float32 or fmt == "fp32":
         return torch.float32
     if _STORAGE.get(fmt) == dtype:

@@ -72,9 +72,7 @@ SITES: dict[str, tuple[Row, ...]] = {
         Row(DELTA, beside=("output=m3",)),
         Row(DELTA, beside=("output=m3", "logsumexp=m4"), values=("rowsum_p_dp_normalized",)),
     ),
-    "delta_output": (
-        Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16", "low8", "low16")),
-    ),
+    "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "residual8", "residual16", "low16")),),
     "delta_rounding": (Row(DELTA, beside=("delta_output=m3",)),),
     "delta_sum": (Row(DELTA, standard=DELTA),),
     "probability_gradients": (Row(DELTA, standard=DELTA),),

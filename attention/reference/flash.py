@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..mask import NO_MASK, Mask
-from ..numerics import LARGEST_SCALE, LOW_BITS, RESIDUALS, Numerics, numerics_from_key
+from ..numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
 from ..rounding import low_bits, residual, storage_dtype
 from .exact import exact_float32
 from .exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
@@ -123,8 +123,8 @@ def _forward(
             delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
         elif n.delta_output in RESIDUALS:
             delta_output = residual(o_exact, output.float(), n.output, RESIDUALS[n.delta_output])
-        elif n.delta_output in LOW_BITS:
-            delta_output = low_bits(o_exact, output.float(), n.output, LOW_BITS[n.delta_output])
+        elif n.delta_output == "low16":
+            delta_output = low_bits(o_exact, output.float(), n.output)
         else:
             delta_output = round_output(o_exact, n.delta_output, n.delta_rounding, seed, DELTA_STREAM, q.dtype)
         return output, delta_output, saved.transpose(-1, -2).contiguous().view(saved_shape(q, n))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..mask import NO_MASK, Mask, Runs
-from ..numerics import LOW_BITS, RESIDUALS, Numerics, numerics_from_key
+from ..numerics import RESIDUALS, Numerics, numerics_from_key
 from ..rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits, with_low_bits
 
 NAMESPACE = __name__.partition(".")[0]
@@ -184,8 +184,8 @@ def o_for_delta(o: Tensor, counts: Tensor, n: Numerics) -> Tensor:
     """The O inside delta, float32, from ``delta_operands``; ``n`` is concrete."""
     if not counts.numel():
         return o.float()
-    if n.delta_output in LOW_BITS:
-        return with_low_bits(o.float(), counts, n.output, LOW_BITS[n.delta_output])
+    if n.delta_output == "low16":
+        return with_low_bits(o.float(), counts, n.output)
     return restore(o.float(), counts, n.output, RESIDUALS[n.delta_output])
 
 

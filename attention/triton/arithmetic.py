@@ -26,7 +26,6 @@ from ..numerics import (
     DELTA,
     FORWARD,
     LARGEST_SCALE,
-    LOW_BITS,
     RESIDUALS,
     ROUNDINGS,
     SITES,
@@ -41,8 +40,8 @@ FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)
 FP32 = tl.constexpr(23)
 OUTPUT_ITSELF = tl.constexpr(-1)
-"""The O in delta where it is the output; a residual of so many bits is minus that number, low bits are beyond LOW."""
-LOW = tl.constexpr(-32)
+"""The O in delta where it is the output; a residual of so many bits is minus that number."""
+LOW_BITS = tl.constexpr(-32)
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -74,9 +73,7 @@ SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "sep
 
 def format_code(fmt: str) -> int:
     """The number by which kernels know a format of ``attention.numerics``."""
-    if fmt in LOW_BITS:
-        return LOW.value - LOW_BITS[fmt]
-    named = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "output": OUTPUT_ITSELF}
+    named = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "output": OUTPUT_ITSELF, "low16": LOW_BITS}
     if fmt in RESIDUALS:
         return -RESIDUALS[fmt]
     return named[fmt].value if fmt in named else int(fmt[1:])
@@ -397,8 +394,8 @@ def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_words, BT:
 @triton.jit
 def kept_beside(b_exact, b_rounded, FORMAT: tl.constexpr, KEPT: tl.constexpr):
     """What the output lacks of O on a block, int32: a residual, or low bits (site ``delta_output``)."""
-    if KEPT < LOW:
-        b_counts = low_bits(b_exact, b_rounded, FORMAT, LOW - KEPT)
+    if KEPT == LOW_BITS:
+        b_counts = low_bits(b_exact, b_rounded, FORMAT)
     else:
         b_counts = residual(b_exact, b_rounded, FORMAT, -KEPT)
     return b_counts
@@ -407,8 +404,8 @@ def kept_beside(b_exact, b_rounded, FORMAT: tl.constexpr, KEPT: tl.constexpr):
 @triton.jit
 def restored(b_rounded, b_counts, FORMAT: tl.constexpr, KEPT: tl.constexpr):
     """O from the output and ``kept_beside``."""
-    if KEPT < LOW:
-        b_o = with_low_bits(b_rounded, b_counts, FORMAT, LOW - KEPT)
+    if KEPT == LOW_BITS:
+        b_o = with_low_bits(b_rounded, b_counts, FORMAT)
     else:
         b_o = b_rounded + b_counts.to(tl.float32) * residual_unit(b_rounded, FORMAT, -KEPT, False)
     return b_o
@@ -435,24 +432,21 @@ def residual(b_exact, b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def low_bits(b_exact, b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr):
+def low_bits(b_exact, b_rounded, FORMAT: tl.constexpr):
     """``rounding.low_bits`` on a block, int32."""
-    MANTISSA: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
-    SHIFT: tl.constexpr = 23 - MANTISSA - BITS
-    LARGEST: tl.constexpr = (_ONE << (BITS - 1)) - 1
+    SHIFT: tl.constexpr = -9 if FORMAT == FP16 else 7 - FORMAT
     b_difference = b_exact.to(tl.int32, bitcast=True) - b_rounded.to(tl.int32, bitcast=True)
     if SHIFT > 0:
         b_difference = (b_difference + (_ONE << (SHIFT - 1))) >> SHIFT
     if FORMAT == FP16:
-        b_difference = tl.maximum(b_difference, -LARGEST - 1)  # its subnormal numbers lack more
-    return tl.minimum(b_difference, LARGEST)
+        b_difference = tl.maximum(b_difference, -32768)  # its subnormal numbers lack more
+    return tl.minimum(b_difference, 32767)
 
 
 @triton.jit
-def with_low_bits(b_rounded, b_counts, FORMAT: tl.constexpr, BITS: tl.constexpr):
+def with_low_bits(b_rounded, b_counts, FORMAT: tl.constexpr):
     """``rounding.with_low_bits`` on a block."""
-    MANTISSA: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
-    SHIFT: tl.constexpr = 23 - MANTISSA - BITS
+    SHIFT: tl.constexpr = -9 if FORMAT == FP16 else 7 - FORMAT
     b_difference = b_counts.to(tl.int32)
     if SHIFT > 0:
         b_difference = b_difference << SHIFT

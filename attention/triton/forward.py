@@ -21,7 +21,7 @@ from .arithmetic import (
     FP32,
     INTERPRETED,
     LARGEST,
-    LOW,
+    LOW_BITS,
     MAX_AND_SUM,
     NEAREST,
     OUTPUT_ITSELF,
@@ -433,7 +433,7 @@ def forward_kernel(
     if SITES.divisor != ROUNDED:
         b_d = b_l
     b_o = divide_rows(b_acc, b_d)
-    if SITES.delta_output < LOW:
+    if SITES.delta_output == LOW_BITS:
         b_rounded = round_block(b_o, SITES.output)
     else:
         b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH)

@@ -133,7 +133,7 @@ def load_output_rows(p_x, i_bh, H, row, T, SHAPE: tl.constexpr):
 @triton.jit
 def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.constexpr, SHAPE: tl.constexpr):
     """Rows of one head into [B, length, H, D], heads of one row side by side; ``stride_b``, ``stride_r``: of batch and row."""
-    # Bytes go in pairs: with a store of them, Triton would have the kernel's loads of as many elements take 32 bytes a thread, which is slow.
+    # Bytes go in pairs: for a store of them Triton would have loads of as many elements take 32 bytes a thread, which is slow.
     TIMES: tl.constexpr = 2 if p_x.dtype.element_ty == tl.int8 else 1
     if TIMES == 2:
         b_even, b_odd = tl.split(tl.reshape(b_x, [ROWS, SHAPE.WIDTH // 2, 2]))
