@@ -39,8 +39,8 @@ class Opened:
     label: str
 
 
-def load_run(folder: Path, *, margin: float = 0.5, patience: int = 200) -> RunCurves:
-    """Metrics, telemetry where there is some, and names; ``margin`` and ``patience`` say what an explosion is.
+def load_run(folder: Path) -> RunCurves:
+    """Metrics, telemetry where there is some, and names.
 
     Raises ``UserError`` for what is no run, or has no training loss yet.
     """
@@ -52,7 +52,7 @@ def load_run(folder: Path, *, margin: float = 0.5, patience: int = 200) -> RunCu
     return RunCurves(
         name=folder.resolve().name,
         attention=attention,
-        exploded_at=curves.explosion_step(curves.column(metrics, "train_loss"), margin, patience),
+        exploded_at=curves.explosion_step(curves.column(metrics, "train_loss")),
         metrics=metrics,
         telemetry=curves.telemetry(folder),
     )
@@ -102,7 +102,7 @@ class Inputs:
         """The runs of --runs that wrote telemetry; at least one."""
         if not self._args.runs:
             raise MissingInputError(f"figure {self.figure} needs --runs RUN [RUN ...]")
-        found = [load_run(folder, margin=self._args.margin, patience=self._args.patience) for folder in self._args.runs]
+        found = [load_run(folder) for folder in self._args.runs]
         if not (chosen := [run for run in found if len(run.telemetry)]):
             names = ", ".join(run.name for run in found)
             raise MissingInputError(

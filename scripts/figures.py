@@ -93,8 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
     parser.add_argument("--sequence", type=int, default=0, help="the sequence that --token is in (0)")
     parser.add_argument("--token", type=int, help="which token (figures 4, 5: the one with the largest error)")
-    parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
-    parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
     parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder to write to (pictures)")
     return parser
@@ -106,10 +104,6 @@ def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespa
     for name in ("layer", "head", "sequence", "token"):
         if (getattr(args, name) or 0) < 0:
             raise invalid(f"--{name}", getattr(args, name), "a number from 0")
-    if args.patience < 1:
-        raise invalid("--patience", args.patience, "1 or more steps")
-    if not args.margin >= 0:
-        raise invalid("--margin", args.margin, "0 or more nats")
     if args.sequences < 1:
         raise invalid("--sequences", args.sequences, "1 or more")
     if args.device not in ("auto", "cpu", "cuda"):

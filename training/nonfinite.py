@@ -70,7 +70,6 @@ class NonFiniteGuard:
 
     def __init__(self, config: NonFiniteConfig):
         self.config = config
-        self.nonfinite_steps = 0
         self.overflow_steps = 0
         self.rollbacks = 0
         self.skips_in_a_row = 0
@@ -86,7 +85,6 @@ class NonFiniteGuard:
         if overflow:
             self.overflow_steps += 1
             return "overflow"
-        self.nonfinite_steps += 1
         policy, skips = self.config.policy, self.skips_in_a_row
         given_up = policy == "rollback" and self.rollbacks >= self.config.max_rollbacks
         given_up |= policy == "skip" and skips >= self.config.max_skips
@@ -105,7 +103,7 @@ class NonFiniteGuard:
 
     def state(self) -> dict[str, int]:
         """Plain numbers for a checkpoint."""
-        names = ("nonfinite_steps", "overflow_steps", "rollbacks", "skips_in_a_row", "lr_scaled_until", "went_back_to")
+        names = ("overflow_steps", "rollbacks", "skips_in_a_row", "lr_scaled_until", "went_back_to")
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
