@@ -218,10 +218,7 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, rounding_seed: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, T, V] of every position (None where ``fast`` training keeps none), and the mean cross-entropy in nats over targets
-        other than -1, float32 [] (None without targets).
-
-        The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training pushes them down.
+        """Logits [B, T, V] of every position (None where ``fast`` training keeps none) and, given targets, the loss (see ``loss``).
 
         ``tokens_BT``, ``targets_BT`` int64; ``rounding_seed`` int64 [] seeds stochastic rounding (none given: 0);
         ``attention.run`` keeps layers apart. Raises ``UserError`` for sequences beyond block_size.
@@ -235,13 +232,17 @@ class GPT(nn.Module):
         if self.fast and self.training and targets_BT is not None:
             return None, self.fused_loss(x_BTC, targets_BT)
         logits_BTV = self.lm_head(x_BTC)
-        if targets_BT is None:
-            return logits_BTV, None
-        flat_NV, targets_N = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
-        return logits_BTV, functional.cross_entropy(flat_NV, targets_N, ignore_index=-1)
+        return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
+
+    def loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over targets other than -1, float32 [].
+
+        The columns that pad the vocabulary take part in the softmax, as in nanoGPT: they are never a target and training pushes them down.
+        """
+        return functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=-1)
 
     def fused_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss of ``forward``, without logits."""
+        """``loss`` of what the head would make of x, without its logits."""
         device = x_BTC.device.type
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
