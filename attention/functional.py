@@ -71,9 +71,12 @@ def scaled_dot_product_attention(
     width = head_dim_above(D) if kind == "cuda" else D
     mask = _mask(attn_mask, query.shape[0], query.shape[2], key.shape[2])
     features = mask.features() + (("grouped",) if key.shape[1] < query.shape[1] else ())
-    backend, sites, stochastic = _resolved(numerics, kind, FORMAT_OF[query.dtype], width, softcap, features)
+    chosen: Any = numerics
+    if isinstance(numerics, AttentionSpec):  # which the compiler of torch 2.11 takes for no constant
+        chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend)
+    backend, sites, stochastic = _resolved(chosen, kind, FORMAT_OF[query.dtype], width, softcap, features)
     if rounding_seed is None:
-        refuse(stochastic, f"rounding_seed = None: {numerics} rounds stochastically, and needs an int64 tensor")
+        refuse(stochastic, "rounding_seed = None: these numerics round stochastically, and need an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     if (rounding_seed.dtype, rounding_seed.ndim, rounding_seed.device) != (torch.int64, 0, query.device):
         refuse(True, f"rounding_seed = {rounding_seed}: expected int64 of shape [] on {query.device}")
@@ -214,18 +217,23 @@ def _(mask: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def _resolved(*asked: Any) -> tuple[str, str, bool]:
     """What ``_resolve`` says, which a compiler takes for a constant."""
-    known = isinstance(asked[0], str | AttentionSpec)
-    refuse(not known, f"numerics = {asked[0]!r}: expected the name of a preset or an AttentionSpec")
+    refuse(
+        not isinstance(asked[0], str | tuple),
+        f"numerics = {asked[0]!r}: expected the name of a preset or an AttentionSpec",
+    )
     return _resolve(*asked)
 
 
 @functools.lru_cache(maxsize=256)
 def _resolve(
-    numerics: str | AttentionSpec, kind: str, fmt: str, head_dim: int, softcap: float, features: tuple[str, ...]
+    asked: str | tuple[Any, ...], kind: str, fmt: str, head_dim: int, softcap: float, features: tuple[str, ...]
 ) -> tuple[str, str, bool]:
     """Backend, key of ``Numerics``, and whether some site is stochastic. Raises ``ValueError`` where this machine cannot run it."""
     try:
-        spec = AttentionSpec(preset=numerics) if isinstance(numerics, str) else numerics
+        fields = dict(
+            zip(("preset", "numerics", "sites", "backend"), (asked,) if isinstance(asked, str) else asked, strict=False)
+        )
+        spec = AttentionSpec(**fields)
         config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
         group = config.resolve(1, 1)[0].groups[0]
         chosen = numerics_from_key(group.numerics)
