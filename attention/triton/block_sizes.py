@@ -49,20 +49,20 @@ class Blocks:
     heads: int = 1
 
 
-# (kernel, head dim up to) where every product reads 2-byte operands. Measured on one H200: experiments/kernels/sweep.csv.
+# (kernel, head dim up to) where every product reads 2-byte operands. Measured on H200s: experiments/kernels/sweep.csv, sweep_wide.csv.
 _NARROW = {
     ("forward", 64): Blocks(64, 64, 4, 3, registers=112, one_loop=True, heads=48),
-    ("forward", 128): Blocks(64, 64, 4, 3, descriptors=True),
+    ("forward", 128): Blocks(64, 64, 4, 3, descriptors=True, one_loop=True, heads=8),
     ("tiled", 64): Blocks(64, 64, 4, 3, descriptors=True),
     ("tiled", 128): Blocks(64, 64, 8, 2, descriptors=True),
     ("keys", 64): Blocks(64, 64, 4, 2, registers=168, descriptors=True, heads=16),
-    ("keys", 128): Blocks(64, 64, 4, 2, descriptors=True),
+    ("keys", 128): Blocks(64, 64, 4, 2, descriptors=True, heads=8),
     ("queries", 64): Blocks(64, 64, 4, 3, descriptors=True),
-    ("queries", 128): Blocks(64, 64, 4, 2, descriptors=True),
-    ("forward", 256): Blocks(64, 64, 8, 2, descriptors=True),
+    ("queries", 128): Blocks(64, 64, 4, 2, descriptors=True, heads=8),
+    ("forward", 256): Blocks(128, 64, 8, 2, descriptors=True, heads=8),
     ("tiled", 256): Blocks(64, 64, 8, 2, descriptors=True),
-    ("keys", 256): Blocks(32, 64, 8, 2, descriptors=True),
-    ("queries", 256): Blocks(64, 32, 8, 2, descriptors=True),
+    ("keys", 256): Blocks(64, 64, 8, 2, descriptors=True, heads=8),
+    ("queries", 256): Blocks(128, 32, 8, 2, descriptors=True, heads=8),
 }
 # An operand in float32 against one in BF16 is three products of BF16 operands (``arithmetic.dot``).
 _SPLIT = {
