@@ -12,6 +12,7 @@ from attention_cases import CASES, magnitudes, make, oracle, relative_errors, ru
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention.mask import Mask
 from attention.presets import PRESETS
 from errors import UserError
 
@@ -214,6 +215,16 @@ def test_a_seed_that_is_no_int64_scalar_is_refused(seed: object) -> None:
         UserError, match=r"^rounding_seed = .*: expected an int64 tensor of shape \[\], as torch.tensor"
     ):
         attention.run(q, q, q, plan, rounding_seed=seed)  # type: ignore[arg-type]
+
+
+def test_a_mask_in_a_compiled_call_is_that_of_an_eager_one() -> None:
+    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
+    q = torch.randn(2, 8, 3, 16)
+    torch.compiler.reset()
+    compiled = torch.compile(attention.run, backend="aot_eager", fullgraph=True)
+    settings = {"rounding_seed": torch.tensor(0), "mask": Mask(window=3)}
+    found, expected = (call(q, q, q, plan, **settings) for call in (compiled, attention.run))
+    assert torch.equal(found, expected)
 
 
 def test_tensors_laid_out_as_for_torch_are_refused() -> None:
