@@ -194,23 +194,6 @@ class Numerics:
     """``forward``: probabilities(exp(S - m)) / d with the last m, so that P of the backward pass is what O was averaged with, and rows of
     dS sum to 0 if delta reads an unrounded O. Earlier tiles rounded P_bar with an earlier m: it came out alike if ``row_max_rounding``
     is ``up``."""
-    backward_divisor: str = site(
-        "probabilities",
-        "what is divided by d in the backward pass, with backward_probabilities=forward: probabilities (P_bar), output_gradient (dO)",
-        choices=("probabilities", "output_gradient"),
-        acts_in=(DELTA, BACKWARD),
-        backends=FLASH,
-        conflict=(
-            "probabilities where backward_probabilities is not forward, or delta not rowsum_do_o",
-            lambda n: (
-                n.backward_divisor == "output_gradient"
-                and (n.backward_probabilities, n.delta) != ("forward", "rowsum_do_o")
-            ),
-        ),
-    )
-    """``output_gradient``: dO / d, rounded by the site ``output_gradient``, in place of dO wherever the backward pass reads it, and P_bar
-    in place of P: dV = P_bar^T (dO / d), dS = P_bar ((dO / d) V^T - rowsum((dO / d) O)). Rows of dS sum to 0 as they do with
-    ``probabilities``, and no element of P_bar is multiplied or rounded again."""
     divisor: str = site(
         "unrounded",
         "of O_bar: unrounded (l), rounded (sum of the rounded P_bar)",

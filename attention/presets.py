@@ -56,7 +56,6 @@ def _consistent(base: Numerics) -> Sites:
         "divisor": "rounded",
         "saved_statistics": "max_and_sum",
         "backward_probabilities": "forward",
-        "backward_divisor": "output_gradient",
         "delta_output": "low16",
     }
 

@@ -50,17 +50,6 @@ SITES: dict[str, tuple[Row, ...]] = {
     "backward_probabilities": (
         Row(GRADIENTS, beside=("probabilities=m3", "divisor=rounded", "saved_statistics=max_and_sum")),
     ),
-    "backward_divisor": (
-        Row(
-            GRADIENTS,
-            beside=(
-                "delta=rowsum_do_o",
-                "divisor=rounded",
-                "saved_statistics=max_and_sum",
-                "backward_probabilities=forward",
-            ),
-        ),
-    ),
     "divisor": (Row(BY_DELTA, beside=("probabilities=m3",)),),
     "tile_sum": (Row(ALL),),
     "tile_product": (Row(BY_DELTA),),

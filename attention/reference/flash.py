@@ -141,16 +141,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):  # type
     return output, delta_output, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
 
 
-def _gradient_read(problem: Problem, do: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
-    """dO [B, H, T, D] as the backward pass reads it, from [B, T, H, D], and what was saved; dO / d and 1 in place of 1 / d, where
-    ``backward_divisor`` is ``output_gradient``."""
-    do = do.transpose(1, 2).float()
-    if problem.sites.numerics.backward_divisor == "output_gradient":
-        m, inverse = saved.unbind(dim=2)
-        do, saved = do * inverse[..., None], torch.stack((m, torch.ones_like(inverse)), dim=2)
-    return problem.seen_rows(problem.sites.output_gradient(do)), saved
-
-
 def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Tensor) -> Tensor:
     """delta of one tile of rows [B, H, R, 1]. Inputs are that tile's dO and O [B, H, R, D] and what is saved of its rows [B, H, R, Z]."""
     n = problem.sites.numerics
@@ -288,7 +278,7 @@ def _backward(
     with exact_float32(q.device):
         mask = Mask(bottom_right, window, keys, cu_seqlens)
         problem = make_problem(q, k, v, numerics, scale, causal, softcap, mask)
-        do_BHTD, saved = _gradient_read(problem, do, saved)
+        do_BHTD = problem.seen_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         dk = torch.zeros_like(problem.k[:, :: problem.group])
         totals = torch.zeros_like(problem.q), dk, torch.zeros_like(dk)
@@ -335,7 +325,7 @@ def row_deltas(
     """
     with torch.no_grad(), exact_float32(q_BTHD.device):
         tiles = _delta_tiles(q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap)
-        return torch.cat([delta / factor for *_, delta, factor in tiles], dim=2).squeeze(-1)
+        return torch.cat([delta for *_, delta in tiles], dim=2).squeeze(-1)
 
 
 def row_residuals(
@@ -357,7 +347,7 @@ def row_residuals(
     """
     residuals, keys = [], []
     with torch.no_grad(), exact_float32(q_BTHD.device):
-        for problem, rows, do, saved, delta, _ in _delta_tiles(
+        for problem, rows, do, saved, delta in _delta_tiles(
             q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap
         ):
             sums = _row_sums(problem, rows, do, saved, delta)
@@ -373,18 +363,16 @@ def row_residuals(
 
 def _delta_tiles(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, key: str, seed: Tensor, scale: float, causal: bool, softcap: float
-) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor, Tensor]]:
-    """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z], delta [B, H, R, 1] and what dO and
-    delta were multiplied by (``_gradient_read``)."""
+) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor]]:
+    """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z] and delta [B, H, R, 1]."""
     o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap)
     problem = make_problem(q, k, v, key, scale, causal, softcap)
-    do_BHTD, read = _gradient_read(problem, do, saved)
+    do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
     o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
     for rows in problem.row_tiles():
-        kept = saved_rows(read, rows)
+        kept = saved_rows(saved, rows)
         delta = _delta_rows(problem, rows, do_BHTD[:, :, rows], o_BHTD[:, :, rows], kept)
-        factor = torch.ones_like(delta) if read is saved else saved_rows(saved, rows)[..., 1:]
-        yield problem, rows, do_BHTD[:, :, rows], kept, delta, factor
+        yield problem, rows, do_BHTD[:, :, rows], kept, delta
 
 
 def flash_reference(

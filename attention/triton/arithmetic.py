@@ -61,7 +61,6 @@ EXACT, TF32X3 = _codes(SITES["products"].choices)
 UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
 SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
 _, REUSED = _codes(SITES["backward_probabilities"].choices)
-_, DIVIDED_DO = _codes(SITES["backward_divisor"].choices)
 _, UP = _codes(SITES["row_max_rounding"].choices)
 KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
 ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED, RECOMPUTED_O = _codes(SITES["delta"].choices)
@@ -285,29 +284,6 @@ _SUM, _SUM_OPERANDS = (tl.constexpr(text) for text in _rounded_and_summed(32))
 @triton.jit
 def _first(a, b):
     return a
-
-
-@triton.jit
-def rounded_pairs(b_x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """``operand`` and ``round_block`` of a block: BF16 rounded once for both."""
-    if FORMAT == BF16 and DTYPE == tl.bfloat16 and not INTERPRETED:
-        b_operand, b_y = tl.inline_asm_elementwise(
-            """{
-            cvt.rn.bf16x2.f32 $0, $4, $3;
-            shl.b32 $1, $0, 16;
-            and.b32 $2, $0, 0xffff0000;
-            }""",
-            "=&r,=&r,=r,f,f",
-            [b_x],
-            (tl.bfloat16, tl.int32),
-            is_pure=True,
-            pack=2,
-        )
-        b_y = b_y.to(tl.float32, bitcast=True)
-    else:
-        b_y = round_to(b_x, FORMAT)
-        b_operand = operand(b_y, FORMAT, DTYPE)
-    return b_operand, b_y
 
 
 @triton.jit
@@ -603,7 +579,7 @@ def probabilities(
     """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``; or, to
     REUSE P_bar, exp(S - m) in FORMAT over d, with 1 / d in place of log2 l (``backward_probabilities``)."""
     if REUSE:
-        b_p = round_block(exponential(b_s, b_m, unit, FOLD), FORMAT) * b_log_l
+        b_p = round_each(exponential(b_s, b_m, unit, FOLD), FORMAT) * b_log_l
     elif not APART:
         b_p = exponential(b_s, b_m, unit, FOLD)
     elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:

@@ -18,13 +18,12 @@ from ..mask import Mask, Runs
 from ..numerics import BACKWARD, DELTA, Numerics
 from ..reference.exponent import log2_scale
 from ..rounding import round_to as round_tensor
-from ..rounding import storage_dtype
 from .arithmetic import (
     CENTERED_KEYS,
     CORRECTED_ROWS,
-    DIVIDED_DO,
     FMA,
     FP32,
+    KEPT,
     LATER,
     LOADED,
     MAX_AND_SUM,
@@ -40,7 +39,6 @@ from .arithmetic import (
     Strides,
     dot,
     exponential,
-    format_code,
     kernel_sites,
     operand,
     probabilities,
@@ -48,7 +46,6 @@ from .arithmetic import (
     round_each,
     round_scores,
     round_to,
-    rounded_pairs,
     stored_code,
 )
 from .block_sizes import Blocks, width
@@ -78,7 +75,6 @@ def query_kernel(
     p_saved,
     p_delta,
     p_center,
-    p_divided,
     p_dq,
     p_runs,
     p_holes,
@@ -99,7 +95,7 @@ def query_kernel(
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
     A delta made from P takes two launches: one that makes delta only, and one for dQ, with delta LOADED. CORRECTED_ROWS passes the
-    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D]. ``p_divided``: room for dO / d, where that is DIVIDED_DO.
+    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D].
     """
     FROM_P: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALIZED
     ONLY_DELTA: tl.constexpr = FROM_P or SITES.delta == RECOMPUTED_O
@@ -109,7 +105,8 @@ def query_kernel(
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
-    DIVIDED: tl.constexpr = SITES.backward_divisor == DIVIDED_DO
+    # Nothing but dS needs P: P_bar ((dP - delta) / d) takes no more operations than P (dP - delta).
+    FOLDED: tl.constexpr = REUSE and SITES.delta == ROWSUM_DO_O and SITES.row_residual == KEPT
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
@@ -127,29 +124,23 @@ def query_kernel(
     b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
     b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
+    b_do = operand(b_do, SITES.output_gradient, DTYPE)
     # [BT]
     b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
-    if SITES.delta == ROWSUM_DO_O:
-        # Before anything is stored: no load passes a store, and the wait for memory would be a second one.
-        b_o = load_output_rows(p_o, i_bh, H, row, T, SHAPE).to(tl.float32)
-        if SITES.delta_output < OUTPUT_ITSELF:
-            b_kept = load_output_rows(p_residual, i_bh, H, row, T, SHAPE)
-    if DIVIDED:
-        b_do, b_do_32 = rounded_pairs(b_do.to(tl.float32) * b_log_l[:, None], SITES.output_gradient, DTYPE)
-        store_rows(p_divided, b_do, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
-    else:
-        b_do = operand(b_do, SITES.output_gradient, DTYPE)
-        b_do_32 = b_do.to(tl.float32)
     if SITES.delta == LOADED:
         b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
     elif SITES.delta == ROWSUM_DO_O:
+        b_o = load_output_rows(p_o, i_bh, H, row, T, SHAPE).to(tl.float32)
         if SITES.delta_output < OUTPUT_ITSELF:
-            b_o = restored(b_o, b_kept, SITES.output, SITES.delta_output)
-        b_delta = round_to(tl.sum(b_do_32 * b_o, 1), SITES.delta_sum)
+            b_r = load_output_rows(p_residual, i_bh, H, row, T, SHAPE)
+            b_o = restored(b_o, b_r, SITES.output, SITES.delta_output)
+        b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), SITES.delta_sum)
         if SITES.row_residual != CORRECTED_ROWS:
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
         b_delta = tl.zeros([BT], tl.float32)
+    if FOLDED:
+        b_minus = b_delta * b_log_l * -1.0
     b_acc = tl.zeros([BT, WIDTH], tl.float32)
     b_part = tl.zeros([BT, WIDTH], tl.float32)
     b_pk = tl.zeros([BT, WIDTH], tl.float32)
@@ -170,7 +161,7 @@ def query_kernel(
             )
             b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED == 1)
             b_v = operand(b_v, SITES.inputs, DTYPE)
-            if DIVIDED:
+            if FOLDED:
                 b_p = round_each(exponential(b_s, b_m[:, None], scalars.unit, FOLD), SITES.probabilities)
             else:
                 b_p = probabilities(
@@ -186,7 +177,11 @@ def query_kernel(
                     if SITES.delta == ROWSUM_P_DP_NORMALIZED:
                         b_row_sum += tl.sum(b_p, 1)
                 else:
-                    b_ds = b_p * (b_dp - b_delta[:, None])
+                    if FOLDED:
+                        b_inverse = tl.broadcast_to(b_log_l[:, None], b_dp.shape)
+                        b_ds = b_p * tl.fma(b_dp, b_inverse, tl.broadcast_to(b_minus[:, None], b_dp.shape))
+                    else:
+                        b_ds = b_p * (b_dp - b_delta[:, None])
                     if SHAPE.SOFTCAP:
                         b_t = b_s / scalars.softcap
                         b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
@@ -223,7 +218,7 @@ def query_kernel(
         store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE)
     else:
         if SITES.delta == RECOMPUTED_O:
-            b_delta = tl.sum(b_do_32 * b_part, 1)
+            b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
         elif SITES.delta == ROWSUM_P_DP_NORMALIZED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
         tl.store(p_delta + p_row, round_to(b_delta, SITES.delta_sum), mask=o_t < T)
@@ -329,15 +324,10 @@ def key_kernel(
                 else:
                     m_s = o_s[:, None] <= o_t[None, :]
                     b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
-                if SITES.backward_divisor == DIVIDED_DO:
-                    b_p = exponential(b_s, b_m[None, :], scalars.unit, FOLD)
-                    b_weights, b_p = rounded_pairs(b_p, SITES.probabilities, DTYPE)
-                else:
-                    b_p = probabilities(
-                        b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
-                    )
-                    b_weights = operand(b_p, SITES.probabilities, DTYPE)
-                b_dv_part = dot(b_weights, b_do, b_dv_part)
+                b_p = probabilities(
+                    b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
+                )
+                b_dv_part = dot(operand(b_p, SITES.probabilities, DTYPE), b_do, b_dv_part)
                 b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
                 b_ds = b_p * (round_to(b_dp, SITES.probability_gradients) - b_delta[None, :])
                 if SHAPE.SOFTCAP:
@@ -415,15 +405,10 @@ def launch_backward(
     gradients = empty_gradients(q, k)
     dq, dk, dv = gradients.split([H, HK, HK], dim=2)
     by_columns = of_queries.descriptors and takes_descriptor(k, v) and not mask.hides()
-    divides = n.backward_divisor == "output_gradient"
-    # dO as the dK/dV kernel reads it.
-    do_of_keys = (
-        torch.empty(do.shape, device=do.device, dtype=storage_dtype(n.output_gradient, q.dtype)) if divides else do
-    )
-    by_rows = of_keys.descriptors and takes_descriptor(q, do_of_keys) and not mask.hides()
+    by_rows = of_keys.descriptors and takes_descriptor(q, do) and not mask.hides()
     known = {
         "inputs": stored_code(n.inputs, q.dtype),
-        "output_gradient": stored_code(n.output_gradient, do_of_keys.dtype),
+        "output_gradient": stored_code(n.output_gradient, do.dtype),
     }
     sites = kernel_sites(n, (BACKWARD,), scale, softcap, causal, **known)
     if sites.exponent == LATER.value and n.saved_statistics == "logsumexp":
@@ -431,8 +416,6 @@ def launch_backward(
         known["exponent"] = FMA.value
         sites = sites._replace(**known)
     scalars = Scalars(scale, log2_scale(scale) if sites.exponent != SCALED.value else 1.0, softcap)
-    if divides:
-        known["output_gradient"] = format_code(n.output_gradient)
     query_sites = kernel_sites(n, (DELTA, BACKWARD), scale, softcap, causal, **known)
 
     def shape(blocks: Blocks, tma: bool, even: bool = False) -> Shape:
@@ -462,7 +445,6 @@ def launch_backward(
             p_saved=saved,
             p_delta=delta,
             p_center=center,
-            p_divided=do_of_keys,
             p_dq=dq,
             p_runs=runs and runs.keys_of_queries,
             p_holes=runs and runs.holes,
@@ -492,7 +474,7 @@ def launch_backward(
         p_q=rows_source(q, of_keys.rows, by_rows),
         p_k=k,
         p_v=v,
-        p_do=rows_source(do_of_keys, of_keys.rows, by_rows),
+        p_do=rows_source(do, of_keys.rows, by_rows),
         p_saved=saved,
         p_delta=delta,
         p_dk=dk,
@@ -506,7 +488,7 @@ def launch_backward(
         strides_q=Strides(*q.stride()),
         strides_k=Strides(*k.stride()),
         strides_v=Strides(*v.stride()),
-        strides_do=Strides(*do_of_keys.stride()),
+        strides_do=Strides(*do.stride()),
         stride_gb=gradients.stride(0),
         stride_gr=gradients.stride(1),
         scalars=scalars,

@@ -123,8 +123,6 @@ def backward_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: 
     shared = _narrow(n.score_gradients, dtype) and _stored(n.inputs, dtype) and _stored(n.output_gradient, dtype)
     shared = shared and n.gradient_accumulator == "fp32"
     keys = _choose("keys", shared and _narrow(n.probabilities, dtype), dtype, head_dim)
-    if n.backward_divisor == "output_gradient" and keys.registers == 168:
-        keys = replace(keys, stages=3)  # m alone is read a row: 0.97 of the time of two stages
     takes_p = n.row_residual == "corrected_rows"  # for P K
     narrow = shared and n.delta != "recomputed_o" and (not takes_p or _narrow(n.probabilities, dtype))
     queries = _choose("queries", narrow, dtype, head_dim)
