@@ -28,7 +28,7 @@ N, K, D = 4 * len(TOPS), 8, 64
 
 @dataclass
 class Rows:
-    """q [N, 1, 1, 2], k [N, K, 1, 2], v [N, K, 1, D], BF16; every query sees all keys (not causal)."""
+    """q [N, 1, 1, D], k and v [N, K, 1, D], BF16; every query sees all keys (not causal)."""
 
     q: Tensor
     k: Tensor
@@ -38,6 +38,12 @@ class Rows:
         """O [N, D] in fp64."""
         q, k, v = (x.double()[:, :, 0] for x in (self.q, self.k, self.v))
         return (torch.softmax(q @ k.mT, dim=-1) @ v)[:, 0]
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor) -> Rows:
+    """With features of 0 in q and k, which no score shows."""
+    q, k = (torch.nn.functional.pad(x, (0, D - x.shape[3])) for x in (q, k))
+    return Rows(*(x.to(torch.bfloat16) for x in (q, k, v)))
 
 
 def rows(sign: float, others: float, seed: int = 0) -> Rows:
@@ -50,7 +56,7 @@ def rows(sign: float, others: float, seed: int = 0) -> Rows:
     v[:, 2:] *= others
     q = torch.cat([top, torch.ones_like(top)], dim=-1)
     k = torch.cat([torch.ones_like(low), -low], dim=-1)
-    return Rows(*(x.to(torch.bfloat16) for x in (q, k, v)))
+    return padded(q, k, v)
 
 
 def forward(problem: Rows, preset: str, numerics: str, sites: tuple[str, ...] = ()) -> Tensor:
@@ -101,7 +107,7 @@ def near_rows(sign: float, gap: float) -> Rows:
     k[:, 0] = 0
     v = sign * (1 + torch.rand(N, K, 1, D, generator=generator))
     v[:, 0] = 0
-    return Rows(*(x.to(torch.bfloat16) for x in (torch.ones(N, 1, 1, 1), k, v)))
+    return padded(torch.ones(N, 1, 1, 1), k, v)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
