@@ -1,4 +1,4 @@
-"""GELU and its slope by a formula that costs less than reading and writing the tensor, which a library's erf does not.
+"""GELU and its slope by a formula of fewer instructions than a library's erf, which takes longer than the memory traffic.
 
     q(z) = exp(-z^2 / 2) t (a1 + a2 t + ... + a5 t^4) / 2,   t = 1 / (1 + 0.3275911 z / sqrt(2))
     cdf(h) = 1 - q(h) for h >= 0, q(-h) below
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _A = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
@@ -44,5 +45,8 @@ class _Gelu(torch.autograd.Function):
 
 
 def gelu(h: Tensor) -> Tensor:
-    """``functional.gelu(h)``, elementwise, any shape and floating dtype."""
-    return _Gelu.apply(h)
+    """``functional.gelu(h)``, elementwise, any shape and floating dtype; in float32 it is torch's.
+
+    torch 2.11 compiles an autograd function to zero gradients where a cast inside of it casts nothing.
+    """
+    return functional.gelu(h) if h.dtype == torch.float32 else _Gelu.apply(h)
