@@ -23,7 +23,6 @@ from .arithmetic import (
     CORRECTED_ROWS,
     FMA,
     FP32,
-    KEPT,
     LATER,
     LOADED,
     MAX_AND_SUM,
@@ -38,12 +37,10 @@ from .arithmetic import (
     Shape,
     Strides,
     dot,
-    exponential,
     kernel_sites,
     operand,
     probabilities,
     restored,
-    round_each,
     round_scores,
     round_to,
     stored_code,
@@ -105,8 +102,6 @@ def query_kernel(
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
-    # Nothing but dS needs P: P_bar ((dP - delta) / d) takes no more operations than P (dP - delta).
-    FOLDED: tl.constexpr = REUSE and SITES.delta == ROWSUM_DO_O and SITES.row_residual == KEPT
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
@@ -139,8 +134,6 @@ def query_kernel(
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
         b_delta = tl.zeros([BT], tl.float32)
-    if FOLDED:
-        b_minus = b_delta * b_log_l * -1.0
     b_acc = tl.zeros([BT, WIDTH], tl.float32)
     b_part = tl.zeros([BT, WIDTH], tl.float32)
     b_pk = tl.zeros([BT, WIDTH], tl.float32)
@@ -161,12 +154,9 @@ def query_kernel(
             )
             b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED == 1)
             b_v = operand(b_v, SITES.inputs, DTYPE)
-            if FOLDED:
-                b_p = round_each(exponential(b_s, b_m[:, None], scalars.unit, FOLD), SITES.probabilities)
-            else:
-                b_p = probabilities(
-                    b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
-                )
+            b_p = probabilities(
+                b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
+            )
             if SITES.delta == RECOMPUTED_O:
                 b_part = dot(b_p, b_v, b_part)
             else:
@@ -177,11 +167,7 @@ def query_kernel(
                     if SITES.delta == ROWSUM_P_DP_NORMALIZED:
                         b_row_sum += tl.sum(b_p, 1)
                 else:
-                    if FOLDED:
-                        b_inverse = tl.broadcast_to(b_log_l[:, None], b_dp.shape)
-                        b_ds = b_p * tl.fma(b_dp, b_inverse, tl.broadcast_to(b_minus[:, None], b_dp.shape))
-                    else:
-                        b_ds = b_p * (b_dp - b_delta[:, None])
+                    b_ds = b_p * (b_dp - b_delta[:, None])
                     if SHAPE.SOFTCAP:
                         b_t = b_s / scalars.softcap
                         b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
