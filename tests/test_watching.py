@@ -126,6 +126,39 @@ def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> No
     assert [look["clock"] for look in looks] == pytest.approx([0.8, 1.0] if optimizer else [8, 10])
 
 
+def two_forwards_and_one_backward(model: nn.Module) -> None:
+    (model(data(0)) + model(data(1))).backward()
+
+
+def two_backwards_of_one_forward(model: nn.Module) -> None:
+    loss = model(data())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def backwards_in_another_order(model: nn.Module) -> None:
+    losses = [model(data(step)) for step in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize(
+    "loop", [two_forwards_and_one_backward, two_backwards_of_one_forward, backwards_in_another_order]
+)
+def test_any_order_of_passes_is_watched(loop: Any, every: int, tmp_path: Path) -> None:
+    with watch(model := Model(), every=every, log=tmp_path / "log"):
+        loop(model)
+    assert len(records(tmp_path / "log")[-1]["dq_error"]) == 2
+
+
+def test_a_backward_pass_after_the_block_runs() -> None:
+    with watch(model := Model()) as seen:
+        loss = model(data())
+    loss.backward()
+    assert "dq_error" not in seen.record
+
+
 def test_micro_batches_of_a_step_count_as_one(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
