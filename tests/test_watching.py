@@ -287,6 +287,37 @@ def test_a_model_without_such_attention_is_refused_at_once() -> None:
     model(torch.ones(1, 2))  # the hooks are gone
 
 
+def test_a_model_that_is_never_called_is_said() -> None:
+    with pytest.warns(UserWarning, match="no forward pass in training mode"), watch(nn.Linear(2, 2)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 3),
+        ("every", "2"),
+        ("every", 1.5),
+        ("every", 0),
+        ("every", True),
+        ("sequences", 0),
+        ("warm_up", -1),
+        ("start", None),
+        ("log", 3),
+        ("optimizer", 3),
+        ("switch", 3),
+        ("switch", "flsh"),
+        ("wandb", 3),
+        ("rule", 3),
+        ("say", 3),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{value!r}: expected") as error:
+        watch(**({"model": Model()} | {field: value}))
+    assert "\n" not in str(error.value)
+
+
 def test_the_file_is_strict_json_and_the_table_has_a_row_a_head(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     logged: list[dict[str, Any]] = []
