@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -53,30 +55,32 @@ def scaled_dot_product_attention(
         query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, D], any strides; G = H, or a divisor of H with ``enable_gqa``.
         attn_mask: bool, broadcast to [B, 1, T, S], True where a query may see a key; also beside ``is_causal``. [B, 1, 1, S] may hide any
             keys. Otherwise each query sees one run of keys, and later queries no earlier run, as with padding, windows, packing and
-            prefixes; the host waits to look once a mask, so that CUDA graphs cannot hold it.
+            prefixes; the host waits to look once a mask, so that CUDA graphs cannot hold it. It looks again after an in-place edit, but
+            not one through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
         is_causal: query t sees keys up to t.
         scale: of Q K^T; default 1 / sqrt(D).
-        numerics: name of a preset, or an ``AttentionSpec`` with its sites.
+        numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
         softcap: c > 0 replaces S by c tanh(S / c).
         rounding_seed: int64 tensor of shape [] on the query's device, another one at every step; for stochastic rounding only.
 
     Returns the dtype of the query, or float32 where the numerics leave O unrounded. Raises ``ValueError`` for what it cannot do, before
-    anything runs: dropout, other masks, dtypes and devices, shapes that do not fit, empty tensors.
+    anything runs: dropout, other masks, dtypes and devices, shapes that do not fit, empty tensors, forward-mode differentiation.
     """
-    _refuse_arguments(query, key, value, attn_mask, dropout_p, scale, enable_gqa, softcap)
+    _refuse_settings(dropout_p, is_causal, scale, enable_gqa, softcap, rounding_seed)
+    _refuse_tensors(query, key, value, attn_mask, enable_gqa)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    D = query.shape[3]
+    D = operator.index(query.shape[3])  # a number to a compiler of any shapes, too
     width = head_dim_above(D) if kind == "cuda" else D
     mask = _mask(attn_mask, query.shape[0], query.shape[2], key.shape[2])
     features = mask.features() + (("grouped",) if key.shape[1] < query.shape[1] else ())
     chosen: Any = numerics
     if isinstance(numerics, AttentionSpec):  # which the compiler of torch 2.11 takes for no constant
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend)
-    backend, sites, stochastic = _resolved(chosen, kind, FORMAT_OF[query.dtype], width, softcap, features)
+    backend, sites, draws = _resolved(chosen, kind, FORMAT_OF[query.dtype], width, 1.0 if softcap else 0.0, features)
     if rounding_seed is None:
-        refuse(stochastic, "rounding_seed = None: these numerics round stochastically, and need an int64 tensor")
+        refuse(draws, "rounding_seed = None: these numerics round stochastically, and need an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     if (rounding_seed.dtype, rounding_seed.ndim, rounding_seed.device) != (torch.int64, 0, query.device):
         refuse(True, f"rounding_seed = {rounding_seed}: expected int64 of shape [] on {query.device}")
@@ -97,6 +101,7 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
     Put the backward pass inside as well: activation checkpointing calls attention there again. What ours cannot do is a ``ValueError``, as
     in ``scaled_dot_product_attention``. Warns where no call was made, as by a model with attention of another kind.
     """
+    spec_of(numerics)
     torchs, called = functional.scaled_dot_product_attention, False
 
     def replacement(*arguments: Any, **settings: Any) -> Tensor:
@@ -121,18 +126,50 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
 
 def refuse(wrong: bool, message: str) -> None:
     if wrong:
-        raise ValueError(f"low-precision attention: {message}")
+        raise ValueError(str(UserError(f"low-precision attention: {message}")))
 
 
-def _refuse_arguments(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, gqa: bool, softcap: float
+def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
+    """``ValueError`` for what is neither a spec nor the name of a preset."""
+    if isinstance(numerics, AttentionSpec):
+        return numerics
+    refuse(not isinstance(numerics, str), f"numerics = {numerics!r}: expected the name of a preset or an AttentionSpec")
+    try:
+        return AttentionSpec(preset=numerics)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def stochastic(spec: AttentionSpec) -> bool:
+    """Whether a call needs a ``rounding_seed``."""
+    sites = spec.resolve()
+    rounding = (sites.probabilities_rounding, sites.output_rounding, sites.delta_rounding)
+    return "stochastic" in rounding and BACKENDS[spec.resolved_backend].has_sites
+
+
+def _refuse_settings(
+    dropout: float, causal: bool, scale: float | None, gqa: bool, softcap: float, seed: Tensor | None
 ) -> None:
-    """``ValueError`` for the first argument that cannot be served, whatever the numerics."""
+    for name, value, least, most, expected in (
+        ("dropout_p", dropout, 0.0, 0.0, "0, it has no dropout"),
+        ("scale", 1.0 if scale is None else scale, -_LARGEST, _LARGEST, "a finite number"),
+        ("softcap", softcap, 0.0, _LARGEST, "0 or a positive number"),
+    ):
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+        if not right:  # only then, as a compiler cannot write out a number that it does not know
+            refuse(True, f"{name} = {value!r}: expected {expected}")
+    for name, flag in (("is_causal", causal), ("enable_gqa", gqa)):
+        refuse(not isinstance(flag, bool), f"{name} = {flag!r}: expected True or False")
+    refuse(not isinstance(seed, Tensor | None), f"rounding_seed = {seed!r}: expected an int64 tensor of shape []")
+
+
+_LARGEST = sys.float_info.max
+
+
+def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> None:
+    """``ValueError`` for the first tensor that cannot be served, whatever the numerics."""
     for name, x in {"query": q, "key": k, "value": v, "attn_mask": q if mask is None else mask}.items():
         refuse(not isinstance(x, Tensor), f"{name} is a {type(x).__name__}: expected a tensor")
-    refuse(dropout != 0, f"dropout_p = {dropout}: expected 0, it has no dropout")
-    refuse(scale is not None and not math.isfinite(scale), f"scale = {scale}: expected a finite number")
-    refuse(not (0 <= softcap < math.inf), f"softcap = {softcap}: expected 0 or a positive number")
     for name, x in (("query", q), ("key", k), ("value", v)):
         refuse(x.ndim != 4, f"{name} has shape {list(x.shape)}: expected [batch, heads, length, head dim]")
         refuse(x.layout != torch.strided or x.is_nested, f"{name} is nested or sparse: expected a strided tensor")
@@ -140,6 +177,8 @@ def _refuse_arguments(
         refuse(x.dtype not in FORMAT_OF, f"{name} is {x.dtype}: expected float32, bfloat16 or float16")
         refuse(x.device != q.device, f"{name} is on {x.device}: expected {q.device}, as the query")
         refuse(x.device.type not in ("cpu", "cuda"), f"{name} is on {x.device}: expected cpu or cuda")
+        dual = not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None
+        refuse(dual, f"{name} has a tangent: expected reverse mode, it has no forward-mode differentiation")
     autocast = torch.is_autocast_enabled(q.device.type)
     refuse(
         not autocast and not (q.dtype == k.dtype == v.dtype), f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one"
@@ -153,11 +192,15 @@ def _refuse_arguments(
     )
     if mask is not None:
         refuse(mask.dtype != torch.bool, f"attn_mask is {mask.dtype}: expected bool, it has no additive masks")
+        refuse(mask.layout != torch.strided, f"attn_mask is {mask.layout}: expected a strided tensor")
         refuse(mask.device != q.device, f"attn_mask is on {mask.device}: expected {q.device}, as the query")
         shape = [q.shape[0], heads, q.shape[2], k.shape[2]]
         sizes = [1] * (4 - mask.ndim) + list(mask.shape)
-        fits = len(sizes) == 4 and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
-        refuse(not fits, f"attn_mask has shape {list(mask.shape)}: expected what broadcasts to {shape}")
+        fits = 2 <= mask.ndim <= 4 and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
+        refuse(
+            not fits,
+            f"attn_mask has shape {list(mask.shape)}: expected what broadcasts to {shape}, 2 dimensions or more",
+        )
         alike = mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0
         refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
     refuse(heads % groups != 0, f"{heads} query heads, {groups} key heads: expected a divisor of {heads}")
@@ -167,23 +210,25 @@ def _mask(mask: Tensor | None, B: int, T: int, S: int) -> Mask:
     """A checked ``attn_mask`` as the backends take it."""
     if mask is None:
         return NO_MASK
+    own = mask
     while mask.ndim < 4:
         mask = mask[None]
     if mask.shape[2] == 1:
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
-    runs = _runs(mask) if torch.compiler.is_compiling() else _known_runs(mask)
+    runs = _runs(mask) if torch.compiler.is_compiling() else _known_runs(own, mask)
     return Mask(keys=runs.expand(B, 2, T))
 
 
-def _known_runs(mask: Tensor) -> Tensor:
-    """``_runs``, once for all layers that get one and the same tensor."""
-    if mask.is_inference():  # counts no versions
+def _known_runs(own: Tensor, mask: Tensor) -> Tensor:
+    """``_runs`` of a mask, once for all layers that get one and the same tensor: the caller's ``own``, of which ``mask`` is a view."""
+    if own.is_inference():  # counts no versions
         return _runs(mask)
-    if mask not in _RUNS or _RUNS[mask][0] != mask._version:
-        _RUNS[mask] = mask._version, _runs(mask)
-    return _RUNS[mask][1]
+    state = own._version, mask.shape
+    if own not in _RUNS or _RUNS[own][0] != state:
+        _RUNS[own] = state, _runs(mask)
+    return _RUNS[own][1]
 
 
 _RUNS = WeakTensorKeyDictionary()
@@ -217,10 +262,8 @@ def _(mask: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def _resolved(*asked: Any) -> tuple[str, str, bool]:
     """What ``_resolve`` says, which a compiler takes for a constant."""
-    refuse(
-        not isinstance(asked[0], str | tuple),
-        f"numerics = {asked[0]!r}: expected the name of a preset or an AttentionSpec",
-    )
+    if not isinstance(asked[0], tuple):
+        spec_of(asked[0])
     return _resolve(*asked)
 
 
@@ -241,5 +284,4 @@ def _resolve(
     except UserError as error:
         raise ValueError(str(error)) from None
     refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
-    rounding = (chosen.probabilities_rounding, chosen.output_rounding, chosen.delta_rounding)
-    return group.backend, group.numerics, "stochastic" in rounding and BACKENDS[group.backend].has_sites
+    return group.backend, group.numerics, stochastic(spec)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .functional import refuse, scaled_dot_product_attention
+from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
 from .plan import AttentionSpec
 from .presets import RECOMMENDED
 
@@ -16,7 +16,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
 
     Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name`` where a model is made. Several may be registered, each
     under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name that other numerics have,
-    as models look it up at each call, and for one with "flash" in it, which transformers takes for a flash-attention package.
+    as models look it up at each call, for one with "flash" in it, which transformers takes for a flash-attention package, and for numerics
+    that are unknown or stochastic.
 
     A model's call raises ``ValueError`` for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for sinks,
     position biases and paged caches.
@@ -25,8 +26,12 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     from transformers.masking_utils import sdpa_mask
 
     refuse("flash" in name, f"name = {name!r}: expected one without 'flash', which transformers reserves")
-    known = _REGISTERED.get(name, numerics)
-    refuse(known != numerics, f"name = {name!r}: expected another one for {numerics}, as it stands for {known}")
+    spec = spec_of(numerics)
+    refuse(
+        stochastic(spec), f"numerics = {spec.label()}: expected none that rounds stochastically, as no seed reaches it"
+    )
+    known = _REGISTERED.get(name, spec)
+    refuse(known != spec, f"name = {name!r}: expected another one for {spec.label()}, as it stands for {known.label()}")
 
     def forward(
         module: nn.Module,
@@ -65,8 +70,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     AttentionInterface.register(name, forward)
     # transformers makes no mask, not even for padding, for a name that this registry does not hold.
     AttentionMaskInterface.register(name, sdpa_mask)
-    _REGISTERED[name] = numerics
+    _REGISTERED[name] = spec
     return name
 
 
-_REGISTERED: dict[str, str | AttentionSpec] = {}
+_REGISTERED: dict[str, AttentionSpec] = {}

@@ -28,7 +28,8 @@ class AttentionSpec:
     """
 
     preset: str = "flash"
-    """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md)."""
+    """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md), or robust, the recommended
+    one. The default is flash, which has no repair, unlike that of ``scaled_dot_product_attention``."""
     numerics: str = "hardware"
     """Base roundings: hardware (our Triton kernels), rounded_forward (our first emulation of the published forward pass), published (as the
     paper's code runs), fp32, microcosm."""
@@ -42,7 +43,7 @@ class AttentionSpec:
             object.__setattr__(self, name, today(getattr(self, name)))
         object.__setattr__(self, "sites", tuple(today(site) for site in self.sites))
         if self.preset not in PRESETS:
-            raise invalid("attention preset", self.preset, PRESETS)
+            raise invalid("attention preset", self.preset, ("robust", *PRESETS))
         if self.numerics not in BASES:
             raise invalid("attention numerics", self.numerics, BASES)
         if self.backend and self.backend not in BACKENDS:
@@ -161,7 +162,7 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
 
     def moved(spec: AttentionSpec) -> AttentionSpec:
         if preset not in PRESETS:
-            raise invalid("attention preset", preset, PRESETS)
+            raise invalid("attention preset", preset, ("robust", *PRESETS))
         stays = PRESETS[preset].backend == PRESETS[spec.preset].backend
         return replace(spec, preset=preset, backend=backend or (spec.backend if stays else ""))
 

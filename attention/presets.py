@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .numerics import BASES, HARDWARE, SITES, Numerics
+from .renamed import RECOMMENDED as RECOMMENDED
 
 Sites = dict[str, Any]
 
@@ -75,9 +76,6 @@ _STOCHASTIC_O: Sites = {
     "delta_rounding": "nearest",
 }
 
-
-RECOMMENDED = "flash_consistent"
-"""What ``scaled_dot_product_attention`` uses unless told otherwise."""
 
 PRESETS: dict[str, Preset] = {
     "standard": Preset("standard", "the control, as eager PyTorch computes it", _standard),

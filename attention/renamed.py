@@ -1,8 +1,12 @@
-"""Names of presets, bases and values of sites as records of published runs hold them, and what they are called now."""
+"""Names of presets, bases and values of sites as records of published runs hold them, and what they are called now; and one alias."""
 
 from __future__ import annotations
 
+RECOMMENDED = "flash_consistent"
+"""The preset that ``scaled_dot_product_attention`` uses unless told otherwise, and that "robust" stands for."""
+
 RENAMED = {
+    "robust": RECOMMENDED,
     "paper": "rounded_forward",
     "flash_subtracted": "flash_subtract_first",
     "flash_unfused": "flash_separate_multiply",

@@ -18,9 +18,10 @@ import inspect
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,13 +31,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .functional import scaled_dot_product_attention
+from .functional import scaled_dot_product_attention, spec_of
 from .growth import Growth, GrowthRule, Probe, growth, large_logits
 from .measures import entropy_of, score_rows
 from .plan import AttentionSpec
 from .reference.exact import exact_float32
 from .reference.tiles import FORMAT_OF
 from .rounding import round_to
+from .user_error import invalid
 
 COLUMNS = {
     "max_logit": "largest score",
@@ -49,7 +51,7 @@ COLUMNS = {
     "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
 }
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
-RATES = "on GPT-2 124M this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
+RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _ONE = 1 - 2.0**-9
 
 
@@ -124,6 +126,18 @@ def _over(x: Tensor, size: Tensor) -> Tensor:
     return x / size.where(size > 0, 1.0)
 
 
+@dataclass
+class Look:
+    """A forward pass that is looked at. Its hooks hold it, as its gradients may come late, twice or never."""
+
+    step: int
+    clock: float
+    calls: list[Call] = field(default_factory=list)
+    found: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
+    """Calls whose gradients have not come; none once the look is written."""
+
+
 class Watch(TorchFunctionMode):
     """Made by ``watch``. As a context manager it is closed with the block. Rows of the last look: ``record``."""
 
@@ -143,12 +157,10 @@ class Watch(TorchFunctionMode):
         self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115  (close() does)
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
-        self._not_finite = False
         """Step at which a layer ran away."""
-        self._due, self._looked_at, self._look_clock, self._inside = False, -1, 0.0, False
-        self._calls: list[Call] = []
-        self._found: dict[int, dict[str, Tensor]] = {}
-        self._seen = 0
+        self._not_finite = self._called = False
+        self._due, self._inside, self._looked_at, self._seen = False, False, -1, 0
+        self._look: Look | None = None
         self._probes: dict[int, list[Probe]] = {}
         self._pass = ExitStack()
         self._hooks: list[Any] = [
@@ -167,23 +179,30 @@ class Watch(TorchFunctionMode):
     def close(self) -> None:
         """Take the hooks away and close the file."""
         self._write()
-        for hook in self._hooks:
-            hook.remove()
+        if self._hooks and not self._called:
+            warnings.warn(
+                "watch: the model made no forward pass in training mode: expected what the loop calls", stacklevel=2
+            )
+        while self._hooks:
+            self._hooks.pop().remove()
         if self._log is not None:
             self._log.close()
 
     # ---- when
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._write()
         self._step += 1
         self._clock += float(optimizer.param_groups[0]["lr"])
 
     def _begin(self, model: nn.Module, _: Any) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
-        self._write()
-        self._seen = 0
+        self._seen, self._called = 0, True
         self._due = self._step % self._every == 0 and self._step != self._looked_at
+        if self._due:
+            self._write()
+            self._look = Look(self._step, self._clock)
         if self._due or (self._switch is not None and self.left):
             # What is compiled hides its calls. Nothing is compiled before this module is there, and it takes seconds to import.
             if "torch._dynamo" in sys.modules:
@@ -199,11 +218,13 @@ class Watch(TorchFunctionMode):
         if self._due and not self._seen:
             self.close()
             raise ValueError(
-                'watch: this forward pass made no call of scaled_dot_product_attention (in Hugging Face: attn_implementation="sdpa"; '
-                "activation checkpointing: use_reentrant=False)"
+                "watch: this forward pass made no call of scaled_dot_product_attention that it can see (in Hugging Face: "
+                'attn_implementation="sdpa"; torch.nn.MultiheadAttention and TransformerEncoderLayer hide theirs)'
             )
         if self._due:
-            self._looked_at, self._look_clock, self._due = self._step, self._clock, False
+            self._looked_at, self._due = self._step, False
+            if self._look is not None and not self._look.awaited:  # as in reentrant checkpointing
+                self._write()
         if self._counts:
             self._step, self._clock = self._step + 1, self._clock + 1
 
@@ -260,11 +281,11 @@ class Watch(TorchFunctionMode):
             o = run() if moved is None else scaled_dot_product_attention(**named, numerics=moved)
         finally:
             self._inside = False
-        if self._due:
-            self._keep(layer, named, o)
+        if self._due and self._look is not None:
+            self._keep(self._look, layer, named, o)
         return o
 
-    def _keep(self, layer: int, named: dict[str, Any], o: Tensor) -> None:
+    def _keep(self, look: Look, layer: int, named: dict[str, Any], o: Tensor) -> None:
         def few(x: Tensor) -> Tensor:
             return x.detach().reshape(-1, *x.shape[-3:])[: self._sequences].to(o.dtype, copy=True)
 
@@ -282,23 +303,31 @@ class Watch(TorchFunctionMode):
             softcap=named["softcap"],
             dropout=named["dropout_p"],
         )
-        self._calls.append(call)
+        look.calls.append(call)
 
         def output_gradient(do: Tensor) -> None:
-            self._calls[layer] = replace(self._calls[layer], do_BHTD=few(do))
+            came("do_BHTD", do)
             if not q.requires_grad:
                 finish()
 
         def query_gradient(dq: Tensor) -> None:
-            self._calls[layer] = replace(self._calls[layer], dq_BHTD=few(dq))
+            came("dq_BHTD", dq)
             finish()
 
+        def came(name: str, gradient: Tensor) -> None:
+            if layer in look.awaited:
+                changes: dict[str, Any] = {name: few(gradient)}
+                look.calls[layer] = replace(look.calls[layer], **changes)
+
         def finish() -> None:
-            self._found[layer] = measure(self._calls[layer])
-            if len(self._found) == len(self._calls):
-                self._write()
+            if layer in look.awaited:
+                look.found[layer] = measure(look.calls[layer])
+                look.awaited.remove(layer)
+                if not look.awaited:
+                    self._write()
 
         if o.requires_grad:
+            look.awaited.add(layer)
             o.register_hook(output_gradient)
             if q.requires_grad:
                 q.register_hook(query_gradient)
@@ -307,49 +336,51 @@ class Watch(TorchFunctionMode):
 
     def _write(self) -> None:
         """Bring a look to the host and the file. Calls whose gradient never came are measured without one."""
-        if not self._calls:
+        look, self._look = self._look, None
+        if look is None or not look.calls:
             return
-        found = [self._found.get(layer) or measure(call) for layer, call in enumerate(self._calls)]
-        self._calls, self._found = [], {}
+        found = [look.found.get(layer) or measure(call) for layer, call in enumerate(look.calls)]
+        look.awaited.clear()
+        look.calls.clear()
         names = [name for name in COLUMNS if any(name in columns for columns in found)]
         lists = {name: [columns[name].tolist() if name in columns else None for columns in found] for name in names}
-        self.record = {"step": self._looked_at, "clock": self._look_clock, **lists}
+        self.record = {"step": look.step, "clock": look.clock, **lists}
         if self._log is not None:
             self._log.write(json.dumps(_strict(self.record)) + "\n")
             self._log.flush()
         if self._wandb is not None:
             self._wandb.log(_table(self.record))
-        if self._looked_at >= self._warm_up:
-            self._judge([columns["max_logit"].tolist() for columns in found])
+        if look.step >= self._warm_up:
+            self._judge(look, [columns["max_logit"].tolist() for columns in found])
         for layer, made in enumerate(lists.get("nan_made", [])):
             if made and any(made):
-                self._say(
-                    f"step {self._looked_at}: attention layer {layer}: its kernel made a NaN of finite q, k, v and dO"
-                )
+                self._say(f"step {look.step}: attention layer {layer}: its kernel made a NaN of finite q, k, v and dO")
 
-    def _judge(self, logits: list[list[float]]) -> None:
+    def _judge(self, look: Look, logits: list[list[float]]) -> None:
         if not all(math.isfinite(logit) for logit_H in logits for logit in logit_H):
             if not self._not_finite:
-                self._say(f"step {self._looked_at}: attention's logits are not finite; the alarm waits until they are")
+                self._say(f"step {look.step}: attention's logits are not finite; the alarm waits until they are")
             self._not_finite = True
             return
         self._not_finite = False
         for layer, logit_H in enumerate(logits):
             logit_1H = torch.tensor([logit_H], dtype=torch.float64)
             probes = self._probes.setdefault(layer, [])
-            probes.append(Probe(self._looked_at, self._look_clock, logit_1H, logit_1H))
+            if probes and probes[-1].logit_LH.shape != logit_1H.shape:  # another layer has this place in the pass now
+                probes.clear()
+            probes.append(Probe(look.step, look.clock, logit_1H, logit_1H))
             found = growth(probes, self._rule)
             if found is not None and found.layers() and layer not in self.left:
-                self.left[layer] = self._looked_at
-                self._say(self._sentence(layer, found, logit_1H))
+                self.left[layer] = look.step
+                self._say(self._sentence(look.step, layer, found, logit_1H))
 
-    def _sentence(self, layer: int, found: Growth, logit_1H: Tensor) -> str:
+    def _sentence(self, step: int, layer: int, found: Growth, logit_1H: Tensor) -> str:
         head = found.heads(0)[0]
         large = int(large_logits(logit_1H, self._rule).sum())
         name = self._switch.label() if isinstance(self._switch, AttentionSpec) else self._switch
         then = f"; from now on it runs {name}" if name else ""
         return (
-            f"step {self._looked_at}: attention layer {layer} runs away: largest logit {logit_1H[0, head]:.4g} in head {head}, growing "
+            f"step {step}: attention layer {layer} runs away: largest logit {logit_1H[0, head]:.4g} in head {head}, growing "
             f"like the summed learning rate to the power {found.exponent_LH[0, head]:.1f}; {large} of {logit_1H.shape[1]} heads above "
             f"{self._rule.logit:g} ({RATES}){then}"
         )
@@ -390,6 +421,11 @@ def _table(record: dict[str, Any]) -> dict[str, Any]:
     return {"attention": wandb.Table(columns=["step", "layer", "head", *names], data=rows)}
 
 
+def _require(right: bool, name: str, value: object, expected: str) -> None:
+    if not right:
+        raise ValueError(str(invalid(f"watch: {name}", value, expected)))
+
+
 def watch(
     model: nn.Module,
     *,
@@ -427,8 +463,18 @@ def watch(
         ("warm_up", warm_up, 0),
         ("start", start, 0),
     ):
-        if value < least:
-            raise ValueError(f"watch: {name} = {value}: expected a whole number of {least} or more")
+        _require(type(value) is int and value >= least, name, value, f"a whole number of {least} or more")
+    _require(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
+    _require(callable(say), "say", say, "a function of one line")
+    for name, one, kind in (
+        ("log", log, str | Path),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+        ("rule", rule, GrowthRule),
+    ):
+        _require(one is None or isinstance(one, kind), name, one, f"{kind} or None")
+    _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
+    if switch is not None:
+        spec_of(switch)
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
     if switch is not None and processes:
         raise ValueError(f"watch: switch = {switch!r}: expected None, as each process would decide by itself")

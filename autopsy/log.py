@@ -23,6 +23,9 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         if after["step"] <= before["step"]:
             steps = f"step {after['step']} follows step {before['step']}"
             raise UserError(f"this file holds more than one run: {steps}; expected a file of its own for each")
+        if _heads(before) != _heads(after):
+            heads = f"heads by layer are {_heads(before)} at step {before['step']} and {_heads(after)} at step {after['step']}"
+            raise UserError(f"{heads}: expected the same, as layers are told apart by their place in a forward pass")
     for record in records:
         made = [layer for layer, heads in enumerate(record.get("nan_made", [])) if heads and any(heads)]
         if made:
@@ -47,6 +50,11 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
         control = "Run the control; or scripts/autopsy.py on a checkpoint, for yes or no."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
+    measured = [record for record in finite if all(record.get("dq_error", [None]))]
+    if tops[top] < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
+        few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
+        why = "Activation checkpointing needs use_reentrant=False; a frozen layer and one with dropout show none."
+        return [few, why, largest, *broken]
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW:
         no = "NO: attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *broken]
@@ -56,6 +64,10 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
 def _tops(record: dict[str, Any]) -> list[float]:
     """The largest logit of each layer; NaN where one is."""
     return [math.nan if any(map(math.isnan, heads)) else max(heads) for heads in record["max_logit"]]
+
+
+def _heads(record: dict[str, Any]) -> list[int]:
+    return [len(heads) for heads in record["max_logit"]]
 
 
 def _rounded(record: dict[str, Any]) -> list[int]:

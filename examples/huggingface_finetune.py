@@ -38,7 +38,7 @@ def main() -> None:
         "--model", default="", help="folder or name of a causal language model (default: a small random Llama)"
     )
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="UTF-8 file to learn")
-    parser.add_argument("--numerics", default=RECOMMENDED, choices=PRESETS, metavar="PRESET")
+    parser.add_argument("--numerics", default=RECOMMENDED, choices=("robust", *PRESETS), metavar="PRESET")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
@@ -48,6 +48,8 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokens = load(options.model, options.text.read_text(), huggingface.register(options.numerics))
+    if len(tokens) <= options.length:
+        parser.error(f"--length {options.length}: expected less than the text's {len(tokens)} tokens")
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     for step in range(options.steps):

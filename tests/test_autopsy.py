@@ -119,9 +119,20 @@ def test_the_answer_comes_first(factors: list[float], fixes: dict[str, float], f
 
 
 def record(step: int, logit: float, **columns: list[float]) -> dict[str, Any]:
+    columns = {"dq_error": [0.0, 0.0]} | columns
     return {"step": step, "clock": step, "max_logit": [[1.0, 1.0], [logit, logit]]} | {
         name: [[0.0, 0.0], values] for name, values in columns.items()
     }
+
+
+def without_gradients(step: int, *, layer: int | None = None) -> dict[str, Any]:
+    """Of no layer, or not of one."""
+    found = record(step, 50.0)
+    if layer is None:
+        del found["dq_error"]
+    else:
+        found["dq_error"][layer] = None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -138,6 +149,10 @@ def record(step: int, logit: float, **columns: list[float]) -> dict[str, Any]:
         ([record(step, 900.0) for step in range(100, 1001, 100)], "UNCLEAR"),
         ([record(0, 50.0, nan_made=[0.0, 1.0]), record(100, math.nan)], "KERNEL"),
         ([record(0, math.nan)], "UNCLEAR"),
+        ([without_gradients(step) for step in range(5)], "UNCLEAR"),
+        ([without_gradients(step, layer=0) for step in range(5)], "UNCLEAR"),
+        ([without_gradients(0), *(record(step, 50.0) for step in (1, 2))], "UNCLEAR"),
+        ([without_gradients(0), *(record(step, 50.0) for step in (1, 2, 3))], "NO"),
     ],
 )
 def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dict[str, Any]], first: str) -> None:
@@ -147,6 +162,17 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
 def test_the_layer_that_left_is_named_with_its_step() -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
     assert leaving([record(step, (step / 100) ** 4) for step in range(100, 1001, 100)]) == {1: 600}
+
+
+def test_why_gradients_are_lacking_is_said() -> None:
+    assert "use_reentrant=False" in " ".join(log_answer([without_gradients(step) for step in range(5)]))
+
+
+def test_layers_that_come_and_go_are_refused() -> None:
+    fewer = record(100, 1.0)
+    fewer["max_logit"].pop()
+    with pytest.raises(UserError, match=r"\[2, 2\] at step 0 and \[2\] at step 100"):
+        log_answer([record(0, 1.0), fewer])
 
 
 def test_a_file_of_two_runs_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
 from torch.utils.checkpoint import checkpoint
 
+import attention
 from attention import AttentionSpec, replace_sdpa, scaled_dot_product_attention
 
 
@@ -156,6 +158,37 @@ def test_compiled_as_one_graph_gives_the_same_bits(autocast: bool, device: torch
             assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
 
 
+@pytest.mark.parametrize("changes", [{"width": 24}, {"queries": 30, "keys": 30}, {"scale": 0.3}, {"softcap": 5.0}])
+def test_compiled_for_any_shape_and_number_gives_the_same_bits(changes: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    numbers = {"scale": 0.2, "softcap": 3.0}
+    for case in ({}, changes):
+        *inputs, do = tensors(**{name: size for name, size in case.items() if name not in numbers})
+        settings = {name: case.get(name, number) for name, number in numbers.items()}
+        eager, found = (results(f, inputs, do, **settings) for f in (scaled_dot_product_attention, compiled))
+        assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+
+
+@pytest.mark.parametrize("dimensions", [2, 3, 4])
+def test_a_mask_is_looked_at_once_for_all_layers(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Mock(side_effect=attention.functional._runs)
+    monkeypatch.setattr(attention.functional, "_runs", looks)
+    mask = torch.ones((1, 1, 40, 40)[4 - dimensions :], dtype=torch.bool).tril()
+    *inputs, _ = tensors()
+    for _ in range(2):
+        scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert looks.call_count == 1
+
+
+def test_a_mask_edited_in_place_is_looked_at_again() -> None:
+    *inputs, _ = tensors()
+    mask = torch.ones(40, 40, dtype=torch.bool)
+    scaled_dot_product_attention(*inputs, attn_mask=mask)
+    mask.fill_(False)
+    assert scaled_dot_product_attention(*inputs, attn_mask=mask).count_nonzero() == 0
+
+
 def test_stochastic_rounding_follows_its_seed_and_needs_one() -> None:
     *inputs, _ = tensors()
 
@@ -200,9 +233,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask for each head": ({"attn_mask": torch.ones(2, 4, 8, 8, dtype=torch.bool)}, "one mask for all heads"),
     "a mask with holes": ({"attn_mask": torch.eye(8).bool() | (torch.arange(8) == 0)}, "one run of keys"),
     "a mask that goes back": ({"attn_mask": torch.eye(8).bool().flip(0)}, "no earlier run"),
+    "a mask of no dimension": ({"attn_mask": torch.tensor(True)}, "2 dimensions or more"),
+    "a mask of one dimension": ({"attn_mask": torch.ones(8, dtype=torch.bool)}, "2 dimensions or more"),
+    "a sparse mask": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool).to_sparse()}, "attn_mask is torch.sparse_coo"),
+    "dropout of no number": ({"dropout_p": None}, "dropout_p = None"),
+    "is_causal of no flag": ({"is_causal": "False"}, "is_causal = 'False': expected True or False"),
+    "is_causal none": ({"is_causal": None}, "is_causal = None"),
+    "is_causal tensor": ({"is_causal": torch.tensor(True)}, r"is_causal = tensor\(True\)"),
+    "enable_gqa of no flag": ({"enable_gqa": "no"}, "enable_gqa = 'no'"),
+    "scale of no number": ({"scale": "1"}, "scale = '1'"),
+    "scale of a flag": ({"scale": True}, "scale = True"),
     "scale nan": ({"scale": math.nan}, "scale = nan"),
     "scale inf": ({"scale": math.inf}, "scale = inf"),
     "softcap": ({"softcap": -1.0}, "softcap = -1.0"),
+    "softcap none": ({"softcap": None}, "softcap = None"),
+    "softcap of no number": ({"softcap": "3"}, "softcap = '3'"),
     "three dimensions": ({"query": X[0]}, r"query has shape \[4, 8, 16\]"),
     "nested": ({"query": torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)}, "query is nested"),
     "sparse": ({"value": X.to_sparse()}, "value is nested or sparse"),
@@ -223,6 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a query that is no tensor": ({"query": [1.0]}, "query is a list"),
     "a mask that is no tensor": ({"attn_mask": [[True]]}, "attn_mask is a list"),
     "the meta device": ({name: X.to("meta") for name in ("query", "key", "value")}, "query is on meta"),
+    "a seed that is no tensor": ({"rounding_seed": 3}, "rounding_seed = 3"),
     "a seed of another dtype": ({"rounding_seed": torch.tensor(1.0)}, "rounding_seed = 1.0"),
     "a seed of another shape": ({"rounding_seed": torch.tensor([1])}, r"rounding_seed = tensor\(\[1\]\)"),
     "no numerics": ({"numerics": None}, "numerics = None"),
@@ -236,8 +282,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_it_cannot_do_is_refused(case: str) -> None:
     changes, message = REFUSED[case]
     arguments = {"query": X, "key": X, "value": X} | changes
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         scaled_dot_product_attention(**arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_forward_mode_is_refused_instead_of_giving_tangents_of_zero(name: str) -> None:
+    def call(x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(**({"query": X, "key": X, "value": X} | {name: x}))
+
+    with pytest.raises(ValueError, match=f"{name} has a tangent"):
+        torch.func.jvp(call, (X,), (X,))
 
 
 class Attention(torch.nn.Module):

@@ -180,6 +180,22 @@ def test_a_name_keeps_its_numerics(ours: str) -> None:
         register("flash", ours)
 
 
+@pytest.mark.parametrize(
+    ("numerics", "message"), [("nope", "attention preset = 'nope'"), ("flash_stochastic_o", "no seed")]
+)
+def test_numerics_that_no_call_could_have_are_refused_at_once(numerics: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(numerics, "another")
+
+
+@pytest.mark.parametrize("lacking", ["s_aux", "position_bias", "cache"])
+def test_what_a_model_passes_and_the_kernels_lack_is_refused(lacking: str, ours: str) -> None:
+    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[ours]
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=f"it has no {lacking}"):
+        call(torch.nn.Module(), q, q, q, None, **{lacking: q})
+
+
 @pytest.mark.slow
 def test_trainer_fine_tunes_as_with_torchs(tmp_path: Path, ours: str) -> None:
     """50 steps under BF16 autocast, three seeds: losses are as near to a float32 run's as torch's are (1.5 times their error at most)."""

@@ -218,7 +218,15 @@ def test_blocks_fetched_through_descriptors_are_the_same(
 
 
 @pytest.mark.parametrize(
-    "preset", ["flash", "flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtract_first", "standard"]
+    "preset",
+    [
+        "flash",
+        "flash_consistent",
+        "flash_stochastic_p_o",
+        "flash_delta_from_p",
+        "flash_delta_from_p_subtract_first",
+        "standard",
+    ],
 )
 def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None:
     p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))

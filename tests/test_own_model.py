@@ -62,6 +62,16 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert losses[-1] < losses[0] - 1
 
 
+def test_the_example_refuses_a_length_beyond_the_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", ["example", "--length", "100000000"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
+    assert "--length 100000000: expected less than" in capsys.readouterr().err
+
+
 def gradients(model: Any, loss: Any) -> Tensor:
     """With weights that matter to attention."""
     torch.manual_seed(0)

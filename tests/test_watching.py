@@ -126,6 +126,39 @@ def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> No
     assert [look["clock"] for look in looks] == pytest.approx([0.8, 1.0] if optimizer else [8, 10])
 
 
+def two_forwards_and_one_backward(model: nn.Module) -> None:
+    (model(data(0)) + model(data(1))).backward()
+
+
+def two_backwards_of_one_forward(model: nn.Module) -> None:
+    loss = model(data())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def backwards_in_another_order(model: nn.Module) -> None:
+    losses = [model(data(step)) for step in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize(
+    "loop", [two_forwards_and_one_backward, two_backwards_of_one_forward, backwards_in_another_order]
+)
+def test_any_order_of_passes_is_watched(loop: Any, every: int, tmp_path: Path) -> None:
+    with watch(model := Model(), every=every, log=tmp_path / "log"):
+        loop(model)
+    assert len(records(tmp_path / "log")[-1]["dq_error"]) == 2
+
+
+def test_a_backward_pass_after_the_block_runs() -> None:
+    with watch(model := Model()) as seen:
+        loss = model(data())
+    loss.backward()
+    assert "dq_error" not in seen.record
+
+
 def test_micro_batches_of_a_step_count_as_one(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,6 +285,37 @@ def test_a_model_without_such_attention_is_refused_at_once() -> None:
     with watch(model), pytest.raises(ValueError, match="no call of scaled_dot_product_attention"):
         model(torch.ones(1, 2))
     model(torch.ones(1, 2))  # the hooks are gone
+
+
+def test_a_model_that_is_never_called_is_said() -> None:
+    with pytest.warns(UserWarning, match="no forward pass in training mode"), watch(nn.Linear(2, 2)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 3),
+        ("every", "2"),
+        ("every", 1.5),
+        ("every", 0),
+        ("every", True),
+        ("sequences", 0),
+        ("warm_up", -1),
+        ("start", None),
+        ("log", 3),
+        ("optimizer", 3),
+        ("switch", 3),
+        ("switch", "flsh"),
+        ("wandb", 3),
+        ("rule", 3),
+        ("say", 3),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{value!r}: expected") as error:
+        watch(**({"model": Model()} | {field: value}))
+    assert "\n" not in str(error.value)
 
 
 def test_the_file_is_strict_json_and_the_table_has_a_row_a_head(tmp_path: Path) -> None:
