@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..mask import NO_MASK, Mask
-from ..numerics import FORWARD, Numerics, numerics_from_key
+from ..numerics import FORWARD, Numerics, lacked_by, numerics_from_key
 from ..reference.exponent import log2_scale
 from ..reference.tiles import FORMAT_OF, NAMESPACE, OUTPUT_STREAM
 from ..rounding import storage_dtype
@@ -195,7 +195,7 @@ def launch(
 
 def _kernels_key(numerics: str) -> str:
     """The numerics as the kernels are to read them: m and log l are kept, and sites that standard attention has not round nothing."""
-    sites = {"saved_statistics": "max_and_sum", "logsumexp": "fp32", "gradient_accumulator": "fp32"}
+    sites = {**lacked_by("standard_triton"), "saved_statistics": "max_and_sum"}
     return numerics_from_key(numerics).with_sites(sites).key()
 
 
