@@ -293,7 +293,7 @@ class Numerics:
             "unrounded where S, m, l or L is rounded, exponent is subtract_first, or row_max is not plain",
             lambda n: (
                 n.row_max_rounding == "up"
-                and (n.row_max != "plain" or n.exponent == "subtract_first" or not _unrounded(n, also="input"))
+                and (n.row_max != "plain" or n.exponent == "subtract_first" or not unrounded(n, also="input"))
             ),
         ),
     )
@@ -411,17 +411,22 @@ def numerics_from_key(key: str) -> Numerics:
     One written before ``exponent`` had a name was an FMA in the kernels wherever that acts; the bases that round S subtract.
     """
     sites = json.loads(key)
-    return Numerics(**{"exponent": "fma" if _unrounded(Numerics(**sites)) else "subtract_first", **sites})
+    return Numerics(**{"exponent": "fma" if unrounded(Numerics(**sites)) else "subtract_first", **sites})
 
 
-def _unrounded(n: Numerics, also: str = "fp32") -> bool:
+def unrounded(n: Numerics, also: str = "fp32") -> bool:
     """Whether S, m, l and L are FP32, or all of them in the format ``also``."""
     return all(fmt in ("fp32", also) for fmt in (n.scores, n.statistics, n.logsumexp))
 
 
+def lacked_by(backend: str) -> dict[str, Any]:
+    """The sites that a backend does not have, and the values that it has in their place."""
+    return {name: declared.elsewhere for name, declared in SITES.items() if backend not in declared.backends}
+
+
 def folds(n: Numerics, scale: float, softcap: float) -> bool:
     """Whether nothing reads S between Q K^T and the exponential, so that it may take the scale; ``n`` is concrete."""
-    return _unrounded(n) and not softcap and scale > 0
+    return unrounded(n) and not softcap and scale > 0
 
 
 def parse_site(text: str) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .numerics import BASES, HARDWARE, SITES, Numerics
+from .numerics import BASES, HARDWARE, Numerics, lacked_by, unrounded
 from .renamed import RECOMMENDED as RECOMMENDED
 
 Sites = dict[str, Any]
@@ -38,8 +38,7 @@ def _standard(base: Numerics) -> Sites:
     # Eager attention writes S and dP to memory in the input's dtype; a base that rounds S itself keeps its own format.
     rounds = base in (HARDWARE, BASES["rounded_forward"], BASES["published"])
     eager = {"scores": "input", "probability_gradients": "input"} if rounds else {}
-    lacks = {name: declared.elsewhere for name, declared in SITES.items() if "standard" not in declared.backends}
-    return {**eager, **lacks}
+    return {**eager, **lacked_by("standard")}
 
 
 def _stochastic_p(base: Numerics) -> Sites:
@@ -50,7 +49,7 @@ def _stochastic_p(base: Numerics) -> Sites:
 
 def _consistent(base: Numerics) -> Sites:
     """A base that rounds S, m or l keeps them rounded, and has no m that is a whole number of log2: there rows of dS do not sum to 0."""
-    whole = {"row_max_rounding": "up", "exponent": "fma"} if (base.scores, base.statistics) == ("fp32", "fp32") else {}
+    whole = {"row_max_rounding": "up", "exponent": "fma"} if unrounded(base) else {}
     return {
         **whole,
         **_FP32_ACCUMULATION,

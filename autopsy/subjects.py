@@ -21,7 +21,7 @@ from data.token_files import TokenFile
 from errors import UserError, check_finite, invalid, reading
 from model import GPT
 from probes.capture import LayerCapture, capture
-from training import huggingface, nanogpt
+from training import gpt2_weights, nanogpt
 from training.checkpoint import Loaded
 from training.intervention import Switch, plans_at
 from training.precision import PrecisionConfig
@@ -100,13 +100,13 @@ def foreign_subject(arguments: argparse.Namespace, device: torch.device) -> Subj
     source, path, is_nanogpt = arguments.hf or arguments.checkpoint, arguments.data, arguments.hf is None
     spec = AttentionSpec(preset=arguments.attention, numerics=arguments.numerics)
     precision = PrecisionConfig(dtype=arguments.dtype)
-    shape = nanogpt.read(source)[0] if is_nanogpt else huggingface.read_model_config(source)
+    shape = nanogpt.read(source)[0] if is_nanogpt else gpt2_weights.read_model_config(source)
     plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(shape.n_layer, shape.n_head)
     attention.check(plans, device=device, dtype=precision.torch_dtype, head_dim=shape.head_width)
     if path is None:
         raise UserError(f"{source} needs --data: a data set of the model's tokens, or nanoGPT's val.bin")
     model = GPT(shape, plans)
-    huggingface.load_weights(model, source)
+    gpt2_weights.load_weights(model, source)
     tokens = (read_bin if path.suffix == ".bin" else read_tokens)(path, shape.vocab_size)
     facts = {"attention": f"{spec.label()} (assumed: the {'file' if is_nanogpt else 'folder'} does not say)"}
     facts |= {"activation": "gelu (assumed)"} if is_nanogpt else {}

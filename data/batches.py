@@ -234,7 +234,7 @@ def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFi
         ("validation", header.validation_sha256, validation),
     ):
         if file.header.sha256 != recorded:
-            way_out = "set --data.dataset to the folder with the former; or record anew with scripts/make_recording.py"
+            way_out = "set --data.dataset to the folder with the former; or record again with scripts/make_recording.py"
             raise UserError(
                 f"{config.replay} was recorded on other {name} tokens: SHA-256 {recorded[:16]}..., "
                 f"those of data.dataset = {config.dataset} have {file.header.sha256[:16]}...: {way_out}"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attention.heads import head_index
-from attention.numerics import FP32, Numerics, numerics_from_key
+from attention.numerics import FP32, Numerics, numerics_from_key, unrounded
 from attention.plan import HeadGroup
 from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of, probabilities, saved_rows
@@ -196,7 +196,7 @@ def high_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """O of a group in high precision, [B, H, T, D]; see the top of this module."""
     numerics = effective_numerics(group)
     n = numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
-    if {n.scores, n.statistics, n.logsumexp} == {"fp32"} and n.backward_probabilities == "unrounded":
+    if unrounded(n) and n.backward_probabilities == "unrounded":
         return forward_pass(layer, group, HIGH.with_sites({"inputs": n.inputs}))[0].transpose(1, 2)
     saved = forward_pass(layer, group, numerics)[2]
     with exact_float32(layer.q_BTHD.device):

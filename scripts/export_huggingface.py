@@ -15,7 +15,7 @@ import config as configuration
 from attention import AttentionConfig, AttentionSpec
 from errors import OneLineParser, check_place, exit_on_user_error
 from model import GPT, ModelConfig
-from training.huggingface import export_gpt2
+from training.gpt2_weights import export_gpt2
 from training.retired import upgraded
 from training.weights import load_weights, read_checkpoint
 

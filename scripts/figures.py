@@ -100,7 +100,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespace]:
     """Numbers, whether ``all`` was asked for, and the options, checked."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    for number in args.figures:  # first, as what is gone had options of its own
+        if number.isdecimal() and int(number) in GONE:
+            raise UserError(f"figure {number}: {GONE[int(number)]}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     for name in ("layer", "head", "sequence", "token"):
         if (getattr(args, name) or 0) < 0:
             raise invalid(f"--{name}", getattr(args, name), "a number from 0")
@@ -111,8 +117,6 @@ def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespa
     if "all" in args.figures:
         return list(REGISTRY), True, args
     for number in args.figures:
-        if number.isdecimal() and int(number) in GONE:
-            raise UserError(f"figure {number}: {GONE[int(number)]}")
         if not number.isdecimal() or int(number) not in REGISTRY:
             raise invalid("figure", number, (*REGISTRY, "all"))
     return [int(number) for number in args.figures], False, args

@@ -3,7 +3,7 @@
     python tests/golden.py --check              everything on this machine, bit for bit where it is like the one that recorded
     python tests/golden.py --check interpreter  one part: losses, reference or interpreter
     python tests/golden.py --check --quick      what tests/test_golden.py checks
-    python tests/golden.py --write              record anew (a change of numerics gets a commit of its own, which says so)
+    python tests/golden.py --write              record again (a change of numerics gets a commit of its own, which says so)
     python tests/golden.py --gpu                300 steps of fast_failure on a GPU against the published run flash
                                                 (needs data/tokens/corpus; further options go to train.py)
 
@@ -35,8 +35,11 @@ FOLDER = Path(__file__).resolve().parent / "golden"
 PARTS = ("losses", "reference", "interpreter")
 
 # Where arithmetic is another machine's, a sum may come out in another order; then numbers are compared to this, relative to the largest
-# of their tensor: one unit in the last place of BF16 for what is rounded to BF16, and what a loss keeps of FP32 sums.
-OTHER_MACHINE = {"losses": 1e-6, "reference": 2.0**-7, "interpreter": 2.0**-7}
+# of their list: one unit in the last place of BF16 for tensors. The runs round to BF16 at each step, and what a sum's order moves grows:
+# twice the most that two of ATEN_CPU_CAPABILITY=default, avx2 and the recorded AVX512 are apart in these four runs, 1.8e-5 of the loss and
+# 1.2e-4 of the norm (one thread or two: 2e-7).
+OTHER_MACHINE = {"train_loss": 2 * 1.8e-5, "grad_norm": 2 * 1.2e-4}
+OTHER_TENSOR = 2.0**-7
 
 LOSS_STEPS = 12
 LOSSES = {
@@ -231,7 +234,7 @@ def record(part: str, wanted: list[str] | None = None) -> dict[str, Any]:
     return found if wanted else {key: value for key, value in found.items() if value is not None}
 
 
-def differences(part: str, wanted: dict[str, Any], found: dict[str, Any], exactly: bool) -> list[str]:
+def differences(wanted: dict[str, Any], found: dict[str, Any], exactly: bool) -> list[str]:
     """One line a case that differs: in any bit if ``exactly``, else by more than another machine's arithmetic may."""
     lines = []
     for key, expected in wanted.items():
@@ -241,7 +244,7 @@ def differences(part: str, wanted: dict[str, Any], found: dict[str, Any], exactl
         elif exactly and value != expected:
             lines.append(f"{key}: {_first_difference(expected, value)}")
         elif not exactly:
-            lines += [f"{key}: {text}" for text in _beyond(expected, value, OTHER_MACHINE[part])]
+            lines += [f"{key}: {text}" for text in _beyond(expected, value)]
     return lines
 
 
@@ -250,10 +253,11 @@ def _first_difference(expected: Any, value: Any) -> str:
     return f"{name} was {expected[name]}, is {value[name]}"
 
 
-def _beyond(expected: dict[str, Any], value: dict[str, Any], tolerance: float) -> Iterator[str]:
+def _beyond(expected: dict[str, Any], value: dict[str, Any]) -> Iterator[str]:
     for name, old in expected.items():
         new = value[name]
         old, new = ([x["norm"], *x["some"]] if isinstance(x, dict) else x for x in (old, new))
+        tolerance = OTHER_MACHINE.get(name, OTHER_TENSOR)
         scale = max((abs(x) for x in old if isinstance(x, float) and x == x), default=0.0)
         for a, b in itertools.zip_longest(old, new):
             same = a == b or (a is not None and b is not None and (a != a and b != b))
@@ -274,7 +278,7 @@ def check(part: str, quick: bool = False) -> tuple[list[str], bool]:
     content = json.loads((FOLDER / f"{part}.json").read_text())
     exactly = content["machine"] == machine()
     wanted = {key: value for key, value in content["values"].items() if not quick or is_quick(part, key)}
-    return differences(part, wanted, record(part, list(wanted)), exactly), exactly
+    return differences(wanted, record(part, list(wanted)), exactly), exactly
 
 
 def in_a_process(part: str, action: str, quick: bool = False) -> int:

@@ -148,16 +148,16 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def quiet(place: Place) -> Path:
-    return place.train("quiet", {**BF16, "alarm.growth_exponent": 0.0, "telemetry.every": 3})
+def stable(place: Place) -> Path:
+    return place.train("stable", {**BF16, "alarm.growth_exponent": 0.0, "telemetry.every": 3})
 
 
 def test_log_records_the_alarm_and_changes_no_bit(
-    place: Place, quiet: Path, capsys: pytest.CaptureFixture[str]
+    place: Place, stable: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = place.train("logged", touchy())
-    assert weights(run, 20) == weights(quiet, 20)
-    assert events(quiet, "alarm") == []
+    assert weights(run, 20) == weights(stable, 20)
+    assert events(stable, "alarm") == []
     first = events(run, "alarm")[0]
     assert first["rule"] == "growth"
     assert first["step"] == 9  # probes behind the warm-up are those of steps 6 and 9
@@ -170,16 +170,16 @@ def test_log_records_the_alarm_and_changes_no_bit(
     assert events(run, "alarm") == expected
 
 
-def test_checkpoint_saves_at_the_alarm(place: Place, quiet: Path) -> None:
+def test_checkpoint_saves_at_the_alarm(place: Place, stable: Path) -> None:
     run = place.train("saved", {**touchy(response="checkpoint"), "checkpoint.every": 0, "checkpoint.keep_last": 9})
     steps = [entry["step"] for entry in events(run, "alarm")]
     assert 9 in steps
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == sorted({f"step_{step:08d}" for step in [*steps, 20]})
-    assert weights(run, 20) == weights(quiet, 20)
+    assert weights(run, 20) == weights(stable, 20)
 
 
-def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, quiet: Path) -> None:
+def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, stable: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         place.train("stopped", touchy(response="stop"))
     assert stopped.value.code == 1
@@ -189,7 +189,7 @@ def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, qui
     assert loaded is not None
     assert loaded.step == 9
     place.train("stopped", {**touchy(), "run.resume": "yes"})
-    assert weights(run, 20) == weights(quiet, 20)
+    assert weights(run, 20) == weights(stable, 20)
 
 
 def test_switch_moves_the_flagged_layers_at_the_next_step_and_the_record_of_it_repeats_the_run(place: Place) -> None:

@@ -160,6 +160,6 @@ def test_a_gpt2_of_hugging_face(
     printed = examined("--hf", folder, "--attention", "sdpa_flash", "--data", skewed_data, "--length", 32)
     assert "attention: sdpa_flash (assumed: the folder does not say)" in printed
     assert "needs --data" in refused(autopsy.main, "--hf", folder)
-    assert "model_type = 'llama': expected gpt2" in refused(
+    assert "model_type = 'llama': expected gpt2; low_precision_attention.watch() examines other models" in refused(
         autopsy.main, "--hf", tmp_path / "llama", "--data", skewed_data
     )

@@ -61,7 +61,7 @@ def test_the_random_order_is_pinned():
     assert random_offsets(1337, 5, 1000, 4, 6).tolist() == [459, 345, 834, 897, 434, 332]
 
 
-def test_each_step_draws_anew():
+def test_each_step_has_draws_of_its_own():
     rows = {tuple(random_offsets(0, step, 10**9, 1024, 8)) for step in range(100)}
     assert len(rows) == 100
 

@@ -19,7 +19,7 @@ from training.checkpoint import Checkpoints
 from training.metrics import read_lines
 
 BEFORE, STEP, LAST = 10, 20, 30
-# Both layers are accused at step 4; a switch before the checkpoint and one of its very step.
+# The alarm names both layers at step 4; a switch before the checkpoint and one of its very step.
 ALARM = AlarmConfig(
     warm_up=0,
     growth_exponent=1e-3,

@@ -52,7 +52,7 @@ def test_high_is_the_gradient_of_a_scale_of_o(numerics: str, softcap: float) -> 
 
 @pytest.mark.parametrize("preset", ["flash_delta_from_p", "flash_recompute_o", "flash_fp32_pv_o"])
 def test_an_error_of_o_that_delta_does_not_see(preset: str) -> None:
-    """O handed on is rounded, delta is not: the error of delta is FP32 noise, that of O is there all the same."""
+    """The O passed on is rounded, delta is not: the error of delta is FP32 noise, that of O is there all the same."""
     layer = random_layer(spec=AttentionSpec(preset=preset))
     size = delta_errors(layer).high_BHT.abs().max()
     assert delta_errors(layer).error_BHT.abs().max() < 1e-5 * size

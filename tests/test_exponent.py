@@ -131,7 +131,7 @@ def test_the_multiply_add_rounds_once() -> None:
 
 
 @reference
-def test_unfused_the_product_is_rounded_and_then_the_difference() -> None:
+def test_separate_multiply_rounds_the_product_and_then_the_difference() -> None:
     """As IEEE has it, by numpy; S near m and far from it."""
     generator = torch.Generator().manual_seed(1)
     top = torch.randn(500, 1, generator=generator) * 1e6

@@ -68,14 +68,14 @@ def test_a_plain_product_becomes_part_of_a_multiply_add() -> None:
     assert exponents(PLAIN.value) == ["fma.rn.f32"]
 
 
-def test_folded_it_is_named() -> None:
+def test_the_fma_is_named() -> None:
     assert exponents(numerics.FMA.value)[0] == "fma.rn.f32"
 
 
 @pytest.mark.parametrize(
     ("apart", "expected"), [(False, "sub.f32 of mul.rn.f32"), (True, "sub.f32 of sub.f32 of mul.rn.f32")]
 )
-def test_unfused_it_is_rounded_and_then_subtracted_from(apart: bool, expected: str) -> None:
+def test_separate_multiply_rounds_it_and_then_subtracts(apart: bool, expected: str) -> None:
     found = exponents(numerics.SEPARATE_MULTIPLY.value, apart=apart)
     assert found == [expected, "sub.f32 of mul.rn.f32"]
 

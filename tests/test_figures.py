@@ -95,6 +95,8 @@ def test_no_title_or_legend_is_cut_off(drawn: dict[int, Any], number: int) -> No
     ("arguments", "words"),
     [
         ("1", "figure = '1': expected one of 4, 5"),
+        ("8 --hf FOLDER", "figure 8: commit c487be1 draws it"),
+        ("4 --hf FOLDER", "unrecognized arguments: --hf FOLDER"),
         ("11", "figure 11 needs --runs RUN [RUN ...]"),
         ("4", "figure 4 needs --checkpoint DIR"),
         (

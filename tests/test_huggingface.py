@@ -1,4 +1,4 @@
-"""training/huggingface.py and scripts/export_huggingface.py against transformers, on small random GPT-2s."""
+"""training/gpt2_weights.py and scripts/export_huggingface.py against transformers, on small random GPT-2s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from errors import UserError
 from model import GPT, ModelConfig, initialize
 from scripts.export_huggingface import load_model
 from training.checkpoint import CheckpointConfig, Checkpoints
-from training.huggingface import export_gpt2, load_weights, read_model_config
+from training.gpt2_weights import export_gpt2, load_weights, read_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDARD = AttentionConfig(default=AttentionSpec(preset="standard", numerics="fp32"))

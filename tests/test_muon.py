@@ -48,7 +48,7 @@ def test_replayed_muon_has_the_bits_of_torchs(more: dict[str, Any]) -> None:
     assert (recorder.records, recorder.replays) == (1, 3)
 
 
-def test_matrices_of_other_shapes_are_captured_anew() -> None:
+def test_matrices_of_other_shapes_are_captured_again() -> None:
     recorder = TapeRecorder()
     parameters = [nn.Parameter(weight) for weight in matrices(SHAPES, 0)]
     theirs = [nn.Parameter(weight) for weight in matrices(SHAPES, 0)]

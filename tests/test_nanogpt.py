@@ -16,7 +16,7 @@ from torch import Tensor
 from errors import UserError
 from model import GPT, ModelConfig
 from scripts import autopsy
-from training.huggingface import load_weights
+from training.gpt2_weights import load_weights
 
 L, H, C, T, V = 2, 2, 16, 16, 256
 SIZES = {"n_layer": L, "n_head": H, "n_embd": C, "block_size": T, "vocab_size": V}

@@ -84,7 +84,7 @@ def test_rows_come_out_scaled_as_by_the_floor(backend: str, form: str, tile: int
     scale = expected.norm(dim=-1) / plain.norm(dim=-1)
     assert (scale < 0.9).double().mean() > 0.3
     assert (scale > 0.99).any()
-    # Folded, the exponent at m has an error of half a unit of m, which is up to 120 here.
+    # By the FMA, the exponent at m has an error of half a unit of m, which is up to 120 here.
     assert ((found - expected).norm(dim=-1) <= 1e-4 * expected.norm(dim=-1)).all()
 
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from attention_cases import PAIRED, Problem, magnitudes, make, oracle, relative_errors, run
+from attention_cases import PAIRED, Problem, magnitudes, make, oracle, relative_errors, run, share_apart
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, TOGETHER, Case, Meeting, is_format
 from torch import Tensor
@@ -44,6 +44,16 @@ def standard_sites(sites: tuple[str, ...]) -> tuple[str, ...]:
 
 def moved(found: tuple[Tensor, ...], plain: tuple[Tensor, ...]) -> str:
     return " ".join(name for name, a, b in zip(NAMES, found, plain, strict=True) if not torch.equal(a, b))
+
+
+def moved_beyond_noise(found: tuple[Tensor, ...], plain: tuple[Tensor, ...]) -> str:
+    """The tensors of whose elements one in a hundred or more is apart by more than FP32 noise, as 6 in a hundred are that a site moves.
+
+    Noise alone does that to less than one in a thousand: an FP32 sum of 40 terms is off by 40 / 2^24 at most, while numbers at which
+    rounding to four bits turns are 2^-5 of it apart or more, and an element is rounded three times.
+    """
+    shares = (share_apart(a, b) for a, b in zip(found, plain, strict=True))
+    return " ".join(name for name, share in zip(NAMES, shares, strict=True) if share > 0.01)
 
 
 def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], p: Problem, softcap: float = 0.0) -> None:
@@ -148,7 +158,9 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 @cases(CASES)
 def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: str) -> None:
     found, plain = (results("flash", case.sites(changed=changed), device) for changed in (True, False))
-    assert moved(found, plain) == ("" if case.site in EXACT_THERE else case.row.moves)
+    # With tile_q the kernels' own blocks become others, and sums of FP32 come out in another order.
+    compare = moved_beyond_noise if case.site == "tile_q" else moved
+    assert compare(found, plain) == ("" if case.site in EXACT_THERE else case.row.moves)
 
 
 @pytest.mark.parametrize("device", KERNELS)

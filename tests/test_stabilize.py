@@ -46,7 +46,7 @@ def test_the_tolerance_decides_what_is_a_tie() -> None:
 def attention_row(scores: Tensor, numerics: Numerics) -> tuple[Tensor, Tensor]:
     """O and L of single queries whose scores over C keys are given [N, C]; V is 1 everywhere, so that O must be 1.
 
-    S is subtracted first: folded, the exponential has a range of its own.
+    m is subtracted first: the FMA's exponential has a range of its own.
     """
     numerics = replace(numerics, exponent="subtract_first")
     n, c = scores.shape

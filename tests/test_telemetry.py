@@ -106,7 +106,7 @@ def test_stacked_layers_are_measured_as_each_alone(name: str, at_once: int, monk
         error_BHT = delta_errors(layer).error_BHT
         for head in range(2):
             mean = error_BHT[:, head].double().mean().item()
-            # Where the O in delta is drawn anew, the draw depends on the head's place in the call.
+            # Where the O in delta is drawn again, the draw depends on the head's place in the call.
             redrawn = layer.plan.groups[-1].spec.preset == "flash_o_stochastic_delta_nearest" and head == 1
             if not redrawn:
                 assert record["delta_error_mean"][layer.layer][head] == pytest.approx(mean, rel=1e-4, abs=1e-12)

@@ -123,7 +123,7 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
     if not path.is_file():
         first = f"remove {folder} and " if folder.exists() else ""
         raise invalid(
-            "run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {first}start the run anew"
+            "run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {first}start the run again"
         )
     config = _read_record(path)["config"]
     # The line of a step follows its checkpoint.
@@ -132,7 +132,7 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
     last = max((row["step"] for row in read_lines(metrics)), default=0) if metrics.exists() else 0
     if last >= due:
         gone = f"a checkpoint in {checkpoints}; they are gone, while {metrics} goes to step {last}"
-        raise invalid("run.resume", "yes", f"{gone}: choose another name, or remove {folder} and start the run anew")
+        raise invalid("run.resume", "yes", f"{gone}: choose another name, or remove {folder} and start the run again")
 
 
 def check_logs(folder: Path) -> None:

@@ -19,7 +19,7 @@ from attention.plan import LayerPlan, describe
 from data.batches import Batches, open_batches
 from errors import UserError, check_memory, invalid, reading
 from model import GPT, initialize
-from training import distributed, huggingface, record, speed, throughput
+from training import distributed, gpt2_weights, record, speed, throughput
 from training.alarm import Watch
 from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
@@ -217,7 +217,7 @@ def build_network(
     torch.manual_seed(config.run.seed)
     raw = GPT(config.model, plans, speed.fast(config.speed, device))
     if loaded is None and config.run.init_from:
-        huggingface.load_weights(raw, Path(config.run.init_from))
+        gpt2_weights.load_weights(raw, Path(config.run.init_from))
     elif loaded is None:
         initialize(raw, config.run.seed)
     raw.to(device)

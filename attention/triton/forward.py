@@ -476,10 +476,10 @@ def launch_forward(
     (B, T, H, D), S = q.shape, k.shape[1]
     o, delta_o, saved = empty_outputs(q, n)
     sites = kernel_sites(n, (FORWARD,), scale, softcap, causal, inputs=stored_code(n.inputs, q.dtype))
-    folded = sites.exponent != SCALED.value
-    unit = log2_scale(scale) if folded else 1.0
+    in_exponent = sites.exponent != SCALED.value  # the scale: the kernel compares S'
+    unit = log2_scale(scale) if in_exponent else 1.0
     # S is so many times what the kernel compares; m counts as that does, or FMA and SEPARATE_MULTIPLY in log2.
-    times = scale if folded else 1.0
+    times = scale if in_exponent else 1.0
     runs = mask.runs(B, T, S, causal, q.device)
     tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
     # Presets that have l have its sum beside d's, in an order that published runs fix.

@@ -10,7 +10,7 @@ import csv
 from pathlib import Path
 
 import torch
-from run import DELTAS, WORLDS
+from train_runs import DELTAS, WORLDS
 
 import attention
 from attention import AttentionConfig, AttentionSpec

@@ -1,4 +1,4 @@
-"""r of every published attention (rows.csv, by measure.py) beside the logits of its runs: python experiments/row_residual/scatter.py
+"""r of every published attention (rows.csv, by measure_rows.py) beside the logits of its runs: python experiments/row_residual/scatter.py
 
 Endpoint: the largest logit of layer 1 at step 2,400. Prints Spearman's rank correlations, over all runs and within each kind of error of
 delta, and the runs that fit least; writes correlations.csv and scatter.png.
@@ -14,8 +14,8 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from measure import EXPERIMENTS, STUDIES, variant_of
-from pictures import BLUE, GRAY, GREEN, ORANGE, page, save
+from draw_pictures import BLUE, GRAY, GREEN, ORANGE, page, save
+from measure_rows import EXPERIMENTS, STUDIES, variant_of
 
 from attention.numerics import numerics_from_key
 from attention.plan import HeadGroup

@@ -1,4 +1,4 @@
-"""Runs of the table in README.md, one after the other, one row of runs.csv each: python experiments/invariant/run.py SEED [SEED ...]
+"""Runs of the table in README.md, one after the other, one row of runs.csv each: python experiments/invariant/train_runs.py SEED [SEED ...]
 
 From the repository's root, after ``python scripts/prepare_data.py stdlib``. A run whose folder is there is not made again; without a seed
 only runs.csv is written, from the folders.

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of the studies from their CSVs: ``python experiments/pictures.py``."""
+"""Draw the pictures of the README and of the studies from their CSVs: ``python experiments/draw_pictures.py``."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(settings, dict) or settings.get("model_type") != "gpt2":
         found = settings.get("model_type") if isinstance(settings, dict) else settings
-        raise invalid(f"{path}: model_type", found, "gpt2")
+        raise invalid(f"{path}: model_type", found, "gpt2; low_precision_attention.watch() examines other models")
     for name, value in _REQUIRED.items():
         if settings.get(name, value) != value:
             raise invalid(f"{path}: {name}", settings[name], repr(value))
