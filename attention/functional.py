@@ -28,7 +28,7 @@ from .plan import AttentionConfig, AttentionSpec
 from .presets import RECOMMENDED
 from .reference.tiles import FORMAT_OF, NAMESPACE
 from .triton.block_sizes import head_dim_above
-from .user_error import UserError
+from .user_error import UserError, one_line
 
 
 @wrap_torch_function(lambda query, key, value, *_, **__: (query, key, value))  # a mode sees it as it sees torch's
@@ -126,7 +126,7 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
 
 def refuse(wrong: bool, message: str) -> None:
     if wrong:
-        raise ValueError(str(UserError(f"low-precision attention: {message}")))
+        raise ValueError(one_line(f"low-precision attention: {message}"))
 
 
 def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
@@ -156,11 +156,13 @@ def _refuse_settings(
         ("softcap", softcap, 0.0, _LARGEST, "0 or a positive number"),
     ):
         right = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
-        if not right:  # only then, as a compiler cannot write out a number that it does not know
+        if not right:  # only then, as a compiler cannot write out what it does not know
             refuse(True, f"{name} = {value!r}: expected {expected}")
     for name, flag in (("is_causal", causal), ("enable_gqa", gqa)):
-        refuse(not isinstance(flag, bool), f"{name} = {flag!r}: expected True or False")
-    refuse(not isinstance(seed, Tensor | None), f"rounding_seed = {seed!r}: expected an int64 tensor of shape []")
+        if not isinstance(flag, bool):
+            refuse(True, f"{name} = {flag!r}: expected True or False")
+    if seed is not None and not isinstance(seed, Tensor):
+        refuse(True, f"rounding_seed = {seed!r}: expected an int64 tensor of shape []")
 
 
 _LARGEST = sys.float_info.max

@@ -43,7 +43,7 @@ class AttentionSpec:
             object.__setattr__(self, name, today(getattr(self, name)))
         object.__setattr__(self, "sites", tuple(today(site) for site in self.sites))
         if self.preset not in PRESETS:
-            raise invalid("attention preset", self.preset, ("robust", *PRESETS))
+            raise invalid("attention preset", self.preset, (*PRESETS, "robust"))
         if self.numerics not in BASES:
             raise invalid("attention numerics", self.numerics, BASES)
         if self.backend and self.backend not in BACKENDS:
@@ -162,7 +162,7 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
 
     def moved(spec: AttentionSpec) -> AttentionSpec:
         if preset not in PRESETS:
-            raise invalid("attention preset", preset, ("robust", *PRESETS))
+            raise invalid("attention preset", preset, (*PRESETS, "robust"))
         stays = PRESETS[preset].backend == PRESETS[spec.preset].backend
         return replace(spec, preset=preset, backend=backend or (spec.backend if stays else ""))
 

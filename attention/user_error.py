@@ -11,7 +11,11 @@ class UserError(Exception):
     """Something the user can mend. The message is one line and stands without a traceback; the middle of a very long one is left out."""
 
     def __init__(self, message: str):
-        super().__init__(_cut(" ".join(message.split()), LONGEST_LINE))
+        super().__init__(one_line(message))
+
+
+def one_line(message: str) -> str:
+    return _cut(" ".join(message.split()), LONGEST_LINE)
 
 
 def _cut(text: str, most: int) -> str:

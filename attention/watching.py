@@ -456,6 +456,7 @@ def watch(
         say: called with a line when a layer runs away, or a kernel made a NaN.
 
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
+    Warns at the end where the model made no training pass.
     """
     for name, value, least in (
         ("every", every, 1),
@@ -466,15 +467,17 @@ def watch(
         _require(type(value) is int and value >= least, name, value, f"a whole number of {least} or more")
     _require(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
     _require(callable(say), "say", say, "a function of one line")
-    for name, one, kind in (
-        ("log", log, str | Path),
-        ("optimizer", optimizer, torch.optim.Optimizer),
-        ("rule", rule, GrowthRule),
-    ):
-        _require(one is None or isinstance(one, kind), name, one, f"{kind} or None")
+    _require(isinstance(log, str | Path | None), "log", log, "a path or None")
+    _require(
+        isinstance(optimizer, torch.optim.Optimizer | None), "optimizer", optimizer, "a torch.optim.Optimizer or None"
+    )
+    _require(isinstance(rule, GrowthRule | None), "rule", rule, "a GrowthRule or None")
     _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
-    if switch is not None:
-        spec_of(switch)
+    try:
+        if switch is not None:
+            spec_of(switch)
+    except ValueError as error:
+        raise ValueError(f"watch: switch: {error}") from None
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
     if switch is not None and processes:
         raise ValueError(f"watch: switch = {switch!r}: expected None, as each process would decide by itself")

@@ -38,7 +38,7 @@ def main() -> None:
         "--model", default="", help="folder or name of a causal language model (default: a small random Llama)"
     )
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="UTF-8 file to learn")
-    parser.add_argument("--numerics", default=RECOMMENDED, choices=("robust", *PRESETS), metavar="PRESET")
+    parser.add_argument("--numerics", default=RECOMMENDED, choices=(*PRESETS, "robust"), metavar="PRESET")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)

@@ -170,6 +170,18 @@ def test_compiled_for_any_shape_and_number_gives_the_same_bits(changes: dict[str
         assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
 
 
+def test_a_flag_and_a_seed_that_a_compiler_does_not_know_are_taken() -> None:
+    torch.compiler.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, seed: Tensor) -> Tensor:
+        settings: dict[str, Any] = {"numerics": "flash_stochastic_p", "rounding_seed": seed}
+        return scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, **settings)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    *inputs, _ = tensors()
+    assert torch.equal(compiled(*inputs, torch.tensor(5)), call(*inputs, torch.tensor(5)))
+
+
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
 def test_a_mask_is_looked_at_once_for_all_layers(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=attention.functional._runs)
