@@ -198,7 +198,8 @@ def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: b
         refuse(mask.device != q.device, f"attn_mask is on {mask.device}: expected {q.device}, as the query")
         shape = [q.shape[0], heads, q.shape[2], k.shape[2]]
         sizes = [1] * (4 - mask.ndim) + list(mask.shape)
-        fits = 2 <= mask.ndim <= 4 and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
+        # Not `in (1, full)`: torch 2.11's compiler finds no symbolic size in it.
+        fits = 2 <= mask.ndim <= 4 and all(size == 1 or size == full for size, full in zip(sizes, shape, strict=True))
         refuse(
             not fits,
             f"attn_mask has shape {list(mask.shape)}: expected what broadcasts to {shape}, 2 dimensions or more",
