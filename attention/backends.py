@@ -47,6 +47,7 @@ class Backend:
     """What it has of ``numerics.FEATURES``."""
 
 
+# A function each: torch 2.11 compiles an import statement, but not importlib.import_module.
 def _standard(*qkv: Any, **settings: Any) -> Any:
     from .reference.standard import standard
 

@@ -28,6 +28,7 @@ import files
 from attention import AttentionConfig, AttentionSpec
 from attention.dispatch import run
 from errors import OneLineParser, UserError, check_place, exit_on_user_error, first_line, invalid
+from training.throughput import clock_and_power, explain_clock_and_power
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int, int, int]
@@ -182,8 +183,10 @@ def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: boo
                 }
             )
     flops = 4 * b * h * t * t * d / (2 if causal else 1)
-    for name, kinds in interleave(graphs, rounds).items():
-        row: dict[str, Any] = {"shape": shape, "causal": causal, "name": name}
+    times = interleave(graphs, rounds)
+    sensors = clock_and_power()  # of all peers: a sample is longer than a call
+    for name, kinds in times.items():
+        row: dict[str, Any] = {"shape": shape, "causal": causal, "name": name, **sensors}
         for kind, factor in (("forward", 1.0), ("backward", 2.5)):
             median = statistics.median(kinds[kind])
             row |= {
@@ -279,7 +282,8 @@ def main() -> None:
     for shape in shapes:
         peers = {k: v for k, v in peers_of(specs, shape, not args.full).items() if k not in args.without}
         rows += measure(shape, peers, not args.full, args.rounds)
-        print(table(rows[-len(peers) :]), ratios(rows[-len(peers) :], specs), "", sep="\n\n", flush=True)
+        made = rows[-len(peers) :]
+        print(table(made), ratios(made, specs), explain_clock_and_power(made), "", sep="\n\n", flush=True)
     if args.json:
         packages = {name: version(name) for name in ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn-3")}
         machine = {

@@ -60,6 +60,7 @@ class Contender:
     own_bytes: int = 0
     peak_bytes: int = 0
     times: list[float] = field(default_factory=list)
+    sensors: list[dict[str, float]] = field(default_factory=list)
     failed: str = ""
 
     def attempt(self, function: Callable[[Contender, Any], None], argument: Any) -> None:
@@ -198,6 +199,7 @@ def one_round(contender: Contender, steps: int) -> None:
     contender.run(steps)
     synchronize()
     contender.times.append((time.perf_counter() - began) / steps)
+    contender.sensors.append(throughput.clock_and_power())
     if torch.cuda.is_available():
         contender.peak_bytes = max(contender.peak_bytes, torch.cuda.max_memory_allocated() - others)
 
@@ -220,6 +222,7 @@ def row_of(contender: Contender, nanogpt: Contender | None, flops_per_token: int
         "of_nanogpt_all_rounds": ratios,
         "mfu": throughput.mfu(rate, flops_per_token, 1, peak),
         "peak_gib": contender.peak_bytes / 2**30,
+        "clock_and_power_all_rounds": contender.sensors,
     }
 
 
@@ -237,7 +240,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['name']:28} {row['ms_per_step']:8.2f} {low:7.2f}-{high:7.2f} {row['tokens_per_second']:10.0f} "
             f"{of_nanogpt:>19} {mfu:>6} {row['peak_gib']:6.2f}"
         )
-    return "\n".join(lines)
+    sensors = [reading for row in rows for reading in row.get("clock_and_power_all_rounds", ())]
+    return "\n".join([*lines, throughput.explain_clock_and_power(sensors)])
 
 
 def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict[str, Any]:

@@ -1,6 +1,9 @@
-"""Tokens a second and model FLOPs utilization."""
+"""Tokens a second, model FLOPs utilization, and what the GPU does for them."""
 
 from __future__ import annotations
+
+import importlib.util
+from typing import Any
 
 import torch
 
@@ -21,6 +24,21 @@ def peak_flops(device: torch.device, configured_tflops: float) -> float | None:
 def mfu(tokens_per_second: float, flops_per_token: int, world_size: int, peak: float | None) -> float | None:
     """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): useful FLOP/s over peak FLOP/s of all devices."""
     return None if peak is None else tokens_per_second * flops_per_token / (world_size * peak)
+
+
+def clock_and_power() -> dict[str, float]:
+    """``sm_mhz`` and ``watts`` of the current GPU, of its last sample (up to a second); nothing without a GPU or nvidia-ml-py."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
+        return {}
+    return {"sm_mhz": torch.cuda.clock_rate(), "watts": torch.cuda.power_draw() / 1000}
+
+
+def explain_clock_and_power(rows: list[dict[str, Any]]) -> str:
+    """One line: the range over the rows that have what ``clock_and_power`` says."""
+    clocks, powers = ([row[name] for row in rows if name in row] for name in ("sm_mhz", "watts"))
+    if not clocks:
+        return "SM clock, power: not measured: nvidia-ml-py is not installed, or there is no GPU"
+    return f"SM clock, power: {min(clocks):.0f} to {max(clocks):.0f} MHz, {min(powers):.0f} to {max(powers):.0f} W"
 
 
 def explain(flops_per_token: int, peak: float | None) -> str:
