@@ -298,12 +298,12 @@ def published_fix() -> Figure:
 
 
 def consistent() -> Figure:
-    """Largest logit of layer 1 of ``flash``, of delta from P and of ``flash_consistent``: one line a seed."""
+    """Largest logit of layer 1 of ``flash``, of delta from P and of ``flash_consistent``: one line a run."""
     figure, [[axis]] = page(4.6, 1, 1)
     arms = {"flash": ORANGE, "delta_from_p": GRAY, "flash_consistent": BLUE}
     for arm, color in arms.items():
         folder = RUNS if arm != "flash_consistent" else EXPERIMENTS / "consistent" / "runs"
-        for seed in ("", "_seed_1", "_seed_2"):
+        for seed in ("", "_seed_1", "_seed_2", *(["_long"] if arm == "flash_consistent" else [])):
             rows = probes(folder / f"{arm}{seed}")
             rows = rows[rows["step"] <= 5500]
             axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
