@@ -307,7 +307,7 @@ def consistent() -> Figure:
             rows = probes(folder / f"{arm}{seed}")
             rows = rows[rows["step"] <= 5500]
             axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
-    write(axis, (3600, 2.5e5, "flash", ORANGE), (4300, 480, "delta from P", GRAY), (4300, 25, "flash_consistent", BLUE))
+    write(axis, (3050, 1.4e6, "flash", ORANGE), (4300, 480, "delta from P", GRAY), (4300, 25, "flash_consistent", BLUE))
     axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 5600))
     axis.set_title("largest attention logit of layer 1, three seeds each", fontsize=12, loc="left")
     count_steps(axis, range(0, 5501, 1000))
