@@ -19,11 +19,14 @@ from torch.nn import functional
 from attention import LayerPlan, dispatch
 from attention.measures import largest_logits
 from errors import check_memory, check_size, invalid
+from fused import quack_kernels
 from fused.embedding import lookup
 from fused.gelu import gelu
 from fused.linear_cross_entropy import linear_cross_entropy
 
 Activation = Literal["gelu", "gelu_tanh"]
+Operators = Literal["torch", "own", "quack"]
+"""What computes everything but attention: plain torch, the operators of ``fused/``, or those with quack-kernels' MLP and head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,27 +152,30 @@ def _gelu_tanh(h: Tensor) -> Tensor:
 class MLP(nn.Module):
     """W_2 gelu(W_1 x), four times as wide inside."""
 
-    def __init__(self, config: ModelConfig, fast: bool):
+    def __init__(self, config: ModelConfig, operators: Operators):
         super().__init__()
-        exact = gelu if fast else functional.gelu
+        self.fused = quack_kernels.mlp if operators == "quack" else None
+        exact = functional.gelu if operators == "torch" else gelu
         self.activate = exact if config.activation == "gelu" else _gelu_tanh
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
+        if self.fused is not None:
+            return self.fused(x_BTC, self.c_fc.weight, self.c_proj.weight)
         return self.c_proj(self.activate(self.c_fc(x_BTC)))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, fast: bool):
+    def __init__(self, config: ModelConfig, plan: LayerPlan, operators: Operators):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config, plan)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config, fast)
+        self.mlp = MLP(config, operators)
 
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
@@ -180,12 +186,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embeddings, blocks and the last norm: tokens -> [B, T, C]."""
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], fast: bool):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], operators: Operators):
         super().__init__()
-        self.look_up = lookup if fast else functional.embedding
+        self.look_up = functional.embedding if operators == "torch" else lookup
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.h = nn.ModuleList(Block(config, plan, fast) for plan in plans)
+        self.h = nn.ModuleList(Block(config, plan, operators) for plan in plans)
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, tokens_BT: Tensor, rounding_seed: Tensor) -> Tensor:
@@ -199,18 +205,18 @@ class Transformer(nn.Module):
 class GPT(nn.Module):
     """GPT-2 language model. Call ``initialize`` (or load weights) before use.
 
-    ``fast``: with the operators of ``fused/``, which change last bits.
+    ``operators`` other than torch's change last bits.
     Raises ``ValueError`` when ``plans`` does not hold one plan for every layer.
     """
 
-    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], fast: bool = False):
+    def __init__(self, config: ModelConfig, plans: tuple[LayerPlan, ...], operators: Operators = "torch"):
         super().__init__()
-        self.fast = fast
+        self.operators = operators
         if len(plans) != config.n_layer:
             raise ValueError(f"{len(plans)} attention plans for {config.n_layer} layers")
         check_memory("model.n_embd", config.n_embd, 4 * config.least_parameters)
         self.config = config
-        self.transformer = Transformer(config, plans, fast)
+        self.transformer = Transformer(config, plans, operators)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
@@ -218,7 +224,8 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, rounding_seed: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, T, V] of every position (None where ``fast`` training keeps none) and, given targets, the loss (see ``loss``).
+        """Logits [B, T, V] of every position and, given targets, the loss (see ``loss``). Training with operators other than torch's
+        keeps no logits: None.
 
         ``tokens_BT``, ``targets_BT`` int64; ``rounding_seed`` int64 [] seeds stochastic rounding (none given: 0);
         ``attention.run`` keeps layers apart. Raises ``UserError`` for sequences beyond block_size.
@@ -229,7 +236,7 @@ class GPT(nn.Module):
         if rounding_seed is None:
             rounding_seed = torch.zeros((), dtype=torch.int64, device=tokens_BT.device)
         x_BTC = self.transformer(tokens_BT, rounding_seed)
-        if self.fast and self.training and targets_BT is not None:
+        if self.operators != "torch" and self.training and targets_BT is not None:
             return None, self.fused_loss(x_BTC, targets_BT)
         logits_BTV = self.lm_head(x_BTC)
         return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
@@ -247,7 +254,8 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
         x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(x_NC, self.lm_head.weight, targets_N)
+        head = quack_kernels.linear_cross_entropy if self.operators == "quack" else linear_cross_entropy
+        return head(x_NC, self.lm_head.weight, targets_N)
 
     def attentions(self) -> list[CausalSelfAttention]:
         """The attention module of every layer, first to last."""

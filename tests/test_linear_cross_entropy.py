@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from attention import AttentionConfig
 from fused.linear_cross_entropy import linear_cross_entropy, softmax_rows
-from model import GPT, ModelConfig, initialize
+from model import GPT, ModelConfig, Operators, initialize
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -84,11 +84,11 @@ def test_errors_are_within_twice_those_of_autograds_path(dtype: torch.dtype, chu
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=61, vocab_multiple=8)
 
 
-def tiny(fast: bool) -> GPT:
+def tiny(operators: Operators) -> GPT:
     model = GPT(
         TINY,
         AttentionConfig(flash_backend="flash_reference").resolve(TINY.n_layer, TINY.n_head),
-        fast,
+        operators,
     )
     initialize(model, 0)
     return model
@@ -109,15 +109,15 @@ def gradients(model, dtype: torch.dtype) -> dict[str, Tensor]:  # type: ignore[n
 def test_eager_is_compiled(dtype: torch.dtype) -> None:
     """Attention apart, inductor may keep more digits between operations: as near as the plain model's two forms are."""
     plain, fast = (
-        largest_difference(gradients(tiny(fast), dtype), gradients(torch.compile(tiny(fast)), dtype))
-        for fast in (False, True)
+        largest_difference(gradients(tiny(operators), dtype), gradients(torch.compile(tiny(operators)), dtype))
+        for operators in ("torch", "own")
     )
     assert fast <= 2 * plain + 1e-6
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton in it")
 def test_the_model_in_float32_agrees_with_its_plain_path() -> None:
-    plain, fast = gradients(tiny(False), torch.float32), gradients(tiny(True), torch.float32)
+    plain, fast = gradients(tiny("torch"), torch.float32), gradients(tiny("own"), torch.float32)
     assert plain.keys() == fast.keys()
     for name in plain:
         # Sums of 64 tokens and of 16 columns, in another order.

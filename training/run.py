@@ -215,7 +215,7 @@ def build_network(
     device = place.device
     # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
     torch.manual_seed(config.run.seed)
-    raw = GPT(config.model, plans, speed.fast(config.speed, device))
+    raw = GPT(config.model, plans, speed.operators(config.speed, config.model, config.precision, device))
     if loaded is None and config.run.init_from:
         gpt2_weights.load_weights(raw, Path(config.run.init_from))
     elif loaded is None:

@@ -1,0 +1,193 @@
+"""``speed.quack``: what refuses it, its backward pass with torch in place of its products, and on a Hopper GPU its kernels against fp64."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kernel_tests import INTERPRETED
+from torch import Tensor
+from torch.nn import functional
+
+from errors import UserError
+from fused import quack_kernels
+from fused.gelu import gelu
+from fused.linear_cross_entropy import linear_cross_entropy
+from model import ModelConfig
+from training import speed
+from training.precision import PrecisionConfig
+from training.speed import SpeedConfig
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16 = torch.bfloat16
+
+
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, device=CUDA, capability=(9, 0), installed=True, dtype="bfloat16", **model
+) -> str:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(quack_kernels, "installed", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(UserError) as refused:
+        speed.operators(SpeedConfig(quack=True), ModelConfig(**model), PrecisionConfig(dtype=dtype), device)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("circumstance", "said"),
+    [
+        ({"installed": False}, "not installed"),
+        ({"device": CPU}, "no Hopper GPU"),
+        ({"capability": (10, 0)}, "no Hopper GPU"),
+        ({"dtype": "float16"}, "precision.dtype = 'float16'"),
+        ({"bias": True}, "model.bias"),
+        ({"activation": "gelu_tanh"}, "model.activation"),
+        ({"vocab_multiple": 1}, "multiple of 128"),
+        ({"n_embd": 12}, "n_embd of 8"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, circumstance, said: str
+) -> None:  # type: ignore[no-untyped-def]
+    message = refusal(monkeypatch, **circumstance)
+    assert message.startswith("speed.quack = True")
+    assert said in message
+    assert "\n" not in message
+
+
+def test_it_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quack_kernels, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert speed.operators(SpeedConfig(quack=True), ModelConfig(), PrecisionConfig(), CUDA) == "quack"
+
+
+def test_it_excludes_the_reference() -> None:
+    with pytest.raises(UserError, match=r"speed\.reference"):
+        SpeedConfig(quack=True, reference=True)
+
+
+# ---- the MLP
+
+Weights = tuple[Tensor, Tensor, Tensor]
+
+
+def problem(device: torch.device, n: int = 64, c: int = 32, f: int = 128) -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, n // 2, c), (f, c), (c, f))
+    return tuple((torch.randn(s, generator=generator) * s[-1] ** -0.5).to(device) for s in shapes)  # type: ignore[return-value]
+
+
+def differentiate(function, tensors: Weights, autocast: bool) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """Output and gradients of all three, for a gradient dy that differs from element to element."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    with torch.autocast(leaves[0].device.type, dtype=BF16, enabled=autocast):
+        y = function(*leaves)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).sin().view(y.shape)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def plain(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    return functional.linear(functional.gelu(functional.linear(x, w_in)), w_out)
+
+
+def own(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    return functional.linear(gelu(functional.linear(x, w_in)), w_out)
+
+
+def distances(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
+def exactly(tensors: Weights) -> list[Tensor]:
+    """fp64, of the operands as autocast rounds them."""
+    return differentiate(plain, tuple(t.to(BF16).double() for t in tensors), autocast=False)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def products_by_torch() -> Iterator[None]:
+    """On a CPU the two products with an epilogue are what their docstrings say."""
+
+    def linear_gelu(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        h = x.float() @ weight.float().mT
+        return h.to(x.dtype), functional.gelu(h).to(x.dtype)
+
+    def times_gelu_slope(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+        z = h.float()
+        slope = torch.special.ndtr(z) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        return (dy.float() @ weight.float() * slope).to(h.dtype)
+
+    kernels = {quack_kernels._linear_gelu: linear_gelu, quack_kernels._times_gelu_slope: times_gelu_slope}
+    with torch.library._scoped_library("fused", "FRAGMENT") as library:
+        for operator, kernel in kernels.items():
+            library.impl(operator._name.removeprefix("fused::"), kernel, "CPU")
+        yield
+
+
+@pytest.mark.usefixtures("products_by_torch")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_its_backward_pass_is_that_of_the_mlp(compiled: bool) -> None:
+    if compiled and INTERPRETED:
+        pytest.skip("inductor cannot live with the interpreter")
+    tensors = problem(CPU)
+    function = torch.compile(quack_kernels.mlp, fullgraph=True, backend="aot_eager") if compiled else quack_kernels.mlp
+    found = distances(differentiate(function, tensors, autocast=True), exactly(tensors))
+    usual = distances(differentiate(plain, tensors, autocast=True), exactly(tensors))
+    assert all(a <= 1.5 * b for a, b in zip(found, usual, strict=True))
+
+
+def test_the_mlp_refuses_another_precision() -> None:
+    with pytest.raises(ValueError, match="bfloat16"):
+        quack_kernels.mlp(*problem(CPU))
+
+
+HOPPER = pytest.mark.skipif(
+    importlib.util.find_spec("quack") is None
+    or not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs quack-kernels and a Hopper GPU",
+)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [4096, 1000])
+def test_the_mlps_kernels_are_as_near_to_fp64_as_ours_and_deterministic(n: int) -> None:
+    tensors = problem(CUDA, n, 256, 1024)
+    found = differentiate(quack_kernels.mlp, tensors, autocast=True)
+    again = differentiate(quack_kernels.mlp, tensors, autocast=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    pairs = zip(
+        distances(found, exactly(tensors)), distances(differentiate(own, tensors, True), exactly(tensors)), strict=True
+    )
+    assert all(a <= 1.5 * b for a, b in pairs)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [4096, 1000])
+def test_the_heads_kernels_are_near_to_fp64_and_deterministic(n: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(n, 256, device="cuda", generator=generator).to(BF16)
+    weight = 0.1 * torch.randn(1920, 256, device="cuda", generator=generator)
+    targets = torch.randint(1920, (n,), device="cuda", generator=generator)
+    targets[::7] = -1
+
+    def gradients(function, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        leaves = [
+            x.to(dtype).requires_grad_(),
+            weight.to(BF16).to(dtype if dtype == torch.float64 else torch.float32).requires_grad_(),
+        ]
+        loss = function(*leaves, targets)
+        return [loss.detach(), *torch.autograd.grad(3 * loss, leaves)]
+
+    def reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(functional.linear(x, weight), targets, ignore_index=-1)
+
+    exact = gradients(reference, torch.float64)
+    found, again = (gradients(quack_kernels.linear_cross_entropy, BF16) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    # quack rounds exp(s - m) and the scale of its rows; ours the gradient alone.
+    pairs = zip(distances(found, exact), distances(gradients(linear_cross_entropy, BF16), exact), strict=True)
+    assert all(a <= 2 * b + 1e-6 for a, b in pairs)
