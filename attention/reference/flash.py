@@ -1,7 +1,7 @@
 """FlashAttention-2 forward and backward in PyTorch, tile by tile, with every rounding site of ``Numerics`` switchable.
 
 Source of the algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2. It runs on CPU and GPU, is slow, and is what
-the kernels are checked against. Both directions are opaque custom operators: a compiler that fuses casts away never sees them.
+the kernels are checked against. Both directions are custom operators.
 
 Legend: B batch, H heads, T sequence, D head dim; tiles have R rows and C columns. All tiles are float32; values are rounded by ``Sites``.
 """
@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..mask import NO_MASK, Mask
 from ..numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
+from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..rounding import low_bits, residual, storage_dtype
 from .exact import exact_float32
 from .exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
 from .tiles import (
     DELTA_STREAM,
     FORMAT_OF,
-    NAMESPACE,
     OUTPUT_STREAM,
     Problem,
     Sites,
@@ -95,25 +94,11 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
     return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, divisor, sites)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_reference_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seed: Tensor,
-    numerics: str,
-    scale: float,
-    causal: bool,
-    softcap: float,
-    bottom_right: bool = False,
-    window: int = 0,
-    keys: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, and of ``saved_shape`` float32 what the backward pass
     forms P from, in the units of ``exponent_of``)."""
     with exact_float32(q.device):
-        problem = make_problem(q, k, v, numerics, scale, causal, softcap, Mask(bottom_right, window, keys, cu_seqlens))
+        problem = make_problem(q, k, v, *settings)
         parts = [_forward_rows(problem, rows, seed) for rows in problem.row_tiles()]
         o, o_exact, saved = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         n = problem.sites.numerics
@@ -130,8 +115,7 @@ def _forward(
         return output, delta_output, saved.transpose(-1, -2).contiguous().view(saved_shape(q, n))
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):  # type: ignore[no-untyped-def]
+def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
     if kept_apart(n):
@@ -139,6 +123,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):  # type
     else:
         delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
     return output, delta_output, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
+
+
+_forward = operator("flash_reference_forward", FORWARD_TENSORS, 3, _forward_pass, _outputs)
 
 
 def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Tensor) -> Tensor:
@@ -256,28 +243,12 @@ def _add_gradients(
             dq[:, :, rows] = add(dq[:, :, rows] - excess)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_reference_backward", mutates_args=())
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    counts: Tensor,
-    saved: Tensor,
-    numerics: str,
-    scale: float,
-    causal: bool,
-    softcap: float,
-    bottom_right: bool = False,
-    window: int = 0,
-    keys: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+def _backward_pass(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, counts: Tensor, saved: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
     with exact_float32(q.device):
-        mask = Mask(bottom_right, window, keys, cu_seqlens)
-        problem = make_problem(q, k, v, numerics, scale, causal, softcap, mask)
+        problem = make_problem(q, k, v, *settings)
         do_BHTD = problem.seen_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         dk = torch.zeros_like(problem.k[:, :: problem.group])
@@ -287,24 +258,7 @@ def _backward(
         return problem.gradients(*totals, q.dtype)
 
 
-@_backward.register_fake
-def _(do, q, k, v, *_):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
-
-
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, v, _, *ctx.settings, keys, cu_seqlens = inputs
-    o, delta_output, saved = output
-    ctx.mark_non_differentiable(delta_output, saved)
-    ctx.save_for_backward(q, k, v, *delta_operands(o, delta_output), saved, keys, cu_seqlens)
-
-
-def _autograd_backward(ctx, do, *_):  # type: ignore[no-untyped-def]
-    q, k, v, o, counts, saved, *masks = ctx.saved_tensors
-    return *_backward(do, q, k, v, o, counts, saved, *ctx.settings, *masks), *(None,) * 9
-
-
-_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+_backward = operator("flash_reference_backward", BACKWARD_TENSORS, 3, _backward_pass, gradients_like)
 
 
 def row_deltas(
@@ -375,17 +329,9 @@ def _delta_tiles(
         yield problem, rows, do_BHTD[:, :, rows], kept, delta
 
 
-def flash_reference(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    numerics: str,
-    *,
-    seed: Tensor,
-    scale: float,
-    causal: bool,
-    softcap: float,
-    mask: Mask = NO_MASK,
-) -> Tensor:
-    """Attention [B, T, H, D] with the roundings of ``numerics``; see ``attention.run`` for the arguments."""
-    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, *mask)[0]
+def kept_of(o: Tensor, delta_output: Tensor, saved: Tensor) -> tuple[Tensor, ...]:
+    """What the backward pass needs of the outputs."""
+    return *delta_operands(o, delta_output), saved
+
+
+flash_reference = differentiable(_forward, _backward, kept_of)

@@ -10,15 +10,18 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..mask import NO_MASK, Mask
+from ..mask import Mask
 from ..numerics import FORWARD, Numerics, lacked_by, numerics_from_key
+from ..operators import FORWARD_TENSORS, differentiable, operator
 from ..reference.exponent import log2_scale
-from ..reference.tiles import FORMAT_OF, NAMESPACE, OUTPUT_STREAM
+from ..reference.tiles import FORMAT_OF, OUTPUT_STREAM
 from ..rounding import storage_dtype
 from .arithmetic import (
     FP32,
@@ -38,10 +41,9 @@ from .arithmetic import (
     stored_code,
     subtrahend,
 )
-from .backward import apart
 from .block_sizes import Blocks, two_pass_blocks, width
 from .loads import block_scores, load_keys, load_rows, load_seen, place, rows_source, store_rows, takes_descriptor
-from .ops import _backward
+from .ops import gradients
 
 _OUTPUT_STREAM = tl.constexpr(OUTPUT_STREAM)
 
@@ -199,61 +201,26 @@ def _kernels_key(numerics: str) -> str:
     return numerics_from_key(numerics).with_sites(sites).key()
 
 
-@torch.library.custom_op(f"{NAMESPACE}::standard_triton_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seed: Tensor,
-    numerics: str,
-    scale: float,
-    causal: bool,
-    softcap: float,
-    bottom_right: bool = False,
-    window: int = 0,
-    keys: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+def _forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     """(O [B, T, H, D], m in the unit the kernel compares and log2 l [B, H, 2, T])."""
     n = numerics_from_key(_kernels_key(numerics)).concrete(FORMAT_OF[q.dtype])
     blocks = two_pass_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
-        return launch(q, k, v, seed, n, blocks, scale, causal, softcap, Mask(bottom_right, window, keys, cu_seqlens))
+        return launch(q, k, v, seed, n, blocks, *settings)
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_):
+def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(q, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, _, *ctx.settings, keys, cu_seqlens = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, output[1], keys, cu_seqlens)
-
-
-def _autograd_backward(ctx, do, _):
-    q, k, v, saved, *masks = ctx.saved_tensors
-    numerics, *shape = ctx.settings
+def _gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Tensor, numerics: str, *settings: Any
+) -> list[Tensor]:
     nothing = do[:0]  # delta is of P and dP: there is no O to read
-    gradients = _backward(do, q, k, v, nothing, nothing, saved, _kernels_key(numerics), *shape, *masks)
-    return *apart(gradients, q, k, v), *(None,) * 9
+    return gradients(do, q, k, v, nothing, nothing, saved, _kernels_key(numerics), *settings)
 
 
-_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
-
-
-def standard_triton(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    numerics: str,
-    *,
-    seed: Tensor,
-    scale: float,
-    causal: bool,
-    softcap: float,
-    mask: Mask = NO_MASK,
-) -> Tensor:
-    """Attention [B, T, H, D] with the roundings of key ``numerics``; see ``attention.run`` for the arguments."""
-    return _forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, *mask)[0]
+_forward = operator("standard_triton_forward", FORWARD_TENSORS, 2, _forward_pass, _outputs)
+standard_triton = differentiable(_forward, _gradients, lambda o, saved: (saved,))

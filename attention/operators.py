@@ -1,0 +1,90 @@
+"""Custom operators of the backends: opaque, so that a compiler that fuses casts away never sees what is in them.
+
+All have the same arguments behind their tensors: ``SETTINGS``, the last four of which are the fields of ``Mask``.
+
+Legend: B batch, H heads, T sequence, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+from .mask import NO_MASK, Mask
+from .reference.tiles import NAMESPACE
+
+SETTINGS = (
+    "str numerics, float scale, bool causal, float softcap, "
+    "bool bottom_right=False, SymInt window=0, Tensor? keys=None, Tensor? cu_seqlens=None"
+)
+FORWARD_TENSORS = "q k v seed"
+BACKWARD_TENSORS = "do q k v o counts saved"
+"""Tensors of the passes of flash attention; ``o`` and ``counts`` are ``tiles.delta_operands``."""
+
+
+def operator(
+    name: str, tensors: str, outputs: int, compute: Callable[..., Any], fake: Callable[..., Any]
+) -> CustomOpDef:
+    """An operator on tensors of these names: ``compute(*tensors, numerics, scale, causal, softcap, mask)``.
+
+    ``fake`` takes the same, but for the mask in single fields, and gives ``outputs`` tensors of the same shapes, unwritten.
+    """
+    names = tensors.split()
+    before_mask = len(names) + 4
+
+    def call(*given: Any) -> Any:  # torch leaves out what is a default of the schema
+        return compute(*given[:before_mask], Mask(*given[before_mask:]))
+
+    returns = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+    schema = f"({', '.join(f'Tensor {x}' for x in names)}, {SETTINGS}) -> {returns}"
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", call, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+def differentiable(
+    forward: CustomOpDef, backward: Callable[..., Any], keep: Callable[..., tuple[Tensor, ...]]
+) -> Callable[..., Tensor]:
+    """The backend of an operator on ``FORWARD_TENSORS``, whose first output is O; gradients pass through no other.
+
+    ``keep(*outputs)`` is what ``backward(do, q, k, v, *kept, *settings)`` needs beside the inputs for dQ, dK and dV.
+    """
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, v, _, *ctx.settings, keys, cu_seqlens = inputs
+        outputs = (output,) if isinstance(output, Tensor) else output
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(q, k, v, *keep(*outputs), keys, cu_seqlens)
+
+    def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        *tensors, keys, cu_seqlens = ctx.saved_tensors
+        return *backward(do, *tensors, *ctx.settings, keys, cu_seqlens), *(None,) * 9
+
+    forward.register_autograd(pass_back, setup_context=setup_context)
+
+    def run(
+        q_BTHD: Tensor,
+        k_BTHD: Tensor,
+        v_BTHD: Tensor,
+        numerics: str,
+        *,
+        seed: Tensor,
+        scale: float,
+        causal: bool,
+        softcap: float,
+        mask: Mask = NO_MASK,
+    ) -> Tensor:
+        """Attention [B, T, H, D] with the roundings of key ``numerics``; see ``attention.run`` for the arguments."""
+        found = forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, *mask)
+        return found if isinstance(found, Tensor) else found[0]
+
+    return run
+
+
+def gradients_like(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """dQ, dK and dV, unwritten."""
+    return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
