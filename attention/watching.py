@@ -286,10 +286,18 @@ class Watch(TorchFunctionMode):
         return o
 
     def _keep(self, look: Look, layer: int, named: dict[str, Any], o: Tensor) -> None:
-        def few(x: Tensor) -> Tensor:
-            return x.detach().reshape(-1, *x.shape[-3:])[: self._sequences].to(o.dtype, copy=True)
+        # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
+        q, mask, dtype, sequences, differentiated = (
+            named["query"],
+            named["attn_mask"],
+            o.dtype,
+            self._sequences,
+            named["query"].requires_grad,
+        )
 
-        q, mask = named["query"], named["attn_mask"]
+        def few(x: Tensor) -> Tensor:
+            return x.detach().reshape(-1, *x.shape[-3:])[:sequences].to(dtype, copy=True)
+
         if mask is not None:
             mask = mask.detach().reshape(-1, *(1,) * (3 - mask.ndim), *mask.shape[-3:])[: self._sequences].clone()
         call = Call(
@@ -307,7 +315,7 @@ class Watch(TorchFunctionMode):
 
         def output_gradient(do: Tensor) -> None:
             came("do_BHTD", do)
-            if not q.requires_grad:
+            if not differentiated:
                 finish()
 
         def query_gradient(dq: Tensor) -> None:
@@ -329,7 +337,7 @@ class Watch(TorchFunctionMode):
         if o.requires_grad:
             look.awaited.add(layer)
             o.register_hook(output_gradient)
-            if q.requires_grad:
+            if differentiated:
                 q.register_hook(query_gradient)
 
     # ---- what is said

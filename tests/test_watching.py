@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,19 @@ def test_a_backward_pass_after_the_block_runs() -> None:
         loss = model(data())
     loss.backward()
     assert "dq_error" not in seen.record
+
+
+def test_a_look_keeps_no_graph() -> None:
+    """A hook that holds a tensor of its own graph makes a circle through C++, which no collector finds."""
+    model, seen = Model(), []
+    with watch(model, every=1):
+        for _ in range(2):
+            train(model)
+            for block in model.blocks:
+                seen += [weakref.ref(tensor) for tensor in block.seen]
+                block.seen = ()
+        gc.collect()
+        assert not any(tensor() is not None for tensor in seen)
 
 
 def test_micro_batches_of_a_step_count_as_one(tmp_path: Path) -> None:
