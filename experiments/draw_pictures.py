@@ -300,17 +300,40 @@ def published_fix() -> Figure:
 def consistent() -> Figure:
     """Largest logit of layer 1 of ``flash``, of delta from P and of ``flash_consistent``: one line a run."""
     figure, [[axis]] = page(4.6, 1, 1)
-    arms = {"flash": ORANGE, "delta_from_p": GRAY, "flash_consistent": BLUE}
-    for arm, color in arms.items():
+    seeds = ("", "_seed_1", "_seed_2")
+    arms = {"flash": (ORANGE, seeds), "delta_from_p": (GRAY, seeds)}
+    arms["flash_consistent"] = (BLUE, (*seeds, "_long", "_seed_1_long"))
+    for arm, (color, runs) in arms.items():
         folder = RUNS if arm != "flash_consistent" else EXPERIMENTS / "consistent" / "runs"
-        for seed in ("", "_seed_1", "_seed_2", *(["_long"] if arm == "flash_consistent" else [])):
-            rows = probes(folder / f"{arm}{seed}")
-            rows = rows[rows["step"] <= 5500]
+        for run in runs:
+            rows = probes(folder / f"{arm}{run}")
+            rows = rows[rows["step"] <= 11_300]
             axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
-    write(axis, (3050, 1.4e6, "flash", ORANGE), (4300, 480, "delta from P", GRAY), (4300, 25, "flash_consistent", BLUE))
-    axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 5600))
+    write(axis, (6200, 2e6, "flash", ORANGE), (8500, 330, "delta from P", GRAY), (8500, 12, "flash_consistent", BLUE))
+    axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 11_500))
     axis.set_title("largest attention logit of layer 1, three seeds each", fontsize=12, loc="left")
-    count_steps(axis, range(0, 5501, 1000))
+    count_steps(axis, range(0, 11_001, 2000))
+    return figure
+
+
+def public_recipe() -> Figure:
+    """``flash`` and ``flash_consistent`` on the same batches of the public text: training loss and largest logit of layer 1."""
+    figure, [[left, right]] = page(4.2, 1, 2)
+    for run, color in (("python_flash", ORANGE), ("python_consistent", BLUE)):
+        folder = EXPERIMENTS / "public_recipe" / "runs" / run
+        loss, rows = smooth_loss(folder, 50), probes(folder)
+        left.plot(loss.index, loss, color=color, linewidth=1.5)
+        right.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
+    left.set(ylim=(0, 4), xlim=(0, 3900))
+    right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 3900))
+    right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
+    left.set_title("training loss", fontsize=12, loc="left")
+    right.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
+    for axis in (left, right):
+        count_steps(axis, range(0, 3001, 1000))
+    write(left, (2600, 2.6, "flash", ORANGE), (1900, 0.25, "flash_consistent", BLUE))
+    write(right, (2300, 1e6, "flash", ORANGE), (1500, 22, "flash_consistent", BLUE))
+    write(right, (100, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY))
     return figure
 
 
@@ -323,6 +346,7 @@ def main() -> None:
     save(ties(), PAPER_FIGURES / "figure_13.png")
     save(published_fix(), EXPERIMENTS / "published_fix" / "curves.png")
     save(consistent(), EXPERIMENTS / "consistent" / "curves.png")
+    save(public_recipe(), EXPERIMENTS / "public_recipe" / "curves.png")
     save(late_switches(), LATE_SWITCHES / "late_switches.png")
 
 
