@@ -1,8 +1,8 @@
 """A short recipe for the failure of BF16 flash attention: GPT-2 124M, 32 sequences a step, lr 2e-3, one GPU.
 
 The learning rate lies near plain instability: a failure counts only when its control (flash_fp32_o or flash_delta_from_p) is stable on the
-same batches and data. It runs on any text, but we have seen it fail on one private corpus only (replay_batches/README.md). On another it
-may not fail, or the control may fail too.
+same batches and data. It runs on any text. We have seen it fail on a private corpus (replay_batches/README.md) and on one that
+anyone can make (experiments/public_recipe). On another it may not fail, or the control may fail too.
 
     python scripts/prepare_data.py text FILE.txt --val HELD_OUT.txt --name corpus
     python train.py configs/fast_failure.py --data.record replay_batches/NAME --run.name failing
