@@ -15,9 +15,9 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     """Make ``numerics`` known to transformers as ``name``, and return that.
 
     Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name`` where a model is made. Several may be registered, each
-    under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name that other numerics have,
-    as models look it up at each call, for one with "flash" in it, which transformers takes for a flash-attention package, and for numerics
-    that are unknown or stochastic.
+    under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name that other numerics or another
+    attention of transformers have, as models look it up at each call, for one with "flash" in it, which transformers takes for a
+    flash-attention package, and for numerics that are unknown or stochastic.
 
     A model's call raises ``ValueError`` for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for sinks,
     position biases and paged caches.
@@ -25,11 +25,14 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    refuse(not (isinstance(name, str) and name), f"name = {name!r}: expected a name of one letter or more")
     refuse("flash" in name, f"name = {name!r}: expected one without 'flash', which transformers reserves")
     spec = spec_of(numerics)
     refuse(
         stochastic(spec), f"numerics = {spec.label()}: expected none that rounds stochastically, as no seed reaches it"
     )
+    foreign = name not in _REGISTERED and (name == "eager" or name in AttentionInterface())
+    refuse(foreign, f"name = {name!r}: expected another one, under which transformers has no attention yet")
     known = _REGISTERED.get(name, spec)
     refuse(known != spec, f"name = {name!r}: expected another one for {spec.label()}, as it stands for {known.label()}")
 

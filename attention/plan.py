@@ -41,6 +41,8 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         for name in ("preset", "numerics"):
             object.__setattr__(self, name, today(getattr(self, name)))
+        if not isinstance(self.sites, tuple | list) or not all(isinstance(site, str) for site in self.sites):
+            raise invalid("attention sites", self.sites, "a tuple of site=value, for example ('output=bf16',)")
         object.__setattr__(self, "sites", tuple(today(site) for site in self.sites))
         if self.preset not in PRESETS:
             raise invalid("attention preset", self.preset, (*PRESETS, "robust"))

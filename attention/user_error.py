@@ -7,8 +7,11 @@ from collections.abc import Iterable
 LONGEST_VALUE, LONGEST_LINE = 120, 1600
 
 
-class UserError(Exception):
-    """Something the user can mend. The message is one line and stands without a traceback; the middle of a very long one is left out."""
+class UserError(ValueError):
+    """Something the user can mend; a ``ValueError`` to programs that use the package.
+
+    The message is one line and stands without a traceback; the middle of a very long one is left out.
+    """
 
     def __init__(self, message: str):
         super().__init__(one_line(message))

@@ -154,7 +154,10 @@ class Watch(TorchFunctionMode):
         optimizer = chosen["optimizer"]
         rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         self._step, self._clock, self._counts = chosen["start"], chosen["start"] * rate, optimizer is None
-        self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115  (close() does)
+        try:
+            self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115
+        except OSError as error:
+            raise invalid("watch: log", str(chosen["log"]), f"a file that can be written ({error.strerror})") from None
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
         """Step at which a layer ran away."""

@@ -173,6 +173,13 @@ def test_dropout_is_refused_and_a_reserved_name_too(ours: str) -> None:
         register(name="my_flash")
 
 
+@pytest.mark.parametrize("name", ["sdpa", "eager", "", None, 3])
+def test_a_name_of_transformers_or_none_at_all_is_refused(ours: str, name: Any) -> None:
+    """What stood under "sdpa" would be ours, without a word, in every model."""
+    with pytest.raises(ValueError, match=f"name = {name!r}: expected"):
+        register(name=name)
+
+
 def test_a_name_keeps_its_numerics(ours: str) -> None:
     """Models that have the name would change without a word."""
     assert register(name=ours) == ours

@@ -100,6 +100,8 @@ def test_overlapping_rules_are_refused() -> None:
         ({"numerics": "papr"}, "attention numerics = 'papr'"),
         ({"backend": "cuda"}, "attention backend = 'cuda'"),
         ({"sites": ("output",)}, "attention sites = 'output'"),
+        ({"sites": "output=bf16"}, "attention sites = 'output=bf16'"),
+        ({"sites": {"output": "bf16"}}, "attention sites = {'output': 'bf16'}"),
         ({"sites": ("output=bf17",)}, "attention numerics output = 'bf17'"),
         ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
         (

@@ -319,6 +319,7 @@ def test_a_model_that_is_never_called_is_said() -> None:
         ("warm_up", -1),
         ("start", None),
         ("log", 3),
+        ("log", "no/such/folder/watch.jsonl"),
         ("optimizer", 3),
         ("switch", 3),
         ("switch", "flsh"),
