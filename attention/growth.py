@@ -1,4 +1,5 @@
-"""The rule that says when a layer runs away: logits of many heads are large, and a head grows faster than training can drift.
+"""The rule that says when a layer runs away: logits of many heads are large, and a head grows faster than training can drift; or a
+head's logits are large and grow faster by far.
 
 Under AdamW or Muon a step moves a weight by about the learning rate at most, so the natural clock is c, the sum of the learning rates so
 far. A drift that has always been there makes a product of two weights grow at most like c^2, in a run of any size and schedule; a drift
@@ -31,6 +32,10 @@ class GrowthRule:
     """At least this share of a layer's heads has logits that large, or none of them counts."""
     probes: int = 2
     """Probes in a row that must agree."""
+    sudden_exponent: float = 8.0
+    """A head whose largest logit grows like this power of the clock runs away by itself, at the first probe that sees it, ..."""
+    sudden_logit: float = 2000.0
+    """... if that logit is this large."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> Growth | None:
         harmful = large & (large.double().mean(dim=1, keepdim=True) >= rule.share)
         leaves = leaves & (exponent >= rule.exponent) & harmful
     assert start is not None
+    sudden = _exponent(probes[start], probes[end], "logit_LH") >= rule.sudden_exponent
+    leaves = leaves | (sudden & ~(probes[end].logit_LH < rule.sudden_logit))
     return Growth(leaves, exponent, start)
 
 
@@ -95,7 +102,7 @@ def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None
     return earlier[-1] if earlier else None
 
 
-def _exponent(before: Probe, after: Probe) -> Tensor:
-    """d ln norm / d ln clock between two probes, [L, H]; +inf where the norm is no longer finite."""
-    exponent = (after.norm_LH / before.norm_LH).log() / math.log(after.clock / before.clock)
+def _exponent(before: Probe, after: Probe, of: str = "norm_LH") -> Tensor:
+    """d ln norm / d ln clock between two probes, [L, H], or that of the logits; +inf where norm or logit is no longer finite."""
+    exponent = (getattr(after, of) / getattr(before, of)).log() / math.log(after.clock / before.clock)
     return torch.where(after.norm_LH.isfinite() & after.logit_LH.isfinite(), exponent, math.inf)

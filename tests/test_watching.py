@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention import watch
-from attention.growth import GrowthRule
+from attention.growth import GrowthRule, Probe, growth
 from attention.watching import COLUMNS
 
 B, T, H, D, C = 3, 24, 4, 16, 64
@@ -244,6 +245,22 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     assert list(seen.left) == [0] * leaves
     assert len(said) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("logit", "exponent", "leaves"), [(2500.0, 9.0, True), (1900.0, 9.0, False), (2500.0, 7.0, False)]
+)
+def test_a_head_whose_logits_grow_by_far_too_fast_leaves_alone_and_at_once(
+    logit: float, exponent: float, leaves: bool
+) -> None:
+    """One head of twelve, at the first probe, where half of the heads would be late."""
+    logits = torch.full((2, 1, 12), 50.0, dtype=torch.float64)
+    logits[1, 0, 3], logits[0, 0, 3] = logit, logit / 1.5**exponent
+    flat = Probe(70, 70.0, logits[0], logits[0])
+    probes = [flat, replace(flat, step=100, clock=100.0), Probe(150, 150.0, logits[1], logits[1])]
+    found = growth(probes, GrowthRule())
+    assert found is not None
+    assert found.leaves_LH.nonzero().tolist() == [[0, 3]] * leaves
 
 
 def test_a_layer_that_left_runs_the_preset_it_is_switched_to(device: torch.device) -> None:

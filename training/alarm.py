@@ -45,7 +45,8 @@ class AlarmConfig:
     growth_logit: float = 500.0
     """Heads whose largest logit is below this do no harm yet, however fast they grow."""
     growth_share: float = 0.5
-    """At least this share of a layer's heads has logits that large, or none of them is flagged."""
+    """At least this share of a layer's heads has logits that large, or none of them is flagged, unless one passes 2,000 like the eighth
+    power of the summed learning rate."""
     growth_probes: int = 2
     """Probes in a row that must agree."""
     warm_up: int = -1
