@@ -31,10 +31,12 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     refuse(
         stochastic(spec), f"numerics = {spec.label()}: expected none that rounds stochastically, as no seed reaches it"
     )
-    foreign = name not in _REGISTERED and (name == "eager" or name in AttentionInterface())
+    there = AttentionInterface().get(name, name == "eager" or None)
+    stands_for = getattr(there, "rounded_as", None)
+    foreign = there is not None and stands_for is None
     refuse(foreign, f"name = {name!r}: expected another one, under which transformers has no attention yet")
-    known = _REGISTERED.get(name, spec)
-    refuse(known != spec, f"name = {name!r}: expected another one for {spec.label()}, as it stands for {known.label()}")
+    other = stands_for is not None and stands_for != spec.label()
+    refuse(other, f"name = {name!r}: expected another one for {spec.label()}, as it stands for {stands_for}")
 
     def forward(
         module: nn.Module,
@@ -70,11 +72,9 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
         )
         return o.transpose(1, 2).contiguous(), None
 
+    # Told by the function itself, as this module may be there twice: installed, and in a checkout as ``attention``.
+    forward.rounded_as = spec.label()  # type: ignore[attr-defined]
     AttentionInterface.register(name, forward)
     # transformers makes no mask, not even for padding, for a name that this registry does not hold.
     AttentionMaskInterface.register(name, sdpa_mask)
-    _REGISTERED[name] = spec
     return name
-
-
-_REGISTERED: dict[str, AttentionSpec] = {}

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 LONGEST_VALUE, LONGEST_LINE = 120, 1600
 
 
-class UserError(ValueError):
-    """Something the user can mend; a ``ValueError`` to programs that use the package.
+class UserError(Exception):
+    """Something the user can mend. Not a ``ValueError``, which a parser of command lines would put in words of its own.
 
     The message is one line and stands without a traceback; the middle of a very long one is left out.
     """

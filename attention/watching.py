@@ -157,7 +157,7 @@ class Watch(TorchFunctionMode):
         try:
             self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115
         except OSError as error:
-            raise invalid("watch: log", str(chosen["log"]), f"a file that can be written ({error.strerror})") from None
+            _require(False, "log", str(chosen["log"]), f"a file that can be written ({error.strerror})")
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
         """Step at which a layer ran away."""
