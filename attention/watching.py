@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .functional import scaled_dot_product_attention, spec_of
-from .growth import Growth, GrowthRule, Probe, growth, large_logits
+from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
+from .growth import Growth, GrowthRule, Probe, growth, large_logits, window_start
 from .measures import QUERY_CHUNK, entropy_of, score_rows
 from .plan import AttentionSpec
 from .reference.exact import exact_float32
@@ -47,7 +47,7 @@ COLUMNS = {
     "delta_error": "root mean square of rowsum(dO * O) - rowsum(P * dP), O as attention returned it, over that of rowsum(P * dP)",
     "delta_bias": "mean of the same, over the same",
     "row_residual": "root mean square of r = rowsum(dS), dS as the backward pass with that O rounds it, over the same",
-    "dq_error": "||sum over queries of dQ - dQ in FP32|| over ||sum of dQ in FP32||, dQ as attention's backward pass made it",
+    "dq_error": "||sum over queries of dQ - dQ in FP32|| over the layer's ||sum of dQ in FP32||, dQ as attention's backward pass made it",
     "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
 }
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
@@ -120,7 +120,8 @@ def measure(call: Call) -> dict[str, Tensor]:
         dq = dq.where((whole["max"] != -math.inf)[..., None], 0.0)
         if do is not None:
             wrong, exact = ((x).sum(dim=(0, 2)).norm(dim=-1) for x in (call.dq_BHTD.float() - dq, dq))
-            columns["dq_error"] = _over(wrong, exact)
+            # Of the layer: a head of one-hot rows has hardly a gradient, and nothing is large beside that.
+            columns["dq_error"] = _over(wrong, exact.norm())
         read = torch.stack([x.isfinite().all() for x in (q, k, v, o, call.do_BHTD) if x is not None]).all()
         columns["nan_made"] = (read & ~call.dq_BHTD.isfinite().all(dim=-1).all(dim=-1).all(dim=0)).float()
     return columns
@@ -397,6 +398,9 @@ class Watch(TorchFunctionMode):
                 probes.clear()
             probes.append(Probe(look.step, look.clock, logit_1H, logit_1H))
             found = growth(probes, self._rule)
+            # No later look measures from before this one's window.
+            past = window_start(probes, max(0, len(probes) - self._rule.probes), self._rule.window) or 0
+            del probes[: min(past, len(probes) - self._rule.probes)]
             if found is not None and found.layers() and layer not in self.left:
                 self.left[layer] = look.step
                 self._say(self._sentence(look.step, layer, found, logit_1H))
@@ -502,7 +506,8 @@ def watch(
     _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
     try:
         if switch is not None:
-            spec_of(switch)
+            blind = "expected numerics that do not round stochastically, as no seed reaches them"
+            refuse(stochastic(spec_of(switch)), f"numerics = {switch!r}: {blind}")
     except ValueError as error:
         raise ValueError(f"watch: switch: {error}") from None
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -13,6 +13,8 @@ from errors import UserError
 
 SMALL_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1.0, 3
 """Logits below have not been seen to do harm; dQ's error in parts of dQ; fewer records say nothing."""
+HARMLESS = 2e-5
+"""Of delta: FP32 attention is off by 1e-7, and no run with an error up to 1.1e-5 grew (experiments/row_residual/README.md)."""
 
 
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -58,7 +60,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW:
         no = "NO: attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *broken]
-    return [f"UNCLEAR: no layer ran away in {len(finite)} records. Go on watching.", largest, *broken]
+    advice = "Go on watching." if records[-1] in finite else "Watch from an earlier checkpoint."
+    return [f"UNCLEAR: no layer ran away in {len(finite)} records. {advice}", largest, *broken]
 
 
 def _tops(record: dict[str, Any]) -> list[float]:
@@ -71,9 +74,19 @@ def _heads(record: dict[str, Any]) -> list[int]:
 
 
 def _rounded(record: dict[str, Any]) -> list[int]:
-    """Layers in which a head's dQ has an error as large as itself."""
-    errors = enumerate(record.get("dq_error", []))
-    return [layer for layer, heads in errors if heads and max(heads, key=_size) >= MADE_BY_ROUNDING]
+    """Layers whose dQ has an error as large as itself, over all heads, as the autopsy of a checkpoint judges dW_Q.
+
+    Where all rows are one-hot, dQ cancels to nothing and FP32's rounding is as large, also where O is exactly a row of V in BF16. So delta
+    must have an error, too.
+    """
+    deltas = record.get("delta_error", [None] * len(record["max_logit"]))
+    return [
+        layer
+        for layer, heads in enumerate(record.get("dq_error", []))
+        if heads
+        and math.hypot(*map(_size, heads)) >= MADE_BY_ROUNDING
+        and (deltas[layer] is None or max(map(_size, deltas[layer])) >= HARMLESS)
+    ]
 
 
 def leaving(records: Sequence[dict[str, Any]], rule: GrowthRule | None = None) -> dict[int, int]:

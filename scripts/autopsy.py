@@ -99,6 +99,8 @@ def main() -> None:
     if arguments.checkpoint is not None and arguments.checkpoint.is_file() and not arguments.nanogpt:
         print("\n".join(answer(list(read_lines(arguments.checkpoint)))))
         return
+    if arguments.checkpoint is not None and arguments.checkpoint.suffix == ".jsonl":
+        raise UserError(f"{arguments.checkpoint}: no such file; expected what watch() wrote")
     device = open_device(arguments.device)
     is_ours = arguments.hf is None and not arguments.nanogpt
     subject = (checkpoint_subject if is_ours else foreign_subject)(arguments, device)

@@ -145,6 +145,10 @@ def without_gradients(step: int, *, layer: int | None = None) -> dict[str, Any]:
         ([record(step, 50.0, dq_error=[0.1, 5.0 if step < 3 else 0.1]) for step in range(4)], "SUSPECT"),
         ([record(0, 50.0), record(100, 300.0)], "UNCLEAR"),
         ([record(0, 50.0, dq_error=[0.1, 2.0])], "SUSPECT"),
+        ([record(0, 50.0, dq_error=[0.8, 0.8])], "SUSPECT"),
+        ([record(0, 50.0, dq_error=[0.6, 0.6])], "UNCLEAR"),
+        ([record(0, 50.0, dq_error=[0.1, 2.0], delta_error=[1e-7, 1e-3])], "SUSPECT"),
+        ([record(0, 50.0, dq_error=[0.1, 2.0], delta_error=[1e-7, 1e-7])], "UNCLEAR"),
         ([record(step, (step / 100) ** 4) for step in range(100, 1001, 100)], "SUSPECT"),
         ([record(step, 900.0) for step in range(100, 1001, 100)], "UNCLEAR"),
         ([record(0, 50.0, nan_made=[0.0, 1.0]), record(100, math.nan)], "KERNEL"),
@@ -162,6 +166,12 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
 def test_the_layer_that_left_is_named_with_its_step() -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
     assert leaving([record(step, (step / 100) ** 4) for step in range(100, 1001, 100)]) == {1: 600}
+
+
+def test_a_dead_run_is_not_told_to_go_on() -> None:
+    dead = [record(0, 50.0), record(1, 300.0), record(2, math.nan)]
+    assert "Go on" in log_answer(dead[:2])[0]
+    assert "earlier checkpoint" in log_answer(dead)[0]
 
 
 def test_why_gradients_are_lacking_is_said() -> None:
