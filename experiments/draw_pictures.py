@@ -263,43 +263,42 @@ def norms() -> Figure:
 
 
 def published_fix() -> Figure:
-    """Left the largest logit of layer 1, right the validation loss: above what the published fix does, below what repairs delta."""
+    """Left the largest logit of layer 1, right the validation loss: above published numerics and their fix, below what repairs delta."""
     figure, panels = page(8.4, 2, 2)
     study = EXPERIMENTS / "published_fix" / "runs"
-    rows = (
-        {  # folder: name, color, height of the name on the left, on the right
-            RUNS / "flash": ("flash", BLACK, 3e4, None),
-            study / "published": ("published", GRAY, 5e3, 4.41),
-            study / "published_stable_beta_2": ("its Algorithm 3", ORANGE, 1.2e4, 4.69),
-            study / "published_scaled": ("its floor alone", "#E69F00", 1.9e3, 4.53),
-            EXPERIMENTS / "consistent" / "runs" / "flash_consistent": ("flash_consistent", BLUE, 100, 4.36),
-        },
-        {
-            study / "published_l_bf16": ("L in BF16", BLACK, 5e4, None),
-            study / "published_fp32_o": ("FP32 O in delta", ORANGE, 1.7e4, 4.46),
-            study / "published": ("published", GRAY, 5.8e3, None),
-            study / "published_delta_from_p": ("delta from P", PINK, 2.9e3, None),
-            study / "published_delta_normalised": ("delta*", GREEN, 800, None),
-            study / "published_delta_from_p_fp32_statistics": ("delta from P, l in FP32", "#E69F00", 430, None),
-            study / "flash_delta_normalised": ("flash, delta*", "#56B4E9", 215, None),
-            study / "flash_corrected_rows": ("flash, corrected rows", BLUE, 100, None),
-        },
+    seeds = ("", "_seed_1", "_seed_2")
+    from_p, fp32 = "published_delta_from_p", "_fp32_statistics"
+    above: tuple[Any, ...] = (  # name, color, runs, height of the name on the left, on the right
+        ("flash", BLACK, [RUNS / "flash"], 3e5, 4.95),
+        ("published", GRAY, [study / "published_long"], 5e4, 4.78),
+        ("its Algorithm 3", ORANGE, [study / "published_stable_long"], 6e3, 4.62),
+        ("flash_consistent", BLUE, [EXPERIMENTS / "consistent" / "runs" / "flash_consistent"], 80, 4.14),
     )
-    for (left, right), arms in zip(panels, rows, strict=True):
-        for folder, (words, color, *heights) in arms.items():
-            logits = probes(folder).set_index("step")["max_logit_1"].loc[:2401]
-            losses = metrics(folder).set_index("step")["val_loss"].dropna().loc[:2401]
-            for axis, course, height in zip((left, right), (logits, losses), heights, strict=True):
-                marker = "" if axis is left else "o"
-                axis.plot(course.index, course, color=color, linewidth=1.5, marker=marker, markersize=3)
+    below: tuple[Any, ...] = (
+        ("L in BF16", BLACK, [study / "published_l_bf16"], 6e4, None),
+        ("FP32 O in delta", ORANGE, [study / "published_fp32_o"], 2.4e4, 4.46),
+        ("l in FP32", GRAY, [study / f"published{fp32}"], 1.05e4, None),
+        ("delta from P", PINK, [study / f"{from_p}{seed}" for seed in seeds], 4.6e3, None),
+        ("safe shift, l in FP32", GREEN, [study / f"published_stable_safe{fp32}"], 2.0e3, None),
+        ("delta*", "#56B4E9", [study / "published_delta_normalised"], 850, None),
+        ("delta from P, l in FP32", BLUE, [study / f"{from_p}{fp32}{seed}" for seed in seeds], 200, 4.36),
+    )
+    for (left, right), arms, last in zip(panels, (above, below), (5500, 2401), strict=True):
+        for words, color, runs, *heights in arms:
+            for folder in runs:
+                logits = probes(folder).set_index("step")["max_logit_1"].loc[:last]
+                losses = metrics(folder).set_index("step")["val_loss"].dropna().loc[:last]
+                left.plot(logits.index, logits, color=color, linewidth=1.5)
+                right.plot(losses.index, losses, color=color, linewidth=1.5, marker="o", markersize=3)
+            for axis, height in zip((left, right), heights, strict=True):
                 if height:
-                    write(axis, (2450, height, words, color))
-        left.set(yscale="log", ylim=(1, 2e5), xlim=(0, 4100))
-        right.set(ylim=(4.3, 5.1), xlim=(950, 3150))
+                    write(axis, (1.02 * last, height, words, color))
+        left.set(yscale="log", ylim=(1, 1e6 if last > 2401 else 2e5), xlim=(0, 1.65 * last))
+        right.set(ylim=(4.1, 5.1) if last > 2401 else (4.3, 5.1), xlim=(950, 1.45 * last))
         left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
         right.set_title("validation loss", fontsize=12, loc="left")
-        count_steps(left, range(0, 2500, 1000))
-        count_steps(right, range(1000, 2500, 500))
+        count_steps(left, range(0, last, 2000 if last > 2401 else 1000))
+        count_steps(right, range(1000, last, 1500 if last > 2401 else 500))
     return figure
 
 
@@ -308,17 +307,17 @@ def consistent() -> Figure:
     figure, [[axis]] = page(4.6, 1, 1)
     seeds = ("", "_seed_1", "_seed_2")
     arms = {"flash": (ORANGE, seeds), "delta_from_p": (GRAY, seeds)}
-    arms["flash_consistent"] = (BLUE, (*seeds, "_long", "_seed_1_long"))
+    arms["flash_consistent"] = (BLUE, (*seeds, "_long", "_seed_1_long", "_seed_2_long"))
     for arm, (color, runs) in arms.items():
         folder = RUNS if arm != "flash_consistent" else EXPERIMENTS / "consistent" / "runs"
         for run in runs:
             rows = probes(folder / f"{arm}{run}")
-            rows = rows[rows["step"] <= 11_300]
+            rows = rows[rows["step"] <= 13_000]
             axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
     write(axis, (6200, 2e6, "flash", ORANGE), (8500, 330, "delta from P", GRAY), (8500, 12, "flash_consistent", BLUE))
-    axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 11_500))
+    axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 13_000))
     axis.set_title("largest attention logit of layer 1, three seeds each", fontsize=12, loc="left")
-    count_steps(axis, range(0, 11_001, 2000))
+    count_steps(axis, range(0, 13_001, 2000))
     return figure
 
 
