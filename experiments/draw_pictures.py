@@ -272,6 +272,7 @@ def published_fix() -> Figure:
         ("flash", BLACK, [RUNS / "flash"], 3e5, 4.95),
         ("published", GRAY, [study / "published_long"], 5e4, 4.78),
         ("its Algorithm 3", ORANGE, [study / "published_stable_long"], 6e3, 4.62),
+        ("its floor alone", PINK, [study / "published_scaled"], 1.1e3, None),
         ("flash_consistent", BLUE, [EXPERIMENTS / "consistent" / "runs" / "flash_consistent"], 80, 4.14),
     )
     below: tuple[Any, ...] = (
@@ -292,7 +293,9 @@ def published_fix() -> Figure:
                 right.plot(losses.index, losses, color=color, linewidth=1.5, marker="o", markersize=3)
             for axis, height in zip((left, right), heights, strict=True):
                 if height:
-                    write(axis, (1.02 * last, height, words, color))
+                    own = int(probes(runs[0])["step"].iloc[-1])
+                    end = last if 2 * own > last else own  # a short run has its name at its own end
+                    write(axis, (1.02 * end, height, words, color))
         left.set(yscale="log", ylim=(1, 1e6 if last > 2401 else 2e5), xlim=(0, 1.65 * last))
         right.set(ylim=(4.1, 5.1) if last > 2401 else (4.3, 5.1), xlim=(950, 1.45 * last))
         left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
