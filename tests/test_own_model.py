@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,14 +63,31 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert losses[-1] < losses[0] - 1
 
 
-def test_the_example_refuses_a_length_beyond_the_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--length 100000000", r"--length 100000000: expected less than the text's \d+ tokens"),
+        (
+            "--text {folder}/none.txt",
+            r"--text .*none\.txt: expected a file of UTF-8 text \(No such file or directory\)",
+        ),
+        ("--text {folder}/bytes", r"--text .*bytes: expected a file of UTF-8 text \('utf-8' codec .*\)"),
+        (
+            "--model {folder}/none",
+            r"--model .*none: expected a folder of a causal .*, or its name on huggingface.co \(.+\)",
+        ),
+        ("--model {folder}", r"--model .*: expected a folder of a causal .*, or its name on huggingface.co \(.+\)"),
+    ],
+)
+def test_the_example_refuses_in_one_line(
+    arguments: str, message: str, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr(sys, "argv", ["example", "--length", "100000000"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
-    assert "--length 100000000: expected less than" in capsys.readouterr().err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "bytes").write_bytes(b"\xff\xff")
+    example = runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"))
+    line = refused(example["main"], *arguments.format(folder=tmp_path).split())
+    assert re.fullmatch(f"error: {message}\n", line), line
 
 
 def gradients(model: Any, loss: Any) -> Tensor:
