@@ -22,9 +22,8 @@ import torch
 
 import files
 from autopsy.log import answer
-from autopsy.measure import examine
+from autopsy.measure import Subject, examine
 from autopsy.report import Report, text
-from autopsy.subjects import checkpoint_subject, foreign_subject
 from errors import OneLineParser, UserError, exit_on_user_error, invalid
 from training.metrics import read_lines
 
@@ -93,6 +92,16 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"--out {folder}: cannot be made ({error.strerror})") from None
 
 
+def open_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
+    """What is examined. It takes what the trainer needs, which a file of ``watch`` does not."""
+    try:
+        from autopsy.subjects import checkpoint_subject, foreign_subject
+    except ModuleNotFoundError as missing:
+        raise UserError(f"this needs the package {missing.name}: pip install '.[train]'") from None
+    is_ours = arguments.hf is None and not arguments.nanogpt
+    return (checkpoint_subject if is_ours else foreign_subject)(arguments, device)
+
+
 @exit_on_user_error
 def main() -> None:
     arguments = parse(sys.argv[1:])
@@ -102,8 +111,7 @@ def main() -> None:
     if arguments.checkpoint is not None and arguments.checkpoint.suffix == ".jsonl":
         raise UserError(f"{arguments.checkpoint}: no such file; expected what watch() wrote")
     device = open_device(arguments.device)
-    is_ours = arguments.hf is None and not arguments.nanogpt
-    subject = (checkpoint_subject if is_ours else foreign_subject)(arguments, device)
+    subject = open_subject(arguments, device)
     if arguments.out is not None:  # before the work, so that none is lost
         make_folder(arguments.out)
     began = time.perf_counter()

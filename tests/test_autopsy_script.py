@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,6 +143,19 @@ def test_a_checkpoint_of_another_shape(run: Path, tmp_path: Path, refused: Calla
 )
 def test_what_cannot_be_asked(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
     assert message in refused(autopsy.main, *arguments)
+
+
+def test_without_what_the_trainer_needs(
+    tmp_path: Path, examined: Command, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is refused in one line; a file of ``watch`` is judged."""
+    for module in ("autopsy.subjects", "config"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert refused(autopsy.main, "x") == "error: this needs the package tyro: pip install '.[train]'\n"
+    log = tmp_path / "watch.jsonl"
+    log.write_text('{"step": 0, "clock": 0, "max_logit": [[1.0]]}\n')
+    assert examined(log).startswith("UNCLEAR")
 
 
 def test_a_gpt2_of_hugging_face(
