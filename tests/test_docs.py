@@ -57,8 +57,8 @@ def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(
     monkeypatch.chdir(tmp_path)
     model = OneCall()
     names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "train": train}
-    example = blocks(ROOT / "docs" / "diagnosis.md", "python")[0].replace("low_precision_attention", "attention")
-    exec(compile(example, "diagnosis.md", "exec"), names)
+    (example,) = (text for text in blocks(ROOT / "docs" / "diagnosis.md", "python") if "watch(" in text)
+    exec(compile(example.replace("low_precision_attention", "attention"), "diagnosis.md", "exec"), names)
     visible = [
         max((q[0, h, i] @ k[0, h // 2, j] / 8**0.5).item() for i in range(5) for j in range(i + 1)) for h in range(4)
     ]

@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +17,13 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
+DIAGNOSIS = (ROOT / "docs" / "diagnosis.md").read_text()
 NANOGPT = ROOT.parent / "nanoGPT" / "model.py"
 pytestmark = pytest.mark.usefixtures("low_precision_attention")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def test_examples_of_the_page_run() -> None:
@@ -34,6 +35,31 @@ def test_examples_of_the_page_run() -> None:
     assert names["model"].config._attn_implementation == names["name"]
     assert names["q"].grad.abs().max() > 0
     names["model"](input_ids=torch.arange(8)[None])
+
+
+def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> None:
+    """A second preset goes by another name than the first."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.LlamaConfig(vocab_size=8, **shape)
+    name = low_precision_attention.huggingface.register()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    tokens, losses = torch.arange(8)[None], []
+
+    def train() -> None:
+        losses.append(model(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+
+    names: dict[str, Any] = {"low_precision_attention": low_precision_attention, "model": model, "torch": torch}
+    names["trainer"] = SimpleNamespace(train=train)
+    preset, plain = (text for text in blocks("python", DIAGNOSIS) if "set_attn" in text or "MATH" in text)
+    train()
+    exec(preset, names)
+    assert model.config._attn_implementation == "control"
+    train()
+    model.set_attn_implementation("sdpa")
+    exec(plain, names)
+    torch.testing.assert_close(torch.stack(losses), losses[0].expand(3))
 
 
 def test_watch_in_a_trainer_counts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
