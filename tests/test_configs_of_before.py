@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import config as configuration
 from config import TrainConfig
 from errors import UserError
 from files import sha256_file, write_json
-from training.retired import RETIRED, SCRIPTS, upgraded
+from training.retired import RETIRED, upgraded
 
 ROOT = Path(__file__).resolve().parent.parent
 # As the published runs have it.
@@ -61,13 +60,6 @@ def test_no_retired_field_is_a_field_of_today() -> None:
 def test_a_command_of_before_is_told_what_replaced_its_option(typed: str) -> None:
     with pytest.raises(UserError, match=rf"^{typed.split()[0]} is gone: commit c487be1 had it; .*--speed\.reference"):
         configuration.override(TrainConfig(), typed.split())
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_is_gone_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")
-    assert (stop.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize(

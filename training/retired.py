@@ -1,12 +1,11 @@
-"""What is gone: fields of earlier configs, and what a config.json or a checkpoint that has them means today; scripts."""
+"""What is gone: fields of earlier configs, and what a config.json or a checkpoint that has them means today."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from attention.renamed import today_in_record
-from errors import UserError, exit_on_user_error, invalid
+from errors import invalid
 
 ANY = None
 """Every value of the field computes what is computed today, to the last bit."""
@@ -38,22 +37,6 @@ RETIRED: dict[str, tuple[object, ...] | None] = {
     "wandb.tags": ANY,
 }
 """Field -> values that a run of today goes on with, to the same bits. Commit c487be1 has the code for the others."""
-
-SCRIPTS = {
-    "gradients": "scripts/autopsy.py says in which layers rounding makes the gradient; experiments/gradients has what it found",
-    "run_variants": "a shell's loop over train.py does it, as on top of configs/reproduction.txt",
-    "show_rounding": "docs/numerics.md has what it printed",
-    "stabiliser_variants": "experiments/stabilized_row_maximum has what it found",
-    "two_readings": "experiments/bias_or_self_correlation has what it found",
-}
-"""Script -> what there is in its place. Commit c487be1 has them."""
-
-
-@exit_on_user_error
-def answer_for(script: str) -> NoReturn:
-    """What the file of a script that is gone does: one line, exit code 2."""
-    name = Path(script).stem
-    raise UserError(f"scripts/{name}.py is gone: {SCRIPTS[name]}; commit c487be1 has the script")
 
 
 def upgraded(content: dict[str, Any], goes_on_from: object = None) -> dict[str, Any]:
