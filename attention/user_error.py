@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 LONGEST_VALUE, LONGEST_LINE = 120, 1600
 
@@ -26,6 +27,12 @@ def _cut(text: str, most: int) -> str:
 
 
 def invalid(field: str, value: object, expected: str | Iterable[object]) -> UserError:
-    """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices."""
-    choices = expected if isinstance(expected, str) else "one of " + ", ".join(str(e) for e in expected)
+    """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices.
+
+    Of the choices the one that is spelled most like the value is named last, where a reader of a long line looks.
+    """
+    choices = expected if isinstance(expected, str) else [str(choice) for choice in expected]
+    if not isinstance(choices, str):
+        nearest = get_close_matches(str(value), choices, n=1)
+        choices = "one of " + ", ".join(choices) + "".join(f"; did you mean {name}?" for name in nearest)
     return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: expected {choices}")

@@ -50,18 +50,26 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if gone or rounded:
         names = ", ".join(map(str, rounded))
         errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
-        control = "Run the control; or scripts/autopsy.py on a checkpoint, for yes or no."
+        control = (
+            "Run the control; if this was it, look at the recipe. scripts/autopsy.py says yes or no of a checkpoint."
+        )
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
     measured = [record for record in finite if all(record.get("dq_error", [None]))]
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
         few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
         why = "Activation checkpointing needs use_reentrant=False; a frozen layer and one with dropout show none."
         return [few, why, largest, *broken]
-    if tops[top] < SMALL_LOGIT and len(finite) >= FEW:
+    if tops[top] < SMALL_LOGIT and len(finite) >= FEW and not _unseen(records, finite):
         no = "NO: attention's rounding does not make this gradient; look at the recipe and the data."
-        return [no, largest, *broken]
-    advice = "Go on watching." if records[-1] in finite else "Watch from an earlier checkpoint."
+        return [no, largest, *broken, f"It says nothing of steps after {records[-1]['step']}."]
+    advice = "Go on watching." if records[-1] in finite else "Watch each step (every=1) from an earlier checkpoint."
     return [f"UNCLEAR: no layer ran away in {len(finite)} records. {advice}", largest, *broken]
+
+
+def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]]) -> bool:
+    """Whether logits ceased to be finite between two looks with other steps between them: they can grow from 100 in a few hundred."""
+    later = [record["step"] for record in records if record not in finite and record["step"] > finite[-1]["step"]]
+    return bool(later) and min(later) > finite[-1]["step"] + 1
 
 
 def _tops(record: dict[str, Any]) -> list[float]:

@@ -140,7 +140,8 @@ def without_gradients(step: int, *, layer: int | None = None) -> dict[str, Any]:
     [
         ([record(0, 50.0), record(100, 90.0), record(200, 90.0)], "NO"),
         ([record(0, 50.0), record(100, 90.0)], "UNCLEAR"),
-        ([record(0, 50.0), record(100, 90.0), record(200, 90.0), record(300, math.nan)], "NO"),
+        ([record(0, 50.0), record(100, 90.0), record(200, 90.0), record(300, math.nan)], "UNCLEAR"),
+        ([record(0, 50.0), record(199, 90.0), record(200, 90.0), record(201, math.nan)], "NO"),
         ([record(0, 50.0), record(100, 1e5), record(200, 50.0)], "UNCLEAR"),
         ([record(step, 50.0, dq_error=[0.1, 5.0 if step < 3 else 0.1]) for step in range(4)], "SUSPECT"),
         ([record(0, 50.0), record(100, 300.0)], "UNCLEAR"),

@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "name_with_slash": ("--run.name a/b", r"run\.name = 'a/b': expected letters, digits"),
     "unknown_preset": (
         "--attention.default.preset flsh",
-        r"attention preset = 'flsh': expected one of standard, sdpa_",
+        r"attention preset = 'flsh': expected one of standard, sdpa_.*; did you mean flash\?$",
     ),
     "unknown_site": ("--attention.default.sites o=m3", r"attention sites = 'o': expected one of inputs, scores"),
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
