@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -457,6 +458,18 @@ def _require(right: bool, name: str, value: object, expected: str) -> None:
         raise ValueError(str(invalid(f"watch: {name}", value, expected)))
 
 
+def _last_step(log: Path) -> int:
+    """Step of the last record in a file of ``watch``; -1 where there is none. Raises ``ValueError`` for another file."""
+    if not log.is_file():  # not there yet, or a stream
+        return -1
+    try:
+        with log.open(encoding="utf-8") as file:
+            last = deque(file, maxlen=1)
+        return int(json.loads(last[0])["step"]) if last else -1
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(str(invalid("watch: log", str(log), "a new file, or one of watch that can be read"))) from None
+
+
 def watch(
     model: nn.Module,
     *,
@@ -476,7 +489,7 @@ def watch(
     Args:
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks.
-        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head.
+        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. It has no step from ``start`` on yet.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
         switch: preset, or ``AttentionSpec``, that a layer moves to when it runs away; one process only.
         wandb: a W&B run; each look adds a table.
@@ -516,5 +529,9 @@ def watch(
     if processes and torch.distributed.get_rank():
         log = wandb = None
         warm_up = sys.maxsize  # it never judges
+    if log is not None:
+        last = _last_step(Path(log))
+        goes_on = f"a new file, as this one has step {last}; or start={last + 1} or more, to go on with its run"
+        _require(start > last, "log", str(log), goes_on)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
     return Watch(model, **chosen, sequences=sequences, start=start, rule=rule or GrowthRule(), say=say)

@@ -369,6 +369,27 @@ def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: An
     assert "\n" not in str(error.value)
 
 
+def test_a_file_that_has_these_steps_is_not_added_to(tmp_path: Path) -> None:
+    log, other = tmp_path / "log", tmp_path / "other"
+    model = Model()
+    with watch(model, every=1, log=log):
+        for step in range(3):
+            model(data(step)).backward()
+    before = log.read_bytes()
+    with pytest.raises(ValueError, match=r"step 2; or start=3 or more") as error:
+        watch(model, log=log, start=2)
+    assert "\n" not in str(error.value)
+    assert log.read_bytes() == before
+    with watch(model, every=1, log=log, start=3):
+        model(data()).backward()
+    assert [record["step"] for record in records(log)] == [0, 1, 2, 3]
+    for text in ("notes\n", "[]\n", '{"loss": 1}\n'):
+        other.write_text(text)
+        with pytest.raises(ValueError, match="a new file, or one of watch"):
+            watch(model, log=other)
+        assert other.read_text() == text
+
+
 def test_the_file_is_strict_json_and_the_table_has_a_row_a_head(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     logged: list[dict[str, Any]] = []
