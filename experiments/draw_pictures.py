@@ -270,9 +270,10 @@ def published_fix() -> Figure:
     from_p, fp32 = "published_delta_from_p", "_fp32_statistics"
     above: tuple[Any, ...] = (  # name, color, runs, height of the name on the left, on the right
         ("flash", BLACK, [RUNS / "flash"], 3e5, 4.95),
-        ("published", GRAY, [study / "published_long"], 5e4, 4.78),
-        ("its Algorithm 3", ORANGE, [study / "published_stable_long"], 6e3, 4.62),
+        ("published", GRAY, [study / f"published{seed}" for seed in ("_long", *seeds[1:])], 5e4, 4.78),
+        ("its Algorithm 3", ORANGE, [study / f"published_stable{seed}" for seed in ("_long", *seeds[1:])], 6e3, 4.62),
         ("its floor alone", PINK, [study / "published_scaled"], 1.1e3, None),
+        ("its beta 7", GREEN, [study / "published_stable_exact_ties"], 240, None),
         ("flash_consistent", BLUE, [EXPERIMENTS / "consistent" / "runs" / "flash_consistent"], 80, 4.14),
     )
     below: tuple[Any, ...] = (
@@ -306,20 +307,29 @@ def published_fix() -> Figure:
 
 
 def consistent() -> Figure:
-    """Largest logit of layer 1 of ``flash``, of delta from P and of ``flash_consistent``: one line a run."""
+    """Largest logit of layer 1 of ``flash``, delta from P and ``flash_consistent``: a line a run, dashed on the second order of batches."""
     figure, [[axis]] = page(4.6, 1, 1)
     seeds = ("", "_seed_1", "_seed_2")
     arms = {"flash": (ORANGE, seeds), "delta_from_p": (GRAY, seeds)}
-    arms["flash_consistent"] = (BLUE, (*seeds, "_long", "_seed_1_long", "_seed_2_long"))
-    for arm, (color, runs) in arms.items():
-        folder = RUNS if arm != "flash_consistent" else EXPERIMENTS / "consistent" / "runs"
-        for run in runs:
-            rows = probes(folder / f"{arm}{run}")
-            rows = rows[rows["step"] <= 13_000]
-            axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
+    arms["flash_consistent"] = (BLUE, (*seeds, "_long", "_seed_1_long", "_seed_2_long", "_second_order_long"))
+    study = EXPERIMENTS / "consistent" / "runs"
+    lines = [
+        (color, (study if arm == "flash_consistent" else RUNS) / f"{arm}{run}")
+        for arm, (color, runs) in arms.items()
+        for run in runs
+    ]
+    for color, folder in (*lines, (ORANGE, study / "flash_second_order")):
+        rows = probes(folder)
+        rows = rows[rows["step"] <= 13_000]
+        style = "--" if "second_order" in folder.name else "-"
+        axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5, linestyle=style)
     write(axis, (6200, 2e6, "flash", ORANGE), (8500, 330, "delta from P", GRAY), (8500, 12, "flash_consistent", BLUE))
     axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 13_000))
-    axis.set_title("largest attention logit of layer 1, three seeds each", fontsize=12, loc="left")
+    axis.set_title(
+        "largest attention logit of layer 1, three seeds each; dashed: a second order of batches",
+        fontsize=12,
+        loc="left",
+    )
     count_steps(axis, range(0, 13_001, 2000))
     return figure
 
