@@ -15,6 +15,8 @@ from kernel_tests import INTERPRETED, poison_new_tensors
 from torch import Tensor
 
 from attention import AttentionSpec
+from attention.numerics import FP32, parse_site
+from attention.reference.flash import row_residuals
 
 FLOOR, BETA = 1e-10, 2.0
 BACKENDS = ["flash_reference", *(["flash"] if INTERPRETED else [])]
@@ -86,6 +88,19 @@ def test_rows_come_out_scaled_as_by_the_floor(backend: str, form: str, tile: int
     assert (scale > 0.99).any()
     # By the FMA, the exponent at m has an error of half a unit of m, which is up to 120 here.
     assert ((found - expected).norm(dim=-1) <= 1e-4 * expected.norm(dim=-1)).all()
+
+
+def test_without_any_rounding_the_floor_leaves_row_sums_of_ds() -> None:
+    """P sums to a < 1 where the floor counts, and rows of P (dP - delta) to (1 - a) delta: no rounding makes this r."""
+    p = tied_rows()
+    tile, visited = 16, True
+    numerics = FP32.with_sites(dict(parse_site(text) for text in sites("visited", tile)))
+    found, _ = row_residuals(p.q, p.k, p.v, p.do, numerics, seed=torch.zeros((), dtype=torch.int64), scale=1 / 4)
+    o = oracle(p, tile, floor=FLOOR, visited=visited)
+    a = oracle(replace(p, v=torch.ones_like(p.v)), tile, floor=FLOOR, visited=visited)[:, 0]
+    expected = (1 - a) * (p.do[0, :, 0].double() * o).sum(-1)
+    assert expected.abs().max() > 0.1
+    assert (found[0, 0].double() - expected).abs().max() < 1e-4
 
 
 def _forward(p: Problem, backend: str, spec: AttentionSpec) -> Tensor:
