@@ -20,7 +20,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     flash-attention package, and for numerics that are unknown or stochastic.
 
     A model's call raises ``ValueError`` for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for sinks,
-    position biases and paged caches.
+    position biases, paged caches and ``output_attentions``. GPT-2 does not hand the last on: there ``attentions`` comes back empty, as with
+    transformers' own SDPA.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -52,6 +53,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     ) -> tuple[Tensor, None]:
         for lacking in ("s_aux", "position_bias", "cache"):
             refuse(others.get(lacking) is not None, f"{type(module).__name__}: it has no {lacking}")
+        wanted = bool(others.get("output_attentions"))
+        refuse(wanted, f"{type(module).__name__}: it keeps no P (output_attentions); 'eager' attention does")
         lengths = query.shape[2], key.shape[2]
         # As transformers' own for SDPA: a mask says everything, and the one query of a decoding step sees all that the cache holds.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -203,6 +203,16 @@ def test_what_a_model_passes_and_the_kernels_lack_is_refused(lacking: str, ours:
         call(torch.nn.Module(), q, q, q, None, **{lacking: q})
 
 
+def test_output_attentions_is_refused(ours: str) -> None:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=50, intermediate_size=32
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.set_attn_implementation(ours)
+    with pytest.raises(ValueError, match="LlamaAttention: it keeps no P"):
+        model(torch.zeros(1, 4, dtype=torch.int64), output_attentions=True)
+
+
 @pytest.mark.slow
 def test_trainer_fine_tunes_as_with_torchs(tmp_path: Path, ours: str) -> None:
     """50 steps under BF16 autocast, three seeds: losses are as near to a float32 run's as torch's are (1.5 times their error at most)."""
