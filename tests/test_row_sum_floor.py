@@ -90,24 +90,25 @@ def test_rows_come_out_scaled_as_by_the_floor(backend: str, form: str, tile: int
     assert ((found - expected).norm(dim=-1) <= 1e-4 * expected.norm(dim=-1)).all()
 
 
-def test_the_floor_leaves_row_sums_of_ds_and_rounding_changes_them_by_less_than_a_tenth() -> None:
+def test_the_floor_leaves_row_sums_of_ds_that_no_rounding_makes() -> None:
     """P sums to a < 1 where the floor counts, and rows of P (dP - delta) to (1 - a) delta."""
     p, tile = tied_rows(), 16
     values = dict(parse_site(text) for text in sites("visited", tile))
 
-    def r(base: Numerics, p: Problem) -> Tensor:
-        numerics = base.with_sites(values)
-        return row_residuals(p.q, p.k, p.v, p.do, numerics, seed=torch.zeros((), dtype=torch.int64), scale=1 / 4)[0][
-            0, 0
-        ].double()
+    def r(numerics: Numerics, p: Problem) -> Tensor:
+        found, _ = row_residuals(p.q, p.k, p.v, p.do, numerics, seed=torch.zeros((), dtype=torch.int64), scale=1 / 4)
+        return found[0, 0].double()
 
     o = oracle(p, tile, floor=FLOOR, visited=True)
     a = oracle(replace(p, v=torch.ones_like(p.v)), tile, floor=FLOOR, visited=True)[:, 0]
     expected = (1 - a) * (p.do[0, :, 0].double() * o).sum(-1)
     assert expected.abs().max() > 0.1
-    assert (r(FP32, p) - expected).abs().max() < 1e-4
+    assert (r(FP32.with_sites(values), p) - expected).abs().max() < 1e-5  # scores to 60 in FP32: exp is 4e-6 off
     half = Problem(*(x.bfloat16() for x in (p.q, p.k, p.v, p.do)))
-    assert (r(PUBLISHED, half) - expected).norm() < 0.1 * expected.norm()
+    # The published roundings change these r by no more than they make without Algorithm 3.
+    by_rounding = r(PUBLISHED, half).norm()
+    assert by_rounding < expected.norm()
+    assert (r(PUBLISHED.with_sites(values), half) - expected).norm() < by_rounding
 
 
 def _forward(p: Problem, backend: str, spec: AttentionSpec) -> Tensor:
