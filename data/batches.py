@@ -102,7 +102,7 @@ class Sequences:
 def _inputs_and_targets(block_BT: np.ndarray) -> tuple[Tensor, Tensor]:
     """[B, T + 1] of any integer type -> inputs and targets, int64 [B, T] each, one token apart, contiguous."""
     # Copied by NumPy, in one thread: beyond 32,768 elements torch's copy wakes all its threads, which costs far more than it gains
-    # (15 to 34 ms a step were seen beside an H200; docs/performance.md).
+    # (15 to 34 ms a step were seen beside an H200).
     inputs_BT, targets_BT = (block_BT[:, columns].astype(np.int64, order="C") for columns in (np.s_[:-1], np.s_[1:]))
     return torch.from_numpy(inputs_BT), torch.from_numpy(targets_BT)
 

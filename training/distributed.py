@@ -74,7 +74,7 @@ def start(device: DeviceChoice) -> Distributed:
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
         # The host only moves batches. torch wakes all its threads for a copy of more than 32,768 elements, the one into pinned memory
-        # too, and where they are more than the cores that costs milliseconds (docs/performance.md).
+        # too, and where they are more than the cores that costs milliseconds.
         torch.set_num_threads(1)
     if world_size > 1:
         # torchrun --max-restarts keeps its store: there the processes would find the addresses of those that have died.
