@@ -271,18 +271,38 @@ def published_fix() -> Figure:
     above: tuple[Any, ...] = (  # name, color, runs, height of the name on the left, on the right
         ("flash", BLACK, [RUNS / "flash"], 3e5, 4.95),
         ("published", GRAY, [study / f"published{seed}" for seed in ("_long", *seeds[1:])], 5e4, 4.78),
-        ("its Algorithm 3", ORANGE, [study / f"published_stable{seed}" for seed in ("_long", *seeds[1:])], 6e3, 4.62),
+        (
+            "Algorithm 3, beta 2",
+            ORANGE,
+            [study / f"published_stable{seed}" for seed in ("_long", *seeds[1:])],
+            6e3,
+            4.62,
+        ),
         ("its floor alone", PINK, [study / "published_scaled"], 1.1e3, None),
-        ("its beta 7", GREEN, [study / "published_stable_exact_ties"], 240, None),
-        ("flash_consistent", BLUE, [EXPERIMENTS / "consistent" / "runs" / "flash_consistent"], 80, 4.14),
+        (
+            "Algorithm 3, beta 7",
+            GREEN,
+            [study / f"published_stable_exact_ties{seed}" for seed in ("_long", *seeds[1:])],
+            33,
+            4.24,
+        ),
+        ("its floor alone", "#56B4E9", [study / "published_scaled_beta_7"], 15, None),
+        ("flash_consistent", BLUE, [EXPERIMENTS / "consistent" / "runs" / "flash_consistent"], 80, 4.13),
     )
     below: tuple[Any, ...] = (
         ("L in BF16", BLACK, [study / "published_l_bf16"], 6e4, None),
         ("FP32 O in delta", ORANGE, [study / "published_fp32_o"], 2.4e4, 4.46),
         ("l in FP32", GRAY, [study / f"published{fp32}"], 1.05e4, None),
         ("delta from P", PINK, [study / f"{from_p}{seed}" for seed in seeds], 4.6e3, None),
-        ("safe shift, l in FP32", GREEN, [study / f"published_stable_safe{fp32}"], 2.0e3, None),
-        ("delta*", "#56B4E9", [study / "published_delta_normalised"], 850, None),
+        (
+            "bounded shift, l in FP32",
+            GREEN,
+            [study / f"published_stable_safe{fp32}{seed}" for seed in seeds],
+            2.2e3,
+            None,
+        ),
+        ("the same, beta 7", "#CCAA00", [study / f"published_stable_safe_beta_7{fp32}"], 1.25e3, None),
+        ("delta*", "#56B4E9", [study / "published_delta_normalised"], 700, None),
         ("delta from P, l in FP32", BLUE, [study / f"{from_p}{fp32}{seed}" for seed in seeds], 200, 4.36),
     )
     for (left, right), arms, last in zip(panels, (above, below), (5500, 2401), strict=True):
