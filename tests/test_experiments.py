@@ -19,8 +19,7 @@ SUMMARIES = sorted(path.parent.name for path in EXPERIMENTS.glob("*/summary.csv"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_a_script_can_be_imported(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS / script.parent))
+def test_a_script_can_be_imported(script: Path) -> None:
     runpy.run_path(str(EXPERIMENTS / script), run_name="imported")
 
 
@@ -52,14 +51,13 @@ def test_rows_that_look_at_one_key_are_exact_below_the_threshold_and_off_above()
     assert rows["measure"]("flash_subtract_first", 131_072) == (0.0, 0.0)
 
 
-def test_the_table_of_row_residual_is_that_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_row_residual_is_that_of_its_files() -> None:
     folder = EXPERIMENTS / "row_residual"
-    monkeypatch.syspath_prepend(str(folder))
     scatter = runpy.run_path(str(folder / "scatter.py"), run_name="imported")
     assert scatter["by_kind"](scatter["pd"].read_csv(folder / "rows.csv")) in (folder / "README.md").read_text()
 
 
 def test_the_alarm_on_logits_is_that_of_the_probes() -> None:
-    command = [sys.executable, str(EXPERIMENTS / "alarm/logits.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "experiments.alarm.logits"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed == (EXPERIMENTS / "alarm/logits.csv").read_text()

@@ -1,6 +1,6 @@
 """The alarm's rule on largest logits, as ``watch()`` applies it to any model, over the runs of gpt2.csv: which of them it warns of.
 
-    python experiments/alarm/logits.py       # prints logits.csv
+    python -m experiments.alarm.logits       # prints logits.csv
 
 ``warned_at``: the whole rule, on layer 1 alone, as of the others probes.csv does not say how many heads have large logits.
 ``sudden_at``: the part that looks at single heads, on every layer's largest logit. The clock is the step, less half of the warm-up.
@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent))
+from attention.growth import GrowthRule, Probe, growth
 
-from attention.growth import GrowthRule, Probe, growth  # noqa: E402
+HERE = Path(__file__).resolve().parent
 
 
 def first(folder: Path, whole: bool) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""r = rowsum(dS) of every world and delta on the same random tensors, relative to dQ: python experiments/invariant/row_sums.py
+"""r = rowsum(dS) of every world and delta on the same random tensors, relative to dQ: python -m experiments.invariant.row_sums
 
 Writes row_sums.csv. K's feature 0 is 1 in every key, so that dQ has scale * r there. Tensors [1, 256, 4, 32] are FP32, or BF16 where the
 world's name ends so.
@@ -10,10 +10,10 @@ import csv
 from pathlib import Path
 
 import torch
-from train_runs import DELTAS, WORLDS
 
 import attention
 from attention import AttentionConfig, AttentionSpec
+from experiments.invariant.train_runs import DELTAS, WORLDS
 
 SHAPE = (1, 256, 4, 32)
 LARGE = 2.0e5
@@ -22,7 +22,7 @@ FMA = ("probabilities=m7", "output=m7", "score_gradients=m7")
 ALL: dict[str, tuple[str, tuple[str, ...], bool]] = {
     **{world: (*setting, False) for world, setting in WORLDS.items()},
     "fma_exponent": ("hardware", FMA, True),
-    "subtracted_exponent": ("hardware", (*FMA, "exponent=subtracted", "saved_statistics=max_and_sum"), True),
+    "subtracted_exponent": ("hardware", (*FMA, "exponent=subtract_first", "saved_statistics=max_and_sum"), True),
     "flash_bf16": ("hardware", (), False),
     "published_bf16": ("published", (), False),
 }

@@ -1,4 +1,4 @@
-"""Runs of the table in README.md, one after the other, one row of runs.csv each: python experiments/invariant/train_runs.py SEED [SEED ...]
+"""Runs of the table in README.md, one after the other, one row of runs.csv each: python -m experiments.invariant.train_runs SEED [SEED ...]
 
 From the repository's root, after ``python scripts/prepare_data.py stdlib``. A run whose folder is there is not made again; without a seed
 only runs.csv is written, from the folders.
@@ -26,7 +26,7 @@ WORLDS = {
 DELTAS = {
     "from_o": (),
     "from_p": ("delta=rowsum_p_dp",),
-    "normalised": ("delta=rowsum_p_dp_normalised",),
+    "normalised": ("delta=rowsum_p_dp_normalized",),
     "corrected_rows": ("row_residual=corrected_rows",),
     "consistent": (),
 }

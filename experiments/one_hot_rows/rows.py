@@ -1,4 +1,4 @@
-"""How far is O from V in rows that look at one key? python experiments/one_hot_rows/rows.py [PRESET ...]
+"""How far is O from V in rows that look at one key? python -m experiments.one_hot_rows.rows [PRESET ...]
 
 O of such a row is one V, exactly, whatever the size of the logits. Keys are multiples of the unit vectors, so that Q K^T has no
 rounding and every logit but one of a row is 0, too far below for FP32.
@@ -11,9 +11,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Hold the base ``published`` against the published code of arXiv 2510.04212 itself: O, dQ, dK and dV on the same tensors.
 
     git clone https://github.com/ucker/why-low-precision-training-fails published
-    python experiments/published_fix/check_published.py --published published/attention.py [--device cuda] [--out check.json]
+    python -m experiments.published_fix.check_published --published published/attention.py [--device cuda] [--out check.json]
 
 The published code runs four ways, each with STABLE=0 and STABLE=1: ``compiled`` as its train.py does, under autocast with the backward
 pass outside; ``eager``; ``eager, exact products``, the same with every product summed in FP64 and then rounded as before, which says how
@@ -29,12 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import attention  # noqa: E402
-from attention import AttentionConfig, AttentionSpec  # noqa: E402
-from errors import UserError, invalid  # noqa: E402
+import attention
+from attention import AttentionConfig, AttentionSpec
+from errors import UserError, invalid
 
 NAMES = ("o", "dq", "dk", "dv")
 SIZES = {"small": (2, 2, 1024, 64), "gpt2": (8, 12, 1024, 64)}  # batch, heads, sequence, head dim

@@ -1,6 +1,6 @@
 """Rows that Algorithm 3 with the published floor scales down, by layer, in checkpoints of a run that trains with both:
 
-    python experiments/row_residual/clamp.py runs/NAME/checkpoints/step_00000500 [MORE ...] --data data/tokens/corpus
+    python -m experiments.row_residual.clamp runs/NAME/checkpoints/step_00000500 [MORE ...] --data data/tokens/corpus
 
 The scale of a row is |O| over |O without Algorithm 3 and without floor|, both by the PyTorch reference from the same q, k and v, with the
 published roundings otherwise. Appends one row a checkpoint and layer to clamp.csv:
@@ -17,12 +17,9 @@ published roundings otherwise. Appends one row a checkpoint and layer to clamp.c
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """r = rowsum(dS) of every published attention on the tensors of a checkpoint:
 
-    python experiments/row_residual/measure_rows.py runs/NAME/checkpoints/step_00001000 [MORE ...] [--own] --data data/tokens/corpus
+    python -m experiments.row_residual.measure_rows runs/NAME/checkpoints/step_00001000 [MORE ...] [--own] --data data/tokens/corpus
 
 Appends to ``--out`` a row a checkpoint, layer and attention of experiments/*/runs, each computed by the PyTorch reference on q, k, v, dO
 and x of one backward pass: of the run's own attention, the same tensors for all (``captured`` plain); with --own, of that attention in
@@ -24,14 +24,11 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""r of every published attention (rows.csv, by measure_rows.py) beside the logits of its runs: python experiments/row_residual/scatter.py
+"""r of every published attention (rows.csv, by measure_rows.py) beside the logits of its runs: python -m experiments.row_residual.scatter
 
 Endpoint: the largest logit of layer 1 at step 2,400. Prints Spearman's rank correlations, over all runs and within each kind of error of
 delta, and the runs that fit least; writes correlations.csv and scatter.png.
@@ -6,19 +6,15 @@ delta, and the runs that fit least; writes correlations.csv and scatter.png.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from draw_pictures import BLUE, GRAY, GREEN, ORANGE, page, save
-from measure_rows import EXPERIMENTS, STUDIES, variant_of
-
 from attention.numerics import numerics_from_key
 from attention.plan import HeadGroup
+from experiments.draw_pictures import BLUE, GRAY, GREEN, ORANGE, page, save
+from experiments.row_residual.measure_rows import EXPERIMENTS, STUDIES, variant_of
 
 HERE = Path(__file__).resolve().parent
 LAYER = 1
