@@ -227,9 +227,10 @@ def against(first: Run, run: Run) -> str:
     step = curves.first_difference(*losses)
     parts = "the same training losses, bit for bit" if step is None else f"training losses differ from step {step} on"
     old, new = settings_of(first), settings_of(run)
-    changed = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-    changes = "; ".join(f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed)
-    return f"{run.name} against {first.name}: {parts}; {changes or 'no setting differs'}."
+    changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in old if name in new and old[name] != new[name]]
+    if alone := len(old.keys() ^ new.keys()):
+        changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
+    return f"{run.name} against {first.name}: {parts}; {'; '.join(changes) or 'no setting differs'}."
 
 
 def data_sentence(runs: Sequence[Run]) -> str:

@@ -71,6 +71,12 @@ def test_it_is_told_where_runs_part_and_what_was_changed(
     assert f"fixed against failing: training losses differ from step 2 on; {change}\n" in told(capsys, *pair)
 
 
+def test_settings_that_one_record_lacks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = write_run(tmp_path / "old", [2.0] * 6, settings={"speed": {"retired": 1, "removed": 2}, "seed": 1})
+    new = write_run(tmp_path / "new", [2.0] * 6, settings={"seed": 2})
+    assert "seed: 1 -> 2; 2 setting(s) are in one of the two records only" in told(capsys, old, new)
+
+
 @pytest.mark.parametrize(
     ("digests", "sentence"),
     [
