@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention import AttentionSpec, replace_sdpa, scaled_dot_product_attention
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def tensors(
@@ -347,3 +352,18 @@ def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_sai
         torchs(*inputs, dropout_p=0.1)
     with pytest.warns(UserWarning, match="was not called"), replace_sdpa():
         torch.softmax(inputs[0], dim=-1)
+
+
+def in_a_fresh_process(code: str) -> None:
+    """Where no other test has imported what the package imports late."""
+    start = "import torch\nfrom torch.nn import functional\nfrom attention import replace_sdpa\n"
+    subprocess.run([sys.executable, "-c", start + code], check=True, cwd=ROOT)
+
+
+def test_torchs_own_kernel_can_replace_torchs_function() -> None:
+    in_a_fresh_process("""
+q = torch.randn(1, 1, 4, 8)
+expected = functional.scaled_dot_product_attention(q, q, q)
+with replace_sdpa("sdpa_math"):
+    torch.testing.assert_close(functional.scaled_dot_product_attention(q, q, q), expected)
+""")

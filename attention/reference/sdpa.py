@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..mask import NO_MASK, Mask
+from .tiles import TORCHS
 
 KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -24,7 +24,7 @@ def _sdpa(kernel: SDPBackend, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, sc
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
     with sdpa_kernel(kernel):
         grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
+        return TORCHS(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
 
 # The math kernel is ordinary PyTorch that a compiler would fuse, moving its roundings; the others are opaque by nature.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..mask import NO_MASK, Mask, Runs
 from ..numerics import RESIDUALS, Numerics, numerics_from_key
@@ -18,6 +19,8 @@ from ..rounding import random_bits, restore, round_to, storage_dtype, tile_rando
 NAMESPACE = __name__.partition(".")[0]
 """Of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's ``attention`` and as the
 installed ``low_precision_attention``."""
+TORCHS = functional.scaled_dot_product_attention
+"""torch's own, whatever ``replace_sdpa`` puts in its place: ``functional.py`` imports this module before anything can call that."""
 OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
 """Streams of random bits: the O passed on, the O inside delta and P_bar are drawn independently."""
 
