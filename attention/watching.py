@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
@@ -37,7 +36,7 @@ from .growth import Growth, GrowthRule, Probe, growth, large_logits, window_star
 from .measures import QUERY_CHUNK, entropy_of, score_rows
 from .plan import AttentionSpec
 from .reference.exact import exact_float32
-from .reference.tiles import FORMAT_OF
+from .reference.tiles import FORMAT_OF, TORCHS
 from .rounding import round_to
 from .user_error import invalid
 
@@ -253,7 +252,7 @@ class Watch(TorchFunctionMode):
     # ---- what
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (_TORCHS, scaled_dot_product_attention) or self._inside:
+        if func not in (TORCHS, scaled_dot_product_attention) or self._inside:
             return func(*args, **(kwargs or {}))
         return self._attend(lambda: func(*args, **(kwargs or {})), **_named(*args, **(kwargs or {})))
 
@@ -416,9 +415,6 @@ class Watch(TorchFunctionMode):
             f"like the summed learning rate to the power {found.exponent_LH[0, head]:.1f}; {large} of {logit_1H.shape[1]} heads above "
             f"{self._rule.logit:g} ({RATES}){then}"
         )
-
-
-_TORCHS = functional.scaled_dot_product_attention
 
 
 _SIGNATURE = inspect.signature(scaled_dot_product_attention)

@@ -367,3 +367,17 @@ expected = functional.scaled_dot_product_attention(q, q, q)
 with replace_sdpa("sdpa_math"):
     torch.testing.assert_close(functional.scaled_dot_product_attention(q, q, q), expected)
 """)
+
+
+def test_watch_knows_torchs_function_where_it_is_imported_while_that_is_replaced() -> None:
+    in_a_fresh_process("""
+class Model(torch.nn.Module):
+    def forward(self, q):
+        return functional.scaled_dot_product_attention(q, q, q)
+with replace_sdpa():
+    from attention import watch
+model = Model()
+with watch(model) as seen:
+    model(torch.randn(1, 1, 4, 8, requires_grad=True))
+assert len(seen.record["max_logit"]) == 1
+""")
