@@ -217,6 +217,8 @@ def _mask(mask: Tensor | None, B: int, T: int, S: int) -> Mask:
     while mask.ndim < 4:
         mask = mask[None]
     if mask.shape[2] == 1:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and mask.is_inference():
+            mask = mask.clone()  # autograd keeps nothing that was made in inference mode
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
@@ -230,7 +232,8 @@ def _known_runs(own: Tensor, mask: Tensor) -> Tensor:
         return _runs(mask)
     state = own._version, mask.shape
     if own not in _RUNS or _RUNS[own][0] != state:
-        _RUNS[own] = state, _runs(mask)
+        with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
+            _RUNS[own] = state, _runs(mask)
     return _RUNS[own][1]
 
 

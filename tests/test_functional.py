@@ -206,6 +206,19 @@ def test_a_mask_edited_in_place_is_looked_at_again() -> None:
     assert scaled_dot_product_attention(*inputs, attn_mask=mask).count_nonzero() == 0
 
 
+@pytest.mark.parametrize("first", ["made", "seen"])
+@pytest.mark.parametrize("shape", [(2, 1, 1, 40), (2, 1, 40, 40)])
+def test_a_mask_of_inference_mode_serves_training(shape: tuple[int, ...], first: str) -> None:
+    *inputs, do = tensors()
+    mask = torch.ones(shape, dtype=torch.bool)
+    with torch.inference_mode():
+        mask = mask.clone() if first == "made" else mask
+        scaled_dot_product_attention(*inputs, attn_mask=mask)
+    expected = results(scaled_dot_product_attention, tuple(inputs), do)
+    found = results(scaled_dot_product_attention, tuple(inputs), do, attn_mask=mask)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_stochastic_rounding_follows_its_seed_and_needs_one() -> None:
     *inputs, _ = tensors()
 
