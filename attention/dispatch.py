@@ -17,6 +17,7 @@ from .heads import head_index
 from .mask import NO_MASK, Mask
 from .numerics import numerics_from_key
 from .plan import HeadGroup, LayerPlan
+from .reference.tiles import FORMAT_OF
 from .user_error import UserError
 
 
@@ -35,8 +36,9 @@ def run(
     """Attention of one layer, O [B, T, H, D].
 
     Args:
-        q_BTHD, k_BTHD, v_BTHD: one dtype, any strides (views of a fused projection need no copy). Keys may be more or fewer than queries;
-            with ``causal`` query t sees keys up to t. Heads of k and v may be fewer, HK: head h of q then reads head h // (H // HK).
+        q_BTHD, k_BTHD, v_BTHD: one dtype of float32, bfloat16 and float16; any strides (views of a fused projection need no copy). Keys may
+            be more or fewer than queries; with ``causal`` query t sees keys up to t. Heads of k and v may be fewer, HK: head h of q then
+            reads head h // (H // HK).
         plan: which heads use what; ``attention.check`` has said before that this machine can run it.
         rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so that
             it should be another one at every step.
@@ -45,11 +47,13 @@ def run(
         mask: what else of the keys is hidden.
 
     Returns the dtype of q, or float32 where a group passes its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
-    have the plan's heads (tensors laid out [B, H, T, D] mostly do not), and for a wrong ``rounding_seed``.
+    have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, and for a wrong ``rounding_seed``.
     """
     n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
     ends = q_BTHD.shape[:1], q_BTHD.shape[3:]
+    # Torch's kernels have no sites, and some take float64 as well.
+    exact = q_BTHD.dtype == torch.float64 and not any(BACKENDS[group.backend].has_sites for group in plan.groups)
     for name, x, fits, expected in (  # kernels trust them
         ("q", q_BTHD, q_BTHD.ndim == 4 and q_BTHD.shape[2] == plan.n_head, f"the {plan.n_head} heads of the plan"),
         (
@@ -63,6 +67,9 @@ def run(
         if not fits or 0 in x.shape:
             shapes = f"{tuple(x.shape)}: expected [batch, time, head, width] with {expected}, none of them 0"
             raise UserError(f"attention of layer {plan.layer}: {name} has shape {shapes}")
+        if x.dtype not in FORMAT_OF and not exact:
+            dtypes = "float32, bfloat16 or float16"
+            raise UserError(f"attention of layer {plan.layer}: {name} is {x.dtype}: expected {dtypes}")
         if (x.dtype, x.device) != (q_BTHD.dtype, q_BTHD.device):
             raise UserError(
                 f"attention of layer {plan.layer}: {name} is {x.dtype} on {x.device}: expected {q_BTHD.dtype} on {q_BTHD.device}, as q"

@@ -218,7 +218,8 @@ def check(
     softcap: float = 0.0,
     features: tuple[str, ...] = (),
 ) -> None:
-    """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can.
+    """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can; and for other dtypes than
+    float32, bfloat16 and float16.
 
     ``features``: of ``numerics.FEATURES``, those that calls will use besides a soft-cap.
     """
@@ -226,6 +227,8 @@ def check(
 
     from .reference.tiles import FORMAT_OF
 
+    if dtype not in FORMAT_OF:
+        raise invalid("dtype", dtype, "float32, bfloat16 or float16")
     kind, fmt = torch.device(device).type, FORMAT_OF[dtype]
     for plan in plans:
         for group in plan.groups:

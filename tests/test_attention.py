@@ -207,6 +207,13 @@ def test_what_this_machine_cannot_run_is_refused_with_the_reason(
     assert ("cannot run on cpu" in str(error.value)) == ("standard" in able)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, "bfloat16"], ids=str)
+def test_a_dtype_without_roundings_is_refused(dtype: Any) -> None:
+    plans = AttentionConfig().resolve(1, 1)
+    with pytest.raises(UserError, match=f"^dtype = {dtype!r}: expected float32, bfloat16 or float16$"):
+        attention.check(plans, device="cpu", dtype=dtype, head_dim=16)
+
+
 @pytest.mark.parametrize("seed", [0, torch.tensor([0]), torch.tensor(0, dtype=torch.int32)], ids=str)
 def test_a_seed_that_is_no_int64_scalar_is_refused(seed: object) -> None:
     plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
@@ -253,6 +260,8 @@ def test_tensors_laid_out_as_for_torch_are_refused() -> None:
         (lambda q, k, v: (q, k, v[:, :4]), "v has shape"),
         (lambda q, k, v: (q, k.bfloat16(), v), "k is torch.bfloat16"),
         (lambda q, k, v: (q, k, v.to("meta")), "v is torch.float32 on meta"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "q is torch.float64: expected float32"),
+        (lambda q, k, v: (q, k.long(), v), "k is torch.int64: expected float32"),
     ],
 )
 def test_tensors_that_do_not_fit_each_other_are_refused(change: Any, reason: str) -> None:
