@@ -11,16 +11,21 @@ Legend: L layers, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from .user_error import invalid
+
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthRule:
-    """Thresholds, chosen on six of the runs of experiments/alarm/README.md, which has the error rates."""
+    """Thresholds, chosen on six of the runs of experiments/alarm/README.md, which has the error rates.
+
+    Raises ``UserError`` for what is no such threshold. One that nothing reaches, as an infinite logit, switches off what it is for.
+    """
 
     exponent: float = 3.0
     """A head's norm grows like this power of the clock, or faster."""
@@ -36,6 +41,18 @@ class GrowthRule:
     """A head whose largest logit grows like this power of the clock runs away by itself, at the first probe that sees it, ..."""
     sudden_logit: float = 2000.0
     """... if that logit is this large."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            expected, right = _WITHIN.get(name, ("0 or a positive number", lambda x: x >= 0))
+            if isinstance(value, bool) or not isinstance(value, int | float) or not right(value):
+                raise invalid(f"GrowthRule {name}", value, expected)
+
+
+_WITHIN: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "window": ("a factor above 1", lambda x: 1 < x < math.inf),
+    "probes": ("a whole number of 1 or more", lambda x: type(x) is int and x >= 1),
+}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from attention import watch
 from attention.growth import GrowthRule, Probe, growth
 from attention.watching import COLUMNS
 from autopsy.log import answer as log_answer
+from errors import UserError
 
 B, T, H, D, C = 3, 24, 4, 16, 64
 
@@ -262,6 +263,15 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     assert len(seen._probes[0]) < 15  # of 40: those behind the window are dropped
     assert len(said) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("probes", 0), ("probes", 1.5), ("window", 1.0), ("window", math.inf), ("exponent", math.nan), ("logit", "500")],
+)
+def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^GrowthRule {field} = {value!r}: expected .+"):
+        GrowthRule(**{field: value})
 
 
 @pytest.mark.parametrize(
