@@ -66,7 +66,7 @@ def draw_courses(courses: Sequence[Course], path: Path) -> None:
 
 
 def course_figure(courses: Sequence[Course]) -> Any:
-    """A matplotlib ``Figure`` of the runs; a panel appears when some run has a finite value for it.
+    """A matplotlib ``Figure`` of the runs; a panel appears when some run has a value that it can show, that of the loss where none does.
 
     Thin lines are as logged, thick ones the mean of the last few; a dotted line is an explosion, a cross the first value that is
     not finite.
@@ -78,8 +78,8 @@ def course_figure(courses: Sequence[Course]) -> Any:
     panels = [
         panel
         for panel in PANELS
-        if any(np.isfinite(curves.column(course.metrics, panel.key)).any() for course in courses)
-    ]
+        if any(_shown(panel, curves.column(course.metrics, panel.key)).notna().any() for course in courses)
+    ] or list(PANELS[:1])
     window = smoothing_window(max(len(curves.column(course.metrics, PANELS[0].key)) for course in courses))
     rows = -(-len(panels) // 2)
     height = rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(courses)
@@ -124,8 +124,7 @@ def _draw_panel(axes: Any, panel: Panel, courses: Sequence[Course], window: int)
     seen = []
     for index, course in enumerate(courses):
         values = curves.column(course.metrics, panel.key)
-        look, finite = style(index), np.isfinite(values)
-        shown = values.where(finite & (values > 0) if panel.is_log else finite)
+        look, finite, shown = style(index), np.isfinite(values), _shown(panel, values)
         if panel.is_noisy and window > 1:
             axes.plot(shown, color=look["color"], linewidth=0.5, alpha=0.3)
             # On a logarithmic axis the mean of the logarithms; one spike would otherwise show for a whole window.
@@ -139,10 +138,16 @@ def _draw_panel(axes: Any, panel: Panel, courses: Sequence[Course], window: int)
             first = values.index[~finite][0]
             axes.plot(first, 0.95, marker="X", color=look["color"], markeredgecolor="white", markersize=8, **at)
         seen.append(shown.dropna().to_numpy())
-    _scale(axes, panel, [values for values in seen if len(values)])
+    if any(map(len, seen)):
+        _scale(axes, panel, [values for values in seen if len(values)])
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def _shown(panel: Panel, values: pd.Series) -> pd.Series:
+    """The values that have a place on the panel's axis, NaN for the others."""
+    return values.where(np.isfinite(values) & (values > 0) if panel.is_log else np.isfinite(values))
 
 
 def _scale(axes: Any, panel: Panel, seen: Sequence[np.ndarray]) -> None:

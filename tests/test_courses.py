@@ -30,3 +30,15 @@ def test_the_legend_lies_outside_the_axes_and_inside_the_figure(count: int) -> N
     assert not any(legend.overlaps(panel) for panel in panels)
     assert all(drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1 for box in [legend, *panels])
     assert all(drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1 for box in [legend, *panels])
+
+
+def titles(drawn: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in drawn.axes]
+
+
+def test_a_logarithmic_panel_without_a_positive_value_is_left_out() -> None:
+    assert titles(figure(course(max_logit_max=-np.ones(STEPS)))) == ["training loss"]
+
+
+def test_runs_without_a_finite_value_have_a_picture() -> None:
+    assert titles(figure(course(train_loss=np.full(STEPS, np.nan)))) == ["training loss"]
