@@ -16,6 +16,7 @@ from safetensors import safe_open
 import training.checkpoint as checkpoint
 from errors import UserError
 from training.checkpoint import CheckpointConfig, Checkpoints, Loaded, rng_state, set_rng_state
+from training.weights import read_checkpoint
 
 FILES = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "SHA256SUMS"}
 
@@ -54,6 +55,12 @@ def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+
+
+def test_a_runs_folder_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    """Steps have eight digits or more: their names in order are not the steps in order."""
+    make(tmp_path, 99_999_999, 100_000_000)
+    assert read_checkpoint(tmp_path).step == 100_000_000
 
 
 def test_everything_else_comes_back(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ def read_checkpoint(path: Path) -> Loaded:
     if (path / "SHA256SUMS").is_file():
         return Checkpoints.load(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = sorted(one for one in folder.glob("step_*") if (one / "SHA256SUMS").is_file())
+    found = [one for one in folder.glob("step_*") if one.name[5:].isdecimal() and (one / "SHA256SUMS").is_file()]
     if not found:
         raise UserError(f"{path}: no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
-    return Checkpoints.load(found[-1])
+    return Checkpoints.load(max(found, key=lambda one: int(one.name[5:])))
 
 
 def load_weights(model: GPT, checkpoint: Loaded) -> None:
