@@ -107,6 +107,7 @@ def score_rows(
 def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor, *, scale: float) -> Tensor:
     """Largest scale q . k of each head over the batch and the causal half, [H] float32, whatever autocast is on.
 
+    With TF32 on it is of TF32 products: a compiled model calls this, where ``exact_float32`` cannot be traced.
     No absolute value: a large negative logit does no harm in a softmax.
     """
     with torch.autocast(q_BTHD.device.type, enabled=False):
