@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,6 @@ from attention.numerics import BASES, HARDWARE, Numerics, numerics_from_key
 from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe
 from attention.renamed import RENAMED
 from errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("old", [name for name in RENAMED if "=" not in name])
