@@ -67,14 +67,6 @@ def flip_the_last_byte(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def as_before_locks_and_batches(run: Path) -> None:
-    (run / record.LOCK_FILE).unlink()
-    for path in (run / name for name in ("telemetry.jsonl", "interventions.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        assert all(one.pop("batch") == one["step"] for one in records)
-        path.write_text("".join(json.dumps(one) + "\n" for one in records))
-
-
 MIXED = AttentionConfig(
     flash_backend="flash_reference",
     default=AttentionSpec(preset="flash_stochastic_p_o"),
@@ -126,14 +118,6 @@ FREE = {
     "nonfinite.policy": "skip",
     "data.verify": "size",
 }
-
-
-def test_a_run_from_before_there_were_locks_and_batches_in_its_logs_goes_on(place: Place) -> None:
-    fields = {"alarm.switches": ("0:1:flash_fp32_o", "10:0:flash_fp32_o"), "telemetry.every": 4}
-    course = Course(fields, "dies at 14", meanwhile=as_before_locks_and_batches)
-    run = assert_equals_straight(place, "older", course, logs=False)
-    steps = [[line["step"] for line in lines(run, name=name)] for name in ("telemetry.jsonl", "interventions.jsonl")]
-    assert steps == [[0, 4, 8, 12, 16, 20], [0, 10]]
 
 
 def test_when_things_are_written_may_change(place: Place) -> None:
@@ -375,7 +359,7 @@ def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypa
     original, opened = record.fcntl.flock, []
 
     def late(file: Any, operation: int) -> None:
-        if not opened:  # the refused one, whose file this is, removes it between open and lock
+        if not opened:  # a start that removes what a kill has left, between open and lock
             (run / record.LOCK_FILE).unlink()
         opened.append(file)
         original(file, operation)

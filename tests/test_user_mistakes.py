@@ -92,10 +92,16 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--run.folder {place}/a_file",
         r"run\.folder: cannot make .*a_file/new \(Not a directory\)",
     ),
-    "resume_without_a_run": ("--run.resume", r"run\.resume = 'yes': expected a checkpoint in .*runs/new/checkpoints"),
-    "resume_without_checkpoint": ("--run.name empty --run.resume", r"run\.resume = 'yes': expected a checkpoint in"),
+    "resume_without_a_run": (
+        "--run.resume yes",
+        r"run\.resume = 'yes': expected a checkpoint in .*runs/new/checkpoints",
+    ),
+    "resume_without_checkpoint": (
+        "--run.name empty --run.resume yes",
+        r"run\.resume = 'yes': expected a checkpoint in",
+    ),
     "resume_with_another_setting": (
-        "--run.name plain --data.record {place}/recordings/plain --run.resume --optim.lr 0.5",
+        "--run.name plain --data.record {place}/recordings/plain --run.resume yes --optim.lr 0.5",
         r"optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010",
     ),
     "record_exists": ("--data.record {place}/recordings/plain", r"recordings/plain exists: record under another name"),
