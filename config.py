@@ -14,7 +14,6 @@ import tyro
 
 from attention.plan import AttentionConfig
 from errors import UserError, invalid
-from training.retired import RETIRED, upgraded
 from training.settings import RunConfig, TrainConfig, to_json
 
 __all__ = ["PRESETS", "RunConfig", "TrainConfig", "from_json", "load", "override", "to_json"]
@@ -24,8 +23,6 @@ PRESETS = Path(__file__).parent / "configs"
 
 def from_json(kind: Any, content: Any, where: str = "") -> Any:
     """The config that ``to_json`` wrote, of dataclass ``kind``. Raises ``UserError`` for unknown keys or values of another type."""
-    if kind is TrainConfig and isinstance(content, dict):
-        content = upgraded(content)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         if not isinstance(content, dict) or (unknown := sorted(content.keys() - hints.keys())):
@@ -100,7 +97,6 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     """``config`` with fields replaced as typed on the command line."""
     if not arguments:
         return config
-    arguments = list(itertools.chain(*map(_switched, arguments, [*arguments[1:], "--"])))
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -109,14 +105,6 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
         if not stop.code:
             raise
         raise _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
-
-
-def _switched(argument: str, following: str) -> list[str]:
-    """``--run.resume`` was a switch, and by itself still says yes."""
-    if argument == "--run.no-resume":
-        return ["--run.resume", "no"]
-    bare = argument == "--run.resume" and following.startswith("--")
-    return [argument, "yes"] if bare else [argument]
 
 
 def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
@@ -132,9 +120,6 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
             known = {str(key): member for key, member in members.items()}
             # Switches have a negated form, which stands on the field and not on its section: --precision.no-compile.
             field_name = part.removeprefix("no_") if depth == len(parts) - 1 else part
-            if ".".join([*parts[:depth], field_name]) in RETIRED:
-                bits = "; --speed.reference gives the published runs' bits" if parts[0] in ("speed", "optim") else ""
-                return UserError(f"{option} is gone: commit c487be1 had it{bits}")
             if field_name not in known:
                 return invalid(name, value or next_argument, known or f"nothing below {'.'.join(parts[:depth])}")
             section = known[field_name]

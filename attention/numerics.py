@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .renamed import RENAMED, today
 from .user_error import invalid
 
 DTYPE_FORMATS = ("fp32", "bf16", "fp16")
@@ -344,10 +343,6 @@ class Numerics:
     tile_k: int = _size("columns of a tile; 0: the whole sequence")
 
     def __post_init__(self) -> None:
-        for old in _RENAMED_VALUES:
-            name, _, value = old.partition("=")
-            if getattr(self, name) == value:
-                object.__setattr__(self, name, today(old).partition("=")[2])
         for name, declared in SITES.items():
             expected = declared.expected(getattr(self, name))
             if expected is not None:
@@ -392,7 +387,6 @@ class Numerics:
         return None
 
 
-_RENAMED_VALUES = tuple(name for name in RENAMED if "=" in name)
 SITES: dict[str, Site] = {field.name: field.metadata["site"] for field in dataclasses.fields(Numerics)}
 """Every declaration by its name, in the order of the table."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Numerics)}
@@ -406,12 +400,8 @@ def _concrete(n: Numerics, dtype: str) -> Numerics:
 
 @functools.lru_cache(maxsize=256)
 def numerics_from_key(key: str) -> Numerics:
-    """The ``Numerics`` that ``Numerics.key`` wrote.
-
-    One written before ``exponent`` had a name was an FMA in the kernels wherever that acts; the bases that round S subtract.
-    """
-    sites = json.loads(key)
-    return Numerics(**{"exponent": "fma" if unrounded(Numerics(**sites)) else "subtract_first", **sites})
+    """The ``Numerics`` that ``Numerics.key`` wrote."""
+    return Numerics(**json.loads(key))
 
 
 def unrounded(n: Numerics, also: str = "fp32") -> bool:

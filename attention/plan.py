@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .backends import BACKENDS, Call, obstacle
 from .numerics import BASES, FLASH, Numerics, numerics_from_key, parse_site
-from .presets import PRESETS
-from .renamed import today
+from .presets import PRESETS, today
 from .user_error import UserError, invalid
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from attention import AttentionConfig, AttentionSpec
 from errors import OneLineParser, check_place, exit_on_user_error
 from model import GPT, ModelConfig
 from training.gpt2_weights import export_gpt2
-from training.retired import upgraded
 from training.weights import load_weights, read_checkpoint
 
 
@@ -26,7 +25,7 @@ def load_model(folder: Path) -> GPT:
     Raises ``UserError`` for what is no checkpoint, is damaged, or has a config that this version does not know.
     """
     checkpoint = read_checkpoint(folder)
-    config = configuration.from_json(ModelConfig, upgraded(checkpoint.config_json).get("model"), "model")
+    config = configuration.from_json(ModelConfig, checkpoint.config_json.get("model"), "model")
     plans = AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
     model = GPT(config, plans)
     load_weights(model, checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from attention import AttentionConfig, AttentionSpec
 
 CASES = ("random", "peaked", "tied", "one_signed_v", "constant")
 PAIRED, COMMON = "paired", "common"
+NAMES = ("o", "dq", "dk", "dv")
 
 
 @dataclass
@@ -123,3 +125,28 @@ def relative_errors(
 ) -> list[float]:
     """||found - exact|| / ||unit|| of O, dQ, dK, dV; the unit is ``exact`` itself unless given."""
     return [((a.double() - b).norm() / u.norm()).item() for a, b, u in zip(found, exact, unit or exact, strict=True)]
+
+
+Results = tuple[Tensor, ...]
+
+
+def assert_agree(
+    found: Results,
+    expected: Results,
+    exact: Results,
+    unit: Results | None = None,
+    allowed: Callable[[float], float] = lambda own: max(own / 4, 2.0**-21),
+) -> None:
+    """They are apart by a quarter of the error of ``expected`` against FP64 at the most, or by FP32 noise; see ``relative_errors``."""
+    apart = relative_errors(found, tuple(x.double() for x in expected), unit or exact)
+    for name, distance, own in zip(NAMES, apart, relative_errors(expected, exact, unit), strict=True):
+        assert distance <= allowed(own), f"{name}: {distance:.2e} apart, own error {own:.2e}"
+
+
+def assert_as_exact(
+    found: Results, baseline: Results, exact: Results, unit: Results | None = None, floor: float = 0.0, what: str = ""
+) -> None:
+    """The error of ``found`` against FP64 is at most twice that of ``baseline``, or than ``floor``; see ``relative_errors``."""
+    limits = relative_errors(baseline, exact, unit)
+    for name, error, limit in zip(NAMES, relative_errors(found, exact, unit), limits, strict=True):
+        assert error <= 2 * max(limit, floor), f"{what} {name}: {error:.2e}, baseline {limit:.2e}"

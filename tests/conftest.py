@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kernel_tests import there
 
 if TYPE_CHECKING:
     from tiny_runs import Place
@@ -39,9 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device(request.param)
+    return there(request.param)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@
     python tests/golden.py --gpu                300 steps of fast_failure on a GPU against the published run flash
                                                 (needs data/tokens/corpus; further options go to train.py)
 
-What is checked is what was recorded: new presets, bases and sites need no entry. Old names are those of ``attention.renamed``.
+What is checked is what was recorded: new presets, bases and sites need no entry. Old names are those of ``attention.presets.RENAMED``.
 """
 
 from __future__ import annotations

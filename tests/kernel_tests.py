@@ -1,4 +1,4 @@
-"""What the tests of several kernels share: a pytest of their own in Triton's interpreter, and how far two sets of gradients lie apart.
+"""What the tests of several kernels share: a pytest of their own in Triton's interpreter, where a kernel runs, memory that is poisoned.
 
 The interpreter is chosen when a kernel is defined, for the whole process, and inductor cannot live with it.
 """
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,11 +31,40 @@ def pass_in_the_interpreter(*arguments: str) -> None:
     assert " passed" in done.stdout
 
 
-def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+# Test modules take the fixtures below by name, ``device = kernel_tests.device``.
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run here."""
+    return there(request.param)
+
+
+class Runner(NamedTuple):
+    """A backend of flash attention, and where it runs here."""
+
+    backend: str
+    device: torch.device
+
+
+@pytest.fixture(
+    params=["flash cpu"] if INTERPRETED else ["flash_reference cpu", pytest.param("flash cuda", marks=pytest.mark.gpu)]
+)
+def runner(request: pytest.FixtureRequest) -> Runner:
+    backend, name = request.param.split()
+    return Runner(backend, there(name))
+
+
+def there(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(name)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a kernel leaves unwritten is NaN."""
     empty = torch.empty
 
-    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         x = empty(*args, **kwargs)
         return x.fill_(torch.nan) if x.is_floating_point() else x
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,6 @@ def test_without_torchrun_this_is_the_only_process() -> None:
 def test_cuda_asked_for_and_absent_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^run\.device = 'cuda': expected cpu or auto: .* no CUDA device here$"):
         distributed.start("cuda")
-
-
-@pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Global switches as they were, afterwards."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
-    tf32 = matmul.allow_tf32, cudnn.allow_tf32
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    cudnn.deterministic, cudnn.benchmark = before[1:]
-    matmul.allow_tf32, cudnn.allow_tf32 = tf32
 
 
 WORKER = """

@@ -1,66 +1,44 @@
-"""training/evaluate.py: one number, however the fixed batches are dealt out, and a model left as it was."""
+"""training/evaluate.py: the mean is over targets, and the model is left as it was."""
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.multiprocessing
-from torch import Tensor, nn
+from planted_models import data, healthy
+from torch import Tensor
+from torch.nn import functional
 
 from training.evaluate import evaluate
 
-VOCABULARY, T = 11, 8
 CPU = torch.device("cpu")
 
 
-class TinyModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, VOCABULARY)
-        self.dropout = nn.Dropout(0.5)
-        torch.manual_seed(0)
-        nn.init.normal_(self.embedding.weight)
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, rounding_seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits_BTV = self.dropout(self.embedding(tokens_BT))
-        return logits_BTV, nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=-1)
-
-
-class FixedBatches:
-    """Micro-batches of different sizes; number i belongs to rank i % world_size."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1, count: int = 5):
-        self.rank, self.world_size, self.count = rank, world_size, count
+class Batches:
+    """Of different sizes, and with different numbers of targets that count."""
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(self.rank, self.count, self.world_size):
-            generator = torch.Generator().manual_seed(index)
-            tokens = torch.randint(VOCABULARY, (1 + index % 3, T + 1), generator=generator)
-            targets = tokens[:, 1:].clone()
-            targets[:, : index % 4] = -1
-            yield tokens[:, :-1], targets
-
-
-def expected_loss() -> float:
-    """Mean over all targets that count, in float64, of all batches at once."""
-    weight = TinyModel().embedding.weight.detach().double()
-    batches = list(FixedBatches().validation())
-    tokens, targets = (torch.cat([batch[i].flatten() for batch in batches]) for i in range(2))
-    return nn.functional.cross_entropy(weight[tokens], targets, ignore_index=-1).item()
-
-
-def value(model: nn.Module, batches: FixedBatches) -> float:
-    return evaluate(model, batches, CPU, contextlib.nullcontext(), None)
+        for size in (1, 2, 3):
+            tokens, targets = (x[:size] for x in data(0, size, 0.5))
+            yield tokens, targets.index_fill(1, torch.arange(5 * size - 5), -1)
 
 
 def test_the_mean_is_over_targets_not_over_batches() -> None:
-    # In float64 throughout: fewer than 100 targets, one rounding for each addition at most.
-    assert value(TinyModel().double(), FixedBatches()) == pytest.approx(expected_loss(), rel=100 * 2**-53)
+    model = healthy(0).eval()
+    pairs = [(model(tokens)[0].double().flatten(0, 1), targets.flatten()) for tokens, targets in Batches().validation()]
+    logits, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    expected = functional.cross_entropy(logits, targets, ignore_index=-1).item()
+    # A model's loss is the float32 mean of at most 48 targets.
+    found = evaluate(model, Batches(), CPU, contextlib.nullcontext())
+    assert found == pytest.approx(expected, rel=48 * 2**-24)
 
 
-def test_modes_are_put_back_module_by_module() -> None:
-    model = TinyModel().train()
-    model.embedding.eval()
-    value(model, FixedBatches())
-    assert (model.training, model.embedding.training, model.dropout.training) == (True, False, True)
+def test_modes_are_eval_and_put_back_module_by_module() -> None:
+    model, seen = healthy(0).train(), []
+    model.transformer.ln_f.eval()
+    model.register_forward_pre_hook(lambda model, _: seen.append(model.training))
+    evaluate(model, Batches(), CPU, contextlib.nullcontext())
+    assert not any(seen)
+    assert (model.training, model.transformer.wte.training, model.transformer.ln_f.training) == (True, True, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from attention import AttentionConfig
+from config import from_json
 from scripts import compare_runs
+from training.intervention import parse_switch, plans_at
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ROOT / "experiments"
@@ -21,6 +25,16 @@ SUMMARIES = sorted(path.parent.name for path in EXPERIMENTS.glob("*/summary.csv"
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 def test_a_script_can_be_imported(script: Path) -> None:
     runpy.run_path(str(EXPERIMENTS / script), run_name="imported")
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.rglob("config.json")), ids=lambda path: path.parent.name)
+def test_the_attention_of_a_published_run_is_known(path: Path) -> None:
+    """By the names of its time, those that its layers were switched to as well."""
+    config = json.loads(path.read_text())["config"]
+    base = from_json(AttentionConfig, config["attention"]).resolve(
+        config["model"]["n_layer"], config["model"]["n_head"]
+    )
+    plans_at(base, [parse_switch(text) for text in config["alarm"]["switches"]], config["run"]["steps"])
 
 
 @pytest.mark.parametrize("study", SUMMARIES)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
+import kernel_tests
 import numpy as np
 import pytest
 import torch
 from attention_cases import Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_tests import INTERPRETED
+from kernel_tests import INTERPRETED, Runner
 from torch import Tensor
 
 import attention
@@ -40,12 +41,7 @@ CHOSEN = st.fixed_dictionaries(
 )
 CURE = "flash_delta_from_p_subtract_first"
 BLOCKS = ("tile_q=16", "tile_k=16")
-RUNNERS = pytest.mark.parametrize(
-    ("backend", "device"),
-    [("flash", "cpu")]
-    if INTERPRETED
-    else [("flash_reference", "cpu"), pytest.param("flash", "cuda", marks=pytest.mark.gpu)],
-)
+runner = kernel_tests.runner
 reference = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
 
 
@@ -69,7 +65,11 @@ class OneHot:
 
 
 def one_hot(
-    *, low: float = 0.0, high: float = 0.0, shape: tuple[int, ...] = (64, 64, 2, 64), device: str = "cpu"
+    *,
+    low: float = 0.0,
+    high: float = 0.0,
+    shape: tuple[int, ...] = (64, 64, 2, 64),
+    device: torch.device | str = "cpu",
 ) -> OneHot:
     """Rows whose smallest logit is ``low`` or whose largest is ``high``; the others are within a factor of about 2 (D = 64)."""
     generator = torch.Generator().manual_seed(0)
@@ -100,9 +100,7 @@ def half_a_unit(x: OneHot) -> float:
     return 2.0 ** (math.floor(math.log2(x.high / math.log(2))) - 24)
 
 
-def kernel_rows(logit: float, device: str) -> OneHot:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def kernel_rows(logit: float, device: torch.device) -> OneHot:
     return one_hot(high=logit, shape=(1, 64, 2, 64) if INTERPRETED else (4, 256, 4, 64), device=device)
 
 
@@ -178,43 +176,38 @@ def test_apart_dq_and_dk_of_a_single_key_are_zero() -> None:
     assert all(gradient.any() for gradient in x.run(preset="flash_delta_from_p")[1:3])
 
 
-@RUNNERS
 @pytest.mark.parametrize("logit", [2e4, 1e6])
 @pytest.mark.parametrize("preset", ["flash", "flash_subtract_first", "flash_separate_multiply", "flash_rounded_sum"])
-def test_o_of_a_single_key_is_v_but_of_an_fma_at_large_logits(
-    preset: str, logit: float, backend: str, device: str
-) -> None:
+def test_o_of_a_single_key_is_v_but_of_an_fma_at_large_logits(preset: str, logit: float, runner: Runner) -> None:
     """From 2^16 ln 2 = 45,426 on m log2(e) has a unit of 2^-7 and more, and P_bar of the maximum may be 2^-9 below 1."""
-    x = kernel_rows(logit, device)
-    assert torch.equal(x.run(backend=backend, preset=preset)[0], x.p.v) == (preset != "flash" or logit < 4.5e4)
+    x = kernel_rows(logit, runner.device)
+    assert torch.equal(x.run(backend=runner.backend, preset=preset)[0], x.p.v) == (preset != "flash" or logit < 4.5e4)
 
 
-@RUNNERS
 @pytest.mark.parametrize("saved", SITES["saved_statistics"].choices)
 @pytest.mark.parametrize("exponent", SITES["exponent"].choices)
-def test_p_of_a_single_key_is_one_but_of_an_fma_from_l(exponent: str, saved: str, backend: str, device: str) -> None:
+def test_p_of_a_single_key_is_one_but_of_an_fma_from_l(exponent: str, saved: str, runner: Runner) -> None:
     """As P^T dO with dO = 1 has it: off by up to half a unit of L. From m and l apart it is P_bar = 1 + x over l = 1 + x."""
-    x = kernel_rows(2e5, device)
-    dv = float32(x).run(f"exponent={exponent}", f"saved_statistics={saved}", backend=backend)[3]
+    x = kernel_rows(2e5, runner.device)
+    dv = float32(x).run(f"exponent={exponent}", f"saved_statistics={saved}", backend=runner.backend)[3]
     off = dv.double().log2().abs().max().item()
     # The kernels keep L in the unit of log2, in which m of a plain S has a rounding of its own.
-    rounded = exponent == "fma" or (exponent, backend) == ("subtract_first", "flash")
+    rounded = exponent == "fma" or (exponent, runner.backend) == ("subtract_first", "flash")
     half = half_a_unit(x) if rounded and saved == "logsumexp" else 0.0
     assert half / 2 <= off <= half * 1.01 + 2.0**-21
 
 
-@RUNNERS
 @pytest.mark.parametrize("exponent", SITES["exponent"].choices)
-def test_the_shift_of_tied_maxima_is_held_to_the_cap_in_any_unit(exponent: str, backend: str, device: str) -> None:
+def test_the_shift_of_tied_maxima_is_held_to_the_cap_in_any_unit(exponent: str, runner: Runner) -> None:
     """P_bar in BF16 tells shifts apart: where all keys tie at 100 and the cap is 1 it is exp(-1), rounded by 0.2 %; l is not."""
-    p = kernel_rows(1.0, device).p
+    p = kernel_rows(1.0, runner.device).p
     q, k = (torch.zeros_like(p.q[:1, :16]) for _ in range(2))
     q[..., 0], k[..., 0] = 20.0, 10.0
     v = torch.ones_like(q)
     form = ("row_max=stabilized_safe", "row_max_cap=1", f"exponent={exponent}")
-    spec = AttentionSpec(sites=(*form, *BLOCKS, "output=fp32"), backend=backend)
+    spec = AttentionSpec(sites=(*form, *BLOCKS, "output=fp32"), backend=runner.backend)
     plan = AttentionConfig(default=spec).resolve(1, q.shape[2])[0]
-    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=device), scale=0.5)
+    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=runner.device), scale=0.5)
     p_bar = torch.tensor(-1.0).exp()
     assert (o[:, 0] - 1).abs().max() < 1e-4
-    assert (o[:, 1:] - (p_bar.bfloat16().float() / p_bar).to(device)).abs().max() < 1e-4
+    assert (o[:, 1:] - (p_bar.bfloat16().float() / p_bar).to(runner.device)).abs().max() < 1e-4

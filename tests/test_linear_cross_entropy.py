@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import kernel_tests
 import pytest
 import torch
 from kernel_tests import INTERPRETED, largest_difference
@@ -127,25 +128,22 @@ def test_the_model_in_float32_agrees_with_its_plain_path() -> None:
 # ---- the kernel
 
 
-KERNEL_DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+kernel_device = kernel_tests.device
 
 
-@pytest.mark.parametrize("place", KERNEL_DEVICES)
 @pytest.mark.parametrize("v", [300, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernel_agrees_with_torch(dtype: torch.dtype, v: int, place: str) -> None:
-    if place == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_the_kernel_agrees_with_torch(dtype: torch.dtype, v: int, kernel_device: torch.device) -> None:
     from fused.softmax_triton import softmax_rows_triton
 
     generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(9, v, generator=generator)).to(dtype).to(place)
-    targets = torch.randint(v, (9,), generator=generator).to(place)
+    logits = (4 * torch.randn(9, v, generator=generator)).to(dtype).to(kernel_device)
+    targets = torch.randint(v, (9,), generator=generator).to(kernel_device)
     targets[4] = -1
     results = []
     for function, compute in ((softmax_rows, torch.float64), (softmax_rows, dtype), (softmax_rows_triton, dtype)):
         rows = logits.clone() if compute == dtype else logits.double()
-        loss = torch.full((9,), torch.nan, device=place, dtype=torch.float32)
+        loss = torch.full((9,), torch.nan, device=kernel_device, dtype=torch.float32)
         if compute == torch.float64:
             loss, rows = exact_rows(rows, targets)
         else:

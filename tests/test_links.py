@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,13 +64,3 @@ def test_training_commands_are_understood(page: Path, monkeypatch: pytest.Monkey
     for script, *arguments in commands(page):
         if script == "train.py" and not any(word.isupper() for word in arguments):
             assert config.load(arguments) != config.load(arguments[:1])
-
-
-@pytest.mark.usefixtures("low_precision_attention")
-def test_the_python_example_of_the_readme_gives_gradients() -> None:
-    names: dict[str, Any] = {}
-    (example,) = [body for language, body in _FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
-    exec(compile(example, "README.md", "exec"), names)
-    names["o"].float().square().sum().backward()
-    assert names["o"].shape == names["q"].shape
-    assert names["q"].grad.abs().max() > 0

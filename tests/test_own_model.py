@@ -26,17 +26,6 @@ def blocks(language: str, page: str = PAGE) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_examples_of_the_page_run() -> None:
-    pytest.importorskip("transformers")
-    names: dict[str, Any] = {}
-    for example in blocks("python"):
-        if "trainer." not in example:
-            exec(compile(example, "huggingface.md", "exec"), names)
-    assert names["model"].config._attn_implementation == names["name"]
-    assert names["q"].grad.abs().max() > 0
-    names["model"](input_ids=torch.arange(8)[None])
-
-
 def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> None:
     """A second preset goes by another name than the first."""
     transformers = pytest.importorskip("transformers")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
-from attention.numerics import BASES, HARDWARE, Numerics, numerics_from_key
+from attention.numerics import HARDWARE, Numerics
 from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe
-from attention.renamed import RENAMED
+from attention.presets import RENAMED
 from errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("old", [name for name in RENAMED if "=" not in name])
@@ -25,20 +21,7 @@ def test_an_old_name_is_todays(old: str) -> None:
 
 @pytest.mark.parametrize("old", [name for name in RENAMED if "=" in name])
 def test_an_old_value_is_todays(old: str) -> None:
-    (site, value), (_, now) = old.split("="), RENAMED[old].split("=")
     assert AttentionSpec(sites=(old,)) == AttentionSpec(sites=(RENAMED[old],))
-    written = asdict(HARDWARE) | {site: value}
-    assert getattr(numerics_from_key(json.dumps(written)), site) == now
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("site", ["exponent", "saved_statistics"])
-def test_numerics_written_before_a_site_had_a_name_are_those_of_their_base(site: str, base: str) -> None:
-    """But of ``fp32``, whose exponent the kernels computed by an FMA."""
-    written = asdict(BASES[base])
-    del written[site]
-    expected = ("exponent=fma",) if (site, base) == ("exponent", "fp32") else ()
-    assert numerics_from_key(json.dumps(written)).differences(BASES[base]) == expected
 
 
 def test_single_sites_override_the_preset() -> None:

@@ -66,9 +66,6 @@ def test_documents_end_at_lines_of_only_the_mark(content, expected):
     assert documents(content) == expected
 
 
-lines = st.lists(st.sampled_from([b"<|endoftext|>", b"", b"ab's  ab", b"a" * 70, b"\xe3\x80\x80ab\xe3\x80\x80", b"  "]))
-
-
 @given(
     st.text(st.sampled_from("aab' \n\r\t1.é\u3000\u2003\x1c\x85"), max_size=300),
     st.integers(1, 40),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,6 @@ def test_what_is_no_source_of_the_project_leaves_the_digest(checkout: Path, name
     (checkout / name).parent.mkdir(parents=True, exist_ok=True)
     (checkout / name).write_text("# other")
     assert record.source_sha256(checkout) == before
-
-
-def test_a_record_without_sessions_counts_as_one(tmp_path: Path) -> None:
-    config = {"run": {"resume": False, "steps": 20}, "checkpoint": {"every": 10}}
-    (tmp_path / "config.json").write_text(json.dumps({"config": config, "git_commit": "old"}))
-    assert record.sessions(tmp_path, 10, FACTS) == [
-        {"from_step": 0, "git_commit": "old", "versions": None},
-        {"from_step": 10, **FACTS},
-    ]
 
 
 def test_a_record_that_is_none_is_an_error(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 
+import kernel_tests
 import pytest
 import torch
 from attention_cases import Problem, run
-from kernel_tests import INTERPRETED, poison_new_tensors
+from kernel_tests import INTERPRETED, Runner
 
 import attention
 from attention import AttentionConfig, AttentionSpec
@@ -18,23 +19,7 @@ from attention.numerics import SITES
 from errors import UserError
 
 BLOCKS = ("tile_q=16", "tile_k=16")
-REFERENCE = pytest.param("cpu", "flash_reference", id="reference")
-ON_GPU = [
-    pytest.param("cuda", backend, marks=pytest.mark.gpu, id=f"{backend}-cuda")
-    for backend in ("flash", "flash_reference")
-]
-RUNNERS = [pytest.param("cpu", "flash", id="interpreter")] if INTERPRETED else [REFERENCE, *ON_GPU]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_new_tensors(monkeypatch)
-
-
-def on(device: str) -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device(device)
+runner, poisoned_memory = kernel_tests.runner, kernel_tests.poisoned_memory
 
 
 @functools.cache
@@ -66,25 +51,23 @@ def row_sums(p: Problem, *sites: str, preset: str = "flash", backend: str = "fla
     return dq[..., 0] / dq[..., 1:].square().mean().sqrt()
 
 
-@pytest.mark.parametrize(("device", "backend"), RUNNERS)
-def test_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(device: str, backend: str) -> None:
-    p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), on(device))
+def test_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(runner: Runner) -> None:
+    p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), runner.device)
     coarse = ("logsumexp=m4", "score_gradients=fp32")
     left = [
-        row_sums(p, f"delta={delta}", *coarse, backend=backend).square().mean().sqrt()
+        row_sums(p, f"delta={delta}", *coarse, backend=runner.backend).square().mean().sqrt()
         for delta in ("rowsum_p_dp_normalized", "rowsum_p_dp")
     ]
     assert left[0] < 1e-5 < 1e-2 < left[1]
 
 
-@pytest.mark.parametrize(("device", "backend"), RUNNERS)
 @pytest.mark.parametrize(("rounded", "saved"), [("input", "m4"), ("m3", "fp32")])
-def test_taken_out_they_are_zero(rounded: str, saved: str, device: str, backend: str) -> None:
+def test_taken_out_they_are_zero(rounded: str, saved: str, runner: Runner) -> None:
     """To the rounding of P in P K for corrected rows, exactly but for FP32's sums with the mean key; also where P does not sum to 1."""
-    p = moved(common_keys((1, 48, 2, 16), logit=60.0, ones=True, dtype=torch.float32), on(device))
+    p = moved(common_keys((1, 48, 2, 16), logit=60.0, ones=True, dtype=torch.float32), runner.device)
     sites = ("output=bf16", "probabilities=bf16", f"score_gradients={rounded}", f"logsumexp={saved}")
     left = {
-        name: row_sums(p, *sites, f"row_residual={name}", backend=backend).square().mean().sqrt()
+        name: row_sums(p, *sites, f"row_residual={name}", backend=runner.backend).square().mean().sqrt()
         for name in SITES["row_residual"].choices
     }
     assert left["kept"] > 1e-3
@@ -92,14 +75,13 @@ def test_taken_out_they_are_zero(rounded: str, saved: str, device: str, backend:
     assert left["corrected_rows"] < left["kept"] * 2.0**-7
 
 
-@pytest.mark.parametrize(("device", "backend"), RUNNERS)
-def test_rows_whose_p_is_zero_throughout_have_no_gradient(device: str, backend: str) -> None:
+def test_rows_whose_p_is_zero_throughout_have_no_gradient(runner: Runner) -> None:
     """L of logits of 641 is 768 with one mantissa bit: exp(-127) is 0 in FP32, and 0 / 0 must not come of it."""
-    p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), on(device))
+    p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), runner.device)
     p.q.zero_()[..., 0], p.k.zero_()[..., 0] = 4 * 641.0, 1.0
     for sites in (("delta=rowsum_p_dp_normalized",), ("row_residual=corrected_rows",)):
         coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtract_first", *sites)
-        gradients = run(p, AttentionSpec(sites=coarse, backend=backend))[1:]
+        gradients = run(p, AttentionSpec(sites=coarse, backend=runner.backend))[1:]
         assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import kernel_tests
 import pytest
 import torch
 from attention_cases import Problem, run
-from kernel_tests import INTERPRETED, poison_new_tensors
+from kernel_tests import Runner
 from torch import Tensor
 
 from attention import AttentionSpec
@@ -19,19 +20,13 @@ from attention.numerics import FP32, PUBLISHED, Numerics, parse_site
 from attention.reference.flash import row_residuals
 
 FLOOR, BETA = 1e-10, 2.0
-BACKENDS = ["flash_reference", *(["flash"] if INTERPRETED else [])]
-ON_GPU = pytest.param("flash", marks=[pytest.mark.gpu, *([pytest.mark.skip] if INTERPRETED else [])])
+device, runner, poisoned_memory = kernel_tests.device, kernel_tests.runner, kernel_tests.poisoned_memory
 FORMS = {
     "floor": ("row_max=stabilized",),
     "visited": ("row_max=stabilized", "hidden_tiles=visited"),
     "scaled": ("row_max=scaled", "hidden_tiles=visited"),
     "scaled, skipped": ("row_max=scaled",),
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_new_tensors(monkeypatch)
 
 
 def tied_rows(length: int = 50, dim: int = 16) -> Problem:
@@ -76,12 +71,11 @@ def sites(form: str, tile: int, *more: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("tile", "exponent"), [(16, "fma"), (48, "separate_multiply")])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", [*BACKENDS, ON_GPU])
-def test_rows_come_out_scaled_as_by_the_floor(backend: str, form: str, tile: int, exponent: str) -> None:
+def test_rows_come_out_scaled_as_by_the_floor(runner: Runner, form: str, tile: int, exponent: str) -> None:
     p = tied_rows()
     expected = oracle(p, tile, floor=FLOOR, visited="skipped" not in form and form != "floor")
-    found = _forward(p, backend, AttentionSpec(preset="flash", sites=sites(form, tile, f"exponent={exponent}")))
-    plain = _forward(p, backend, AttentionSpec(preset="flash", sites=("tile_k=16", f"exponent={exponent}")))
+    found = _forward(p, runner, AttentionSpec(preset="flash", sites=sites(form, tile, f"exponent={exponent}")))
+    plain = _forward(p, runner, AttentionSpec(preset="flash", sites=("tile_k=16", f"exponent={exponent}")))
     # Half the rows or more are scaled down, so that a floor without effect would fail.
     scale = expected.norm(dim=-1) / plain.norm(dim=-1)
     assert (scale < 0.9).double().mean() > 0.3
@@ -111,24 +105,21 @@ def test_the_floor_leaves_row_sums_of_ds_that_no_rounding_makes() -> None:
     assert (r(PUBLISHED.with_sites(values), half) - expected).norm() < by_rounding
 
 
-def _forward(p: Problem, backend: str, spec: AttentionSpec) -> Tensor:
-    device = torch.device("cuda" if backend == "flash" and not INTERPRETED else "cpu")
-    on_device = Problem(*(x.to(device) for x in (p.q, p.k, p.v, p.do)))
-    return run(on_device, replace(spec, backend=backend))[0][0, :, 0].double().cpu()
+def _forward(p: Problem, runner: Runner, spec: AttentionSpec) -> Tensor:
+    on_device = Problem(*(x.to(runner.device) for x in (p.q, p.k, p.v, p.do)))
+    return run(on_device, replace(spec, backend=runner.backend))[0][0, :, 0].double().cpu()
 
 
 @pytest.mark.parametrize(
     "preset",
     ["flash", "flash_stable", "flash_stable_exact_ties", "flash_stable_safe", "flash_delta_from_p", "flash_fp32_o"],
 )
-@pytest.mark.parametrize("backend", [*BACKENDS[1:], ON_GPU])
-def test_kernels_have_the_published_numerics(backend: str, preset: str) -> None:
+def test_kernels_have_the_published_numerics(preset: str, device: torch.device) -> None:
     p = tied_rows()
-    device = torch.device("cpu" if INTERPRETED else "cuda")
     p = Problem(*(x.to(device, torch.bfloat16) for x in (p.q, p.k, p.v, p.do)))
     found, expected = (
         run(p, AttentionSpec(preset=preset, numerics="published", sites=("tile_k=16", "tile_q=16"), backend=name))
-        for name in (backend, "flash_reference")
+        for name in ("flash", "flash_reference")
     )
     for a, b in zip(found, expected, strict=True):
         assert torch.isfinite(b).all()

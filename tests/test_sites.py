@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import functools
 
+import kernel_tests
 import pytest
 import torch
-from attention_cases import PAIRED, Problem, magnitudes, make, oracle, relative_errors, run, share_apart
+from attention_cases import (
+    NAMES,
+    PAIRED,
+    Problem,
+    assert_agree,
+    magnitudes,
+    make,
+    oracle,
+    relative_errors,
+    run,
+    share_apart,
+)
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, TOGETHER, Case, Meeting, is_format
 from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.numerics import numerics_from_key
 from errors import UserError
 
-NAMES = ("o", "dq", "dk", "dv")
 SHAPE = (1, 40, 1, 16)  # which tiles of 32 x 16 do not divide
-KERNELS = [pytest.param("cpu" if INTERPRETED else "cuda", marks=[] if INTERPRETED else [pytest.mark.gpu])]
+CPU, device = torch.device("cpu"), kernel_tests.device
 here = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
 STANDARD = [case for case in CASES if case.row.standard is not None]
 REFUSED = [case for case in CASES if case.row.standard is None]
@@ -30,7 +40,7 @@ def cases(chosen: list[Case]) -> pytest.MarkDecorator:
 
 
 @functools.cache
-def results(backend: str, sites: tuple[str, ...], device: str = "cpu") -> tuple[Tensor, ...]:
+def results(backend: str, sites: tuple[str, ...], device: torch.device = CPU) -> tuple[Tensor, ...]:
     """O, dQ, dK and dV of FP32 inputs whose row maxima are tied and differ from tile to tile, by a preset of the backend."""
     p = paired(device)
     preset = "standard" if backend.startswith("standard") else "flash"
@@ -57,16 +67,11 @@ def moved_beyond_noise(found: tuple[Tensor, ...], plain: tuple[Tensor, ...]) -> 
 
 
 def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], p: Problem, softcap: float = 0.0) -> None:
-    """Two results are apart by a quarter of the rounding error of the second against FP64 at the most, or by FP32 noise."""
-    unit = magnitudes(p)
-    distances = relative_errors(found, tuple(x.double() for x in expected), unit)
-    own = relative_errors(expected, oracle(p, softcap), unit)
-    for name, distance, error in zip(NAMES, distances, own, strict=True):
-        assert distance <= max(error / 4, 2.0**-21), f"{name}: {distance:.2e} apart, own error {error:.2e}"
+    assert_agree(found, expected, oracle(p, softcap), magnitudes(p))
 
 
-def paired(device: str) -> Problem:
-    return make(PAIRED, torch.float32, torch.device(device), SHAPE)
+def paired(device: torch.device) -> Problem:
+    return make(PAIRED, torch.float32, device, SHAPE)
 
 
 @here
@@ -117,7 +122,7 @@ def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: 
 @pytest.mark.parametrize("site", [name for name in FIELDS if is_format(name)])
 def test_more_bits_of_a_site_are_a_smaller_error(site: str) -> None:
     """Four bits more are an error of a sixteenth against FP64, in the tensor that the site moves most; one bit off would be 8 or 32."""
-    p = paired("cpu")
+    p = paired(CPU)
     errors = [
         max(relative_errors(results("flash_reference", (*PLAIN, f"{site}=m{bits}")), oracle(p), magnitudes(p)))
         for bits in (3, 7, 11)
@@ -135,14 +140,6 @@ def test_a_value_that_a_site_has_not_is_refused_with_its_choices(site: str) -> N
 
 
 @here
-@cases(CASES)
-def test_a_site_is_kept_in_the_record(case: Case) -> None:
-    numerics = AttentionSpec(sites=case.sites(changed=True)).resolve()
-    assert str(getattr(numerics, case.site)).startswith(case.value)
-    assert numerics_from_key(numerics.key()) == numerics
-
-
-@here
 @pytest.mark.parametrize("site", [name for name in FIELDS if getattr(DEFAULT, name) == "input"])
 def test_input_is_the_format_of_q(site: str) -> None:
     assert {getattr(DEFAULT.concrete(fmt), site) for fmt in ("bf16", "fp16", "fp32")} == {"bf16", "fp16", "fp32"}
@@ -154,43 +151,40 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(__file__)
 
 
-@pytest.mark.parametrize("device", KERNELS)
 @cases(CASES)
-def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: str) -> None:
+def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: torch.device) -> None:
     found, plain = (results("flash", case.sites(changed=changed), device) for changed in (True, False))
     # With tile_q the kernels' own blocks become others, and sums of FP32 come out in another order.
     compare = moved_beyond_noise if case.site == "tile_q" else moved
     assert compare(found, plain) == ("" if case.site in EXACT_THERE else case.row.moves)
 
 
-@pytest.mark.parametrize("device", KERNELS)
 @cases(CASES)
-def test_the_flash_kernels_round_as_the_reference(case: Case, device: str) -> None:
+def test_the_flash_kernels_round_as_the_reference(case: Case, device: torch.device) -> None:
     found, expected = (results(backend, case.sites(changed=True), device) for backend in ("flash", "flash_reference"))
     assert_near(found, expected, paired(device))
 
 
-@pytest.mark.parametrize("device", KERNELS)
 @cases(STANDARD)
-def test_a_site_moves_what_it_reaches_in_the_standard_kernels(case: Case, device: str) -> None:
+def test_a_site_moves_what_it_reaches_in_the_standard_kernels(case: Case, device: torch.device) -> None:
     sites = [standard_sites(case.sites(changed=changed)) for changed in (True, False)]
     found, plain = (results("standard_triton", each, device) for each in sites)
     assert moved(found, plain) == case.row.standard
 
 
-@pytest.mark.parametrize("device", KERNELS)
 @cases(STANDARD)
-def test_the_standard_kernels_round_as_the_matrices(case: Case, device: str) -> None:
+def test_the_standard_kernels_round_as_the_matrices(case: Case, device: torch.device) -> None:
     sites = standard_sites(case.sites(changed=True))
     found, expected = (results(backend, sites, device) for backend in ("standard_triton", "standard"))
     assert_near(found, expected, paired(device))
 
 
-@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("meeting", TOGETHER, ids=str)
-def test_sites_that_meet_are_rounded_by_the_flash_kernels_as_in_the_reference(meeting: Meeting, device: str) -> None:
+def test_sites_that_meet_are_rounded_by_the_flash_kernels_as_in_the_reference(
+    meeting: Meeting, device: torch.device
+) -> None:
     """At a length that no block divides."""
-    p = make(meeting.inputs, meeting.dtype, torch.device(device), (1, 53, 1, 16))
+    p = make(meeting.inputs, meeting.dtype, device, (1, 53, 1, 16))
     sites = ("tile_q=16", "tile_k=16", *meeting.sites.split())
     found, expected = (
         run(

@@ -31,13 +31,9 @@ MIXED = AttentionConfig(
     rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_o_stochastic_delta_nearest")),),
 )
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "stochastic": {**BF16, "attention": MIXED},
-    "rounded_forward": {**BF16, "attention": preset("flash", "rounded_forward")},
-    "accumulated": {**BF16, "data.micro_batch": 2},
-    "float16_qk_clip": {"precision.dtype": "float16", "model.qk_clip_tau": 0.1},
-    "sequences": {"telemetry.sequences": 3},
-    "muon": {"optim.optimizer": "muon"},
+    "stochastic_accumulated": {**BF16, "attention": MIXED, "data.micro_batch": 2},
+    "float16_qk_clip_sequences": {"precision.dtype": "float16", "model.qk_clip_tau": 0.1, "telemetry.sequences": 3},
+    "muon_rounded_forward": {**BF16, "optim.optimizer": "muon", "attention": preset("flash", "rounded_forward")},
 }
 
 

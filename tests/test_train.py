@@ -76,12 +76,6 @@ def test_replay_with_another_preset_differs_in_attention_only(place: Place, reco
     assert column(other, "train_loss")[1:] != column(recorded, "train_loss")[1:]
 
 
-def test_measuring_changes_no_bit(place: Place) -> None:
-    rare = {"evaluation.every": 0, "telemetry.every": 0, "checkpoint.every": 0, "run.log_every": 7}
-    often = {"evaluation.every": 1, "telemetry.every": 3, "checkpoint.every": 5}
-    assert weights(place.train("rare", rare), 20) == weights(place.train("often", often), 20)
-
-
 # ---- optimization
 
 

@@ -21,7 +21,6 @@ from tiny_runs import (
     preset,
     reserved_port,
     start_train,
-    train_and_kill,
     tree,
     weights,
 )
@@ -81,18 +80,6 @@ def test_losses_of_one_and_two_processes_agree_to_rounding(one: Path, two: Path,
     assert max(abs(a - b) / b for a, b in pairs) <= NOISE
     # Were they bit-equal, two processes would not have shared the work.
     assert name == "val_loss" or any(a != b for a, b in pairs)
-
-
-def test_killed_and_resumed_equals_straight(place: Place, two: Path) -> None:
-    # The exit code is torchrun's own; the killed rank's is in its report.
-    assert train_and_kill(place, config_of(place, "run", "runs", {}), processes=2) != 0
-    killed = place.runs / "run"
-    assert not (killed / "checkpoints/step_00000020").exists()
-    torchrun(place, "run", "runs", {"run.resume": "yes"})
-    assert lines(killed) == lines(two)
-    assert weights(killed, 30) == weights(two, 30)
-    assert optimizer(killed, 30) == optimizer(two, 30)
-    assert tree(place.runs / "recording") == tree(two.parent / "recording")
 
 
 def test_rollback_and_stop_take_all_processes_along(place: Place) -> None:

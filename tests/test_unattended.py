@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from tiny_runs import ROOT, Place, command, environment, lines, optimizer, tree, weights
 
-import config as configuration
 import train
-from config import TrainConfig
 from errors import UserError
 from training.run import Run
 from training.signals import EXIT_GO_ON, SIGNALS
@@ -67,15 +65,6 @@ def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: 
     (run / "checkpoints/.step_00000005.tmp").mkdir()
     place.train("pruned", {**AUTO, "checkpoint.keep_last": 1})
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000020"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "resume"),
-    [("--run.resume", "yes"), ("--run.no-resume", "no"), ("--run.resume auto", "auto"), ("--run.resume=no", "no")],
-)
-def test_the_switch_of_before_still_says_yes(typed: str, resume: str) -> None:
-    for words in (typed.split(), [*typed.split(), "--run.steps", "3"]):
-        assert configuration.override(TrainConfig(), words).run.resume == resume
 
 
 # ---- asked to leave

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT, Place, make_data, new_place, start_train, tree
+from tiny_runs import ROOT, TRAIN_TOKENS, Place, make_data, new_place, start_train, tree
 
 import train
 from errors import UserError
@@ -27,12 +27,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place.train("there", {"run.steps": 10, "data.record": place.recording("there")})
         place.train("plain", {"run.steps": 10, "data.record": place.recording("plain")})
         make_data(place.folder / "other", seed=1)
+        make_data(place.folder / "other_validation", plant={TRAIN_TOKENS: 0})
         make_data(place.folder / "large_vocabulary", vocabulary=50257)
-        damaged = place.folder / "damaged"
-        shutil.copytree(place.data, damaged)
-        content = bytearray((damaged / "train.bin").read_bytes())
-        content[7] ^= 1
-        (damaged / "train.bin").write_bytes(content)
+        for name in ("train", "val"):
+            damaged = place.folder / f"damaged_{name}"
+            shutil.copytree(place.data, damaged)
+            content = bytearray((damaged / f"{name}.bin").read_bytes())
+            content[7] ^= 1
+            (damaged / f"{name}.bin").write_bytes(content)
         altered = Path(place.recording("altered"))
         shutil.copytree(place.recording("plain"), altered)
         offsets = bytearray((altered / "offsets.npy").read_bytes())
@@ -72,7 +74,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
     "data_foreign": ("--data.dataset {place}/runs/there", r"train\.json: no such header; make it with"),
-    "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),
+    "data_damaged": ("--data.dataset {place}/damaged_train", r"damaged_train/train\.bin: SHA-256 .* damaged"),
+    "validation_damaged": ("--data.dataset {place}/damaged_val", r"damaged_val/val\.bin: SHA-256 .* damaged"),
     "data_too_short": (
         "--model.block-size 2000 --data.sequence-length 2000",
         r"2000 tokens are less than one sequence .* set --data\.sequence-length below 2000",
@@ -89,10 +92,16 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--run.folder {place}/a_file",
         r"run\.folder: cannot make .*a_file/new \(Not a directory\)",
     ),
-    "resume_without_a_run": ("--run.resume", r"run\.resume = 'yes': expected a checkpoint in .*runs/new/checkpoints"),
-    "resume_without_checkpoint": ("--run.name empty --run.resume", r"run\.resume = 'yes': expected a checkpoint in"),
+    "resume_without_a_run": (
+        "--run.resume yes",
+        r"run\.resume = 'yes': expected a checkpoint in .*runs/new/checkpoints",
+    ),
+    "resume_without_checkpoint": (
+        "--run.name empty --run.resume yes",
+        r"run\.resume = 'yes': expected a checkpoint in",
+    ),
     "resume_with_another_setting": (
-        "--run.name plain --data.record {place}/recordings/plain --run.resume --optim.lr 0.5",
+        "--run.name plain --data.record {place}/recordings/plain --run.resume yes --optim.lr 0.5",
         r"optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010",
     ),
     "record_exists": ("--data.record {place}/recordings/plain", r"recordings/plain exists: record under another name"),
@@ -112,6 +121,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "replay_on_other_data": (
         "--run.steps 10 --data.replay {place}/recordings/plain --data.dataset {place}/other",
         r"plain was recorded on other training tokens: SHA-256 .* set --data\.dataset",
+    ),
+    "replay_on_other_validation": (
+        "--run.steps 10 --data.replay {place}/recordings/plain --data.dataset {place}/other_validation",
+        r"plain was recorded on other validation tokens: SHA-256 .* set --data\.dataset",
     ),
     "replay_altered": ("--run.steps 10 --data.replay {place}/recordings/altered", r"altered: step 8 does not match"),
     "weights_missing": (

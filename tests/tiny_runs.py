@@ -8,11 +8,9 @@ import hashlib
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -165,7 +163,7 @@ class Course:
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     how: str = "ends at 10"
-    """Or ``dies at N``, before that step, or ``killed``: a process, somewhere between steps 10 and 18."""
+    """Or ``dies at N``, before that step."""
     first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Set up to the interruption alone."""
     rest: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -183,9 +181,7 @@ def assert_equals_straight(place: Place, name: str, course: Course, *, logs: boo
         straight["data.record"] = fields["data.record"] = ""
     place.train(name, straight)
     first = {**fields, **course.first}
-    if course.how == "killed":
-        assert train_and_kill(place, place.config(name, first)) == -9
-    elif course.how.startswith("dies"):
+    if course.how.startswith("dies"):
         place.train_until(int(course.how.split()[-1]), name, first)
     else:
         place.train(name, {**first, "run.steps": int(course.how.split()[-1])})
@@ -242,54 +238,6 @@ def reserved_port() -> Iterator[int]:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         yield kept.getsockname()[1]
-
-
-# A run that goes slowly from step 10 on and waits for its end at step 18.
-_DOOMED = """
-import os, time
-from pathlib import Path
-import train
-
-original = train.take_step
-
-def slowly(run, step):
-    time.sleep(600 if step == 18 else 0.03 if step >= 10 else 0)
-    return original(run, step)
-
-train.take_step = slowly
-Path({folder!r}, "pid." + os.environ.get("RANK", "0")).write_text(str(os.getpid()))
-train.main()
-"""
-
-
-def train_and_kill(place: Place, config: TrainConfig, processes: int = 1) -> int:
-    """Start a run and kill rank 0 (SIGKILL) some time after the checkpoint of step 10, before step 18; how that process ended."""
-    place.runs.mkdir(exist_ok=True)
-    pids = place.folder / f"{config.run.name}.pids"
-    pids.mkdir()
-    script = place.folder / f"{config.run.name}.doomed.py"
-    script.write_text(_DOOMED.format(folder=str(pids)))
-    arguments = [str(place.preset_file(config))]
-    with subprocess.Popen(
-        command(script, arguments, processes),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as process:
-        try:
-            checkpoint = place.runs / config.run.name / "checkpoints/step_00000010"
-            for _ in range(6000):
-                if checkpoint.exists():
-                    break
-                assert process.poll() is None, process.communicate()[1]
-                time.sleep(0.01)
-            time.sleep(random.uniform(0, 0.3))
-            os.kill(int((pids / "pid.0").read_text()), signal.SIGKILL)
-            process.wait(timeout=60)
-        finally:
-            process.kill()
-    return process.returncode
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ import torch
 
 from attention.backends import BACKENDS
 from attention.growth import Growth, GrowthRule, Probe, growth, large_logits
-from attention.presets import PRESETS, RECOMMENDED
-from attention.renamed import today
+from attention.presets import PRESETS, RECOMMENDED, today
 from errors import invalid
 from training.intervention import Switch, parse_switch
 

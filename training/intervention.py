@@ -66,7 +66,7 @@ def made_before(line: dict[str, Any], resumed: Reached, known: Sequence[dict[str
     ``known``: the checkpoint's ``state()``. A switch of its very step that it knows was made before it; an alarm is raised behind it.
     """
     made = {None, *(Switch(**entry).option() for entry in known)}
-    there = (line["step"], line.get("batch", resumed.batch)) == resumed
+    there = (line["step"], line.get("batch")) == resumed
     return resumed.after(line) or (there and line["kind"] == "switch" and line.get("option") in made)
 
 

@@ -73,11 +73,10 @@ class Reached(NamedTuple):
     def after(self, record: dict[str, Any]) -> bool:
         """Whether the run had written ``record`` before it came here.
 
-        The batch says so also of the steps of a course that a rollback has left, which are counted again. A record without one (the end
-        of a run, or from before probes and interventions had it) goes by its step.
+        The batch says so, as a rollback counts steps again. The end of a run has none, and whoever goes on gets there again.
         """
-        step, batch = record["step"], record.get("batch")
-        return bool(batch < self.batch if isinstance(batch, int) else step < self.step)
+        batch = record.get("batch")
+        return isinstance(batch, int) and batch < self.batch
 
 
 class JsonLines:

@@ -85,15 +85,10 @@ def source_sha256(root: Path) -> str:
 def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The sessions of a run, one entry each: those in ``folder``/config.json, and one that begins at ``from_step`` with ``facts``.
 
-    A record from before there were entries counts as one session. Raises ``UserError`` for a config.json that is none.
+    Raises ``UserError`` for a config.json that is no record.
     """
     path = folder / "config.json"
-    earlier: list[dict[str, Any]] = []
-    if path.is_file():
-        found = _read_record(path)
-        resumed = found["config"]["run"]["resume"] in (True, "yes")
-        before = {"from_step": None if resumed else 0, **{name: found.get(name) for name in facts}}
-        earlier = found.get("sessions", [before])
+    earlier = _read_record(path)["sessions"] if path.is_file() else []
     return [*earlier, {"from_step": from_step, **facts}]
 
 
@@ -162,7 +157,7 @@ def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
 def _read_record(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = read_json(path)
-        content["config"]["run"]["resume"], content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
+        content["sessions"], content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the record of a run") from None
     return content
@@ -229,26 +224,20 @@ def lock(folder: Path) -> IO[bytes]:
             what = f"nothing keeps a second process from training {folder} at the same time"
             print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
             return file
-        # A refused resume takes back a file that it has made: between open and lock it may have been this one.
+        # A start that finds what a kill has left of another removes it, this file too, maybe between open and lock.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         file.close()
 
 
-def lock_everywhere(folder: Path, is_main: bool, undo: contextlib.ExitStack) -> AbstractContextManager[object]:
-    """``lock`` where the folder holds a run, taken by rank 0; where it is refused, all ranks raise ``UserError``. Every rank must call it.
-
-    A run from before there were locks has no file for it: ``undo`` takes back the one that is made then. Unwind it before you let go.
-    """
+def lock_everywhere(folder: Path, is_main: bool) -> AbstractContextManager[object]:
+    """``lock`` where the folder holds a run, taken by rank 0; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
     locked: AbstractContextManager[object] = contextlib.nullcontext()
     failure = None
     try:
         if is_main and any((folder / name).exists() for name in ("config.json", "checkpoints")):
-            there = (folder / LOCK_FILE).exists()
             locked = lock(folder)
-            if not there:
-                undo.callback((folder / LOCK_FILE).unlink, missing_ok=True)
     except UserError as error:
         failure = error
     # All ranks leave together: one that waits for a dead rank 0 would hang.

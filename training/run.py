@@ -28,7 +28,6 @@ from training.metrics import Metrics, Reached, import_wandb, start_wandb
 from training.nonfinite import NonFiniteGuard, Withholding
 from training.optim import build_optimizer, learning_rate
 from training.qk_clip import forget_logits
-from training.retired import upgraded
 from training.settings import TrainConfig, to_json
 from training.step import Pending, rounding_seed, throwaway_backward
 from training.telemetry import Telemetry, probe_batch
@@ -100,7 +99,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
     goes_on = record.exists(folder, place.is_main) if resume == "auto" else resume == "yes"
     with contextlib.ExitStack() as undo:
         held = undo.enter_context(contextlib.ExitStack())
-        loaded = checkpoint_to_resume(config, place, folder, checkpoints, held, undo) if goes_on else None
+        loaded = checkpoint_to_resume(config, place, folder, checkpoints, held) if goes_on else None
         if not goes_on and folder.exists():
             raise record.taken(folder)
         resumed = None if loaded is None else Reached(loaded.step, loaded.position)
@@ -164,17 +163,15 @@ def checkpoint_to_resume(
     folder: Path,
     checkpoints: Checkpoints,
     held: contextlib.ExitStack,
-    undo: contextlib.ExitStack,
 ) -> Loaded | None:
     """The checkpoint that a run goes on from; None where it has ended before its first. Its folder is locked."""
-    held.enter_context(record.lock_everywhere(folder, place.is_main, undo))
+    held.enter_context(record.lock_everywhere(folder, place.is_main))
     record.check_logs(folder)
     loaded = checkpoints.load_newest()
     if loaded is None:
         record.check_restart(folder, checkpoints.folder)
         return None
-    saved = upgraded(loaded.config_json, goes_on_from=loaded.path)
-    record.check_settings(saved, to_json(config), to_json(TrainConfig()), loaded.path)
+    record.check_settings(loaded.config_json, to_json(config), to_json(TrainConfig()), loaded.path)
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)
