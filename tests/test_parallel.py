@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Llama(nn.Module):
 
 
 MODELS: dict[str, type[nn.Module]] = {"SDPA": Model, "Llama": Llama}
+multiprocessing.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
 HALVES = torch.randn(2, B, T, C, generator=torch.Generator().manual_seed(0))
 
 
@@ -82,7 +84,9 @@ def test_two_processes_train_as_one(how: str, kind: str, tmp_path: Path) -> None
     if kind == "Llama":
         pytest.importorskip("transformers")
     with reserved_port() as port:
-        torch.multiprocessing.start_processes(process, (how, kind, port, tmp_path), nprocs=2, start_method="fork")
+        # Forks of a server that never ran anything: a fork of this process, which has threads, may wait for a lock for ever.
+        arguments = (how, kind, port, tmp_path)
+        torch.multiprocessing.start_processes(process, arguments, nprocs=2, start_method="forkserver")
     with replace_sdpa("flash_delta_from_p"):
         expected = weights_after_three_steps(MODELS[kind](), list(HALVES))
     assert any(not torch.equal(a, b) for a, b in zip(expected, MODELS[kind]().parameters(), strict=True))
