@@ -120,11 +120,11 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_untiled": _flash("is tiling the cause?", tile_q=0, tile_k=0),
     "flash_stable": _flash(
-        "Algorithm 3, later version: beta 2, ties within 1e-3",
+        "Algorithm 3, later version: beta 2, ties within 1e-3; for base `published`, else NaN at large logits",
         _stable(row_max="stabilized", row_max_beta=2.0, row_max_tolerance=1e-3),
     ),
     "flash_stable_exact_ties": _flash(
-        "Algorithm 3, first version: beta 7, exact ties",
+        "Algorithm 3, first version: beta 7, exact ties; for base `published`, too",
         _stable(row_max="stabilized", row_max_beta=7.0, row_max_tolerance=0.0),
     ),
     "flash_stable_safe": _flash(

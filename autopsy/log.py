@@ -11,8 +11,8 @@ from typing import Any
 from attention.growth import GrowthRule, Probe, growth
 from errors import UserError
 
-SMALL_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1.0, 3
-"""Logits below have not been seen to do harm; dQ's error in parts of dQ; fewer records say nothing."""
+SMALL_LOGIT, LARGE_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1000.0, 1.0, 3
+"""Logits below have not been seen to do harm; from here on a control is due; dQ's error in parts of dQ; fewer records say nothing."""
 HARMLESS = 2e-5
 """Of delta: FP32 attention is off by 1e-7, and no run with an error up to 1.1e-5 grew (experiments/row_residual/README.md)."""
 
@@ -50,9 +50,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if gone or rounded:
         names = ", ".join(map(str, rounded))
         errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
-        control = (
-            "Run the control; if this was it, look at the recipe. scripts/autopsy.py says yes or no of a checkpoint."
-        )
+        control = "Run the control. If this is the control, look at the recipe. Of a checkpoint scripts/autopsy.py says yes or no."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
     measured = [record for record in finite if all(record.get("dq_error", [None]))]
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
@@ -62,8 +60,11 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW and not _unseen(records, finite):
         no = "NO: attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *broken, f"It says nothing of steps after {records[-1]['step']}."]
-    advice = "Go on watching." if records[-1] in finite else "Watch each step (every=1) from an earlier checkpoint."
-    return [f"UNCLEAR: no layer ran away in {len(finite)} records. {advice}", largest, *broken]
+    advice = "Run the control." if tops[top] >= LARGE_LOGIT else "Go on watching."
+    if records[-1] not in finite:
+        advice = "Watch each step (every=1) from an earlier checkpoint."
+    few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""
+    return [f"UNCLEAR: no layer ran away in {len(finite)} record(s){few}. {advice}", largest, *broken]
 
 
 def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]]) -> bool:

@@ -93,8 +93,8 @@ def text(report: Report, *, every_head: bool = True) -> str:
 
 
 _RULE = [
-    f"YES: ||error of dW_Q|| >= {MADE_BY_ROUNDING:g} ||dW_Q|| in a layer, over all its heads and tokens. It says what makes this gradient",
-    "now, not what began: a run that explodes by its learning rate ends in such gradients, too (docs/diagnosis.md has error rates).",
+    f"The rule: YES where ||error of dW_Q|| >= {MADE_BY_ROUNDING:g} ||dW_Q|| in a layer, over all its heads and tokens. It says what makes",
+    "this gradient now, not what began: a run that explodes by its learning rate ends in such gradients, too (docs/diagnosis.md).",
     "of layer: the head's error over dW_Q of its layer; of head: over its own. z: mean of the error of delta over its standard error;",
     "ratio: |mean| over rms. Layers and heads count from 0. dO is held as captured.",
 ]

@@ -12,7 +12,7 @@ How a run ended:
     NaN at N             the training loss of step N is not finite
     unstable since N     gradient norm above 20 first at N (from step 200 on), and its median afterwards is more than twice the earlier one
     open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
-    stable to N          none of these, and the run has all its steps
+    stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
     stopped early at N   none of these, and it has not
 """
 
@@ -127,7 +127,8 @@ def ending(losses: pd.Series, norms: pd.Series, done: bool, margin: float, patie
     if (since := curves.open_excursion(losses, margin, patience)) is not None:
         return f"open since {since:,}", None
     last = int(losses.index[-1])
-    return f"{'stable to' if done else 'stopped early at'} {last:,}", None
+    short = " (too short to tell)" if done and last + 1 < patience else ""
+    return f"{'stable to' if done else 'stopped early at'} {last:,}{short}", None
 
 
 def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
@@ -256,7 +257,9 @@ def data_sentence(runs: Sequence[Run]) -> str:
     if parted:
         return f"Data: NOT identical: other batches than {first.name}: " + "; ".join(parted) + "."
     if untold:
-        return f"Data: unknown: no data_digest at a step in common with {first.name}: " + ", ".join(untold) + "."
+        recordings = {run.config["config"].get("data", {}).get("replay") for run in runs}
+        same = f" All replay {recordings.pop()}." if len(recordings) == 1 and all(recordings) else ""
+        return f"Data: unknown: no data_digest at a step in common with {first.name}: " + ", ".join(untold) + f".{same}"
     reach = f"through step {through[0]}"
     if len(set(through)) > 1:
         reach = f"to the last step that each shares with {first.name} ({', '.join(map(str, sorted(set(through))))})"

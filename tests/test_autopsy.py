@@ -164,6 +164,11 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
     assert log_answer(records)[0].split(":")[0] == first
 
 
+@pytest.mark.parametrize(("logit", "advice"), [(400.0, "Go on watching."), (5_900.0, "Run the control.")])
+def test_a_run_that_is_unclear_at_large_logits_is_sent_to_the_control(logit: float, advice: str) -> None:
+    assert log_answer([record(step, logit) for step in range(100, 1001, 100)])[0].endswith(advice)
+
+
 def test_the_layer_that_left_is_named_with_its_step() -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
     assert leaving([record(step, (step / 100) ** 4) for step in range(100, 1001, 100)]) == {1: 600}
