@@ -100,6 +100,16 @@ def test_the_fixes_of_the_forward_pass_remove_the_bias(preset: str, sign: float)
     assert abs(mean) < 4 * standard_error < abs(broken) / 4
 
 
+@pytest.mark.parametrize("sites", [(), ("row_max_beta=7", "row_max_tolerance=0")], ids=["beta_2", "beta_7"])
+def test_the_bounded_shift_removes_the_bias_of_the_published_numerics(sites: tuple[str, ...]) -> None:
+    """Within four standard errors of 0, which are small against the bias removed; experiments/published_fix trained with both."""
+    problem = rows(1.0, others=1.0)
+    broken, _ = bias(problem, "flash", "published", ("statistics=fp32",))
+    mean, standard_error = bias(problem, "flash_stable_safe", "published", ("statistics=fp32", *sites))
+    assert broken == pytest.approx(2.0**-5 / 8, rel=0.15)
+    assert abs(mean) < 4 * standard_error < broken / 4
+
+
 def near_rows(sign: float, gap: float) -> Rows:
     """Scores 0 and, for the other keys, within a tenth of -gap; V = ``sign`` x [1, 2), but 0 at the maximum, whose P_bar is exact."""
     generator = torch.Generator().manual_seed(0)
