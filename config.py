@@ -121,7 +121,13 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
             # Switches have a negated form, which stands on the field and not on its section: --precision.no-compile.
             field_name = part.removeprefix("no_") if depth == len(parts) - 1 else part
             if field_name not in known:
-                return invalid(name, value or next_argument, known or f"nothing below {'.'.join(parts[:depth])}")
+                below = ".".join(parts[:depth])
+                rules = "a rule of a file after the recipe, as in configs/ablations"
+                return invalid(
+                    name,
+                    value or next_argument,
+                    known or (rules if below == "attention.rules" else f"nothing below {below}"),
+                )
             section = known[field_name]
         given = value or ("" if next_argument.startswith("-") else next_argument)
         if isinstance(section, bool) and given:

@@ -102,7 +102,7 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         ("--optim.lrr=1", r"^optim\.lrr = '1': expected one of optimizer, lr"),
         (
             "--attention.rules.0.layers 1",
-            r"^attention\.rules\.0\.layers = '1': expected nothing below attention\.rules$",
+            r"^attention\.rules\.0\.layers = '1': expected a rule of a file after the recipe",
         ),
         ("--run.steps 5 stray", r"stray"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),

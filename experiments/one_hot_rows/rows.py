@@ -20,7 +20,7 @@ from attention import AttentionConfig, AttentionSpec
 
 B, T, H, D = 32, 64, 1, 64
 SIZES = [2.0**exponent for exponent in range(10, 22)]
-USUAL = ("flash", "flash_subtracted", "flash_unfused", "flash_fp32_pv", "flash_stochastic_o")
+USUAL = ("flash", "flash_subtract_first", "flash_separate_multiply", "flash_fp32_pv", "flash_stochastic_o")
 
 
 def make(largest: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
