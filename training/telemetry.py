@@ -352,9 +352,5 @@ def extreme(rows: Sequence[Sequence[float]]) -> tuple[float, int, int]:
 
 
 def read_telemetry(folder: Path) -> list[dict[str, Any]]:
-    """All probes of a run in file order, not-finite values restored.
-
-    Raises:
-        UserError: no such folder, no telemetry in it, none yet, or a line that is not a record.
-    """
+    """All probes of a run in file order, by ``read_run_file``."""
     return read_run_file(folder, TELEMETRY_FILE, "made with --telemetry.every 0, or not the folder of a run")
