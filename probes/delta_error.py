@@ -130,9 +130,9 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
     return both[..., 0], both[..., 1:]
 
 
-def output_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor:
+def output_errors(layer: LayerCapture) -> Tensor:
     """O_lp - O_hp, [B, H, T, D], of the O inside delta (of the O passed on, where delta has none in it)."""
-    return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, high_BHTD))
+    return over_groups(layer, lambda group: _low_output(layer, group) - high_output(layer, group))
 
 
 def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:

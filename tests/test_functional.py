@@ -49,13 +49,13 @@ def errors(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
     return [(a.double() - b).norm().item() for a, b in zip(found, exact, strict=True)]
 
 
-def assert_as_exact_as_torch(inputs: tuple[Tensor, ...], ours: dict[str, Any] | None = None, **settings: Any) -> None:
+def assert_as_exact_as_torch(inputs: tuple[Tensor, ...], **settings: Any) -> None:
     """O and all gradients are as near to float64 as those of torch's flash kernel in the same dtype (1.5 times its error at most)."""
     *inputs, do = inputs
     exact = results(torchs, tuple(x.double() for x in inputs), do, **settings)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
         baseline = errors(results(torchs, inputs, do, **settings), exact)
-    found = results(scaled_dot_product_attention, inputs, do, **settings, **(ours or {}))
+    found = results(scaled_dot_product_attention, inputs, do, **settings)
     assert all(x.dtype == inputs[0].dtype for x in found)
     assert all(error <= 1.5 * allowed for error, allowed in zip(errors(found, exact), baseline, strict=True))
 

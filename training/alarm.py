@@ -83,16 +83,9 @@ class AlarmConfig:
         """What response ``switch`` does to a layer. Raises ``UserError`` where ``switch_to`` is no PRESET[:BACKEND] of these names."""
         preset, _, backend = self.switch_to.partition(":")
         preset = today(preset)
-        if not preset or ":" in backend:
-            raise invalid("alarm.switch_to", self.switch_to, "PRESET or PRESET:BACKEND")
-        if preset not in PRESETS:
-            raise invalid(
-                "alarm.switch_to", self.switch_to, f"PRESET or PRESET:BACKEND, PRESET of {', '.join(PRESETS)}"
-            )
-        if backend and backend not in BACKENDS:
-            raise invalid(
-                "alarm.switch_to", self.switch_to, f"PRESET or PRESET:BACKEND, BACKEND of {', '.join(BACKENDS)}"
-            )
+        if preset not in PRESETS or backend not in ("", *BACKENDS):
+            expected = f"PRESET or PRESET:BACKEND, PRESET of {', '.join(PRESETS)}, BACKEND of {', '.join(BACKENDS)}"
+            raise invalid("alarm.switch_to", self.switch_to, expected)
         return Switch(step, layer, preset, backend, cause="alarm")
 
 
