@@ -301,7 +301,13 @@ def published_fix() -> Figure:
             2.2e3,
             None,
         ),
-        ("the same, beta 7", "#CCAA00", [study / f"published_stable_safe_beta_7{fp32}{seed}" for seed in seeds], 1.25e3, None),
+        (
+            "the same, beta 7",
+            "#CCAA00",
+            [study / f"published_stable_safe_beta_7{fp32}{seed}" for seed in seeds],
+            1.25e3,
+            None,
+        ),
         ("delta*", "#56B4E9", [study / "published_delta_normalised"], 700, None),
         ("delta from P, l in FP32", BLUE, [study / f"{from_p}{fp32}{seed}" for seed in seeds], 200, 4.36),
     )

@@ -58,6 +58,13 @@ def test_the_tables_of_fast_failure_are_those_of_its_files() -> None:
         assert printed(name) == (folder / f"{name}.csv").read_text()
 
 
+def test_rows_that_look_at_one_key_are_exact_below_the_threshold_and_off_above() -> None:
+    rows = runpy.run_path(str(EXPERIMENTS / "one_hot_rows/rows.py"), run_name="imported")
+    assert rows["measure"]("flash", 32_768) == (0.0, 0.0)
+    assert rows["measure"]("flash", 131_072)[0] > 1e-3
+    assert rows["measure"]("flash_subtract_first", 131_072) == (0.0, 0.0)
+
+
 def test_the_table_of_row_residual_is_that_of_its_files() -> None:
     folder = EXPERIMENTS / "row_residual"
     scatter = runpy.run_path(str(folder / "scatter.py"), run_name="imported")

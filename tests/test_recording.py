@@ -22,7 +22,7 @@ from errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def make_header(*, batch=3, length=4, **changes) -> RecordingHeader:
+def make_header(*, batch=3, length=4, dtype="uint8", **changes) -> RecordingHeader:
     facts = {
         "data_sha256": "ab" * 32,
         "data_tokens": 10_000,
@@ -32,8 +32,8 @@ def make_header(*, batch=3, length=4, **changes) -> RecordingHeader:
         "seed": 5,
         "source_run": "läuft",
         "vocabulary": "bytes",
-        "vocabulary_size": 256,
-        "dtype": "uint8",
+        "vocabulary_size": np.iinfo(dtype).max + 1,
+        "dtype": dtype,
     }
     return RecordingHeader(**(facts | changes))
 
@@ -257,3 +257,18 @@ def test_a_disk_that_takes_no_more_leaves_the_steps_before(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert np.array_equal(Recording.open(tmp_path / "r").offsets, offsets[:2])
+
+
+def test_a_step_that_failed_can_be_written_again(tmp_path, monkeypatch):
+    write(tmp_path / "straight", 3)
+    offsets = make_rows(3)
+    recorder = Recorder.create(tmp_path / "r", make_header())
+    recorder.append(offsets[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "_put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(UserError, match="No space left"):
+            recorder.append(offsets[2])
+    recorder.append(offsets[1])
+    recorder.append(offsets[2])
+    recorder.close()
+    assert contents(tmp_path / "r") == contents(tmp_path / "straight")

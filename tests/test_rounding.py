@@ -22,10 +22,10 @@ from attention.rounding import (
 )
 
 
-def all_patterns() -> torch.Tensor:
+def all_patterns(seed: int, count: int = 200_000) -> torch.Tensor:
     """Random FP32 bit patterns: all exponents, subnormals, infinities and NaN among them."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_seven_bits_nearest_is_torchs_bfloat16_on_all_patterns() -> None:
-    x = all_patterns()
+    x = all_patterns(0)
     expected = x.to(torch.bfloat16).float()
     ours = round_mantissa(x, 7)
     assert torch.equal(ours.isnan(), expected.isnan())
@@ -136,6 +136,19 @@ def test_the_papers_worked_example() -> None:
     assert rounded.item() == -4.71875
     assert rounded.double().item() - exact.item() == -0.014759540557861328
     assert round_mantissa(exact.float(), 7).item() == -4.71875
+
+
+def test_bad_arguments_are_refused() -> None:
+    x = torch.ones(2)
+    for call in (
+        lambda: round_mantissa(x.double(), 7),
+        lambda: round_mantissa(x, 0),
+        lambda: round_mantissa(x, 24),
+        lambda: round_mantissa(x, 7, "up"),
+        lambda: round_mantissa(x, 7, "stochastic"),
+    ):
+        with pytest.raises(ValueError):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def tiny(attention: AttentionConfig, n_layer: int = 2) -> GPT:
     return model
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(64, (1, 17), generator=torch.Generator().manual_seed(0))
+def batch(sequences: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(64, (sequences, 17), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1], tokens[:, 1:], torch.tensor(5)
 
 
@@ -69,8 +69,8 @@ def bf16() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def probe_of(model: GPT) -> dict[str, Any]:
-    measured, units = measure(model, *batch(), bf16())
+def probe_of(model: GPT, sequences: int = 1, **settings: Any) -> dict[str, Any]:
+    measured, units = measure(model, *batch(sequences), bf16(), **settings)
     return {"delta_units": units, **to_lists(measured)}
 
 
