@@ -127,6 +127,7 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
                     name,
                     value or next_argument,
                     known or (rules if below == "attention.rules" else f"nothing below {below}"),
+                    typed=part,
                 )
             section = known[field_name]
         given = value or ("" if next_argument.startswith("-") else next_argument)
