@@ -8,8 +8,8 @@ from difflib import get_close_matches
 LONGEST_VALUE, LONGEST_LINE = 120, 1600
 
 
-class UserError(Exception):
-    """Something the user can mend. Not a ``ValueError``, which a parser of command lines would put in words of its own.
+class UserError(ValueError):
+    """Something the user can mend; to programs that use the package, a bad value.
 
     The message is one line and stands without a traceback; the middle of a very long one is left out.
     """
