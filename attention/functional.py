@@ -109,8 +109,8 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
         called = True
         return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
 
-    own = ("torch.", NAMESPACE)
-    holders = [vars(module) for name, module in list(sys.modules.items()) if module and not name.startswith(own)]
+    own = ("torch.", f"{NAMESPACE}.")
+    holders = [vars(module) for name, module in list(sys.modules.items()) if module and not f"{name}.".startswith(own)]
     places = [(names, name) for names in holders for name, value in list(names.items()) if value is torchs]
     places.append((vars(functional), "scaled_dot_product_attention"))
     for names, name in places:
