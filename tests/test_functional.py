@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -341,6 +342,15 @@ def test_replaced_in_a_model_that_cannot_be_edited(how: str) -> None:
         found = results(model, inputs, do)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(results(model, inputs, do), before, strict=True))
+
+
+def test_replaced_in_a_module_whose_name_begins_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = ModuleType("attention_layers")
+    theirs.attend = torchs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    with pytest.warns(UserWarning, match="was not called"), replace_sdpa():
+        assert theirs.attend is functional.scaled_dot_product_attention
+    assert theirs.attend is torchs
 
 
 def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_said() -> None:

@@ -96,7 +96,7 @@ def test_overlapping_rules_are_refused() -> None:
     ],
 )
 def test_bad_specs_name_field_value_and_choices(arguments: dict, field: str) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ValueError) as error:  # as programs that use the package expect
         AttentionSpec(**arguments)
     assert str(error.value).startswith(field)
     assert "expected" in str(error.value)

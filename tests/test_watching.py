@@ -368,7 +368,7 @@ def test_a_model_that_is_never_called_is_said() -> None:
     ],
 )
 def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{value!r}: expected") as error:
+    with pytest.raises(ValueError, match=rf"{value!r}: .*expected") as error:
         watch(**({"model": Model()} | {field: value}))
     assert "\n" not in str(error.value)
 

@@ -170,6 +170,8 @@ class Checkpoints:
             raise DamagedCheckpointError(f"checkpoint {path} is damaged ({damage})")
         try:
             return _read(path)
+        except UserError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             what = f"{type(error).__name__}: {error}"[:200]
             raise DamagedCheckpointError(
