@@ -104,11 +104,7 @@ def feature_errors(layer: LayerCapture) -> Tensor:
     O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP), recomputed), it is the O passed on: the
     error that rowsum(dO * O) would have.
     """
-
-    def products(group: HeadGroup) -> Tensor:
-        return _do(layer, group) * (_low_output(layer, group) - high_output(layer, group))
-
-    return over_groups(layer, products)
+    return over_groups(layer, lambda group: _do(layer, group)) * output_errors(layer)
 
 
 @torch.no_grad()
