@@ -11,17 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_docs import blocks
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "huggingface.md").read_text()
-DIAGNOSIS = (ROOT / "docs" / "diagnosis.md").read_text()
+PAGE, DIAGNOSIS = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "diagnosis.md"
 NANOGPT = ROOT.parent / "nanoGPT" / "model.py"
 pytestmark = pytest.mark.usefixtures("low_precision_attention")
-
-
-def blocks(language: str, page: str = PAGE) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> None:
@@ -39,7 +35,7 @@ def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> N
 
     names: dict[str, Any] = {"low_precision_attention": low_precision_attention, "model": model, "torch": torch}
     names["trainer"] = SimpleNamespace(train=train)
-    preset, plain = (text for text in blocks("python", DIAGNOSIS) if "set_attn" in text or "MATH" in text)
+    preset, plain = (text for text in blocks(DIAGNOSIS, "python") if "set_attn" in text or "MATH" in text)
     train()
     exec(preset, names)
     assert model.config._attn_implementation == "control"
@@ -61,7 +57,7 @@ def test_watch_in_a_trainer_counts_its_steps(tmp_path: Path, monkeypatch: pytest
     trainer = transformers.Trainer(
         model, transformers.TrainingArguments(str(tmp_path), **settings, **quiet), train_dataset=[row] * 8
     )
-    (example,) = (text for text in blocks("python") if "trainer." in text)
+    (example,) = (text for text in blocks(PAGE, "python") if "trainer." in text)
     exec(compile(example, "huggingface.md", "exec"), {"trainer": trainer})
     looks = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
     assert [look["step"] for look in looks] == [0, 100]
@@ -92,7 +88,7 @@ def test_the_patch_of_nanogpt(low_precision_attention: ModuleType) -> None:
     """Patched as the page shows, or untouched under ``replace_sdpa``: the same bits, as near to float64 as with torch's attention."""
     source = NANOGPT.read_text()
     context, removed, added = "", "", []
-    for line in "".join(blocks("diff")).splitlines():
+    for line in "".join(blocks(PAGE, "diff")).splitlines():
         kind, text = line[0], line[1:]
         context, removed = (text, removed) if kind == " " else (context, text if kind == "-" else removed)
         added += [text] if kind == "+" else []
