@@ -104,7 +104,11 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
+        # tyro words every ValueError anew; what a field of ours said stands.
+        error: BaseException | None = stop
+        while not isinstance(error, UserError | None):
+            error = error.__context__
+        raise error or _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
 
 
 def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
@@ -127,6 +131,7 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
                     name,
                     value or next_argument,
                     known or (rules if below == "attention.rules" else f"nothing below {below}"),
+                    typed=part,
                 )
             section = known[field_name]
         given = value or ("" if next_argument.startswith("-") else next_argument)

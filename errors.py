@@ -27,6 +27,7 @@ __all__ = [
     "first_line",
     "invalid",
     "reading",
+    "trainer_packages",
 ]
 
 
@@ -95,6 +96,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+@contextlib.contextmanager
+def trainer_packages() -> Iterator[None]:
+    """Around the imports at the head of a command line: without a package that the trainer needs it is one line and exit code 2."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        package = str(missing.name).partition(".")[0]
+        if any(Path(__file__).with_name(own).exists() for own in (package, f"{package}.py")):
+            raise  # no package that pip installs
+        print(f"error: this needs the package {package}: pip install '.[train]'", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Bad arguments become a ``UserError`` in place of argparse's usage and message."""
 
@@ -112,7 +126,8 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(main)
     def wrapped(*args: object, **kwargs: object) -> None:
         try:
-            main(*args, **kwargs)
+            with trainer_packages():  # some are imported where they are used
+                main(*args, **kwargs)
             sys.stdout.flush()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -13,17 +13,19 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from tqdm import tqdm
+from errors import exit_on_user_error, trainer_packages
 
-import config as configuration
-from config import TrainConfig
-from errors import exit_on_user_error
-from training import distributed, throughput
-from training.distributed import Distributed
-from training.phases import probe, rate_of, recover, switch_attention, take_step, validate
-from training.run import Run, close, open_run, save
-from training.signals import EXIT_GO_ON, Leaving
-from training.step import Taken
+with trainer_packages():
+    from tqdm import tqdm
+
+    import config as configuration
+    from config import TrainConfig
+    from training import distributed, throughput
+    from training.distributed import Distributed
+    from training.phases import probe, rate_of, recover, switch_attention, take_step, validate
+    from training.run import Run, close, open_run, save
+    from training.signals import EXIT_GO_ON, Leaving
+    from training.step import Taken
 
 READ_EVERY = {"cpu": 1, "cuda": 16}
 """Steps whose values are read together, by type of device: a GPU works on while nobody asks; a CPU is done when the step is."""

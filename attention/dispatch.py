@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, excluded
+from .backends import BACKENDS, Call, obstacle
 from .heads import head_index
 from .mask import NO_MASK, Mask
 from .numerics import numerics_from_key
@@ -39,7 +40,7 @@ def run(
         q_BTHD, k_BTHD, v_BTHD: one dtype of float32, bfloat16 and float16; any strides (views of a fused projection need no copy). Keys may
             be more or fewer than queries; with ``causal`` query t sees keys up to t. Heads of k and v may be fewer, HK: head h of q then
             reads head h // (H // HK).
-        plan: which heads use what; ``attention.check`` has said before that this machine can run it.
+        plan: which heads use what; ``attention.check`` says before whether this machine can run it.
         rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so that
             it should be another one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
@@ -47,7 +48,8 @@ def run(
         mask: what else of the keys is hidden.
 
     Returns the dtype of q, or float32 where a group passes its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
-    have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, and for a wrong ``rounding_seed``.
+    have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
+    backend of the plan cannot serve.
     """
     n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
@@ -81,8 +83,9 @@ def run(
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
     features = (*mask.features(), *(("grouped",) if group > 1 else ()))
-    for chosen in plan.groups if features else ():
-        reason = _excluded(chosen.backend, chosen.numerics, features, softcap)
+    asked = q_BTHD.device.type, FORMAT_OF.get(q_BTHD.dtype, "fp64"), operator.index(q_BTHD.shape[3])
+    for chosen in plan.groups:
+        reason = _refused(chosen.backend, chosen.numerics, *asked, 1.0 if softcap else 0.0, features)
         if reason is not None:
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
@@ -112,14 +115,16 @@ def run(
 
 
 @torch.compiler.assume_constant_result
-def _excluded(*asked: Any) -> str | None:
-    """What ``_exclude`` says, which a compiler takes for a constant. Torch 2.11 can do so for plain arguments only."""
-    return _exclude(*asked)
+def _refused(*asked: Any) -> str | None:
+    """What ``_refuse`` says, which a compiler takes for a constant. Torch 2.11 can do so for plain arguments only."""
+    return _refuse(*asked)
 
 
 @functools.lru_cache(maxsize=256)  # every call asks
-def _exclude(backend: str, numerics: str, features: tuple[str, ...], softcap: float) -> str | None:
-    return excluded(backend, numerics_from_key(numerics), features, softcap)
+def _refuse(
+    backend: str, numerics: str, kind: str, fmt: str, head_dim: int, softcap: float, features: tuple[str, ...]
+) -> str | None:
+    return obstacle(backend, Call(kind, fmt, head_dim, numerics_from_key(numerics), softcap, features))
 
 
 def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -28,7 +28,7 @@ from .plan import AttentionConfig, AttentionSpec
 from .presets import RECOMMENDED
 from .reference.tiles import FORMAT_OF, NAMESPACE
 from .triton.block_sizes import head_dim_above
-from .user_error import UserError, one_line
+from .user_error import one_line
 
 
 @wrap_torch_function(lambda query, key, value, *_, **__: (query, key, value))  # a mode sees it as it sees torch's
@@ -109,8 +109,8 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
         called = True
         return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
 
-    own = ("torch.", NAMESPACE)
-    holders = [vars(module) for name, module in list(sys.modules.items()) if module and not name.startswith(own)]
+    own = ("torch.", f"{NAMESPACE}.")
+    holders = [vars(module) for name, module in list(sys.modules.items()) if module and not f"{name}.".startswith(own)]
     places = [(names, name) for names in holders for name, value in list(names.items()) if value is torchs]
     places.append((vars(functional), "scaled_dot_product_attention"))
     for names, name in places:
@@ -134,10 +134,7 @@ def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
     if isinstance(numerics, AttentionSpec):
         return numerics
     refuse(not isinstance(numerics, str), f"numerics = {numerics!r}: expected the name of a preset or an AttentionSpec")
-    try:
-        return AttentionSpec(preset=numerics)
-    except UserError as error:
-        raise ValueError(str(error)) from None
+    return AttentionSpec(preset=numerics)
 
 
 def stochastic(spec: AttentionSpec) -> bool:
@@ -278,16 +275,13 @@ def _resolve(
     asked: str | tuple[Any, ...], kind: str, fmt: str, head_dim: int, softcap: float, features: tuple[str, ...]
 ) -> tuple[str, str, bool]:
     """Backend, key of ``Numerics``, and whether some site is stochastic. Raises ``ValueError`` where this machine cannot run it."""
-    try:
-        fields = dict(
-            zip(("preset", "numerics", "sites", "backend"), (asked,) if isinstance(asked, str) else asked, strict=False)
-        )
-        spec = AttentionSpec(**fields)
-        config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
-        group = config.resolve(1, 1)[0].groups[0]
-        chosen = numerics_from_key(group.numerics)
-        reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features))
-    except UserError as error:
-        raise ValueError(str(error)) from None
+    fields = dict(
+        zip(("preset", "numerics", "sites", "backend"), (asked,) if isinstance(asked, str) else asked, strict=False)
+    )
+    spec = AttentionSpec(**fields)
+    config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
+    group = config.resolve(1, 1)[0].groups[0]
+    chosen = numerics_from_key(group.numerics)
+    reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features))
     refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
     return group.backend, group.numerics, stochastic(spec)

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 LONGEST_VALUE, LONGEST_LINE = 120, 1600
 
 
-class UserError(Exception):
-    """Something the user can mend. Not a ``ValueError``, which a parser of command lines would put in words of its own.
+class UserError(ValueError):
+    """Something the user can mend; to programs that use the package, a bad value.
 
     The message is one line and stands without a traceback; the middle of a very long one is left out.
     """
@@ -26,13 +26,15 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
-def invalid(field: str, value: object, expected: str | Iterable[object]) -> UserError:
+def invalid(field: str, value: object, expected: str | Iterable[object], *, typed: object = None) -> UserError:
     """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices.
 
-    Of the choices the one that is spelled most like the value is named last, where a reader of a long line looks.
+    Before many choices comes the one that is spelled most like the value, or like what was ``typed`` in its place.
     """
-    choices = expected if isinstance(expected, str) else [str(choice) for choice in expected]
-    if not isinstance(choices, str):
-        nearest = get_close_matches(str(value), choices, n=1)
-        choices = "one of " + ", ".join(choices) + "".join(f"; did you mean {name}?" for name in nearest)
-    return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: expected {choices}")
+    meant = ""
+    if not isinstance(expected, str):
+        choices = [str(choice) for choice in expected]
+        expected = "one of " + ", ".join(choices)
+        nearest = get_close_matches(str(value if typed is None else typed), choices, n=1)
+        meant = f"did you mean {nearest[0]}? " if nearest and len(choices) > 5 else ""
+    return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: {meant}expected {expected}")

@@ -451,7 +451,7 @@ def _table(record: dict[str, Any]) -> dict[str, Any]:
 
 def _require(right: bool, name: str, value: object, expected: str) -> None:
     if not right:
-        raise ValueError(str(invalid(f"watch: {name}", value, expected)))
+        raise invalid(f"watch: {name}", value, expected)
 
 
 def _last_step(log: Path) -> int:
@@ -463,7 +463,7 @@ def _last_step(log: Path) -> int:
             last = deque(file, maxlen=1)
         return int(json.loads(last[0])["step"]) if last else -1
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(str(invalid("watch: log", str(log), "a new file, or one of watch that can be read"))) from None
+        raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
 
 
 def watch(

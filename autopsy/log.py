@@ -98,7 +98,7 @@ def _rounded(record: dict[str, Any]) -> list[int]:
     ]
 
 
-def leaving(records: Sequence[dict[str, Any]], rule: GrowthRule | None = None) -> dict[int, int]:
+def leaving(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Step at which each layer ran away, by the alarm's rule."""
     import torch
 
@@ -108,7 +108,7 @@ def leaving(records: Sequence[dict[str, Any]], rule: GrowthRule | None = None) -
         for record in records:
             logit_1H = torch.tensor([record["max_logit"][layer]], dtype=torch.float64)
             probes.append(Probe(record["step"], record["clock"], logit_1H, logit_1H))
-            found = growth(probes, rule or GrowthRule())
+            found = growth(probes, GrowthRule())
             if found is not None and found.layers():
                 left[layer] = record["step"]
                 break

@@ -8,35 +8,18 @@ python examples/huggingface_finetune.py --model FOLDER_OR_NAME --text notes.txt 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import transformers
 from low_precision_attention import PRESETS, RECOMMENDED, huggingface
 
 
-def refuse(option: str, value: object, expected: str) -> NoReturn:
-    """One line and exit code 2 for what the user can mend."""
-    print(f"error: {option} {value}: expected {expected}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedModel, torch.Tensor]:
     """The model, and the text as tokens [N]; without a name a small random Llama, whose tokens are bytes."""
     if name:
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            choices = "a folder of a causal language model, or its name on huggingface.co"
-            refuse("--model", name, f"{choices} ({first_line(error)})")
-        return model, torch.tensor(tokenizer(text)["input_ids"])
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
+        return model, torch.tensor(transformers.AutoTokenizer.from_pretrained(name)(text)["input_ids"])
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=128,
@@ -64,14 +47,10 @@ def main() -> None:
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        text = options.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        refuse("--text", options.text, f"a file of UTF-8 text ({reason})")
+    text = options.text.read_text(encoding="utf-8")
     model, tokens = load(options.model, text, huggingface.register(options.numerics))
     if len(tokens) <= options.length:
-        refuse("--length", options.length, f"less than the text's {len(tokens)} tokens")
+        parser.error(f"--length {options.length}: expected less than the text's {len(tokens)} tokens")
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     for step in range(options.steps):

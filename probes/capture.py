@@ -71,17 +71,11 @@ def capture(
     Args:
         model: the plain ``GPT``; not what ``torch.compile`` or DDP made of it.
         tokens_BT, targets_BT: int64 on the model's device.
-        layers: which, from 0; all if None.
+        layers: which, from 0, in the order of the result; all if None. Raises ``ValueError`` for one that does not exist.
         autocast: entered around the forward pass alone, as in training.
         rounding_seed: int64 [] on the device; None is 0, as in ``GPT.forward``.
         loss_scale: the loss is multiplied by it before the backward pass (FP16 loses a mean loss's dO without it); a power
             of two changes no mantissa.
-
-    Returns:
-        One ``LayerCapture`` a layer asked for, in that order.
-
-    Raises:
-        ValueError: a layer that does not exist.
     """
     attentions = model.attentions()
     chosen = list(range(len(attentions))) if layers is None else list(layers)

@@ -104,11 +104,7 @@ def feature_errors(layer: LayerCapture) -> Tensor:
     O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP), recomputed), it is the O passed on: the
     error that rowsum(dO * O) would have.
     """
-
-    def products(group: HeadGroup) -> Tensor:
-        return _do(layer, group) * (_low_output(layer, group) - high_output(layer, group))
-
-    return over_groups(layer, products)
+    return over_groups(layer, lambda group: _do(layer, group)) * output_errors(layer)
 
 
 @torch.no_grad()
@@ -130,9 +126,9 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
     return both[..., 0], both[..., 1:]
 
 
-def output_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor:
+def output_errors(layer: LayerCapture) -> Tensor:
     """O_lp - O_hp, [B, H, T, D], of the O inside delta (of the O passed on, where delta has none in it)."""
-    return over_groups(layer, lambda group: _low_output(layer, group) - _high(layer, group, high_BHTD))
+    return over_groups(layer, lambda group: _low_output(layer, group) - high_output(layer, group))
 
 
 def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:

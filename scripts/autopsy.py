@@ -94,10 +94,8 @@ def make_folder(folder: Path) -> None:
 
 def open_subject(arguments: argparse.Namespace, device: torch.device) -> Subject:
     """What is examined. It takes what the trainer needs, which a file of ``watch`` does not."""
-    try:
-        from autopsy.subjects import checkpoint_subject, foreign_subject
-    except ModuleNotFoundError as missing:
-        raise UserError(f"this needs the package {missing.name}: pip install '.[train]'") from None
+    from autopsy.subjects import checkpoint_subject, foreign_subject
+
     is_ours = arguments.hf is None and not arguments.nanogpt
     return (checkpoint_subject if is_ours else foreign_subject)(arguments, device)
 

@@ -28,20 +28,23 @@ from typing import Any
 from unittest import mock
 
 import _root  # noqa: F401
-import numpy as np
-import torch
 
-import config as configuration
-import files
-import train
-from config import TrainConfig
-from data.token_files import TokenWriter
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from model import GPT
-from training import distributed, throughput
-from training.distributed import Distributed
-from training.run import open_run
-from training.signals import Leaving
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+
+with trainer_packages():
+    import numpy as np
+    import torch
+
+    import config as configuration
+    import files
+    import train
+    from config import TrainConfig
+    from data.token_files import TokenWriter
+    from model import GPT
+    from training import distributed, throughput
+    from training.distributed import Distributed
+    from training.run import open_run
+    from training.signals import Leaving
 
 WARM_UP = 3
 QUIET = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint.every", "0", "--data.verify", "size"]

@@ -24,14 +24,16 @@ from typing import Any
 
 import _root  # noqa: F401
 
-import config as configuration
-from config import RunConfig, TrainConfig
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from files import sync_folder
-from training import record
-from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
-from training.metrics import METRICS_FILE, read_metrics
-from training.weights import read_checkpoint
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+
+with trainer_packages():
+    import config as configuration
+    from config import RunConfig, TrainConfig
+    from files import sync_folder
+    from training import record
+    from training.checkpoint import CheckpointConfig, Checkpoints, Loaded
+    from training.metrics import METRICS_FILE, read_metrics
+    from training.weights import read_checkpoint
 
 
 def run_of(loaded: Loaded) -> Path:

@@ -27,13 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import _root  # noqa: F401
-import pandas as pd
 
-import files
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from figures import curves
-from figures.courses import Course, draw_courses
-from training.metrics import METRICS_FILE
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+
+with trainer_packages():
+    import pandas as pd
+
+    import files
+    from figures import curves
+    from figures.courses import Course, draw_courses
+    from training.metrics import METRICS_FILE
 
 LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-import config as configuration
-from attention import AttentionConfig, AttentionSpec
-from errors import OneLineParser, check_place, exit_on_user_error
-from model import GPT, ModelConfig
-from training.gpt2_weights import export_gpt2
-from training.weights import load_weights, read_checkpoint
+from errors import OneLineParser, check_place, exit_on_user_error, trainer_packages
+
+with trainer_packages():
+    import config as configuration
+    from attention import AttentionConfig, AttentionSpec
+    from model import GPT, ModelConfig
+    from training.gpt2_weights import export_gpt2
+    from training.weights import load_weights, read_checkpoint
 
 
 def load_model(folder: Path) -> GPT:

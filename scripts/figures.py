@@ -16,10 +16,12 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
-from figures import canvas, delta, over_steps, similarity
-from figures.canvas import Drawn
-from figures.inputs import Inputs, MissingInputError
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+
+with trainer_packages():
+    from figures import canvas, delta, over_steps, similarity
+    from figures.canvas import Drawn
+    from figures.inputs import Inputs, MissingInputError
 
 
 def _figure_4(inputs: Inputs) -> Drawn:

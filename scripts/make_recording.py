@@ -15,11 +15,13 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-import config
-from data.batches import Batches, DataConfig, open_batches
-from data.recording import whole_recording
-from errors import OneLineParser, UserError, check_size, exit_on_user_error
-from figures import curves
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, trainer_packages
+
+with trainer_packages():
+    import config
+    from data.batches import Batches, DataConfig, open_batches
+    from data.recording import whole_recording
+    from figures import curves
 
 SOURCE = "make_recording"
 

@@ -1,8 +1,8 @@
 """Small GPTs in BF16 with the conditions of arXiv 2510.04212 planted in one head, and data to go with them.
 
-What a planted head has: its first two keys share every row's maximum, all of V has one sign, and dO has one sign. Each can be left
-out. Positions carry it: the embedding of positions 0 and 1 points along FIRST, that of the others along OTHER, both
-long against the tokens', so that keys depend on them alone while V depends on the tokens too.
+What a planted head has: its first two keys share every row's maximum, all of V has one sign, and dO has one sign. Positions
+carry it: the embedding of positions 0 and 1 points along FIRST, that of the others along OTHER, both long against the tokens', so that
+keys depend on them alone while V depends on the tokens too.
 
 Legend: B batch, T positions, C width, D head width.
 """
@@ -42,9 +42,7 @@ def healthy(seed: int, spec: AttentionSpec = PAPER) -> GPT:
 
 
 @torch.no_grad()
-def plant(
-    model: GPT, layer: int, head: int, *, seed: int, one_signed_v: bool = True, one_signed_do: bool = True
-) -> GPT:
+def plant(model: GPT, layer: int, head: int, *, seed: int) -> GPT:
     """Change the weights of one head in place; the other heads do not read the planted directions."""
     generator = torch.Generator().manual_seed(seed)
     C = SHAPE.n_embd
@@ -71,14 +69,12 @@ def plant(
     weight[q_rows.start, 4:] *= C**0.5 / 8
     # Layer norm makes the long part sqrt(C) long: scores are about r in 1 .. 5 for the first two keys and -10 for the others.
     weight[k_rows.start] = ((1 + 4 * torch.rand([], generator=generator)) * first - 10 * other) / C**0.5
-    if one_signed_v:
-        weight[v_rows] = torch.randn(D, C, generator=generator)
-        weight[v_rows, :4] = 0
-        bias[v_rows] = -3.0 if seed % 2 else 3.0
-    if one_signed_do:
-        # The gradient of the logits pulls towards the frequent token's embedding.
-        towards = model.transformer.wte.weight[FREQUENT]
-        attention.c_proj.weight[:, rows] = 0.02 * torch.nn.functional.normalize(towards, dim=0)[:, None]
+    weight[v_rows] = torch.randn(D, C, generator=generator)
+    weight[v_rows, :4] = 0
+    bias[v_rows] = -3.0 if seed % 2 else 3.0
+    # The gradient of the logits pulls towards the frequent token's embedding.
+    towards = model.transformer.wte.weight[FREQUENT]
+    attention.c_proj.weight[:, rows] = 0.02 * torch.nn.functional.normalize(towards, dim=0)[:, None]
     return model
 
 
@@ -89,13 +85,11 @@ def data(seed: int, batch: int, frequent: float) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(torch.rand(SEQUENCES, T, generator=generator) < frequent, FREQUENT, targets)
 
 
-def subject(model: GPT, seed: int, *, frequent: float = 0.9) -> Subject:
-    """``frequent``: share of the targets that are one token; with it dO has a direction."""
+def subject(model: GPT, seed: int) -> Subject:
+    """Most of its targets are one token, so that dO has a direction."""
 
     def look(batch: int, layers: Sequence[int] | None) -> list[LayerCapture]:
-        return capture(
-            model, *data(seed, batch, frequent), layers, autocast=torch.autocast("cpu", dtype=torch.bfloat16)
-        )
+        return capture(model, *data(seed, batch, 0.9), layers, autocast=torch.autocast("cpu", dtype=torch.bfloat16))
 
     return Subject(
         name="planted",

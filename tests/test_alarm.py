@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tiny_runs import Place, column, lines, start_train, weights
 
 from config import TrainConfig
 from errors import UserError
-from training.alarm import AlarmConfig, Watch, alarms
+from training.alarm import Alarm, AlarmConfig, Watch
 from training.checkpoint import Checkpoints
 from training.metrics import read_lines
 from training.telemetry import TelemetryConfig, read_telemetry
@@ -65,6 +65,12 @@ def with_growth(records: list[dict[str, Any]], layer: int, heads: Sequence[int],
                 entry["qk_head_norm"][layer][head] *= factor
                 entry["max_logit"][layer][head] *= factor
     return records
+
+
+def alarms(records: Iterable[dict[str, Any]], config: AlarmConfig, warm_up: int) -> list[Alarm]:
+    """All alarms of a run, in order."""
+    watch = Watch(config, warm_up)
+    return [alarm for record in records for alarm in watch.update(record)]
 
 
 @pytest.mark.parametrize("seed", range(4))

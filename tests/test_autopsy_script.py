@@ -131,12 +131,9 @@ def test_a_checkpoint_of_another_shape(run: Path, tmp_path: Path, refused: Calla
     ("arguments", "message"),
     [
         ([], "name one thing"),
-        (["--data", "nowhere"], "name one thing"),
         (["x", "--hf", "y"], "name one thing"),
         (["x", "--batches", "0"], "--batches = 0"),
         (["x", "--attention", "flash"], "--attention flash: it is for --hf"),
-        (["x", "--numerics", "rounded_forward"], "--numerics rounded_forward: it is for --hf"),
-        (["x", "--dtype", "float16"], "--dtype float16: it is for --hf"),
         (["--hf", "nowhere"], "no config.json"),
         (["--hf", "nowhere", "--attention", "flesh"], "attention preset"),
     ],

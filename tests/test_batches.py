@@ -20,8 +20,8 @@ TRAIN = (np.arange(1000) * 31 % 251).astype(np.uint8)
 VALIDATION = (np.arange(203) * 17 % 241).astype(np.uint8)
 
 
-def make_dataset(folder: Path, train=TRAIN, validation=VALIDATION) -> Path:
-    for split, tokens in (("train", train), ("val", validation)):
+def make_dataset(folder: Path) -> Path:
+    for split, tokens in (("train", TRAIN), ("val", VALIDATION)):
         with TokenWriter(
             folder, split, dtype="uint8", vocabulary="bytes", vocabulary_size=256, source="test"
         ) as writer:

@@ -51,15 +51,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     (folder / "nanogpt").mkdir()
     (folder / "nanogpt/model.py").write_text(NANOGPT)
     recipe = place.preset_file(place.config("recipe", {"run.peak_tflops": 1.0}))
-    arguments = [
-        "--variants",
-        *VARIANTS,
-        "bad: --attention.flash-backend flash",
-        "--rounds",
-        "2",
-        "--steps",
-        "3",
-    ]
+    arguments = ["--variants", *VARIANTS, "bad: --attention.flash-backend flash", "--rounds", "2", "--steps", "3"]
     arguments += ["--data.micro-batch", "8", "--nanogpt", str(folder / "nanogpt")]
     arguments += ["--json", str(folder / "b.json")]
     done = subprocess.run(

@@ -140,7 +140,6 @@ def test_a_switch_at_the_checkpoint_s_step_is_told_once(place: Place) -> None:
         ("runs/old", "runs/old", "runs/old: exists; name a new run"),
         ("runs/old", "elsewhere/old", "OUT = 'old': expected another name"),
         ("alone/checkpoints/step_00000020", "runs/new", "alone: no metrics.jsonl in it"),
-        ("unrecorded", "runs/new", "unrecorded/config.json: not the record of a run"),
         ("behind", "runs/new", "before step 20 of {place}/behind/checkpoints/step_00000020 its last line is of step 8"),
         ("runs/old", "data/train.json/new", "train.json/new: cannot be made"),
     ],
@@ -148,10 +147,9 @@ def test_a_switch_at_the_checkpoint_s_step_is_told_once(place: Place) -> None:
 def test_runs_that_cannot_be_are_one_line(
     place: Place, run: str, out: str, message: str, refused: Callable[..., str]
 ) -> None:
-    for name in ("alone", "unrecorded", "behind"):
+    for name in ("alone", "behind"):
         if not (place.folder / name).exists():
             shutil.copytree(checkpoint(place, "old"), place.folder / name / f"checkpoints/step_{STEP:08d}")
-    shutil.copyfile(place.runs / "old/metrics.jsonl", place.folder / "unrecorded/metrics.jsonl")
     text = (place.runs / "old/metrics.jsonl").read_text().splitlines(keepends=True)
     (place.folder / "behind/metrics.jsonl").write_text("".join(text[:5]))
     message = message.format(place=place.folder)

@@ -23,7 +23,6 @@ def write_run(
     digests: str = "",
     first: int = 0,
     preset: str = "flash",
-    batches: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
     **columns: float,
 ) -> Path:
@@ -38,7 +37,7 @@ def write_run(
         "run": {"name": folder.name, "seed": 42, "steps": 6},
         **(settings or {}),
     }
-    record = {"config": config, "attention_name": f"{preset} (paper)", "batches": BATCHES | (batches or {})}
+    record = {"config": config, "attention_name": f"{preset} (paper)", "batches": BATCHES}
     (folder / "config.json").write_text(json.dumps(record))
     return folder
 

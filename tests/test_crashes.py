@@ -14,7 +14,6 @@ import shutil
 import signal
 import stat
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,14 +149,11 @@ class Case:
         self.log = place.folder / f"{name}.log"
         self.changes = 0
 
-    def start(self, at: int = 0, *, power: bool = False, seconds: float | None = None) -> int:
-        """Give the command, to a process that dies at its change number ``at`` or after ``seconds``; its exit code, negative if killed."""
+    def start(self, at: int = 0, *, power: bool = False) -> int:
+        """Give the command, to a process that dies at its change number ``at``; its exit code, negative if killed."""
         child = os.fork()
         if child == 0:
             self._child(at, power)
-        if seconds is not None:
-            time.sleep(seconds)
-            os.kill(child, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def _child(self, at: int, power: bool) -> None:

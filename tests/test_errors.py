@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
 
-from errors import UserError, exit_on_user_error
+import pytest
+from tiny_runs import ROOT
+
+from errors import UserError, exit_on_user_error, trainer_packages
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "line"), [(UserError("x = 1"), 2, "error: x = 1\n"), (KeyboardInterrupt(), 130, "interrupted\n")]
+    ("error", "code", "line"),
+    [
+        (UserError("x = 1"), 2, "error: x = 1\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ModuleNotFoundError(name="tyro.conf"), 2, "error: this needs the package tyro: pip install '.[train]'\n"),
+    ],
 )
 def test_an_end_is_one_line_and_a_code(
     error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
@@ -22,3 +31,20 @@ def test_an_end_is_one_line_and_a_code(
     assert isinstance(stop.value, SystemExit)
     assert stop.value.code == code
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("name", ["training.no_such", "config"])
+def test_a_module_of_ours_is_no_package_to_install(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError), trainer_packages():
+        raise ModuleNotFoundError(name=name)
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [("train.py", "tqdm"), ("scripts/compare_runs.py", "pandas"), ("scripts/figures.py", "numpy")],
+)
+def test_a_command_without_a_package_of_the_trainer_is_one_line(command: str, package: str) -> None:
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; sys.path[:0] = ['.', 'scripts']; "
+    code += f"runpy.run_path({command!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: this needs the package {package}: pip install '.[train]'\n")

@@ -1,4 +1,4 @@
-"""scripts/figures.py: every figure from a tiny real run, legible at column width, its numbers beside it; one line for each mistake."""
+"""scripts/figures.py: every figure from a tiny real run, its numbers beside it; one line for each mistake."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_runs import TINY, Place, new_place
@@ -21,7 +20,7 @@ WRITTEN = ("png", "csv")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """Two runs of eight steps, one of which has telemetry. Pictures are coarse, which changes no size of text and saves seconds."""
+    """Two runs of eight steps, one of which has telemetry. Pictures are coarse, which saves seconds."""
     with new_place(tmp_path_factory) as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(canvas, "DPI", 60)
         place.train("failing", {"telemetry.every": 2, "run.steps": 8})
@@ -59,52 +58,17 @@ def test_each_figure_is_a_png_and_a_csv_with_rows(out: Path, number: int) -> Non
     assert rows(out, number)
 
 
-@pytest.fixture(scope="module")
-def drawn(place: Place) -> dict[int, Any]:
-    _, _, args = figures.parse(["all", *given(place)])
-    inputs = figures.Inputs(args)
-    pictures = {number: entry.draw(inputs).figure for number, entry in REGISTRY.items()}
-    for figure in pictures.values():
-        figure.canvas.draw()
-    return pictures
-
-
-@pytest.mark.parametrize("number", REGISTRY)
-def test_every_figure_is_one_column_wide_and_no_text_is_below_six_points(drawn: dict[int, Any], number: int) -> None:
-    from matplotlib.text import Text
-
-    figure = drawn[number]
-    assert figure.get_size_inches()[0] == canvas.COLUMN == 3.3
-    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
-    assert min(sizes) >= 6
-
-
-@pytest.mark.parametrize("number", REGISTRY)
-def test_no_title_or_legend_is_cut_off(drawn: dict[int, Any], number: int) -> None:
-    figure = drawn[number]
-    renderer = figure.canvas.get_renderer()
-    shown = [axes for axes in figure.axes if axes.get_visible()]
-    texts = [t for axes in shown for t in (axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label)]
-    boxes = [t.get_window_extent(renderer) for t in [*texts, *figure.texts, *figure.legends]]
-    slack = 2
-    assert all(box.x0 >= -slack and box.x1 <= figure.bbox.x1 + slack for box in boxes if box.width)
-    assert all(box.y0 >= -slack and box.y1 <= figure.bbox.y1 + slack for box in boxes if box.height)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("1", "figure = '1': expected one of 4, 5"),
-        ("8 --hf FOLDER", "figure 8: commit c487be1 draws it"),
         ("4 --hf FOLDER", "unrecognized arguments: --hf FOLDER"),
         ("11", "figure 11 needs --runs RUN [RUN ...]"),
-        ("4", "figure 4 needs --checkpoint DIR"),
         (
             "13 --runs RUNS/fixed",
             "figure 13 needs telemetry.jsonl, which fixed lacks: train with telemetry.every above 0",
         ),
         ("4 --checkpoint CHECKPOINT --layer 2", "--layer = 2: expected 0 to 1"),
-        ("5 --checkpoint CHECKPOINT --data RUNS/none", "no such data set"),
         (
             "4 --checkpoint CHECKPOINT RUNS/narrow --layer 0",
             "figure 4 compares checkpoints of one shape: failing step 8 has width 16 and 2 heads and narrow step 1 has width 8 and 4",

@@ -125,9 +125,7 @@ def test_names_without_prefix_and_old_mask_buffers_load(tmp_path: Path) -> None:
         ({"model_type": "llama"}, "model_type = 'llama': expected gpt2"),
         ({"activation_function": "relu"}, "activation_function = 'relu': expected one of gelu, gelu_new"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06: expected 1e-05"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True: expected False"),
         ({"n_inner": 100}, "n_inner = 100: expected null or 4 * n_embd = 128"),
-        ({"n_head": 5}, "model.n_head = 5: expected a divisor of model.n_embd = 32"),
         ({"n_layer": "two"}, "n_layer = 'two': expected an integer"),
     ],
 )
@@ -186,14 +184,9 @@ def test_transformers_gives_an_export_the_same_logits(tmp_path: Path, changes: d
     assert_equal_logits(model, open_with_transformers(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"qk_norm": True}, {"attention_softcap": 5.0}, {"gated_attention": True}],
-    ids=str,
-)
-def test_options_that_gpt2_lacks_are_not_exported(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"^model\.{next(iter(changes))} = "):
-        export_gpt2(make(**changes), tmp_path / "out")
+def test_options_that_gpt2_lacks_are_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.qk_norm = "):
+        export_gpt2(make(qk_norm=True), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -235,7 +228,7 @@ def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"heads": 3}, r"^model = 'heads': expected one of"), ({"n_layer": 3}, "do not fit its config")],
+    [({"heads": 3}, r"^model = 'heads': .*expected one of"), ({"n_layer": 3}, "do not fit its config")],
 )
 def test_script_refuses_a_config_that_does_not_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     checkpoint = write_checkpoint(tmp_path, make(), **changes)

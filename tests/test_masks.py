@@ -104,13 +104,13 @@ def formula(case: Case, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tupl
     return o.detach(), *torch.autograd.grad(o, leaves, tensors[3].to(dtype))
 
 
-def computed(case: Case, tensors: tuple[Tensor, ...], spec: AttentionSpec, seed: int = 3) -> tuple[Tensor, ...]:
+def computed(case: Case, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
     """O, dQ, dK, dV by a backend."""
     plan = AttentionConfig(default=spec).resolve(1, case.H)[0]
     leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
     device = leaves[0].device
     settings = {"causal": case.causal, "mask": case.mask(device)}
-    o = attention.run(*leaves, plan, rounding_seed=torch.tensor(seed, device=device), **settings)
+    o = attention.run(*leaves, plan, rounding_seed=torch.tensor(3, device=device), **settings)
     return o.detach(), *torch.autograd.grad(o, leaves, tensors[3].to(o.dtype))
 
 
@@ -307,7 +307,6 @@ def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
 MISFITS = {
     "window": (Mask(window=-1), "window = -1: expected a number of keys"),
     "keys of another length": (Mask(keys=torch.ones(1, 39, dtype=torch.bool)), "shape (1, 39): expected bool [B, S]"),
-    "keys as numbers": (Mask(keys=torch.ones(1, 40)), "torch.float32 of shape (1, 40)"),
     "lengths of another batch": (
         Mask(keys=torch.tensor([3, 4])),
         "expected bool [B, S] or integers [B] or [B, 2, T] with B = 1",
@@ -343,22 +342,11 @@ def test_what_excludes_a_feature_says_so_before_anything_runs(spec: AttentionSpe
         attention.check(plans, device="cpu", dtype=torch.float32, head_dim=16, features=Mask(window=3).features())
 
 
-@pytest.mark.parametrize(
-    ("heads", "keys", "rules", "reason"),
-    [
-        (4, 3, (), "k has shape (1, 40, 3, 16)"),
-        (2, 4, (), "k has shape (1, 40, 4, 16)"),
-        (4, 2, (AttentionRule(heads=(1,), attention=spec_of("standard")),), "expected whole groups of 2 heads"),
-    ],
-)
-def test_heads_that_do_not_fit_are_refused(
-    heads: int, keys: int, rules: tuple[AttentionRule, ...], reason: str
-) -> None:
-    q, k, v, _ = Case(H=heads, K=keys).tensors(torch.device("cpu"))
-    plan = AttentionConfig(default=spec_of("standard"), rules=rules).resolve(1, heads)[0]
-    if rules:
-        plan = AttentionConfig(default=spec_of("flash_reference"), rules=rules).resolve(1, heads)[0]
-    with pytest.raises(UserError, match=re.escape(reason)):
+def test_rules_that_part_heads_of_one_key_head_are_refused() -> None:
+    q, k, v, _ = Case(H=4).tensors(torch.device("cpu"))
+    rules = (AttentionRule(heads=(1,), attention=spec_of("standard")),)
+    plan = AttentionConfig(default=spec_of("flash_reference"), rules=rules).resolve(1, 4)[0]
+    with pytest.raises(UserError, match="expected whole groups of 2 heads"):
         attention.run(q, k, v, plan, rounding_seed=torch.tensor(0))
 
 

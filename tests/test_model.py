@@ -29,8 +29,8 @@ ALL_BUT_QK_NORM = {
 }
 
 
-def plans_for(config: ModelConfig, preset: str = "standard", numerics: str = "fp32") -> tuple[LayerPlan, ...]:
-    spec = AttentionSpec(preset=preset, numerics=numerics)
+def plans_for(config: ModelConfig) -> tuple[LayerPlan, ...]:
+    spec = AttentionSpec(preset="standard", numerics="fp32")
     return AttentionConfig(flash_backend="flash_reference", default=spec).resolve(config.n_layer, config.n_head)
 
 
@@ -46,24 +46,22 @@ def make(config: ModelConfig = TINY, *, seed: int = 1, scale: float = 1.0, **cha
     return model
 
 
-def batch(config: ModelConfig = TINY, B: int = 3) -> tuple[Tensor, Tensor]:
+def batch(config: ModelConfig = TINY) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(config.vocab_size, (B, config.block_size + 1), generator=generator)
+    tokens = torch.randint(config.vocab_size, (3, config.block_size + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 class Spy:
     """Stands in for ``attention.dispatch.run``: keeps what it was called with, answers by torch's own attention."""
 
-    def __init__(self, output_dtype: torch.dtype | None = None):
+    def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
-        self.output_dtype = output_dtype
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: LayerPlan, **rest: Any) -> Tensor:
         o = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(
             1, 2
         )
-        o = o if self.output_dtype is None else o.to(self.output_dtype)
         self.calls.append({"q": q, "k": k, "v": v, "o": o, "plan": plan, **rest})
         return o
 

@@ -66,17 +66,13 @@ def events(run: Path) -> list[tuple[int, int, str]]:
 # ---- stop
 
 
-def test_stop_exits_with_1_and_records_step_and_batch(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_exits_with_1_and_records_up_to_the_bad_batch(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     run = stopped(place, "stop", {"data.record": place.recording("stop"), "run.log_every": 5})
     last = lines(run)[-1]
     assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
     assert (last["step"], last["train_loss"], last["nonfinite"]) == (BAD_BATCH, "nan", "stop")
     assert "step 14, batch 14: loss nan" in capsys.readouterr().out
-
-
-def test_stop_leaves_a_recording_up_to_the_bad_batch(place: Place) -> None:
-    stopped(place, "stop_recording", {"data.record": place.recording("stop_recording")})
-    recording = Recording.open(Path(place.recording("stop_recording")))
+    recording = Recording.open(Path(place.recording("stop")))
     assert (recording.steps, recording.complete) == (BAD_BATCH + 1, False)
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_docs import blocks
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "huggingface.md").read_text()
-DIAGNOSIS = (ROOT / "docs" / "diagnosis.md").read_text()
+PAGE, DIAGNOSIS = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "diagnosis.md"
 NANOGPT = ROOT.parent / "nanoGPT" / "model.py"
 pytestmark = pytest.mark.usefixtures("low_precision_attention")
-
-
-def blocks(language: str, page: str = PAGE) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> None:
@@ -41,7 +35,7 @@ def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> N
 
     names: dict[str, Any] = {"low_precision_attention": low_precision_attention, "model": model, "torch": torch}
     names["trainer"] = SimpleNamespace(train=train)
-    preset, plain = (text for text in blocks("python", DIAGNOSIS) if "set_attn" in text or "MATH" in text)
+    preset, plain = (text for text in blocks(DIAGNOSIS, "python") if "set_attn" in text or "MATH" in text)
     train()
     exec(preset, names)
     assert model.config._attn_implementation == "control"
@@ -63,7 +57,7 @@ def test_watch_in_a_trainer_counts_its_steps(tmp_path: Path, monkeypatch: pytest
     trainer = transformers.Trainer(
         model, transformers.TrainingArguments(str(tmp_path), **settings, **quiet), train_dataset=[row] * 8
     )
-    (example,) = (text for text in blocks("python") if "trainer." in text)
+    (example,) = (text for text in blocks(PAGE, "python") if "trainer." in text)
     exec(compile(example, "huggingface.md", "exec"), {"trainer": trainer})
     looks = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
     assert [look["step"] for look in looks] == [0, 100]
@@ -76,33 +70,6 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < losses[0] - 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--length 100000000", r"--length 100000000: expected less than the text's \d+ tokens"),
-        (
-            "--text {folder}/none.txt",
-            r"--text .*none\.txt: expected a file of UTF-8 text \(No such file or directory\)",
-        ),
-        ("--text {folder}/bytes", r"--text .*bytes: expected a file of UTF-8 text \('utf-8' codec .*\)"),
-        (
-            "--model {folder}/none",
-            r"--model .*none: expected a folder of a causal .*, or its name on huggingface.co \(.+\)",
-        ),
-        ("--model {folder}", r"--model .*: expected a folder of a causal .*, or its name on huggingface.co \(.+\)"),
-    ],
-)
-def test_the_example_refuses_in_one_line(
-    arguments: str, message: str, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "bytes").write_bytes(b"\xff\xff")
-    example = runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"))
-    line = refused(example["main"], *arguments.format(folder=tmp_path).split())
-    assert re.fullmatch(f"error: {message}\n", line), line
 
 
 def gradients(model: Any, loss: Any) -> Tensor:
@@ -121,7 +88,7 @@ def test_the_patch_of_nanogpt(low_precision_attention: ModuleType) -> None:
     """Patched as the page shows, or untouched under ``replace_sdpa``: the same bits, as near to float64 as with torch's attention."""
     source = NANOGPT.read_text()
     context, removed, added = "", "", []
-    for line in "".join(blocks("diff")).splitlines():
+    for line in "".join(blocks(PAGE, "diff")).splitlines():
         kind, text = line[0], line[1:]
         context, removed = (text, removed) if kind == " " else (context, text if kind == "-" else removed)
         added += [text] if kind == "+" else []

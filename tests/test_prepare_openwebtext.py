@@ -47,25 +47,22 @@ def texts_of(tmp_path, split):
     return [bytes(part[part != 50256].tolist()).decode() for part in np.split(tokens, ends)[:-1]]
 
 
-def test_held_out_document_is_the_one_of_nanogpts_seed(tmp_path, source):
+def test_split_and_order_are_nanogpts(tmp_path, source):
     prepare(tmp_path, source)
     assert texts_of(tmp_path, "val") == [f"<{ORDER[0]}>\n"]
-
-
-def test_training_documents_are_in_nanogpts_order(tmp_path, source):
-    prepare(tmp_path, source)
     assert texts_of(tmp_path, "train") == [f"<{number}>\n" for number in ORDER[1:]]
 
 
-def test_other_documents_than_openwebtext_are_refused(tmp_path, source):
-    with pytest.raises(UserError, match="299 train, 1 val documents, expected 8,009,762 train, 4,007 val"):
-        prepare(tmp_path, source, allow_other_counts=False)
-    assert not (tmp_path / "out").exists()
-
-
-def test_other_tokens_than_nanogpts_are_refused(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(openwebtext, "EXPECTED_DOCUMENTS", {"train": COUNT - 1, "val": 1})
-    with pytest.raises(UserError, match="expected 9,035,582,198 train, 4,434,897 val"):
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        (openwebtext.EXPECTED_DOCUMENTS, "299 train, 1 val documents, expected 8,009,762 train, 4,007 val"),
+        ({"train": COUNT - 1, "val": 1}, "expected 9,035,582,198 train, 4,434,897 val"),
+    ],
+)
+def test_other_documents_or_tokens_than_nanogpts_are_refused(tmp_path, source, monkeypatch, documents, message):
+    monkeypatch.setattr(openwebtext, "EXPECTED_DOCUMENTS", documents)
+    with pytest.raises(UserError, match=message):
         prepare(tmp_path, source, allow_other_counts=False)
     assert not (tmp_path / "out").exists()
 

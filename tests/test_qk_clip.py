@@ -39,10 +39,10 @@ def tokens(seed: int = 5) -> Tensor:
     return torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def logits_of(attn: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+def logits_of(attn: torch.nn.Module) -> Tensor:
     """Logits [H, T, T] of one layer for a fixed input, without mask."""
-    x = torch.randn(16, C, generator=torch.Generator().manual_seed(6), dtype=torch.float32).to(dtype)
-    q, k = (x @ attn.c_attn.weight.to(dtype).T + attn.c_attn.bias.to(dtype))[:, : 2 * C].split(C, dim=-1)
+    x = torch.randn(16, C, generator=torch.Generator().manual_seed(6))
+    q, k = (x @ attn.c_attn.weight.T + attn.c_attn.bias)[:, : 2 * C].split(C, dim=-1)
     # One head at a time: a batched product may pick another order of summation when a neighbor changes.
     heads = [slice(h * D, (h + 1) * D) for h in range(4)]
     return torch.stack([q[:, rows] @ k[:, rows].T / math.sqrt(D) for rows in heads])

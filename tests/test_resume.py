@@ -133,11 +133,6 @@ def test_random_states_are_those_of_the_seed(place: Place) -> None:
     assert left(place.train("drawn_again", {"run.steps": 1, "run.seed": 7}), 1)["rng.safetensors"] == drawn
 
 
-def test_resuming_a_finished_run_changes_nothing(place: Place) -> None:
-    before = left(place.train("finished"))
-    assert left(place.train("finished", RESUME)) == before
-
-
 def test_time_goes_on_from_the_checkpoint(place: Place) -> None:
     run = place.train("timed", {"run.steps": 10})
     before = column(run, "seconds")[-1]

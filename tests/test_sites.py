@@ -30,6 +30,7 @@ from errors import UserError
 SHAPE = (1, 40, 1, 16)  # which tiles of 32 x 16 do not divide
 CPU, device = torch.device("cpu"), kernel_tests.device
 here = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
+KERNELS = [case for case in CASES if "flash" in DECLARED[case.site].backends]
 STANDARD = [case for case in CASES if case.row.standard is not None]
 REFUSED = [case for case in CASES if case.row.standard is None]
 EXACT_THERE = {"products"} if INTERPRETED else set()  # what tensor cores do in parts
@@ -119,6 +120,13 @@ def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: 
 
 
 @here
+def test_a_call_is_refused_a_site_that_its_backend_has_not() -> None:
+    """Also where nobody asked ``check`` first."""
+    with pytest.raises(UserError, match=r"it does not have this site: tile_k = 16, expected 0$"):
+        run(paired(CPU), AttentionSpec(preset="standard", sites=("tile_k=16",)))
+
+
+@here
 @pytest.mark.parametrize("site", [name for name in FIELDS if is_format(name)])
 def test_more_bits_of_a_site_are_a_smaller_error(site: str) -> None:
     """Four bits more are an error of a sixteenth against FP64, in the tensor that the site moves most; one bit off would be 8 or 32."""
@@ -151,7 +159,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(__file__)
 
 
-@cases(CASES)
+@cases(KERNELS)
 def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: torch.device) -> None:
     found, plain = (results("flash", case.sites(changed=changed), device) for changed in (True, False))
     # With tile_q the kernels' own blocks become others, and sums of FP32 come out in another order.
@@ -159,7 +167,7 @@ def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: t
     assert compare(found, plain) == ("" if case.site in EXACT_THERE else case.row.moves)
 
 
-@cases(CASES)
+@cases(KERNELS)
 def test_the_flash_kernels_round_as_the_reference(case: Case, device: torch.device) -> None:
     found, expected = (results(backend, case.sites(changed=True), device) for backend in ("flash", "flash_reference"))
     assert_near(found, expected, paired(device))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT, TRAIN_TOKENS, Place, make_data, new_place, start_train, tree
+from tiny_runs import ROOT, Place, make_data, new_place, start_train, tree
 
 import train
 from errors import UserError
@@ -24,23 +24,13 @@ DEBUG, ABLATIONS = ROOT / "configs/debug.py", ROOT / "configs/ablations"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """With a run of ten steps, its recording, and data of other kinds."""
     with new_place(tmp_path_factory) as place:
-        place.train("there", {"run.steps": 10, "data.record": place.recording("there")})
-        place.train("plain", {"run.steps": 10, "data.record": place.recording("plain")})
+        place.train("there", {"run.steps": 10, "data.record": place.recording("plain")})
         make_data(place.folder / "other", seed=1)
-        make_data(place.folder / "other_validation", plant={TRAIN_TOKENS: 0})
         make_data(place.folder / "large_vocabulary", vocabulary=50257)
-        for name in ("train", "val"):
-            damaged = place.folder / f"damaged_{name}"
-            shutil.copytree(place.data, damaged)
-            content = bytearray((damaged / f"{name}.bin").read_bytes())
-            content[7] ^= 1
-            (damaged / f"{name}.bin").write_bytes(content)
-        altered = Path(place.recording("altered"))
-        shutil.copytree(place.recording("plain"), altered)
-        offsets = bytearray((altered / "offsets.npy").read_bytes())
-        offsets[-100] ^= 1
-        (altered / "offsets.npy").write_bytes(offsets)
-        (place.runs / "empty").mkdir()
+        shutil.copytree(place.data, place.folder / "damaged")
+        content = bytearray((place.folder / "damaged/train.bin").read_bytes())
+        content[7] ^= 1
+        (place.folder / "damaged/train.bin").write_bytes(content)
         (place.folder / "a_file").write_text("")
         place.preset_file(place.config("new"))
         yield place
@@ -48,8 +38,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 # Name -> (arguments behind the preset, pattern of the line). {place} is the folder of it all.
 MISTAKES: dict[str, tuple[str, str]] = {
-    "unknown_key": ("--optim.lrr 1", r"optim\.lrr = '1': expected one of optimizer, lr, min_lr"),
-    "unknown_section": ("--optimizer.lr 1", r"optimizer\.lr = '1': expected one of run, model, attention, data"),
+    "unknown_key": ("--optim.lrr 1", r"optim\.lrr = '1': did you mean lr\? expected one of optimizer, lr, min_lr"),
+    "unknown_section": (
+        "--optimizer.lr 1",
+        r"optimizer\.lr = '1': did you mean optim\? expected one of run, model, attention, data",
+    ),
     "size_beyond_any": (
         "--model.vocab-multiple 1000000000",
         r"model\.vocab_multiple = 1000000000: expected at most 65536",
@@ -59,23 +52,17 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--data.micro-batch 1048576 --data.global-batch 1048576 --model.n-layer 1000",
         r"data\.micro_batch = 1048576: expected less: it takes 537 GB",
     ),
-    "sequence_beyond_block": ("--data.sequence-length 17", r"data\.sequence_length = 17: expected at most .* = 16"),
-    "batch_not_divisible": ("--data.global-batch 7", r"data\.global_batch = 7: expected a multiple of .* = 4"),
-    "name_with_slash": ("--run.name a/b", r"run\.name = 'a/b': expected letters, digits"),
     "unknown_preset": (
         "--attention.default.preset flsh",
-        r"attention preset = 'flsh': expected one of standard, sdpa_.*; did you mean flash\?$",
+        r"attention preset = 'flsh': did you mean flash\? expected one of standard, sdpa_",
     ),
-    "unknown_site": ("--attention.default.sites o=m3", r"attention sites = 'o': expected one of inputs, scores"),
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "backend_needs_cuda": (
         "--attention.default.preset sdpa_cudnn",
         r"backend sdpa_cudnn cannot run on cpu with float32: it needs a CUDA device; backends that can: standard, sdpa_flash, ",
     ),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
-    "data_foreign": ("--data.dataset {place}/runs/there", r"train\.json: no such header; make it with"),
-    "data_damaged": ("--data.dataset {place}/damaged_train", r"damaged_train/train\.bin: SHA-256 .* damaged"),
-    "validation_damaged": ("--data.dataset {place}/damaged_val", r"damaged_val/val\.bin: SHA-256 .* damaged"),
+    "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),
     "data_too_short": (
         "--model.block-size 2000 --data.sequence-length 2000",
         r"2000 tokens are less than one sequence .* set --data\.sequence-length below 2000",
@@ -96,14 +83,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--run.resume yes",
         r"run\.resume = 'yes': expected a checkpoint in .*runs/new/checkpoints",
     ),
-    "resume_without_checkpoint": (
-        "--run.name empty --run.resume yes",
-        r"run\.resume = 'yes': expected a checkpoint in",
-    ),
-    "resume_with_another_setting": (
-        "--run.name plain --data.record {place}/recordings/plain --run.resume yes --optim.lr 0.5",
-        r"optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010",
-    ),
     "record_exists": ("--data.record {place}/recordings/plain", r"recordings/plain exists: record under another name"),
     "record_in_its_own_run": (
         "--data.record {place}/runs/new/recording",
@@ -122,11 +101,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--run.steps 10 --data.replay {place}/recordings/plain --data.dataset {place}/other",
         r"plain was recorded on other training tokens: SHA-256 .* set --data\.dataset",
     ),
-    "replay_on_other_validation": (
-        "--run.steps 10 --data.replay {place}/recordings/plain --data.dataset {place}/other_validation",
-        r"plain was recorded on other validation tokens: SHA-256 .* set --data\.dataset",
-    ),
-    "replay_altered": ("--run.steps 10 --data.replay {place}/recordings/altered", r"altered: step 8 does not match"),
     "weights_missing": (
         "--run.init-from {place}/nowhere --data.record {place}/recordings/new",
         r"nowhere",
@@ -150,7 +124,7 @@ def test_mistake_is_one_line_and_writes_nothing(
     ("arguments", "pattern"),
     [
         ([], r"usage: python train\.py configs/RECIPE\.py"),
-        (["configs/nope.py"], r"config file = 'configs/nope\.py': expected one of .*configs/debug\.py"),
+        (["configs/nope.py"], r"config file = 'configs/nope\.py': .*expected one of .*configs/debug\.py"),
         ([DEBUG, ABLATIONS / "outlier_heads.py"], r"attention\.rules\.0\.heads = 6: expected 0 to 3"),
         (
             [DEBUG, ABLATIONS / "only_layer_1.py", "--model.n-layer", "1"],

@@ -11,7 +11,6 @@ Legend: L layers, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -83,16 +82,9 @@ class AlarmConfig:
         """What response ``switch`` does to a layer. Raises ``UserError`` where ``switch_to`` is no PRESET[:BACKEND] of these names."""
         preset, _, backend = self.switch_to.partition(":")
         preset = today(preset)
-        if not preset or ":" in backend:
-            raise invalid("alarm.switch_to", self.switch_to, "PRESET or PRESET:BACKEND")
-        if preset not in PRESETS:
-            raise invalid(
-                "alarm.switch_to", self.switch_to, f"PRESET or PRESET:BACKEND, PRESET of {', '.join(PRESETS)}"
-            )
-        if backend and backend not in BACKENDS:
-            raise invalid(
-                "alarm.switch_to", self.switch_to, f"PRESET or PRESET:BACKEND, BACKEND of {', '.join(BACKENDS)}"
-            )
+        if preset not in PRESETS or backend not in ("", *BACKENDS):
+            expected = f"PRESET or PRESET:BACKEND, PRESET of {', '.join(PRESETS)}, BACKEND of {', '.join(BACKENDS)}"
+            raise invalid("alarm.switch_to", self.switch_to, expected)
         return Switch(step, layer, preset, backend, cause="alarm")
 
 
@@ -158,8 +150,7 @@ class Watch:
     def update(self, record: dict[str, Any]) -> list[Alarm]:
         """Take in one record of ``telemetry.jsonl``; the alarms it raises. A layer is flagged once.
 
-        After a rollback (a step that is not later than the last) what came after the step is forgotten. Probes are kept for as
-        long as a rollback by a factor of ``growth_window`` in the clock could need them.
+        After a rollback (a step that is not later than the last) what came after the step is forgotten.
         """
         probe = _probe(record)
         self._probes = [earlier for earlier in self._probes if earlier.step < probe.step]
@@ -168,16 +159,7 @@ class Watch:
             self._probes.append(probe)
         new = [alarm for alarm in self._growth() if alarm.layer not in self._raised]
         self._raised |= {alarm.layer: alarm.step for alarm in new}
-        self._forget()
         return new
-
-    def _forget(self) -> None:
-        """Drop what the rule will not look at again, not even after a rollback."""
-        oldest_end = self._probes[-self._config.growth_probes :][:1]
-        limit = oldest_end[0].clock / self._config.growth_window**2 if oldest_end else 0.0
-        behind = [index for index, probe in enumerate(self._probes) if probe.clock <= limit]
-        if behind:
-            self._probes = self._probes[behind[-1] :]
 
     def _growth(self) -> list[Alarm]:
         found = growth(self._probes, self._config.growth) if self._config.growth_exponent else None
@@ -202,9 +184,3 @@ class Watch:
             "delta_probes": len(errors),
         }
         return Alarm(step=probe.step, rule="growth", layer=layer, heads=heads, evidence=evidence)
-
-
-def alarms(records: Iterable[dict[str, Any]], config: AlarmConfig, warm_up: int) -> list[Alarm]:
-    """All alarms of a run, in order: a pure function of its telemetry."""
-    watch = Watch(config, warm_up)
-    return [alarm for record in records for alarm in watch.update(record)]

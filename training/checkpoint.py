@@ -46,11 +46,6 @@ class CheckpointConfig:
     """Checkpoints of steps divisible by this stay for good; 0 keeps none."""
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            UserError: naming the first bad field, its value and what is allowed.
-        """
         for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
             check_size(f"checkpoint.{name}", getattr(self, name), least)
 
@@ -99,10 +94,7 @@ class Checkpoints:
         ``optimizer_state`` is a torch optimizer's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
         other dicts must be plain JSON. One of the same step is replaced. Those of later steps belong to a course that
         training has left (a rollback, a damaged one that was passed over) and are deleted: else a later resume would
-        take one of them for the newest.
-
-        Raises:
-            UserError: the disk is full or refuses; the half-written one is gone and the others are untouched.
+        take one of them for the newest. Raises ``UserError`` where the disk refuses; the half-written one is then gone.
         """
         model, tied = _untied(model_state)
         tensors, optimizer_rest = _split_optimizer(optimizer_state)
@@ -147,10 +139,8 @@ class Checkpoints:
     def load_newest(self, before: int | None = None) -> Loaded | None:
         """The newest intact checkpoint (of a step below ``before``, if given), or None where there is none at all.
 
-        Every file's SHA-256 is verified. DamagedCheckpointError ones are passed over, with a warning on stderr that names both.
-
-        Raises:
-            UserError: there are checkpoints, and all of them are damaged.
+        Every file's SHA-256 is verified. Damaged ones are passed over, with a warning on stderr that names both. Raises ``UserError``
+        where all are damaged.
         """
         damaged: list[str] = []
         for step, path in sorted(self._found().items(), reverse=True):
@@ -174,16 +164,14 @@ class Checkpoints:
 
     @staticmethod
     def load(path: Path) -> Loaded:
-        """The checkpoint in folder ``path``, after its SHA-256 sums were verified.
-
-        Raises:
-            UserError: it is damaged, or of a format that this code does not know.
-        """
+        """The checkpoint in folder ``path``. Raises ``UserError`` where it is damaged, or of a format that this code does not know."""
         damage = _damage(path)
         if damage is not None:
             raise DamagedCheckpointError(f"checkpoint {path} is damaged ({damage})")
         try:
             return _read(path)
+        except UserError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             what = f"{type(error).__name__}: {error}"[:200]
             raise DamagedCheckpointError(
@@ -363,11 +351,7 @@ def rng_state(device: torch.device | str) -> Tensor:
 
 
 def set_rng_state(state: Tensor, device: torch.device | str) -> None:
-    """The inverse of ``rng_state``, for a device of the same type.
-
-    Raises:
-        UserError: the state was taken on another type of device.
-    """
+    """The inverse of ``rng_state``. Raises ``UserError`` for a state of another type of device."""
     sizes = [torch.get_rng_state().numel()]
     if torch.device(device).type == "cuda":
         sizes.append(torch.cuda.get_rng_state(device).numel())

@@ -50,10 +50,8 @@ class Distributed:
 def start(device: DeviceChoice) -> Distributed:
     """Find this process's place and device, and join the others (gloo on CPU, NCCL on CUDA) when there are any.
 
-    ``auto`` is CUDA where torch sees one. Started without torchrun, this is rank 0 of 1.
-
-    Raises:
-        UserError: an unknown device, CUDA asked for and absent, or more processes on this host than it has GPUs.
+    ``auto`` is CUDA where torch sees one. Started without torchrun, this is rank 0 of 1. Raises ``UserError`` where CUDA is asked for and
+    absent, and for more processes on this host than it has GPUs.
     """
     if device not in get_args(DeviceChoice):
         raise invalid("run.device", device, get_args(DeviceChoice))
@@ -146,11 +144,7 @@ def gather(tensor: Tensor) -> list[Tensor]:
 
 
 def set_deterministic(on: bool) -> None:
-    """Choose torch's deterministic kernels, an error where an operation has none. Call it before ``start``.
-
-    Raises:
-        RuntimeError: CUDA has been started already, too late for cuBLAS to hear of it.
-    """
+    """Choose torch's deterministic kernels, an error where an operation has none. Call it before CUDA is used."""
     if on and os.environ.get(_CUBLAS_VARIABLE) != _CUBLAS_DETERMINISTIC:
         if torch.cuda.is_initialized():
             raise RuntimeError("set_deterministic(True) must be called before anything uses CUDA")

@@ -47,22 +47,15 @@ def evaluate(
     """Mean loss over the fixed validation batches of all processes, nats a token.
 
     Each process sums its share of the batches, weighted by their targets, and the sums are added up: the value is the same
-    for any number of processes up to the order of summation. Every process must call this, and all get the value.
+    for any number of processes up to the order of summation. Every process must call this, and all get the value. Raises ``UserError``
+    where no process has a validation batch.
 
     Args:
         model: called as ``model(tokens_BT, targets_BT, rounding_seed)`` -> (logits, mean loss). Run in eval mode; every
             module's own mode is put back afterwards, also after an error.
         batches: the shares may differ in length between processes, or be empty.
-        device: of the model.
-        autocast_context: entered once, around all forward passes.
         rounding_seed: int64 scalar on ``device``; the same for each batch, so that stochastic rounding too draws the same
             bits however the batches are dealt out.
-
-    Returns:
-        The mean; NaN or infinite where the model's loss is.
-
-    Raises:
-        UserError: no process has a validation batch.
     """
     # DDP's forward may talk to the other processes, which hangs where they have different numbers of batches.
     forward = model.module if isinstance(model, DistributedDataParallel) else model

@@ -37,11 +37,12 @@ class Switch:
         return switched(plan, self.preset, self.backend)
 
 
-def parse_switch(text: str, field: str = "alarm.switches") -> Switch:
+def parse_switch(text: str) -> Switch:
     """``STEP:LAYER:PRESET[:BACKEND]``. Raises ``UserError`` for anything else."""
     step, layer, preset, *backend = [*text.split(":"), "", ""]
     if not (step.isdecimal() and layer.isdecimal() and preset) or text.count(":") > 3:
-        raise invalid(field, text, "STEP:LAYER:PRESET or STEP:LAYER:PRESET:BACKEND, for example 5000:1:flash_fp32_o")
+        expected = "STEP:LAYER:PRESET or STEP:LAYER:PRESET:BACKEND, for example 5000:1:flash_fp32_o"
+        raise invalid("alarm.switches", text, expected)
     return Switch(int(step), int(layer), preset, backend[0])
 
 

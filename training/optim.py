@@ -55,11 +55,6 @@ class OptimConfig:
     """AdamW's single-kernel update; auto means on CUDA only."""
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            UserError: naming the first bad field, its value and what is allowed.
-        """
         for name, choices in (("optimizer", OptimizerName), ("schedule", Schedule), ("fused", Fused)):
             if getattr(self, name) not in get_args(choices):
                 raise invalid(f"optim.{name}", getattr(self, name), get_args(choices))
@@ -138,10 +133,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
     AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) decays parameters of two or more dimensions only. Muon
     (``torch.optim.Muon``; on CUDA its iterations are replayed as a graph, to the same bits) takes the blocks' matrices, each
     orthogonalized whole (the fused Q, K, V projection is one matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to
-    AdamW's RMS (Moonshot, arXiv 2502.16982).
-
-    Raises:
-        UserError: Muon asked for and the model has no matrix named ``h.<layer>.attn|mlp....weight``.
+    AdamW's RMS (Moonshot, arXiv 2502.16982); ``UserError`` where the model has none.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.optimizer == "adamw":

@@ -279,10 +279,10 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     return measured, error.units
 
 
-def one_signed_share(v_BTHD: Tensor, *, purity: float = 0.9) -> Tensor:
-    """Share of a head's features that have one sign at ``purity`` of the tokens or more, [H] float32."""
+def one_signed_share(v_BTHD: Tensor) -> Tensor:
+    """Share of a head's features that have one sign at 90 % of the tokens or more, [H] float32."""
     negative_HD = (v_BTHD < 0).float().mean(dim=(0, 1))
-    return (torch.maximum(negative_HD, 1 - negative_HD) >= purity).float().mean(dim=-1)
+    return (torch.maximum(negative_HD, 1 - negative_HD) >= 0.9).float().mean(dim=-1)
 
 
 def _measure_row_residuals(heads: LayerCapture, loss_scale: float, u_ND: Tensor, read_NBT: Tensor) -> dict[str, Tensor]:
@@ -352,9 +352,5 @@ def extreme(rows: Sequence[Sequence[float]]) -> tuple[float, int, int]:
 
 
 def read_telemetry(folder: Path) -> list[dict[str, Any]]:
-    """All probes of a run in file order, not-finite values restored.
-
-    Raises:
-        UserError: no such folder, no telemetry in it, none yet, or a line that is not a record.
-    """
+    """All probes of a run in file order, by ``read_run_file``."""
     return read_run_file(folder, TELEMETRY_FILE, "made with --telemetry.every 0, or not the folder of a run")
