@@ -68,7 +68,8 @@ class Site:
             return None if value in self.choices else self.choices
         assert self.within is not None
         words, right = self.within
-        return None if type(value) in (int, float) and right(value) else words
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if number and right(value) else words
 
 
 def site(
