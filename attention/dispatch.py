@@ -51,6 +51,9 @@ def run(
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
     backend of the plan cannot serve.
     """
+    for name, value, kind in (("plan", plan, LayerPlan), ("mask", mask, Mask)):
+        if not isinstance(value, kind):
+            raise UserError(f"{name} is a {type(value).__name__}: expected a {kind.__name__}")
     n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
     ends = q_BTHD.shape[:1], q_BTHD.shape[3:]

@@ -68,7 +68,8 @@ class Site:
             return None if value in self.choices else self.choices
         assert self.within is not None
         words, right = self.within
-        return None if right(value) else words
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if number and right(value) else words
 
 
 def site(
@@ -105,7 +106,7 @@ def _format(default: str, doc: str, **declared: Any) -> Any:
 
 
 def _size(doc: str, **declared: Any) -> Any:
-    sizes = ("a size, or 0 for the whole sequence", lambda size: size >= 0)
+    sizes = ("a size, or 0 for the whole sequence", lambda size: type(size) is int and size >= 0)
     return site(512, doc, within=sizes, acts_in=(FORWARD, DELTA, BACKWARD), backends=FLASH, elsewhere=0)
 
 
@@ -299,7 +300,10 @@ class Numerics:
     """``up``: m to the next whole multiple of ln 2. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
     with. It is in (1/2, 1] at the row's maximum, but for the FMA's half unit of m."""
     row_max_beta: float = site(
-        2.0, "beta of the stabilized forms", within=("a number above 1", lambda beta: beta > 1), acts_in=(FORWARD,)
+        2.0,
+        "beta of the stabilized forms",
+        within=("a number above 1", lambda beta: 1 < beta < math.inf),
+        acts_in=(FORWARD,),
     )
     """Tied positive maxima are shifted to beta * r_m."""
     row_max_tolerance: float = site(

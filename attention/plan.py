@@ -39,6 +39,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for name in ("preset", "numerics"):
+            _require(f"attention {name}", getattr(self, name), str, "a name")
             object.__setattr__(self, name, today(getattr(self, name)))
         if not isinstance(self.sites, tuple | list) or not all(isinstance(site, str) for site in self.sites):
             raise invalid("attention sites", self.sites, "a tuple of site=value, for example ('output=bf16',)")
@@ -90,6 +91,9 @@ class AttentionRule:
     attention: AttentionSpec = field(default_factory=AttentionSpec)
     """What they use."""
 
+    def __post_init__(self) -> None:
+        _require("attention.rules: attention", self.attention, AttentionSpec, "an AttentionSpec")
+
 
 @dataclass(frozen=True)
 class HeadGroup:
@@ -124,6 +128,10 @@ class AttentionConfig:
     """What computes the ``flash`` presets: flash (Triton kernels, on CUDA) or flash_reference (PyTorch, anywhere, slow)."""
 
     def __post_init__(self) -> None:
+        _require("attention.default", self.default, AttentionSpec, "an AttentionSpec")
+        _require("attention.rules", self.rules, tuple | list, "a tuple of AttentionRule")
+        for index, rule in enumerate(self.rules):
+            _require(f"attention.rules.{index}", rule, AttentionRule, "an AttentionRule")
         if self.flash_backend not in FLASH:
             raise invalid("attention.flash_backend", self.flash_backend, FLASH)
 
@@ -183,6 +191,11 @@ def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
         {"backend": backend, "numerics": json.loads(numerics), "heads_of_layer": where}
         for (backend, numerics), where in places.items()
     ]
+
+
+def _require(name: str, value: object, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise invalid(name, value, expected)
 
 
 def _members(name: str, chosen: tuple[int, ...], count: int) -> tuple[int, ...]:

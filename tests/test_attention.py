@@ -223,6 +223,13 @@ def test_a_mask_in_a_compiled_call_is_that_of_an_eager_one() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("change", "name"), [({"mask": torch.ones(8, 8)}, "mask"), ({"plan": ()}, "plan")])
+def test_a_mask_or_plan_of_another_kind_is_refused(change: dict, name: str) -> None:
+    q, plan = torch.randn(2, 8, 3, 16), AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
+    with pytest.raises(UserError, match=f"^{name} is a (Tensor|tuple): expected a "):
+        attention.run(q, q, q, **({"plan": plan, "rounding_seed": torch.tensor(0)} | change))
+
+
 def test_tensors_laid_out_as_for_torch_are_refused() -> None:
     """[B, H, T, D] would attend over heads, and come back in the same shape."""
     plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
