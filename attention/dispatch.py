@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, Call, obstacle
+from .backends import BACKENDS, Call, excluded, obstacle
 from .heads import head_index
 from .mask import NO_MASK, Mask
 from .numerics import numerics_from_key
@@ -49,7 +48,7 @@ def run(
 
     Returns the dtype of q, or float32 where a group passes its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
-    backend of the plan cannot serve.
+    backend of the plan cannot serve (in compiled code: masks, grouped heads and a soft-cap alone).
     """
     for name, value, kind in (("plan", plan, LayerPlan), ("mask", mask, Mask)):
         if not isinstance(value, kind):
@@ -86,9 +85,15 @@ def run(
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
     features = (*mask.features(), *(("grouped",) if group > 1 else ()))
-    asked = q_BTHD.device.type, FORMAT_OF.get(q_BTHD.dtype, "fp64"), operator.index(q_BTHD.shape[3])
-    for chosen in plan.groups:
-        reason = _refused(chosen.backend, chosen.numerics, *asked, 1.0 if softcap else 0.0, features)
+    compiling = (
+        torch.compiler.is_compiling()
+    )  # what has no features is left to ``check`` then: no call for the compiler to see
+    for chosen in plan.groups if features or not compiling else ():
+        asked = chosen.backend, chosen.numerics, features, softcap
+        if compiling:
+            reason = _excluded(*asked)
+        else:
+            reason = _refuse(*asked, q_BTHD.device.type, FORMAT_OF.get(q_BTHD.dtype, "fp64"), q_BTHD.shape[3])
         if reason is not None:
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
@@ -118,14 +123,15 @@ def run(
 
 
 @torch.compiler.assume_constant_result
-def _refused(*asked: Any) -> str | None:
-    """What ``_refuse`` says, which a compiler takes for a constant. Torch 2.11 can do so for plain arguments only."""
-    return _refuse(*asked)
+def _excluded(*asked: Any) -> str | None:
+    """What ``excluded`` says, which a compiler takes for a constant. Torch 2.11 can do so for plain arguments only."""
+    backend, numerics, features, softcap = asked
+    return excluded(backend, numerics_from_key(numerics), features, softcap)
 
 
 @functools.lru_cache(maxsize=256)  # every call asks
 def _refuse(
-    backend: str, numerics: str, kind: str, fmt: str, head_dim: int, softcap: float, features: tuple[str, ...]
+    backend: str, numerics: str, features: tuple[str, ...], softcap: float, kind: str, fmt: str, head_dim: int
 ) -> str | None:
     return obstacle(backend, Call(kind, fmt, head_dim, numerics_from_key(numerics), softcap, features))
 
