@@ -263,14 +263,17 @@ def norms() -> Figure:
 
 
 def published_fix() -> Figure:
-    """Left the largest logit of layer 1, right the validation loss: above published numerics and their fix, below what repairs delta."""
+    """Left the largest logit of layer 1, right the validation loss: above published numerics and their fix, below what repairs delta.
+
+    Dashed: the second order of batches.
+    """
     figure, panels = page(8.4, 2, 2)
     study = EXPERIMENTS / "published_fix" / "runs"
     seeds = ("", "_seed_1", "_seed_2")
-    from_p, fp32 = "published_delta_from_p", "_fp32_statistics"
+    from_p, fp32, second = "published_delta_from_p", "_fp32_statistics", "_second_order"
     above: tuple[Any, ...] = (  # name, color, runs, height of the name on the left, on the right
         ("flash", BLACK, [RUNS / "flash"], 3e5, 4.95),
-        ("published", GRAY, [study / f"published{seed}" for seed in ("_long", *seeds[1:])], 5e4, 4.78),
+        ("published", GRAY, [study / f"published{seed}" for seed in ("_long", *seeds[1:], second)], 5e4, 4.78),
         (
             "Algorithm 3, beta 2",
             ORANGE,
@@ -282,12 +285,18 @@ def published_fix() -> Figure:
         (
             "Algorithm 3, beta 7",
             GREEN,
-            [study / f"published_stable_exact_ties{seed}" for seed in ("_13000", "_seed_1", "_13000_seed_2")],
+            [study / f"published_stable_exact_ties{run}" for run in ("_13000", "_seed_1", "_13000_seed_2", second)],
             33,
             4.24,
         ),
         ("its floor alone", "#56B4E9", [study / f"published_scaled_beta_7{seed}" for seed in seeds], 15, None),
-        ("flash_consistent", BLUE, [EXPERIMENTS / "consistent" / "runs" / "flash_consistent_long"], 80, 4.13),
+        (
+            "flash_consistent",
+            BLUE,
+            [EXPERIMENTS / "consistent" / "runs" / f"flash_consistent{run}_long" for run in ("", second)],
+            80,
+            4.13,
+        ),
     )
     below: tuple[Any, ...] = (
         ("L in BF16", BLACK, [study / "published_l_bf16"], 6e4, None),
@@ -308,7 +317,7 @@ def published_fix() -> Figure:
             1.25e3,
             None,
         ),
-        ("delta*", "#56B4E9", [study / "published_delta_normalised"], 700, None),
+        ("delta*", "#56B4E9", [study / f"published_delta_normalized{seed}" for seed in seeds], 700, None),
         ("delta from P, l in FP32", BLUE, [study / f"{from_p}{fp32}{seed}" for seed in seeds], 200, 4.36),
     )
     for (left, right), arms, last in zip(panels, (above, below), (5500, 2401), strict=True):
@@ -316,8 +325,9 @@ def published_fix() -> Figure:
             for folder in runs:
                 logits = probes(folder).set_index("step")["max_logit_1"].loc[:last]
                 losses = metrics(folder).set_index("step")["val_loss"].dropna().loc[:last]
-                left.plot(logits.index, logits, color=color, linewidth=1.5)
-                right.plot(losses.index, losses, color=color, linewidth=1.5, marker="o", markersize=3)
+                style = "--" if second in folder.name else "-"
+                left.plot(logits.index, logits, color=color, linewidth=1.5, linestyle=style)
+                right.plot(losses.index, losses, color=color, linewidth=1.5, linestyle=style, marker="o", markersize=3)
             for axis, height in zip((left, right), heights, strict=True):
                 if height:
                     own = int(probes(runs[0])["step"].iloc[-1])
