@@ -10,7 +10,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,10 +53,11 @@ def scaled_dot_product_attention(
 
     Args:
         query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, D], any strides; G = H, or a divisor of H with ``enable_gqa``.
-        attn_mask: bool, broadcast to [B, 1, T, S], True where a query may see a key; also beside ``is_causal``. [B, 1, 1, S] may hide any
-            keys. Otherwise each query sees one run of keys, and later queries no earlier run, as with padding, windows, packing and
-            prefixes; the host waits to look once a mask, so that CUDA graphs cannot hold it. It looks again after an in-place edit, but
-            not one through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
+        attn_mask: bool, broadcast to [B, H, T, S] and alike for all heads, True where a query may see a key; also beside
+            ``is_causal``. Or floating, 0 there and -inf (or the dtype's lowest number) elsewhere. [B, 1, 1, S] may hide any keys.
+            Otherwise each query sees one run of keys, and later queries no earlier run, as with padding, windows, packing and prefixes;
+            the host waits to look once a mask, so that CUDA graphs cannot hold it. It looks again after an in-place edit, but not one
+            through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
         is_causal: query t sees keys up to t.
         scale: of Q K^T; default 1 / sqrt(D).
         numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
@@ -190,7 +191,8 @@ def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: b
         not gqa and heads != groups, f"{heads} query heads, {groups} key heads: expected as many, or enable_gqa=True"
     )
     if mask is not None:
-        refuse(mask.dtype != torch.bool, f"attn_mask is {mask.dtype}: expected bool, it has no additive masks")
+        kind = mask.dtype == torch.bool or (mask.is_floating_point() and not mask.requires_grad)
+        refuse(not kind, f"attn_mask is {mask.dtype}: expected bool, it has no additive masks that are learned")
         refuse(mask.layout != torch.strided, f"attn_mask is {mask.layout}: expected a strided tensor")
         refuse(mask.device != q.device, f"attn_mask is on {mask.device}: expected {q.device}, as the query")
         shape = [q.shape[0], heads, q.shape[2], k.shape[2]]
@@ -199,10 +201,9 @@ def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: b
         fits = 2 <= mask.ndim <= 4 and all(size == 1 or size == full for size, full in zip(sizes, shape, strict=True))
         refuse(
             not fits,
-            f"attn_mask has shape {list(mask.shape)}: expected what broadcasts to {shape}, 2 dimensions or more",
+            f"attn_mask has shape {list(mask.shape)}: expected what broadcasts to {shape}, 2 dimensions or more; "
+            "a padding mask [batch, keys] is mask[:, None, None, :]",
         )
-        alike = mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0
-        refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
     refuse(heads % groups != 0, f"{heads} query heads, {groups} key heads: expected a divisor of {heads}")
 
 
@@ -211,6 +212,10 @@ def _mask(mask: Tensor | None, B: int, T: int, S: int) -> Mask:
     if mask is None:
         return NO_MASK
     own = mask
+    if mask.ndim > 2 and mask.stride(-3) == 0:
+        mask = mask.narrow(-3, 0, 1)
+    if mask.dtype != torch.bool or (mask.ndim > 2 and mask.shape[-3] != 1):
+        mask = _seen(mask) if torch.compiler.is_compiling() else _known("seen", own, mask, _seen)
     while mask.ndim < 4:
         mask = mask[None]
     if mask.shape[2] == 1:
@@ -219,22 +224,48 @@ def _mask(mask: Tensor | None, B: int, T: int, S: int) -> Mask:
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
-    runs = _runs(mask) if torch.compiler.is_compiling() else _known_runs(own, mask)
+    runs = _runs(mask) if torch.compiler.is_compiling() else _known("runs", own, mask, _runs)
     return Mask(keys=runs.expand(B, 2, T))
 
 
-def _known_runs(own: Tensor, mask: Tensor) -> Tensor:
-    """``_runs`` of a mask, once for all layers that get one and the same tensor: the caller's ``own``, of which ``mask`` is a view."""
+def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """``make(mask)``, once for all layers that get one and the same tensor: the caller's ``own``, which alone decides ``mask``."""
     if own.is_inference():  # counts no versions
-        return _runs(mask)
+        return make(mask)
     state = own._version, mask.shape
-    if own not in _RUNS or _RUNS[own][0] != state:
+    known = _KNOWN[what]
+    if own not in known or known[own][0] != state:
         with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
-            _RUNS[own] = state, _runs(mask)
-    return _RUNS[own][1]
+            known[own] = state, make(mask)
+    return known[own][1]
 
 
-_RUNS = WeakTensorKeyDictionary()
+_KNOWN = {"seen": WeakTensorKeyDictionary(), "runs": WeakTensorKeyDictionary()}
+
+
+@torch.library.custom_op(f"{NAMESPACE}::seen_of_mask", mutates_args=())
+def _seen(mask: Tensor) -> Tensor:
+    """The bool mask with one head that a floating one, or one with many heads, stands for."""
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    refuse(capturing, "attn_mask in a CUDA graph: expected bool of shape [batch, 1, 1, keys], or is_causal")
+    seen = mask
+    if mask.is_floating_point():
+        seen = mask == 0
+        additive = not bool((seen | (mask <= torch.finfo(mask.dtype).min)).all())
+        refuse(additive, f"attn_mask is {mask.dtype}: expected bool, or 0 and -inf; it has no additive masks")
+    if mask.ndim > 2:
+        first = seen.narrow(-3, 0, 1)
+        alike = bool((seen == first).all())
+        refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
+        seen = first
+    return seen.clone()
+
+
+@_seen.register_fake
+def _(mask: Tensor) -> Tensor:
+    shape = list(mask.shape)
+    shape[-3:-2] = [1] * len(shape[-3:-2])
+    return torch.empty(shape, dtype=torch.bool, device=mask.device)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::runs_of_mask", mutates_args=())

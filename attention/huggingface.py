@@ -55,6 +55,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
             refuse(others.get(lacking) is not None, f"{type(module).__name__}: it has no {lacking}")
         wanted = bool(others.get("output_attentions"))
         refuse(wanted, f"{type(module).__name__}: it keeps no P (output_attentions); 'eager' attention does")
+        cure = "make or load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+        refuse(dropout != 0, f"{type(module).__name__}: dropout = {dropout}: expected 0, it has no dropout; {cure}")
         lengths = query.shape[2], key.shape[2]
         # As transformers' own for SDPA: a mask says everything, and the one query of a decoding step sees all that the cache holds.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

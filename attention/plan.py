@@ -44,8 +44,11 @@ class AttentionSpec:
         if not isinstance(self.sites, tuple | list) or not all(isinstance(site, str) for site in self.sites):
             raise invalid("attention sites", self.sites, "a tuple of site=value, for example ('output=bf16',)")
         object.__setattr__(self, "sites", tuple(today(site) for site in self.sites))
+        if self.preset in BASES:
+            beside = f"a preset, with numerics = {self.preset!r} beside it, as this names a base of roundings"
+            raise invalid("attention preset", self.preset, beside)
         if self.preset not in PRESETS:
-            raise invalid("attention preset", self.preset, (*PRESETS, "robust"))
+            raise invalid("attention preset", self.preset, ("robust", *PRESETS))
         if self.numerics not in BASES:
             raise invalid("attention numerics", self.numerics, BASES)
         if self.backend and self.backend not in BACKENDS:
@@ -171,7 +174,7 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
 
     def moved(spec: AttentionSpec) -> AttentionSpec:
         if preset not in PRESETS:
-            raise invalid("attention preset", preset, (*PRESETS, "robust"))
+            raise invalid("attention preset", preset, ("robust", *PRESETS))
         stays = PRESETS[preset].backend == PRESETS[spec.preset].backend
         return replace(spec, preset=preset, backend=backend or (spec.backend if stays else ""))
 

@@ -53,6 +53,7 @@ COLUMNS = {
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
 RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _ONE = 1 - 2.0**-9
+_COMPILED = "watch: the model is compiled: expected what torch.compile returned, not the module inside"
 SCORES = 2**24
 """Scores that exist at once; there are about eight arrays of that size (0.5 GB)."""
 
@@ -179,6 +180,8 @@ class Watch(TorchFunctionMode):
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
         """Step at which a layer ran away."""
+        self._largest: tuple[float, int, int] | None = None
+        """Largest logit that was judged, its step and its layer."""
         self._not_finite = self._called = False
         self._due, self._inside, self._looked_at, self._seen = False, False, -1, 0
         self._look: Look | None = None
@@ -200,6 +203,11 @@ class Watch(TorchFunctionMode):
     def close(self) -> None:
         """Take the hooks away and close the file."""
         self._write()
+        if self._hooks and self._largest is not None:
+            logit, step, layer = self._largest
+            self._say(
+                f"watch: largest logit {logit:.4g}, at step {step} in attention layer {layer}; above 1,000 is a warning"
+            )
         if self._hooks and not self._called:
             warnings.warn(
                 "watch: the model made no forward pass in training mode: expected what the loop calls", stacklevel=2
@@ -217,6 +225,8 @@ class Watch(TorchFunctionMode):
         self._clock += float(optimizer.param_groups[0]["lr"])
 
     def _begin(self, model: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise ValueError(_COMPILED)
         if not (model.training and torch.is_grad_enabled()):
             return
         self._seen, self._called = 0, True
@@ -227,7 +237,10 @@ class Watch(TorchFunctionMode):
         if self._due or (self._switch is not None and self.left):
             # What is compiled hides its calls. Nothing is compiled before this module is there, and it takes seconds to import.
             if "torch._dynamo" in sys.modules:
-                self._pass.enter_context(torch.compiler.set_stance("force_eager"))
+                try:
+                    self._pass.enter_context(torch.compiler.set_stance("force_eager"))
+                except RuntimeError:  # its own pass is compiled around this hook
+                    raise ValueError(_COMPILED) from None
             self._register()
             super().__enter__()
             self._pass.callback(super().__exit__, None, None, None)
@@ -296,8 +309,11 @@ class Watch(TorchFunctionMode):
         self._inside = True
         try:
             if self._switch is not None and self._due and not self.record:
-                with torch.no_grad():  # in the first pass, so that what it refuses is known before it is needed
-                    scaled_dot_product_attention(**named, numerics=self._switch)
+                try:  # in the first pass, so that what it refuses is known before it is needed
+                    with torch.no_grad():
+                        scaled_dot_product_attention(**named, numerics=self._switch)
+                except ValueError as error:
+                    raise ValueError(f"watch: switch = {self._switch!r} cannot serve layer {layer}: {error}") from None
             moved = self._switch if layer in self.left else None
             o = run() if moved is None else scaled_dot_product_attention(**named, numerics=moved)
         finally:
@@ -391,6 +407,8 @@ class Watch(TorchFunctionMode):
             self._not_finite = True
             return
         self._not_finite = False
+        largest = max((max(logit_H), look.step, layer) for layer, logit_H in enumerate(logits))
+        self._largest = max(self._largest or largest, largest)
         for layer, logit_H in enumerate(logits):
             logit_1H = torch.tensor([logit_H], dtype=torch.float64)
             probes = self._probes.setdefault(layer, [])
@@ -493,7 +511,7 @@ def watch(
         sequences: of the batch that are looked at, the first ones.
         start: number of the first step, of a resumed run; the clock takes today's learning rate for the steps before it.
         rule: the alarm's thresholds.
-        say: called with a line when a layer runs away, or a kernel made a NaN.
+        say: called with a line when a layer runs away or a kernel made a NaN, and at the end with the largest logit.
 
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
     Warns at the end where the model made no training pass.

@@ -32,6 +32,7 @@ if [ -z "$python" ]; then
   echo "== installing into .venv"
   "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[train]'
 fi
+"$python" train.py configs/quickstart.py --help > /dev/null || exit # says what that interpreter lacks
 began=$SECONDS
 
 echo "== data: the sources of Python's own library, as bytes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import subprocess
 import sys
@@ -207,6 +208,23 @@ def test_a_mask_edited_in_place_is_looked_at_again() -> None:
     assert scaled_dot_product_attention(*inputs, attn_mask=mask).count_nonzero() == 0
 
 
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("shape", [(40, 40), (2, 4, 40, 40), (2, 4, 1, 40)])
+def test_a_mask_of_zeros_and_minus_infinity_and_one_of_many_heads_hide_what_a_boolean_one_hides(
+    shape: tuple[int, ...], hidden: float, device: torch.device
+) -> None:
+    *inputs, do = tensors(device=device)
+    seen = torch.ones(shape, dtype=torch.bool, device=device).tril(20 if shape[-2] == 1 else 0)
+    expected = results(
+        scaled_dot_product_attention, tuple(inputs), do, attn_mask=seen if seen.ndim == 2 else seen[:, :1]
+    )
+    floating = torch.zeros(shape, device=device).masked_fill(~seen, hidden)
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    for function, mask in ((f, m) for f in (scaled_dot_product_attention, compiled) for m in (seen, floating)):
+        found = results(function, tuple(inputs), do, attn_mask=mask)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("first", ["made", "seen"])
 @pytest.mark.parametrize("shape", [(2, 1, 1, 40), (2, 1, 40, 40)])
 def test_a_mask_of_inference_mode_serves_training(shape: tuple[int, ...], first: str) -> None:
@@ -257,10 +275,15 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
 X = torch.zeros(2, 4, 8, 16)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout_p = 0.1"),
-    "float mask": ({"attn_mask": torch.zeros(8, 8)}, "attn_mask is torch.float32"),
+    "an additive mask": (
+        {"attn_mask": torch.full((8, 8), -1.0)},
+        "attn_mask is torch.float32: expected bool, or 0 and -inf",
+    ),
+    "a learned mask": ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "expected bool, it has no additive masks"),
+    "a mask of integers": ({"attn_mask": torch.ones(8, 8, dtype=torch.int64)}, "attn_mask is torch.int64"),
     "a mask of another shape": ({"attn_mask": torch.ones(8, 7, dtype=torch.bool)}, r"attn_mask has shape \[8, 7\]"),
     "a mask on another device": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool, device="meta")}, "on meta"),
-    "a mask for each head": ({"attn_mask": torch.ones(2, 4, 8, 8, dtype=torch.bool)}, "one mask for all heads"),
+    "a mask for each head": ({"attn_mask": torch.tril(torch.ones(2, 4, 8, 8)).cumsum(1) > 1}, "one mask for all heads"),
     "a mask with holes": ({"attn_mask": torch.eye(8).bool() | (torch.arange(8) == 0)}, "one run of keys"),
     "a mask that goes back": ({"attn_mask": torch.eye(8).bool().flip(0)}, "no earlier run"),
     "a mask of one dimension": ({"attn_mask": torch.ones(8, dtype=torch.bool)}, "2 dimensions or more"),
@@ -288,6 +311,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a seed of another dtype": ({"rounding_seed": torch.tensor(1.0)}, "rounding_seed = 1.0"),
     "no numerics": ({"numerics": None}, "numerics = None"),
     "unknown preset": ({"numerics": "flsh"}, "attention preset = 'flsh'"),
+    "a base": ({"numerics": "published"}, "expected a preset, with numerics = 'published' beside it"),
     "a preset of another device": ({"numerics": "sdpa_cudnn"}, "cannot run here: it needs a CUDA device"),
     "a site with a soft-cap": ({"numerics": "flash_corrected_rows", "softcap": 3.0}, "row_residual"),
 }
@@ -342,6 +366,23 @@ def test_replaced_in_a_model_that_cannot_be_edited(how: str) -> None:
         found = results(model, inputs, do)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(results(model, inputs, do), before, strict=True))
+
+
+@pytest.mark.parametrize("masks", [("src_key_padding_mask",), ("src_mask",), ("src_mask", "src_key_padding_mask")])
+def test_replaced_in_a_transformer_encoder_layer_of_torchs_with_masks(masks: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True, dtype=torch.bfloat16)
+    given = {
+        "src_mask": torch.ones(40, 40).triu(1).bool(),  # True hides
+        "src_key_padding_mask": torch.arange(40) >= torch.tensor([[40], [30]]),
+    }
+    x, do = torch.randn(2, 2, 40, 64, dtype=torch.bfloat16)
+    settings = {name: given[name] for name in masks}
+    exact = results(copy.deepcopy(layer).double(), (x.double(),), do, **settings)
+    baseline = errors(results(layer, (x,), do, **settings), exact)
+    with replace_sdpa():
+        found = errors(results(layer, (x,), do, **settings), exact)
+    assert all(error <= 1.5 * allowed for error, allowed in zip(found, baseline, strict=True))
 
 
 def test_replaced_in_a_module_whose_name_begins_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:

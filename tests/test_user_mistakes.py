@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "unknown_preset": (
         "--attention.default.preset flsh",
-        r"attention preset = 'flsh': did you mean flash\? expected one of standard, sdpa_",
+        r"attention preset = 'flsh': did you mean flash\? expected one of robust, standard, sdpa_",
     ),
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "backend_needs_cuda": (

@@ -261,8 +261,11 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
             model(data().view(B, T, H, D).transpose(1, 2)).backward()
     assert list(seen.left) == [0] * leaves
     assert len(seen._probes[0]) < 15  # of 40: those behind the window are dropped
-    assert len(said) == leaves
+    *warned, last = said
+    assert len(warned) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)
+    largest = max(seen.record["max_logit"][0])  # it grew to the end
+    assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0;")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +339,24 @@ def test_a_nan_that_a_kernel_made_is_told_from_the_models_own(kernel: bool, fact
     with watch(model := Broken(), say=said.append) as seen:
         model(torch.randn(1, 1, 4, 8, requires_grad=True)).backward()
     assert seen.record["nan_made"] == [[made]]
-    assert len(said) == made
+    *warned, _ = said  # and the largest logit, at the end
+    assert len(warned) == made
+
+
+def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
+    torch.compiler.reset()
+    model = Growing(1.0)
+    compiled = torch.compile(model, backend="eager")
+    x = data().view(B, T, H, D).transpose(1, 2)
+    with (
+        watch(model, every=1),
+        pytest.warns(UserWarning, match="silenced"),
+        pytest.raises(ValueError, match=r"^watch: the model is compiled: expected what torch\.compile returned"),
+    ):
+        compiled(x)
+    with watch(compiled, every=1) as seen:
+        compiled(x).backward()
+    assert len(seen.record["max_logit"]) == 1
 
 
 def test_a_model_without_such_attention_is_refused_at_once() -> None:
