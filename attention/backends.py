@@ -89,7 +89,7 @@ def _interprets() -> bool:
 
 
 def _flash_needs(call: Call) -> str | None:
-    instead = "the backend flash_reference runs anywhere (in train.py --attention.flash-backend flash_reference)"
+    instead = "flash_reference runs anywhere (backend='flash_reference', in train.py --attention.flash-backend flash_reference)"
     tiles = tile_obstacle(call.numerics)
     return _triton(call, instead) or (f"{tiles}; {instead}" if tiles else None)
 

@@ -192,7 +192,8 @@ def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: b
     )
     if mask is not None:
         kind = mask.dtype == torch.bool or (mask.is_floating_point() and not mask.requires_grad)
-        refuse(not kind, f"attn_mask is {mask.dtype}: expected bool, it has no additive masks that are learned")
+        learned = " and learned" if mask.requires_grad else ""
+        refuse(not kind, f"attn_mask is {mask.dtype}{learned}: expected bool, or 0 and -inf; it has no additive masks")
         refuse(mask.layout != torch.strided, f"attn_mask is {mask.layout}: expected a strided tensor")
         refuse(mask.device != q.device, f"attn_mask is on {mask.device}: expected {q.device}, as the query")
         shape = [q.shape[0], heads, q.shape[2], k.shape[2]]

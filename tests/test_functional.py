@@ -279,7 +279,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"attn_mask": torch.full((8, 8), -1.0)},
         "attn_mask is torch.float32: expected bool, or 0 and -inf",
     ),
-    "a learned mask": ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "expected bool, it has no additive masks"),
+    "a learned mask": (
+        {"attn_mask": torch.zeros(8, 8, requires_grad=True)},
+        "attn_mask is torch.float32 and learned: expected bool",
+    ),
     "a mask of integers": ({"attn_mask": torch.ones(8, 8, dtype=torch.int64)}, "attn_mask is torch.int64"),
     "a mask of another shape": ({"attn_mask": torch.ones(8, 7, dtype=torch.bool)}, r"attn_mask has shape \[8, 7\]"),
     "a mask on another device": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool, device="meta")}, "on meta"),
