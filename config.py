@@ -55,7 +55,8 @@ def _exported(path: str, name: str, kind: Any, what: str) -> Any:
     """
     file = Path(path)
     if not file.is_file():
-        known = sorted(f"configs/{p.relative_to(PRESETS)}" for p in PRESETS.rglob("*.py") if "__" not in str(p))
+        folder = Path("configs") if Path("configs").resolve() == PRESETS.resolve() else PRESETS
+        known = sorted(str(folder / p.relative_to(PRESETS)) for p in PRESETS.rglob("*.py") if "__" not in str(p))
         raise invalid("config file", path, known)
     if file.suffix != ".py":
         raise invalid("config file", path, "a Python file, ending in .py")

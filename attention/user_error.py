@@ -35,6 +35,9 @@ def invalid(field: str, value: object, expected: str | Iterable[object], *, type
     if not isinstance(expected, str):
         choices = [str(choice) for choice in expected]
         expected = "one of " + ", ".join(choices)
-        nearest = get_close_matches(str(value if typed is None else typed), choices, n=1)
+        word = str(value if typed is None else typed)
+        # Words in another order, or without their first one, before what has most letters in common.
+        whole = sorted((choice for choice in choices if set(word.split("_")) <= set(choice.split("_"))), key=len)
+        nearest = whole or get_close_matches(word, choices, n=1)
         meant = f"did you mean {nearest[0]}? " if nearest and len(choices) > 5 else ""
     return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: {meant}expected {expected}")

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
@@ -153,6 +154,8 @@ class Look:
     clock: float
     calls: list[Call] = field(default_factory=list)
     found: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    hidden: int = 0
+    """Calls of attention that could not be seen."""
     awaited: set[int] = field(default_factory=set)
     """Calls whose gradients have not come; none once the look is written."""
 
@@ -182,8 +185,8 @@ class Watch(TorchFunctionMode):
         """Step at which a layer ran away."""
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
-        self._not_finite = self._called = False
-        self._due, self._inside, self._looked_at, self._seen = False, False, -1, 0
+        self._not_finite = self._called = self._warned = False
+        self._due, self._inside, self._looked_at, self._seen, self._hidden = False, False, -1, 0, 0
         self._look: Look | None = None
         self._probes: dict[int, list[Probe]] = {}
         self._pass = ExitStack()
@@ -229,7 +232,7 @@ class Watch(TorchFunctionMode):
             raise ValueError(_COMPILED)
         if not (model.training and torch.is_grad_enabled()):
             return
-        self._seen, self._called = 0, True
+        self._seen, self._hidden, self._called = 0, 0, True
         self._due = self._step % self._every == 0 and self._step != self._looked_at
         if self._due:
             self._write()
@@ -253,21 +256,45 @@ class Watch(TorchFunctionMode):
             self.close()
             raise ValueError(
                 "watch: this forward pass made no call of scaled_dot_product_attention that it can see (in Hugging Face: "
-                'attn_implementation="sdpa"; torch.nn.MultiheadAttention and TransformerEncoderLayer hide theirs)'
+                'attn_implementation="sdpa"; torch.nn.MultiheadAttention with need_weights=False)'
+            )
+        if self._due and self._hidden and not self._warned:
+            self._warned = True
+            self._say(
+                f"watch: {self._hidden} of {self._seen + self._hidden} attention layers are not seen: "
+                "torch.nn.MultiheadAttention needs need_weights=False"
             )
         if self._due:
             self._looked_at, self._due = self._step, False
-            if self._look is not None and not self._look.awaited:  # as in reentrant checkpointing
-                self._write()
+            if self._look is not None:
+                self._look.hidden = self._hidden
+                if not self._look.awaited:  # as in reentrant checkpointing
+                    self._write()
         if self._counts:
             self._step, self._clock = self._step + 1, self._clock + 1
 
     # ---- what
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.multi_head_attention_forward:
+            return self._torchs_module(lambda: func(*args, **(kwargs or {})))
         if func not in (TORCHS, scaled_dot_product_attention) or self._inside:
             return func(*args, **(kwargs or {}))
         return self._attend(lambda: func(*args, **(kwargs or {})), **_named(*args, **(kwargs or {})))
+
+    def _torchs_module(self, run: Callable[[], Any]) -> Any:
+        """Run the attention of ``nn.MultiheadAttention``. It calls torch's function where no mode sees it, or, for weights, none at all."""
+        before, function = self._seen, functional.scaled_dot_product_attention
+
+        def attend(*args: Any, **settings: Any) -> Tensor:
+            return self._attend(lambda: function(*args, **settings), **_named(*args, **settings))
+
+        functional.scaled_dot_product_attention = attend
+        try:
+            return run()
+        finally:
+            functional.scaled_dot_product_attention = function
+            self._hidden += self._seen == before
 
     def _register(self) -> None:
         """For this pass, stand in for the attention function of a Hugging Face model that is not torch's."""
@@ -388,7 +415,8 @@ class Watch(TorchFunctionMode):
         look.awaited.clear()
         look.calls.clear()
         lists = _lists(found)
-        self.record = {"step": look.step, "clock": look.clock, **lists}
+        hidden = {"hidden": look.hidden} if look.hidden else {}
+        self.record = {"step": look.step, "clock": look.clock, **hidden, **lists}
         if self._log is not None:
             self._log.write(json.dumps(_strict(self.record)) + "\n")
             self._log.flush()

@@ -57,6 +57,10 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
         why = "Activation checkpointing needs use_reentrant=False; a frozen layer and one with dropout show none."
         return [few, why, largest, *broken]
+    hidden = max(record.get("hidden", 0) for record in records)
+    if hidden and tops[top] < SMALL_LOGIT:
+        why = "torch.nn.MultiheadAttention needs need_weights=False."
+        return [f"UNCLEAR: {hidden} attention layer(s) of this model were not seen. {why}", largest, *broken]
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW and not _unseen(records, finite):
         no = "NO: attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *broken, f"It says nothing of steps after {records[-1]['step']}."]

@@ -1,7 +1,7 @@
 """Compare runs: how each ended, what was changed, where they part, and whether they saw the same data.
 
     python scripts/compare_runs.py runs/failing runs/fixed [runs/...] --out compare.png
-    python scripts/compare_runs.py experiments/fast_failure/runs --out none --table summary.csv --at 2400 3500
+    python scripts/compare_runs.py experiments/fast_failure/runs --layer 1 --out none --table summary.csv --at 2400 3500
 
 A folder is a run, or a folder of runs. A run is what train.py writes (config.json, metrics.jsonl, telemetry.jsonl) or what is kept of a
 published one (config.json, metrics.csv, probes.csv). The first is the reference. Prints a Markdown table with one row a run, those that
@@ -132,6 +132,15 @@ def ending(losses: pd.Series, norms: pd.Series, done: bool, margin: float, patie
     last = int(losses.index[-1])
     short = " (too short to tell)" if done and last + 1 < patience else ""
     return f"{'stable to' if done else 'stopped early at'} {last:,}{short}", None
+
+
+def worst_layer(runs: Sequence[Run]) -> int:
+    """The layer of the largest logit that all runs with probes have; 0 without probes."""
+    probed = [run.probes for run in runs if len(run.probes)]
+    layers = [name for name in (probed[0] if probed else ()) if name.startswith("max_logit_")]
+    shared = [name for name in layers if all(name in probes for probes in probed)]
+    largest = {name: max(probes[name].max() for probes in probed) for name in shared}
+    return int(max(largest, key=lambda name: largest[name]).rpartition("_")[2]) if largest else 0
 
 
 def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
@@ -313,7 +322,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out", default="compare.png", help="picture to write: .png, .pdf, .svg, or none (compare.png)"
     )
     parser.add_argument("--table", type=Path, help="also write the table to this file: .md or .csv")
-    parser.add_argument("--layer", type=int, default=1, help="from 0: the layer whose logits and W_Q are told (1)")
+    parser.add_argument(
+        "--layer", type=int, help="from 0: the layer whose logits and W_Q are told (that of the largest logit)"
+    )
     parser.add_argument("--at", type=int, nargs="+", default=[], help="steps at which losses, logits and W_Q are told")
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
@@ -334,7 +345,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the comparison, then draw it."""
     args = parse(argv)
     runs = [load(folder) for folder in run_folders(args.runs)]
-    rows = [summarize(run, args.layer, args.at, args.margin, args.patience) for run in runs]
+    layer = worst_layer(runs) if args.layer is None else args.layer
+    rows = [summarize(run, layer, args.at, args.margin, args.patience) for run in runs]
     table = table_of(rows)
     lines = [data_sentence(runs)] if len(runs) > 1 else []
     lines += validation_sentence(runs) + [against(runs[0], run) for run in runs[1:]]

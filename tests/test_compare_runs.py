@@ -189,3 +189,13 @@ def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, refused: Calla
     assert "two runs have the name one" in refused(compare_runs.main, one, one)
     assert "--layer = 2: expected a layer of the probes" in refused(compare_runs.main, one, "--layer", "2")
     assert "expected a column step of whole numbers" in refused(compare_runs.main, broken)
+
+
+def test_the_layer_told_is_that_of_the_largest_logit(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, logits in zip(pair, ("1,2,9", "1,30,3"), strict=True):
+        (folder / "probes.csv").write_text(f"step,max_logit_0,max_logit_1,max_logit_2\n0,{logits}\n")
+    assert "largest logit of layer 1 |" in told(capsys, *pair)
+    (pair[1] / "probes.csv").write_text("step,max_logit_0,max_logit_2\n0,1,3\n")  # one that both have
+    assert "largest logit of layer 2 |" in told(capsys, *pair)

@@ -313,8 +313,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a seed that is no tensor": ({"rounding_seed": 3}, "rounding_seed = 3"),
     "a seed of another dtype": ({"rounding_seed": torch.tensor(1.0)}, "rounding_seed = 1.0"),
     "no numerics": ({"numerics": None}, "numerics = None"),
-    "unknown preset": ({"numerics": "flsh"}, "attention preset = 'flsh'"),
-    "a base": ({"numerics": "published"}, "expected a preset, with numerics = 'published' beside it"),
+    "unknown preset": ({"numerics": "flsh"}, "numerics = 'flsh': did you mean flash?"),
+    "a base": ({"numerics": "published"}, "expected a preset; this is a base of roundings"),
     "a preset of another device": ({"numerics": "sdpa_cudnn"}, "cannot run here: it needs a CUDA device"),
     "a site with a soft-cap": ({"numerics": "flash_corrected_rows", "softcap": 3.0}, "row_residual"),
 }

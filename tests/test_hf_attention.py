@@ -189,9 +189,7 @@ def test_a_name_keeps_its_numerics(ours: str) -> None:
         register("flash", ours)
 
 
-@pytest.mark.parametrize(
-    ("numerics", "message"), [("nope", "attention preset = 'nope'"), ("flash_stochastic_o", "no seed")]
-)
+@pytest.mark.parametrize(("numerics", "message"), [("nope", "numerics = 'nope'"), ("flash_stochastic_o", "no seed")])
 def test_numerics_that_no_call_could_have_are_refused_at_once(numerics: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         register(numerics, "another")

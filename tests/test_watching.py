@@ -192,6 +192,46 @@ def test_a_look_keeps_no_graph() -> None:
         assert not any(tensor() is not None for tensor in seen)
 
 
+class TorchsLayer(nn.Module):
+    """Attention by torch's own module. Its weights hide the call."""
+
+    def __init__(self, weights: bool) -> None:
+        super().__init__()
+        self.attention, self.weights = nn.MultiheadAttention(C, H, batch_first=True), weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=self.weights)[0]
+
+
+def test_attention_in_torchs_own_module_is_seen(tmp_path: Path) -> None:
+    model, file = Model(), tmp_path / "watch.jsonl"
+    model.blocks.append(TorchsLayer(weights=False))
+    with watch(model, every=1, log=file, sequences=B):
+        x = data()
+        model(x).backward()
+    with torch.no_grad():
+        for block in model.blocks[:2]:
+            x = block(x)
+        module = model.blocks[2].attention
+        q, k, _ = (x @ module.in_proj_weight.T).view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
+    [record] = records(file)
+    assert record["max_logit"][2] == pytest.approx((q @ k.mT / D**0.5).amax(dim=(0, 2, 3)).tolist(), rel=1e-4)
+    assert len(record["dq_error"]) == 3
+    assert "hidden" not in record
+
+
+def test_attention_that_cannot_be_seen_is_said_and_its_file_never_answers_no(tmp_path: Path) -> None:
+    model, file, said = Model(), tmp_path / "watch.jsonl", []
+    with watch(model, every=1, log=file):
+        train(model, 4)
+    assert log_answer(records(file))[0].startswith("NO")
+    model.blocks.append(TorchsLayer(weights=True))
+    with watch(model, every=1, log=file, start=4, say=said.append):
+        train(model, 4)
+    assert [line for line in said if "1 of 3 attention layers are not seen" in line] == said[:1]
+    assert log_answer(records(file)[4:])[0].startswith("UNCLEAR: 1 attention layer")
+
+
 def test_micro_batches_of_a_step_count_as_one(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -41,7 +41,11 @@ def main() -> None:
     parser.add_argument("wheels", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    found = documents(arguments.wheels)
+    try:
+        found = documents(arguments.wheels)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, zipfile.BadZipFile) as error:
+        parser.exit(2, f"error: {error}\n")
     text = b"".join(found[key].rstrip(b"\n") + b"\n" + SEPARATOR + b"\n" for key in sorted(found))
     arguments.out.write_bytes(text)
     print(f"{arguments.out}: {len(found):,} files, {len(text):,} bytes, sha256 {hashlib.sha256(text).hexdigest()}")
