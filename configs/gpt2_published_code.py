@@ -1,7 +1,6 @@
 """Batch sizes of the published code of arXiv 2510.04212: 16 x 20 sequences a step, so that it fits GPUs of 24 GB.
 
-All else is gpt2_paper's, its numerics too: `rounded_forward`, our first emulation of the published forward pass; for the published code use
-`published` (--attention.default.numerics published).
+All else is gpt2_paper's. We have not run it.
 """
 
 from dataclasses import replace

@@ -6,6 +6,6 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/all_but
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 
 attention = AttentionConfig(
-    default=AttentionSpec(preset="flash", numerics="rounded_forward"),
+    default=AttentionSpec(preset="flash", numerics="published"),
     rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="standard")),),
 )

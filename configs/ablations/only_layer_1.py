@@ -7,5 +7,5 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 
 attention = AttentionConfig(
     default=AttentionSpec(preset="standard"),
-    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash", numerics="rounded_forward")),),
+    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash", numerics="published")),),
 )

@@ -6,12 +6,12 @@ Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/outlier
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 
 attention = AttentionConfig(
-    default=AttentionSpec(preset="flash", numerics="rounded_forward"),
+    default=AttentionSpec(preset="flash", numerics="published"),
     rules=(
         AttentionRule(
             layers=(1,),
             heads=(0, 6, 7, 8, 10, 11),
-            attention=AttentionSpec(preset="flash_fp32_o", numerics="rounded_forward"),
+            attention=AttentionSpec(preset="flash_fp32_o", numerics="published"),
         ),
     ),
 )
