@@ -154,7 +154,8 @@ def announce(run: Run) -> None:
         f"{place.world_size} process(es) on {place.device.type}, {run.batches.accumulation()} micro-step(s) of "
         f"{config.data.micro_batch} x {config.data.sequence_length} tokens each, from step {run.start_step}"
     )
-    place.say(throughput.explain(network.flops_per_token, run.peak_flops))
+    if run.peak_flops is not None or place.device.type == "cuda":
+        place.say(throughput.explain(network.flops_per_token, run.peak_flops))
 
 
 def line(step: int, row: dict[str, Any]) -> str:
