@@ -252,6 +252,9 @@ class Watch(TorchFunctionMode):
         if not (model.training and torch.is_grad_enabled()):
             return
         self._pass.close()
+        if output is None and sys.exc_info()[1] is not None:  # the pass failed, and may be tried again
+            self._due, self._look = False, None
+            return
         if self._due and not self._seen:
             self.close()
             raise ValueError(
@@ -371,7 +374,7 @@ class Watch(TorchFunctionMode):
             o_BHTD=few(o),
             mask_BHTS=mask,
             causal=bool(named["is_causal"]),
-            scale=named["scale"] or q.shape[-1] ** -0.5,
+            scale=q.shape[-1] ** -0.5 if named["scale"] is None else named["scale"],
             softcap=named["softcap"],
             dropout=named["dropout_p"],
         )

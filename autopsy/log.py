@@ -19,8 +19,8 @@ HARMLESS = 2e-5
 
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     """The verdict, then what it rests on; a sentence a line. Raises ``UserError`` for another file."""
-    if not records or "max_logit" not in records[-1]:
-        raise UserError("this file has no record of attention.watch")
+    if not records or any(name not in record for record in records for name in ("step", "clock", "max_logit")):
+        raise UserError("this file is not one that attention.watch wrote (of this trainer's runs, name a checkpoint)")
     for before, after in itertools.pairwise(records):
         if after["step"] <= before["step"]:
             steps = f"step {after['step']} follows step {before['step']}"

@@ -466,3 +466,40 @@ def test_the_file_is_strict_json_and_the_table_has_a_row_a_head(tmp_path: Path) 
     (record,) = [json.loads(line, parse_constant=None) for line in (tmp_path / "log").read_text().splitlines()]
     assert record["max_logit"][1][0] in ("nan", "inf")
     assert len(logged[0]["attention"].data) == 2 * H
+
+
+def test_a_pass_that_fails_may_be_tried_again() -> None:
+    class Fails(Model):
+        failed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.failed:
+                self.failed = True
+                raise torch.OutOfMemoryError("planted")
+            return super().forward(x)
+
+    model = Fails()
+    with watch(model, every=1) as seen:
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model)
+        train(model)
+    assert len(seen.record["max_logit"]) == 2
+
+
+@pytest.mark.parametrize("record", [{"step": 1}, {"step": 1, "max_logit": [[1.0]]}])
+def test_a_file_of_another_kind_is_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="not one that"):
+        log_answer([record, {"step": 2, "clock": 2.0, "max_logit": [[1.0]]}])
+
+
+def test_a_scale_of_zero_is_one() -> None:
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+
+    class Flat(nn.Module):
+        def forward(self) -> Tensor:
+            return functional.scaled_dot_product_attention(q, q, q, scale=0.0)
+
+    model = Flat()
+    with watch(model, every=1) as seen:
+        model().sum().backward()
+    assert seen.record["max_logit"] == [[0.0]]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # Dense BF16 tensor-core peaks in FLOP/s, from the vendor's datasheets.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
 
 
 def peak_flops(device: torch.device, configured_tflops: float) -> float | None:
