@@ -384,6 +384,27 @@ def public_recipe() -> Figure:
     return figure
 
 
+def medium() -> Figure:
+    """Gated GPT-2 medium with ``flash`` and ``flash_consistent``: largest logit of layer 1, median gradient norm of each 200 steps."""
+    figure, [[left, right]] = page(4.2, 1, 2)
+    for run, color in (("", ORANGE), ("_consistent", BLUE)):
+        folder = EXPERIMENTS / "other_recipes" / "runs" / f"gated_gpt2_medium_lr_1e-3{run}"
+        rows, table = probes(folder), metrics(folder).dropna(subset=["grad_norm"])
+        norms = table.groupby(table["step"] // 200)["grad_norm"].median()
+        left.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
+        right.plot(norms.index * 200 + 100, norms, color=color, linewidth=1.5)
+    left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
+    right.set_title("gradient norm", fontsize=12, loc="left")
+    left.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
+    write(left, (100, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY), (4900, 3e5, "flash", ORANGE))
+    write(left, (3300, 1.1e3, "flash_consistent", BLUE))
+    write(right, (4500, 6, "flash", ORANGE), (3600, 0.26, "flash_consistent", BLUE))
+    for axis, limits in ((left, (1, 2e6)), (right, (0.1, 50))):
+        axis.set(yscale="log", xlim=(0, 7200), ylim=limits)
+        count_steps(axis, range(0, 7000, 2000))
+    return figure
+
+
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
     save(layers(), FAST_FAILURE / "layers.png")
@@ -394,6 +415,7 @@ def main() -> None:
     save(published_fix(), EXPERIMENTS / "published_fix" / "curves.png")
     save(consistent(), EXPERIMENTS / "consistent" / "curves.png")
     save(public_recipe(), EXPERIMENTS / "public_recipe" / "curves.png")
+    save(medium(), EXPERIMENTS / "other_recipes" / "medium.png")
     save(late_switches(), LATE_SWITCHES / "late_switches.png")
 
 
