@@ -240,7 +240,10 @@ def test_masks(case: Case, backend: str, device: torch.device) -> None:
 )
 def test_sites_act_behind_masks_as_in_the_reference(sites: tuple[str, ...], device: torch.device) -> None:
     """Windows that begin behind a row's first block, rows that see nothing, and holes."""
-    for case in (Case(T=40, S=48, window=9), Case(B=2, padding=("0" * 9 + "1" * 31, "011" * 13 + "1"))):
+    for case in (
+        Case(T=40, S=48, H=1, K=1, window=9),
+        Case(B=2, H=1, K=1, padding=("0" * 9 + "1" * 31, "011" * 13 + "1")),
+    ):
         kernels_agree(case, "flash", ("tile_q=16", "tile_k=16", *sites), device, torch.float32)
 
 
