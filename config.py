@@ -144,11 +144,14 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
 
 
 def _one_line(box: str) -> str:
-    """tyro's framed message without the frame and without the help that follows the first rule inside it."""
-    lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    message: list[str] = []
-    for line in lines:
-        if line and not line.strip("─"):
-            break
-        message.append(line)
-    return f"{' '.join(message)}; --help lists the fields"
+    """tyro's framed message without the title and without the help that follows the first rule inside it.
+
+    Where stdout is not in Unicode the frame is one of spaces and hyphens.
+    """
+    lines = [line.strip("│ \n") for line in box.splitlines()[1:]]
+    inside = itertools.dropwhile(_is_rule, lines)
+    return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), inside))}; --help lists the fields"
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("─-╰╯ ")

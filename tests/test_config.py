@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import sys
@@ -104,6 +105,7 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             r"^attention\.rules\.0\.layers = '1': expected a rule of a file after the recipe",
         ),
         ("--run.steps 5 stray", r"stray"),
+        ("--run.steps x", r"^Error parsing --run\.steps: .* 'x'; --help lists the fields$"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),
         (
             "--model.bias True",
@@ -111,10 +113,15 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_bad_override_names_field_value_and_choices(arguments: str, message: str) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])  # by which tyro draws its frame
+def test_bad_override_names_field_value_and_choices(
+    arguments: str, message: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     with pytest.raises(UserError, match=message) as error:
         load([DEBUG, *arguments.split()])
     assert "\n" not in str(error.value)
+    assert "---" not in str(error.value)
 
 
 RULE = "from attention import AttentionConfig, AttentionRule\nattention = AttentionConfig(rules={rules})\n"
