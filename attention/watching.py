@@ -19,8 +19,7 @@ import json
 import math
 import sys
 import warnings
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,7 +53,9 @@ COLUMNS = {
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
 RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _ONE = 1 - 2.0**-9
-_COMPILED = "watch: the model is compiled: expected what torch.compile returned, not the module inside"
+FMA_LOGIT = 2**16 * math.log(2)
+"""Largest logit from which an exponent by one multiply-add is off by more than BF16: docs/results.md."""
+_COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
 SCORES = 2**24
 """Scores that exist at once; there are about eight arrays of that size (0.5 GB)."""
 
@@ -173,9 +174,11 @@ class Watch(TorchFunctionMode):
             chosen["rule"],
             chosen["say"],
         )
-        optimizer = chosen["optimizer"]
+        optimizer, earlier = chosen["optimizer"], chosen["earlier"]
         rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
-        self._step, self._clock, self._counts = chosen["start"], chosen["start"] * rate, optimizer is None
+        step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
+        self._step, self._clock = chosen["start"], clock + (chosen["start"] - step) * rate
+        self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
         try:
             self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115
         except OSError as error:
@@ -185,10 +188,11 @@ class Watch(TorchFunctionMode):
         """Step at which a layer ran away."""
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
-        self._not_finite = self._called = self._warned = False
+        self._not_finite = self._warned = False
         self._due, self._inside, self._looked_at, self._seen, self._hidden = False, False, -1, 0, 0
         self._look: Look | None = None
         self._probes: dict[int, list[Probe]] = {}
+        self._recall(earlier)
         self._pass = ExitStack()
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._begin),
@@ -203,17 +207,30 @@ class Watch(TorchFunctionMode):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __deepcopy__(self, _: Any) -> Watch:  # a copy of the model has the hooks too, which serve this model alone
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("watch: a watched model has hooks: save its state_dict(), or close() the watch first")
+
     def close(self) -> None:
         """Take the hooks away and close the file."""
         self._write()
         if self._hooks and self._largest is not None:
             logit, step, layer = self._largest
-            self._say(
-                f"watch: largest logit {logit:.4g}, at step {step} in attention layer {layer}; above 1,000 is a warning"
-            )
-        if self._hooks and not self._called:
+            meaning = "; above 1,000 is a warning" if logit > 1000 else ""
+            if logit > FMA_LOGIT:
+                meaning = f"; past {FMA_LOGIT:,.0f}: go back to a checkpoint from before, and switch there"
+            seen = len(self.record["max_logit"])
+            self._say(f"watch: largest logit {logit:.4g}, at step {step} in attention layer {layer} of {seen}{meaning}")
+        if self._hooks and not self._passes:
             warnings.warn(
                 "watch: the model made no forward pass in training mode: expected what the loop calls", stacklevel=2
+            )
+        if self._hooks and self._passes > 1 and not self._counts and self._step == self._first:
+            warnings.warn(
+                f"watch: the optimizer made no step in {self._passes} forward passes: expected the one that the loop steps",
+                stacklevel=2,
             )
         while self._hooks:
             self._hooks.pop().remove()
@@ -228,11 +245,14 @@ class Watch(TorchFunctionMode):
         self._clock += float(optimizer.param_groups[0]["lr"])
 
     def _begin(self, model: nn.Module, _: Any) -> None:
+        if model is not self._model:
+            return
         if torch.compiler.is_compiling():
             raise ValueError(_COMPILED)
         if not (model.training and torch.is_grad_enabled()):
             return
-        self._seen, self._hidden, self._called = 0, 0, True
+        self._seen, self._hidden = 0, 0
+        self._passes += 1
         self._due = self._step % self._every == 0 and self._step != self._looked_at
         if self._due:
             self._write()
@@ -243,13 +263,14 @@ class Watch(TorchFunctionMode):
                 try:
                     self._pass.enter_context(torch.compiler.set_stance("force_eager"))
                 except RuntimeError:  # its own pass is compiled around this hook
+                    self._due, self._look = False, None
                     raise ValueError(_COMPILED) from None
             self._register()
             super().__enter__()
             self._pass.callback(super().__exit__, None, None, None)
 
     def _end(self, model: nn.Module, _: Any, output: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        if model is not self._model or not (model.training and torch.is_grad_enabled()):
             return
         self._pass.close()
         if output is None and sys.exc_info()[1] is not None:  # the pass failed, and may be tried again
@@ -425,45 +446,65 @@ class Watch(TorchFunctionMode):
             self._log.flush()
         if self._wandb is not None:
             self._wandb.log(_table(self.record))
-        if look.step >= self._warm_up:
-            self._judge(look, lists["max_logit"])
+        self._judge(look.step, look.clock, lists["max_logit"])
         for layer, made in enumerate(lists.get("nan_made", [])):
             if made and any(made):
                 self._say(f"step {look.step}: attention layer {layer}: its kernel made a NaN of finite q, k, v and dO")
 
-    def _judge(self, look: Look, logits: list[list[float]]) -> None:
+    def _recall(self, earlier: Sequence[dict[str, Any]]) -> None:
+        """Go on from a file's records: which layers ran away, and what growth is measured from."""
+        say, self._say = self._say, lambda line: None
+        for record in earlier:
+            self._judge(record["step"], record["clock"], [list(map(float, heads)) for heads in record["max_logit"]])
+        self._say, self._largest, self._not_finite = say, None, False
+        if self.left and self._switch is not None:
+            layers = ", ".join(map(str, sorted(self.left)))
+            say(
+                f"watch: by the log attention layers {layers} ran away before step {self._first}: they run {self._name()}"
+            )
+        if self._first > self._warm_up and not self._probes:
+            from_step = math.ceil(self._first * self._rule.window)
+            say(
+                f"watch: started at step {self._first}, it can tell of a layer that runs away from about step {from_step:,} on"
+            )
+
+    def _judge(self, step: int, clock: float, logits: list[list[float]]) -> None:
+        if step < self._warm_up:
+            return
         if not all(math.isfinite(logit) for logit_H in logits for logit in logit_H):
             if not self._not_finite:
-                self._say(f"step {look.step}: attention's logits are not finite; the alarm waits until they are")
+                self._say(f"step {step}: attention's logits are not finite; the alarm waits until they are")
             self._not_finite = True
             return
         self._not_finite = False
-        largest = max((max(logit_H), look.step, layer) for layer, logit_H in enumerate(logits))
+        largest = max((max(logit_H), step, layer) for layer, logit_H in enumerate(logits))
         self._largest = max(self._largest or largest, largest)
         for layer, logit_H in enumerate(logits):
             logit_1H = torch.tensor([logit_H], dtype=torch.float64)
             probes = self._probes.setdefault(layer, [])
             if probes and probes[-1].logit_LH.shape != logit_1H.shape:  # another layer has this place in the pass now
                 probes.clear()
-            probes.append(Probe(look.step, look.clock, logit_1H, logit_1H))
+            probes.append(Probe(step, clock, logit_1H, logit_1H))
             found = growth(probes, self._rule)
             # No later look measures from before this one's window.
             past = window_start(probes, max(0, len(probes) - self._rule.probes), self._rule.window) or 0
             del probes[: min(past, len(probes) - self._rule.probes)]
             if found is not None and found.layers() and layer not in self.left:
-                self.left[layer] = look.step
-                self._say(self._sentence(look.step, layer, found, logit_1H))
+                self.left[layer] = step
+                self._say(self._sentence(step, layer, found, logit_1H))
 
     def _sentence(self, step: int, layer: int, found: Growth, logit_1H: Tensor) -> str:
         head = found.heads(0)[0]
         large = int(large_logits(logit_1H, self._rule).sum())
-        name = self._switch.label() if isinstance(self._switch, AttentionSpec) else self._switch
-        then = f"; from now on it runs {name}" if name else ""
+        then = "" if self._switch is None else f"; from now on it runs {self._name()}"
         return (
             f"step {step}: attention layer {layer} runs away: largest logit {logit_1H[0, head]:.4g} in head {head}, growing "
             f"like the summed learning rate to the power {found.exponent_LH[0, head]:.1f}; {large} of {logit_1H.shape[1]} heads above "
             f"{self._rule.logit:g} ({RATES}){then}"
         )
+
+    def _name(self) -> str:
+        return self._switch.label() if isinstance(self._switch, AttentionSpec) else str(self._switch)
 
 
 _SIGNATURE = inspect.signature(scaled_dot_product_attention)
@@ -503,16 +544,24 @@ def _require(right: bool, name: str, value: object, expected: str) -> None:
         raise invalid(f"watch: {name}", value, expected)
 
 
-def _last_step(log: Path) -> int:
-    """Step of the last record in a file of ``watch``; -1 where there is none. Raises ``ValueError`` for another file."""
+def _records(log: Path) -> list[dict[str, Any]]:
+    """The records in a file of ``watch``; a last line that was cut short is taken off it. Raises ``ValueError`` for another file."""
     if not log.is_file():  # not there yet, or a stream
-        return -1
+        return []
     try:
-        with log.open(encoding="utf-8") as file:
-            last = deque(file, maxlen=1)
-        return int(json.loads(last[0])["step"]) if last else -1
-    except (OSError, ValueError, KeyError, TypeError):
+        content = log.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        records = [json.loads(line) for line in whole.splitlines()]
+        if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
+            raise ValueError
+        if records and len(whole) < len(content):
+            with log.open("r+b") as file:
+                file.truncate(len(whole))
+        elif content and not records:
+            raise ValueError
+    except (OSError, ValueError, TypeError):
         raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
+    return records
 
 
 def watch(
@@ -534,13 +583,15 @@ def watch(
     Args:
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks.
-        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. It has no step from ``start`` on yet.
+        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. It has no step from ``start`` on yet;
+            of those before, the alarm remembers growth, and which layers ran away.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
         switch: preset, or ``AttentionSpec``, that a layer moves to when it runs away; one process only.
         wandb: a W&B run; each look adds a table.
         warm_up: steps at the start that the alarm does not look at: the learning rate's warm-up.
         sequences: of the batch that are looked at, the first ones.
-        start: number of the first step, of a resumed run; the clock takes today's learning rate for the steps before it.
+        start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes today's learning rate for
+            them, and the alarm can judge from about 1.3 times ``start`` on.
         rule: the alarm's thresholds.
         say: called with a line when a layer runs away or a kernel made a NaN, and at the end with the largest logit.
 
@@ -574,9 +625,13 @@ def watch(
     if processes and torch.distributed.get_rank():
         log = wandb = None
         warm_up = sys.maxsize  # it never judges
-    if log is not None:
-        last = _last_step(Path(log))
+    earlier = [] if log is None else _records(Path(log))
+    if earlier:
+        last, clock = earlier[-1]["step"], earlier[-1]["clock"]
         goes_on = f"a new file, as this one has step {last}; or start={last + 1} or more, to go on with its run"
         _require(start > last, "log", str(log), goes_on)
+        by_rate = "the optimizer, or a new log: the clock of this one is its summed learning rate"
+        _require(optimizer is not None or clock == last, "optimizer", optimizer, by_rate)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
-    return Watch(model, **chosen, sequences=sequences, start=start, rule=rule or GrowthRule(), say=say)
+    more = {"sequences": sequences, "start": start, "earlier": earlier, "say": say}
+    return Watch(model, **chosen, **more, rule=rule or GrowthRule())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
+import pickle
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -305,7 +307,65 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     assert len(warned) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)
     largest = max(seen.record["max_logit"][0])  # it grew to the end
-    assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0;")
+    meaning = (
+        "past 45,426: go back to a checkpoint from before, and switch there" if leaves else "above 1,000 is a warning"
+    )
+    assert last == f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of 1; {meaning}"
+
+
+def growing(steps: range, log: Path | None, **chosen: Any) -> tuple[dict[int, int], list[str]]:
+    """Layers that ran away, and what was said, in some steps of a run of ``Growing``."""
+    said: list[str] = []
+    model = Growing(4.0)
+    model.step = steps.start
+    with watch(model, every=1, log=log, start=steps.start, say=said.append, **chosen) as seen:
+        for _ in steps:
+            model(data().view(B, T, H, D).transpose(1, 2)).backward()
+    return seen.left, said
+
+
+@pytest.mark.parametrize("stop", [6, 8])
+def test_a_resumed_watch_goes_on_with_its_log(stop: int, tmp_path: Path) -> None:
+    straight, _ = growing(range(40), None)
+    assert straight[0] > 8
+    growing(range(stop), tmp_path / "log")
+    assert growing(range(stop, 40), tmp_path / "log")[0] == straight
+
+
+def test_a_layer_that_left_is_switched_at_once_in_a_resumed_run(tmp_path: Path) -> None:
+    _, before = growing(range(30), tmp_path / "log", switch="flash_consistent")
+    left, after = growing(range(30, 31), tmp_path / "log", switch="flash_consistent")
+    assert left == {0: growing(range(40), None)[0][0]}
+    assert sum("runs away" in line for line in before) == 1
+    assert after[0] == "watch: by the log attention layers 0 ran away before step 30: they run flash_consistent"
+
+
+def test_a_watch_that_starts_late_says_from_when_on_it_can_judge() -> None:
+    assert "from about step 3,900 on" in growing(range(3000, 3001), None)[1][0]
+
+
+def test_a_record_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    growing(range(5), log)
+    log.write_bytes(log.read_bytes()[:-7])
+    growing(range(5, 7), log)
+    assert [record["step"] for record in records(log)] == [0, 1, 2, 3, 5, 6]
+
+
+def test_a_copy_of_the_model_is_not_watched_and_a_pickle_is_refused(tmp_path: Path) -> None:
+    model = Model()
+    with watch(model, every=1, log=tmp_path / "log"):
+        train(copy.deepcopy(model))
+        with pytest.raises(TypeError, match=r"^watch: .* save its state_dict\(\)"):
+            pickle.dumps(model)
+        train(model)
+    assert len(records(tmp_path / "log")) == 1
+
+
+def test_an_optimizer_that_makes_no_step_is_said() -> None:
+    model, other = Model(), torch.optim.SGD(Model().parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="made no step in 2 forward passes"), watch(model, optimizer=other):
+        train(model, 2)
 
 
 @pytest.mark.parametrize(
@@ -390,8 +450,9 @@ def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
     x = data().view(B, T, H, D).transpose(1, 2)
     with (
         watch(model, every=1),
-        pytest.warns(UserWarning, match="silenced"),
-        pytest.raises(ValueError, match=r"^watch: the model is compiled: expected what torch\.compile returned"),
+        pytest.raises(
+            ValueError, match=r"^watch: the model is compiled: expected what torch\.compile\(model\) returned"
+        ),
     ):
         compiled(x)
     with watch(compiled, every=1) as seen:
