@@ -1,4 +1,4 @@
-"""Attention whose every rounding is a name in the config. README.md beside this has the equations and the table of sites."""
+"""Attention whose every rounding is a name. In the repository attention/README.md has the equations and the table of sites."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ _NEED_TORCH = {
     "replace_sdpa": "functional",
     "watch": "watching",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "huggingface"})
 
 
 def __getattr__(name: str) -> object:

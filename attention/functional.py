@@ -11,7 +11,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -95,14 +95,19 @@ def scaled_dot_product_attention(
     return o.transpose(1, 2)[..., :D]
 
 
-@contextmanager
-def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
-    """Inside, ours replaces torch's ``scaled_dot_product_attention``: in ``torch.nn.functional``, and where modules imported it by name.
+def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContextManager[None]:
+    """In a ``with`` block ours replaces torch's ``scaled_dot_product_attention``, also where modules have it by name.
 
     Put the backward pass inside as well: activation checkpointing calls attention there again. What ours cannot do is a ``ValueError``, as
-    in ``scaled_dot_product_attention``. Warns where no call was made, as by a model with attention of another kind.
+    in ``scaled_dot_product_attention``. A function that an object keeps, as ``self.sdpa``, stays torch's. Warns where no call was made, as
+    by a model with attention of another kind.
     """
     spec_of(numerics)
+    return _replaced(numerics)
+
+
+@contextmanager
+def _replaced(numerics: str | AttentionSpec) -> Iterator[None]:
     torchs, called = functional.scaled_dot_product_attention, False
 
     def replacement(*arguments: Any, **settings: Any) -> Tensor:
@@ -110,17 +115,18 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> Iterator[None]:
         called = True
         return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
 
-    own = ("torch.", f"{NAMESPACE}.")
-    holders = [vars(module) for name, module in list(sys.modules.items()) if module and not f"{name}.".startswith(own)]
-    places = [(names, name) for names in holders for name, value in list(names.items()) if value is torchs]
-    places.append((vars(functional), "scaled_dot_product_attention"))
-    for names, name in places:
-        names[name] = replacement
+    def put(old: object, new: object) -> None:
+        own = ("torch.", f"{NAMESPACE}.")
+        modules = (module for name, module in list(sys.modules.items()) if module and not f"{name}.".startswith(own))
+        for names in (vars(functional), *map(vars, modules)):
+            for name in [name for name, value in names.items() if value is old]:
+                names[name] = new
+
+    put(torchs, replacement)
     try:
         yield
     finally:
-        for names, name in places:
-            names[name] = torchs
+        put(replacement, torchs)  # also where a module has been imported meanwhile
     if not called:
         warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=3)
 

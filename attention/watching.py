@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
-from .growth import Growth, GrowthRule, Probe, growth, large_logits, window_start
+from .growth import FMA_LOGIT, Growth, GrowthRule, Probe, growth, large_logits, window_start
 from .measures import QUERY_CHUNK, entropy_of, score_rows
 from .plan import AttentionSpec
 from .reference.exact import exact_float32
@@ -53,8 +53,6 @@ COLUMNS = {
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
 RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _ONE = 1 - 2.0**-9
-FMA_LOGIT = 2**16 * math.log(2)
-"""Largest logit from which an exponent by one multiply-add is off by more than BF16: docs/results.md."""
 _COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
 SCORES = 2**24
 """Scores that exist at once; there are about eight arrays of that size (0.5 GB)."""

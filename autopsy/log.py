@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from attention.growth import GrowthRule, Probe, growth
+from attention.growth import FMA_LOGIT, GrowthRule, Probe, growth
 from errors import UserError
 
 SMALL_LOGIT, LARGE_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1000.0, 1.0, 3
@@ -19,7 +19,9 @@ HARMLESS = 2e-5
 
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     """The verdict, then what it rests on; a sentence a line. Raises ``UserError`` for another file."""
-    if not records or any(name not in record for record in records for name in ("step", "clock", "max_logit")):
+    if not records:
+        raise UserError("this file has no record yet")
+    if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
         raise UserError("this file is not one that attention.watch wrote (of this trainer's runs, name a checkpoint)")
     for before, after in itertools.pairwise(records):
         if after["step"] <= before["step"]:
@@ -62,9 +64,13 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         why = "torch.nn.MultiheadAttention needs need_weights=False."
         return [f"UNCLEAR: {hidden} attention layer(s) of this model were not seen. {why}", largest, *broken]
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW and not _unseen(records, finite):
-        no = "NO: attention's rounding does not make this gradient; look at the recipe and the data."
+        no = f"NO: in the {len(tops)} layers seen attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *broken, f"It says nothing of steps after {records[-1]['step']}."]
     advice = "Run the control." if tops[top] >= LARGE_LOGIT else "Go on watching."
+    if tops[top] > FMA_LOGIT:
+        advice = f"Past {FMA_LOGIT:,.0f}: go back to a checkpoint from before, and switch there."
+    elif (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
+        advice += f" The clock grew {grown:.2f} times, and {GrowthRule().window} are needed to tell whether a layer runs away."
     if records[-1] not in finite:
         advice = "Watch each step (every=1) from an earlier checkpoint."
     few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""

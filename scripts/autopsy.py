@@ -104,6 +104,8 @@ def open_subject(arguments: argparse.Namespace, device: torch.device) -> Subject
 def main() -> None:
     arguments = parse(sys.argv[1:])
     if arguments.checkpoint is not None and arguments.checkpoint.is_file() and not arguments.nanogpt:
+        if arguments.out is not None:
+            raise invalid("--out", arguments.out, "no folder: what a log says is printed")
         print("\n".join(answer(list(read_lines(arguments.checkpoint)))))
         return
     if arguments.checkpoint is not None and arguments.checkpoint.suffix == ".jsonl":

@@ -164,7 +164,14 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
     assert log_answer(records)[0].split(":")[0] == first
 
 
-@pytest.mark.parametrize(("logit", "advice"), [(400.0, "Go on watching."), (5_900.0, "Run the control.")])
+@pytest.mark.parametrize(
+    ("logit", "advice"),
+    [
+        (400.0, "Go on watching."),
+        (5_900.0, "Run the control."),
+        (50_000.0, "Past 45,426: go back to a checkpoint from before, and switch there."),
+    ],
+)
 def test_a_run_that_is_unclear_at_large_logits_is_sent_to_the_control(logit: float, advice: str) -> None:
     assert log_answer([record(step, logit) for step in range(100, 1001, 100)])[0].endswith(advice)
 
@@ -172,6 +179,17 @@ def test_a_run_that_is_unclear_at_large_logits_is_sent_to_the_control(logit: flo
 def test_the_layer_that_left_is_named_with_its_step() -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
     assert leaving([record(step, (step / 100) ** 4) for step in range(100, 1001, 100)]) == {1: 600}
+
+
+@pytest.mark.parametrize(("last", "judged"), [(3_800, False), (4_000, True)])
+def test_a_log_too_short_to_tell_of_growth_says_so(last: int, judged: bool) -> None:
+    sentence = log_answer([record(step, 900.0) for step in range(3_000, last, 100)])[0]
+    assert ("1.3 are needed" in sentence) != judged
+
+
+def test_a_log_without_a_record_is_told_from_another_file() -> None:
+    with pytest.raises(UserError, match="no record yet"):
+        log_answer([])
 
 
 def test_a_dead_run_is_not_told_to_go_on() -> None:

@@ -397,6 +397,23 @@ def test_replaced_in_a_module_whose_name_begins_as_ours(monkeypatch: pytest.Monk
     assert theirs.attend is torchs
 
 
+def test_a_module_that_is_imported_inside_the_block_has_torchs_function_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *inputs, _ = tensors()
+    late = ModuleType("imported_late")
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    with replace_sdpa():
+        late.attend = functional.scaled_dot_product_attention  # type: ignore[attr-defined]
+        late.attend(*inputs)
+    assert late.attend is torchs
+
+
+def test_a_wrong_name_is_refused_before_the_block() -> None:
+    with pytest.raises(ValueError, match="numerics = 'nope'"):
+        replace_sdpa("nope")
+
+
 def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_said() -> None:
     *inputs, _ = tensors()
     with pytest.raises(ValueError, match="dropout_p"), replace_sdpa():
