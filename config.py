@@ -98,6 +98,10 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     """``config`` with fields replaced as typed on the command line."""
     if not arguments:
         return config
+    # tyro takes the last of them, and would drop the first without a word.
+    options = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    if twice := [option for option in options if options.count(option) > 1]:
+        raise UserError(f"{twice[0]} is there twice: expected each option once, with all its values behind it")
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

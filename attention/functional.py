@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -151,9 +152,7 @@ def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
 
 def stochastic(spec: AttentionSpec) -> bool:
     """Whether a call needs a ``rounding_seed``."""
-    sites = spec.resolve()
-    rounding = (sites.probabilities_rounding, sites.output_rounding, sites.delta_rounding)
-    return "stochastic" in rounding and BACKENDS[spec.resolved_backend].has_sites
+    return "stochastic" in asdict(spec.resolve()).values() and BACKENDS[spec.resolved_backend].has_sites
 
 
 def _refuse_settings(

@@ -44,6 +44,9 @@ class AttentionSpec:
         if not isinstance(self.sites, tuple | list) or not all(isinstance(site, str) for site in self.sites):
             raise invalid("attention sites", self.sites, "a tuple of site=value, for example ('output=bf16',)")
         object.__setattr__(self, "sites", tuple(today(site) for site in self.sites))
+        names = [site.partition("=")[0] for site in self.sites]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise invalid("attention sites", " ".join(self.sites), f"{twice[0]} once")
         if self.preset in BASES:
             beside = f"a preset, with numerics = {self.preset!r} beside it, as this names a base of roundings"
             raise invalid("attention preset", self.preset, beside)

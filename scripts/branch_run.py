@@ -4,8 +4,9 @@
     python train.py RECIPE --run.name late --run.resume yes --run.steps 4500 --alarm.switches 3000:1:flash_subtract_first
 
 The new run has the checkpoint (of a run's folder, the newest) and what was logged before its step, as a resume of the old run would
-keep it: metrics, telemetry and interventions. Left alone it goes on to the same bits. RECIPE and options are the old run's, or
-those that a resume may change. ``sessions`` of config.json says where the new run comes from.
+keep it: metrics, telemetry and interventions. Left alone it goes on to the same bits, on a CPU with as many threads. RECIPE and options
+are the old run's, or those that a resume may change; --alarm.switches moves a layer to a preset. ``sessions`` of config.json says where
+the new run comes from.
 
 A branch of a run that replays goes on replaying. A branch of a run that records (``data.record``) does neither: batches are a function of
 data.seed and the step, so it draws the same ones, also beyond the end of the recording, and the old run's recording stays its own. Such a

@@ -105,6 +105,11 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             r"^attention\.rules\.0\.layers = '1': expected a rule of a file after the recipe",
         ),
         ("--run.steps 5 stray", r"stray"),
+        ("--run.steps 5 --run.seed 1 --run.steps=6", r"^--run\.steps is there twice: expected each option once"),
+        (
+            "--attention.default.sites output=m3 delta_sum=m3 output=bf16",
+            r"^attention sites = 'output=m3 delta_sum=m3 output=bf16': expected output once$",
+        ),
         ("--run.steps x", r"^Error parsing --run\.steps: .* 'x'; --help lists the fields$"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),
         (

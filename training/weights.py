@@ -14,7 +14,9 @@ from training.checkpoint import Checkpoints, Loaded
 def read_checkpoint(path: Path) -> Loaded:
     """The checkpoint at ``path``; of a run's folder, the newest. Raises ``UserError`` for what is neither, and for a damaged one."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
+        there = ", ".join(sorted(one.name for one in path.parent.glob("step_*"))[-5:])
+        expected = f"one of {there}" if there else "a checkpoint such as runs/NAME/checkpoints/step_00001000"
+        raise UserError(f"{path}: no such folder; expected {expected}")
     if (path / "SHA256SUMS").is_file():
         return Checkpoints.load(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -3,13 +3,12 @@
 1. How far logits of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv); Markdown.
 2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv);
    one_hot: CSV.
-3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that; jumps: CSV.
+3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that, here and in other_recipes; jumps: CSV.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from pathlib import Path
@@ -24,8 +23,8 @@ ROWS = ("nearest", "stochastic", "p_unrounded", "subtracted", "unfused", "rounde
 EDGES = (0.0, THRESHOLD / 4, THRESHOLD / 2, THRESHOLD, 2 * THRESHOLD, 4 * THRESHOLD, math.inf)
 
 
-def read(run: str, file: str) -> pd.DataFrame:
-    return pd.read_csv(HERE / "runs" / run / file).set_index("step")
+def read(run: str, file: str, study: Path = HERE) -> pd.DataFrame:
+    return pd.read_csv(study / "runs" / run / file).set_index("step")
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> str:
@@ -78,12 +77,12 @@ def one_hot() -> str:
 
 def jumps() -> str:
     rows = []
-    for run in sorted(path.name for path in (HERE / "runs").iterdir()):
-        attention = json.loads((HERE / "runs" / run / "config.json").read_text())["attention"]
-        groups = [one for one in attention if "1" in one.get("heads_of_layer", {"1": ()})]
-        logit, norms = read(run, "probes.csv")["max_logit_1"], read(run, "metrics.csv")["grad_norm"].dropna()
+    folders = [path for study in (HERE, HERE.parent / "other_recipes") for path in sorted((study / "runs").iterdir())]
+    for run, study in ((path.name, path.parents[1]) for path in folders):
+        logit = read(run, "probes.csv", study)["max_logit_1"]
+        norms = read(run, "metrics.csv", study)["grad_norm"].dropna()
         beyond = logit.index[logit >= 2 * THRESHOLD]
-        if len(groups) > 1 or not len(beyond):
+        if not len(beyond):
             continue
         norms = norms[norms.index % 10 == 0]
         first, step = int(logit.index[logit >= THRESHOLD][0]), int(beyond[0])
