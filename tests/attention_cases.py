@@ -17,6 +17,11 @@ PAIRED, COMMON = "paired", "common"
 NAMES = ("o", "dq", "dk", "dv")
 
 
+def in_small_tiles(*sites: str) -> tuple[str, ...]:
+    """``sites`` in tiles of 16 x 16, where they name none."""
+    return tuple(tile for tile in ("tile_q=16", "tile_k=16") if not " ".join(sites).count(tile[:7])) + sites
+
+
 @dataclass
 class Problem:
     """q, k, v and dO, each [B, T, H, D]."""

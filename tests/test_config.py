@@ -69,7 +69,7 @@ def test_every_run_of_the_reproduction_is_understood(monkeypatch: pytest.MonkeyP
 
 def test_overrides_replace_single_fields() -> None:
     plain = load([DEBUG])
-    arguments = ["--optim.lr", "2e-3", "--attention.default.preset", "flash_delta_from_p", "--data.record", "r"]
+    arguments = ["--optim.lr", "2e-3", "--attention.default.preset", "flash_delta_from_p"]
     config = load([DEBUG, *arguments, "--data.record", "r", "--precision.deterministic", "--run.name=x.1"])
     assert config == dataclasses.replace(
         plain,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import kernel_tests
 import pytest
 import torch
-from attention_cases import NAMES, assert_agree, assert_as_exact
+from attention_cases import NAMES, assert_agree, assert_as_exact, in_small_tiles
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from torch import Tensor
 
@@ -244,7 +244,7 @@ def test_sites_act_behind_masks_as_in_the_reference(sites: tuple[str, ...], devi
         Case(T=40, S=48, H=1, K=1, window=9),
         Case(B=2, H=1, K=1, padding=("0" * 9 + "1" * 31, "011" * 13 + "1")),
     ):
-        kernels_agree(case, "flash", ("tile_q=16", "tile_k=16", *sites), device, torch.float32)
+        kernels_agree(case, "flash", in_small_tiles(*sites), device, torch.float32)
 
 
 @pytest.mark.parametrize("preset", ["flash_consistent", "flash_stable"])

@@ -12,6 +12,7 @@ from attention_cases import (
     PAIRED,
     Problem,
     assert_agree,
+    in_small_tiles,
     magnitudes,
     make,
     oracle,
@@ -200,7 +201,7 @@ def test_sites_that_meet_are_rounded_by_the_flash_kernels_as_in_the_reference(
 ) -> None:
     """At a length that no block divides."""
     p = make(meeting.inputs, meeting.dtype, device, (1, 53, 1, 16))
-    sites = ("tile_q=16", "tile_k=16", *meeting.sites.split())
+    sites = in_small_tiles(*meeting.sites.split())
     found, expected = (
         run(
             p,
