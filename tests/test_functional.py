@@ -401,12 +401,12 @@ def test_a_module_that_is_imported_inside_the_block_has_torchs_function_after_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     *inputs, _ = tensors()
-    late = ModuleType("imported_late")
+    original, late = torchs, ModuleType("imported_late")
     monkeypatch.setitem(sys.modules, late.__name__, late)
     with replace_sdpa():
         late.attend = functional.scaled_dot_product_attention  # type: ignore[attr-defined]
         late.attend(*inputs)
-    assert late.attend is torchs
+    assert late.attend is original
 
 
 def test_a_wrong_name_is_refused_before_the_block() -> None:
