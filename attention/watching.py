@@ -124,6 +124,8 @@ def measure(call: Call) -> dict[str, Tensor]:
             # Of the layer: a head of one-hot rows has hardly a gradient, and nothing is large beside that.
             columns["dq_error"] = _over(wrong, exact.norm())
         read = torch.stack([x.isfinite().all() for x in (q, k, v, o, call.do_BHTD) if x is not None]).all()
+        if do is not None:  # what its dtype cannot hold, as behind a loss scale in FP16, is no mistake of the kernel
+            read &= dq.abs().amax() <= torch.finfo(call.dq_BHTD.dtype).max
         columns["nan_made"] = (read & ~call.dq_BHTD.isfinite().all(dim=-1).all(dim=-1).all(dim=0)).float()
     return columns
 
@@ -213,6 +215,7 @@ class Watch(TorchFunctionMode):
 
     def close(self) -> None:
         """Take the hooks away and close the file."""
+        self._pass.close()  # torch runs no hook at its end where a pass was interrupted
         self._write()
         if self._hooks and self._largest is not None:
             logit, step, layer = self._largest
@@ -348,7 +351,7 @@ class Watch(TorchFunctionMode):
 
         def undo() -> None:
             del functions[name]
-            if functions[name] is not function:
+            if name not in functions or functions[name] is not function:
                 functions[name] = function
 
         self._pass.callback(undo)
@@ -357,13 +360,15 @@ class Watch(TorchFunctionMode):
         layer, self._seen = self._seen, self._seen + 1
         self._inside = True
         try:
-            if self._switch is not None and self._due and not self.record:
+            moved = self._switch if layer in self.left else None
+            if self._switch is not None and (moved is not None or (self._due and not self.record)):
                 try:  # in the first pass, so that what it refuses is known before it is needed
-                    with torch.no_grad():
-                        scaled_dot_product_attention(**named, numerics=self._switch)
+                    _refuse_checkpointing()
+                    if moved is None:
+                        with torch.no_grad():
+                            scaled_dot_product_attention(**named, numerics=self._switch)
                 except ValueError as error:
                     raise ValueError(f"watch: switch = {self._switch!r} cannot serve layer {layer}: {error}") from None
-            moved = self._switch if layer in self.left else None
             o = run() if moved is None else scaled_dot_product_attention(**named, numerics=moved)
         finally:
             self._inside = False
@@ -505,6 +510,14 @@ class Watch(TorchFunctionMode):
         return self._switch.label() if isinstance(self._switch, AttentionSpec) else str(self._switch)
 
 
+def _refuse_checkpointing() -> None:
+    """``ValueError`` within activation checkpointing: it calls attention again in the backward pass, where ``watch`` does not see it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    recomputed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    if recomputed or not torch.is_grad_enabled():
+        raise ValueError("expected no activation checkpointing; put replace_sdpa around the training loop")
+
+
 _SIGNATURE = inspect.signature(scaled_dot_product_attention)
 
 
@@ -630,6 +643,9 @@ def watch(
         _require(start > last, "log", str(log), goes_on)
         by_rate = "the optimizer, or a new log: the clock of this one is its summed learning rate"
         _require(optimizer is not None or clock == last, "optimizer", optimizer, by_rate)
+        by_steps = "None, or a new log: the clock of this one counts steps"
+        rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        _require(not 0 < clock == last or rate == 1.0, "optimizer", type(optimizer).__name__, by_steps)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
     more = {"sequences": sequences, "start": start, "earlier": earlier, "say": say}
     return Watch(model, **chosen, **more, rule=rule or GrowthRule())

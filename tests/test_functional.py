@@ -428,6 +428,30 @@ def in_a_fresh_process(code: str) -> None:
     subprocess.run([sys.executable, "-c", start + code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize(
+    ("choose", "read"),
+    [
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "torch.backends.cuda.matmul.fp32_precision"),
+        ("torch.set_float32_matmul_precision('high')", "torch.get_float32_matmul_precision()"),
+    ],
+)
+def test_tf32_is_off_inside_and_comes_back_however_it_was_chosen_and_in_any_thread(choose: str, read: str) -> None:
+    in_a_fresh_process(f"""
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from attention.reference.exact import exact_float32
+sys.setswitchinterval(1e-5)
+{choose}
+chosen = {read}
+def inside(_):
+    with exact_float32(torch.device("cpu")):
+        return {read}
+with ThreadPoolExecutor(4) as threads:
+    assert chosen not in set(threads.map(inside, range(400)))
+assert {read} == chosen
+""")
+
+
 def test_torchs_own_kernel_can_replace_torchs_function() -> None:
     in_a_fresh_process("""
 q = torch.randn(1, 1, 4, 8)

@@ -200,6 +200,7 @@ KEYS = [
     Case(B=3, padding=("0" * 19 + "1" * 21, "1" * 40, "0" * 40)),
     Case(B=2, padding=("01" * 20, "1" * 30 + "0" * 10), causal=False),
     Case(B=2, lengths=(25, 40), window=9),
+    Case(window=3, padding=("1" * 12 + "0" * 9 + "1" * 19,)),  # rows whose window holds holes alone
 ]
 PACKED = [
     Case(packed=(7, 20, 13)),

@@ -262,21 +262,23 @@ def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.dev
     assert len(looks[0]["dq_error"]) == 2
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "mine"])
-def test_hugging_face_models_with_grouped_queries(implementation: str) -> None:
+@pytest.mark.parametrize("implementation", ["sdpa", "mine", "local"])
+def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     transformers.AttentionInterface.register("mine", lambda *args, **more: sdpa_attention_forward(*args, **more))
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions, "local", lambda *args, **more: sdpa_attention_forward(*args, **more))
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
     config = transformers.LlamaConfig(**shape, intermediate_size=64, vocab_size=50)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
-    before = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
+    before = dict(functions)
     tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
     with watch(model) as seen:
         model(input_ids=tokens, labels=tokens).loss.backward()
-    assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == before
+    assert dict(functions) == before
     assert [len(heads) for heads in seen.record["max_logit"]] == [4, 4]
     assert all(0 < error < 1e-3 for heads in seen.record["dq_error"] for error in heads)
 
@@ -360,6 +362,54 @@ def test_a_copy_of_the_model_is_not_watched_and_a_pickle_is_refused(tmp_path: Pa
             pickle.dumps(model)
         train(model)
     assert len(records(tmp_path / "log")) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_switch_is_refused_with_activation_checkpointing(reentrant: bool) -> None:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model = Checkpointed()
+    refused = pytest.raises(ValueError, match="cannot serve layer 0: expected no activation checkpointing")
+    with watch(model, switch="flash_consistent"), refused:
+        model(data().requires_grad_())
+
+
+def test_a_log_that_counts_steps_does_not_go_on_with_an_optimizers_clock(tmp_path: Path) -> None:
+    model = Model()
+    with watch(model, every=1, log=tmp_path / "log"):
+        train(model)
+        train(model)
+    with pytest.raises(ValueError, match="optimizer = 'SGD': expected None, or a new log"):
+        watch(model, log=tmp_path / "log", start=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_pass_that_is_interrupted_leaves_no_mode_behind() -> None:
+    class Interrupted(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            raise KeyboardInterrupt
+
+    before = torch.overrides._get_current_function_mode_stack()
+    with pytest.raises(KeyboardInterrupt), watch(Interrupted(), every=1) as seen:
+        seen._model(data())
+    assert torch.overrides._get_current_function_mode_stack() == before
+
+
+def test_an_overflow_of_float16_is_no_mistake_of_the_kernel() -> None:
+    q, k, v, do = torch.randn(4, 1, 1, 8, 16, generator=torch.Generator().manual_seed(0)).half()
+
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, 6 * k, 6 * v)
+
+    q.requires_grad_()
+    with watch(Half(), every=1) as seen:
+        seen._model(q).backward(10_000 * do)
+    assert q.grad is not None
+    assert not q.grad.isfinite().all()
+    assert seen.record["nan_made"] == [[0.0]]
 
 
 def test_an_optimizer_that_makes_no_step_is_said() -> None:

@@ -26,7 +26,7 @@ def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:
     rows, columns = (slice(0, x.shape[2]) for x in (problem.q, problem.k))
     s = problem.scores(rows, columns)
     p = torch.softmax(s, dim=-1)
-    return s, p if problem.runs is None else p.masked_fill(problem.runs.empty()[:, None, :, None], 0.0)
+    return s, p if problem.runs is None else p.masked_fill((s == -torch.inf).all(dim=-1, keepdim=True), 0.0)
 
 
 def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any) -> Tensor:
