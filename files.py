@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,41 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def aside(folder: Path) -> Iterator[Path]:
+    """A hidden folder beside ``folder`` for what is to become it, of this process alone. It goes at the end.
+
+    Raises ``UserError`` where another process has it, or where it cannot be made.
+    """
+    hidden = folder.with_name(f".{folder.name}.partial")
+    try:
+        hidden.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(hidden, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = not os.path.samestat(os.fstat(descriptor), os.stat(hidden))
+        except (BlockingIOError, FileNotFoundError):
+            taken = True
+        except OSError:  # a file system without locks
+            taken = False
+        if taken:
+            raise UserError(f"{folder}: another process is writing it; wait for its end")
+        for left in hidden.iterdir():
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+        try:
+            yield hidden
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
     finally:
         os.close(descriptor)
 

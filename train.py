@@ -141,6 +141,7 @@ def report(run: Run, step: int, bar: tqdm) -> int:
 def leave(run: Run, step: int, unsaved: bool) -> NoReturn:
     """Save, if that is still to be done, and exit with the code that says: start me again. Every rank must call it."""
     if unsaved:
+        switch_attention(run, step)  # what the checkpoint says is done is then recorded, too
         save(run, step)
     run.place.say(f"step {step}: asked to leave; saved, and --run.resume yes goes on from here")
     raise SystemExit(EXIT_GO_ON)

@@ -194,6 +194,12 @@ class Batches:
         for first in range(self._rank * size, windows, self._world_size * size):
             yield _inputs_and_targets(self._sequences.validation(slice(first, min(first + size, windows))))
 
+    def first_validation(self, sequences: int) -> tuple[Tensor, Tensor]:
+        """The first ``sequences`` of the validation set, or as many as there are, for any rank."""
+        return _inputs_and_targets(
+            self._sequences.validation(slice(0, min(sequences, self._sequences.validation_windows)))
+        )
+
     def digest(self) -> str:
         """16 hexadecimal digits of everything drawn so far: equal for two runs at one position just when their data was equal.
 

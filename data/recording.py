@@ -197,18 +197,13 @@ class Recorder:
 def whole_recording(name: Path) -> Iterator[Path]:
     """A folder to record into that becomes ``name`` when the block ends, and goes when it raises: half a recording would replay, too.
 
-    Raises ``UserError`` where ``name`` exists.
+    Raises ``UserError`` where ``name`` exists, or another process is making it.
     """
     if os.path.lexists(name):
         raise UserError(f"{name} exists: choose another name or remove it")
-    aside = name.with_name(f".{name.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        yield aside
-        os.replace(aside, name)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    with files.aside(name) as hidden:
+        yield hidden / name.name
+        os.replace(hidden / name.name, name)
     files.sync_folder(name.parent)
 
 

@@ -204,21 +204,18 @@ def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
     """A hidden folder to write a data set into; it becomes ``folder`` when the block ends, and goes when it raises.
 
     A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. ``UserError``: ``folder``
-    holds something and ``force`` is off, or holds files that are not a data set's.
+    holds something and ``force`` is off, or holds files that are not a data set's; or another process is making it.
     """
     folder = Path(folder)
-    staging = folder.with_name(f".{folder.name}.partial")
     _check_replaceable(folder, force)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        yield staging
+    with files.aside(folder) as hidden:
+        whole = hidden / folder.name
+        whole.mkdir()
+        yield whole
+        _check_replaceable(folder, force)  # another process may have made it meanwhile
         if folder.exists():
             shutil.rmtree(folder)
-        os.rename(staging, folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        os.rename(whole, folder)
     files.sync_folder(folder.parent)
 
 

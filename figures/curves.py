@@ -33,6 +33,9 @@ def by_step(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
             rows.popitem()
         told = {name: "nan" if value != value else value for name, value in record.items()}
         rows.setdefault(record["step"], {}).update(told)
+        # With log_every above 1 there may be no line of the step that it went back to.
+        while rows and next(reversed(rows)) >= record.get("went_back_to", math.inf):
+            rows.popitem()
     return pd.DataFrame(list(rows.values())).set_index("step")
 
 

@@ -31,6 +31,7 @@ import _root  # noqa: F401
 from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
+    import numpy as np
     import pandas as pd
 
     import files
@@ -42,8 +43,8 @@ LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
 NEAR = 60
 """Steps behind a large gradient norm that do not count: a published run has more rows there than elsewhere."""
-LAST_STEPS, LAST_SHARE = 50, 10
-"""train_loss_end is the mean of so many of the last logged losses, at most a tenth of all."""
+LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
+"""train_loss_end is the mean of so many last steps, at most a tenth of all, each 20 of them counted once: logs are thinned unevenly."""
 # Differences in these say which run it is or what it writes where, not how it trains; the data have a sentence of their own.
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
@@ -73,14 +74,14 @@ def load(folder: Path) -> Run:
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     kept = folder / "probes.csv"
-    probes = curves.read_csv(kept) if kept.is_file() else _by_layer(curves.telemetry(folder))
+    probes = curves.read_csv(kept).astype(float) if kept.is_file() else _by_layer(curves.telemetry(folder))
     return Run(folder.resolve().name, content, metrics, probes)
 
 
 def _by_layer(telemetry: pd.DataFrame) -> pd.DataFrame:
     rows = {
         step: {f"w_q_norm_{layer}": norm for layer, norm in enumerate(probe["w_q_norm"])}
-        | {f"max_logit_{layer}": max(heads) for layer, heads in enumerate(probe["max_logit"])}
+        | {f"max_logit_{layer}": float(np.max(heads)) for layer, heads in enumerate(probe["max_logit"])}
         for step, probe in telemetry.iterrows()
     }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -116,7 +117,7 @@ def unstable_since(norms: pd.Series) -> int | None:
     if first is None or norms.index[-1] - first < 500:
         return None
     after = norms[norms.index > first + NEAR]
-    before = norms[(norms.index >= first - 1000) & (norms.index <= first - 500)]
+    before = norms[(norms.index >= first - 1000) & (norms.index <= max(first - 500, first // 2))]
     return first if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median() else None
 
 
@@ -153,7 +154,6 @@ def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: 
     # A run that logs every tenth step ends between two of them; its last validation is at the end itself.
     done = max(losses.index[-1] + 1, run.metrics.index.max()) >= int(settings["steps"])
     ended, exploded = ending(losses, norms, done, margin, patience)
-    tail = list(losses.tail(max(1, min(LAST_STEPS, len(losses) // LAST_SHARE))))
     row: dict[str, Any] = {
         "run": run.name,
         "attention": run.config["attention_name"],
@@ -162,7 +162,7 @@ def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: 
         "exploded_at": exploded,
         "last_step": int(losses.index[-1]),
         "grad_norm_above_20_at": first_large_norm(norms),
-        "train_loss_end": sum(tail) / len(tail),
+        "train_loss_end": loss_at_the_end(losses),
         "val_loss_best": validation.min() if len(validation) else None,
         "val_loss_end": validation.iloc[-1] if len(validation) else None,
     }
@@ -172,6 +172,13 @@ def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: 
         row[f"{name}_largest"] = values.max() if len(values) else None
     speeds = run.column("tokens_per_second")
     return row | {"tokens_per_second": speeds.median() if len(speeds) else None}
+
+
+def loss_at_the_end(losses: pd.Series) -> float:
+    """NaN where one of these losses is."""
+    steps = int(losses.index[-1]) + 1
+    late = losses[losses.index >= steps - min(LAST_STEPS, max(1, steps // LAST_SHARE))]
+    return float(late.groupby(late.index // BIN).agg(lambda bin: bin.mean(skipna=False)).mean(skipna=False))
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:

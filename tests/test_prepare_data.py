@@ -47,7 +47,7 @@ def half_way(tmp_path):
     with open(pipe, "wb", buffering=0) as feed:
         # More than is encoded at once, so that some of it was written.
         feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)
-        written = tmp_path / "data/tokens/.a.partial/train.bin"
+        written = tmp_path / "data/tokens/.a.partial/a/train.bin"
         wait_for(lambda: written.exists() and written.stat().st_size > 0)
         yield process
     process.kill()
@@ -68,6 +68,12 @@ def test_run_after_a_killed_one_is_whole_and_clears_its_rest(tmp_path, half_way,
     assert result.returncode == 0
     assert [path.name for path in (tmp_path / "data/tokens").iterdir()] == ["a"]
     assert TokenFile.open(tmp_path / "data/tokens/a", "val", verify="sha256").tokens.tobytes() == b"b\0"
+
+
+def test_a_second_process_is_refused_and_leaves_the_first_ones_files(tmp_path, half_way, text):
+    result = run(*bytes_options(text), "--name", "a", cwd=tmp_path)
+    assert (result.returncode, "another process is writing it" in result.stderr) == (2, True)
+    assert (tmp_path / "data/tokens/.a.partial/a/train.bin").stat().st_size > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -243,7 +243,10 @@ REFUSED = {
         fields=UNRECORDED,
     ),
     "more_than_the_data_holds": Refusal(
-        r"^telemetry\.sequences = 9: expected at most 8, ", {"telemetry.sequences": 9}, fields={"run.steps": 15}, dies_at=0
+        r"^telemetry\.sequences = 9: expected at most data\.validation_sequences = 8$",
+        {"telemetry.sequences": 9},
+        fields={"run.steps": 15},
+        dies_at=0,
     ),
     "processes": Refusal(
         r"step_00000010 is of 1 processes, not 2", {"data.micro_batch": 4}, spoil=by_two_processes, mended=True

@@ -161,6 +161,10 @@ class Watch:
         self._raised |= {alarm.layer: alarm.step for alarm in new}
         return new
 
+    def keep_raised(self, layers: set[int]) -> None:
+        """Of the layers flagged so far only these stay so."""
+        self._raised = {layer: step for layer, step in self._raised.items() if layer in layers}
+
     def _growth(self) -> list[Alarm]:
         found = growth(self._probes, self._config.growth) if self._config.growth_exponent else None
         return [] if found is None else [self._flag_growth(layer, found) for layer in found.layers()]

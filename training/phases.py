@@ -100,6 +100,8 @@ def recover(run: Run, taken: Taken, following: int) -> int:
         back = roll_back(run, taken.step)
         action, following = ("stop", following) if back is None else (action, back)
     taken.row["nonfinite"] = action
+    if action == "rollback":
+        taken.row["went_back_to"] = following
     what = {
         "overflow": f"float16 overflow, {run.guard.overflow_steps} so far; update skipped",
         "skip": "not finite; update skipped",

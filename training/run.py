@@ -23,8 +23,8 @@ from training import distributed, gpt2_weights, record, speed, throughput
 from training.alarm import Watch
 from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
-from training.intervention import Interventions, parse_switch
-from training.metrics import Metrics, Reached, import_wandb, start_wandb
+from training.intervention import INTERVENTIONS_FILE, Interventions, parse_switch
+from training.metrics import Metrics, Reached, import_wandb, read_lines, start_wandb
 from training.nonfinite import NonFiniteGuard, Withholding
 from training.optim import build_optimizer, learning_rate
 from training.qk_clip import forget_logits
@@ -292,6 +292,10 @@ def open_telemetry(run: Run) -> None:
     )
     for earlier in run.telemetry.earlier():
         run.watch.update(earlier)
+    # An alarm of a rule that this session is the first to have was never told, nor answered.
+    path = run.folder / INTERVENTIONS_FILE
+    told = {line["layer"] for line in read_lines(path) if line["kind"] == "alarm"} if path.exists() else set()
+    run.watch.keep_raised(told)
 
 
 # ---- checkpoints

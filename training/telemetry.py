@@ -26,12 +26,12 @@ from attention.measures import attention_statistics
 from attention.plan import HeadGroup, LayerPlan
 from attention.reference.exact import exact_float32
 from attention.reference.tiles import FORMAT_OF, Sites
+from data.batches import Batches
 from errors import check_size, invalid
 from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.spectral import attention_norms
-from training.evaluate import ValidationBatches
 from training.metrics import JsonLines, read_lines, read_run_file
 from training.precision import PrecisionConfig
 
@@ -106,7 +106,7 @@ class Telemetry:
         self,
         config: TelemetryConfig,
         model: GPT,
-        batches: ValidationBatches,
+        batches: Batches,
         folder: Path,
         *,
         device: torch.device,
@@ -152,19 +152,12 @@ class Telemetry:
         self._file.close()
 
 
-def probe_batch(batches: ValidationBatches, sequences: int) -> tuple[Tensor, Tensor]:
-    """The first ``sequences`` validation sequences of this process, (tokens_BT, targets_BT), int64 on the CPU."""
-    tokens: list[Tensor] = []
-    targets: list[Tensor] = []
-    for tokens_BT, targets_BT in batches.validation():
-        tokens.append(tokens_BT)
-        targets.append(targets_BT)
-        if sum(map(len, tokens)) >= sequences:
-            return torch.cat(tokens)[:sequences], torch.cat(targets)[:sequences]
-    expected = (
-        f"at most {sum(map(len, tokens))}, the validation sequences of the first process (data.validation_sequences)"
-    )
-    raise invalid("telemetry.sequences", sequences, expected)
+def probe_batch(batches: Batches, sequences: int) -> tuple[Tensor, Tensor]:
+    """The first ``sequences`` validation sequences, (tokens_BT, targets_BT), int64 on the CPU, for any number of processes."""
+    tokens_BT, targets_BT = batches.first_validation(sequences)
+    if len(tokens_BT) < sequences:
+        raise invalid("telemetry.sequences", sequences, f"at most data.validation_sequences = {len(tokens_BT)}")
+    return tokens_BT, targets_BT
 
 
 @torch.no_grad()
