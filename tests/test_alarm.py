@@ -211,6 +211,13 @@ def test_switch_moves_the_flagged_layers_at_the_next_step_and_the_record_of_it_r
     assert weights(replayed, 20) == weights(switched, 20)
 
 
+def test_an_alarm_that_a_resume_switches_on_is_raised_and_answered(place: Place) -> None:
+    place.train("late", {**touchy(growth_exponent=0.0), "run.steps": 12})
+    run = place.train("late", {**touchy(response="switch"), "run.resume": "yes"})
+    assert events(run, "alarm")[0]["step"] == 12
+    assert events(run, "switch")[0]["step"] == 13
+
+
 def test_a_response_needs_telemetry() -> None:
     with pytest.raises(UserError, match=r"alarm\.response = 'stop': expected log while telemetry\.every = 0"):
         TrainConfig(alarm=AlarmConfig(response="stop"), telemetry=TelemetryConfig(every=0))

@@ -57,6 +57,13 @@ def record(dataset: Path, folder: Path, steps: int, **changes) -> list[list[tupl
     return drawn
 
 
+def test_the_first_validation_sequences_are_those_of_any_process(dataset):
+    chosen = settings_for(dataset, micro_batch=1, global_batch=2)
+    one, second = open_batches(chosen), open_batches(chosen, rank=1, world_size=2)
+    assert torch.equal(one.first_validation(3)[0], second.first_validation(3)[0])
+    assert torch.equal(one.first_validation(3)[0], torch.cat([tokens for tokens, _ in one.validation()])[:3])
+
+
 def test_the_random_order_is_pinned():
     assert random_offsets(1337, 5, 1000, 4, 6).tolist() == [459, 345, 834, 897, 434, 332]
 

@@ -1,6 +1,7 @@
 """scripts/compare_runs.py: the table, the sentence about the data, and one line for each mistake."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,27 @@ def test_a_run_of_train_py_has_its_row(place: Place) -> None:
         (["3"] * 99 + ["nan"], [1.0] * 100, 0, "NaN at 990"),
         (["3"] * 200, [1.0] * 120 + [30.0] * 80, 0, "unstable since 1,200"),
         (["3"] * 200, [1.0] * 120 + [30.0] + [1.0] * 79, 0, "stable to 1,990"),
+        (["3"] * 200, [1.0] * 25 + [30.0] * 175, 0, "unstable since 250"),
     ],
 )
 def test_how_a_run_ended(tmp_path: Path, losses: list[str], norms: list[float], planned: int, ended: str) -> None:
     run = published(tmp_path / "run", losses, norms, planned)
     assert summary(run)["ended"] == ended
+
+
+@pytest.mark.parametrize("thinned", [lambda step: step % 20 == 0, lambda step: step % 20 == 0 or step > 3_900])
+def test_the_loss_at_the_end_is_of_the_same_steps_however_a_log_is_thinned(thinned: Callable[[int], bool]) -> None:
+    whole = pd.Series(range(4_000), dtype=float)
+    steps = [step for step in whole.index if thinned(step)]
+    # A bin has one step of it or all: half a bin apart at most.
+    expected = compare_runs.loss_at_the_end(whole)
+    assert compare_runs.loss_at_the_end(whole[steps]) == pytest.approx(expected, abs=10)
+    assert expected == pytest.approx(whole[3_600:].mean())
+
+
+def test_a_nan_of_one_head_is_the_layers() -> None:
+    probes = pd.DataFrame({"w_q_norm": [[1.0]], "max_logit": [[[5.0, math.nan]]]}, index=[0])
+    assert math.isnan(compare_runs._by_layer(probes)["max_logit_0"][0])
 
 
 def test_a_step_without_a_loss_is_not_nan(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import train
 from data.batches import random_offsets
 from data.recording import Recording
 from model import GPT
+from scripts.make_recording import logged_digests, make
 from training.checkpoint import Checkpoints
 from training.precision import PrecisionConfig
 from training.run import Run
@@ -123,6 +124,13 @@ def test_rollback_goes_back_to_the_checkpoint_and_past_the_batch(rolled_back: Pa
     # From the checkpoint of step 10, with the batches that follow the bad one.
     assert courses == first + [(step, step + BAD_BATCH + 1 - 10) for step in range(10, 20)]
     assert events(rolled_back) == [(BAD_BATCH, BAD_BATCH, "rollback")]
+
+
+def test_a_recording_made_afterwards_agrees_with_a_run_that_went_back(
+    place: Place, rolled_back: Path, tmp_path: Path
+) -> None:
+    digests = logged_digests(rolled_back)
+    assert make(place.config("again").data, tmp_path / "made", 25, digests) == len(digests) == 25
 
 
 def test_rollback_lowers_the_learning_rate_for_so_many_steps(rolled_back: Path) -> None:

@@ -97,6 +97,23 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_to_the_same_bits(
     assert tree(Path(fields["data.record"])) == tree(Path(place.recording("straight")))
 
 
+def test_a_switch_of_the_step_that_it_leaves_before_is_recorded(place: Place) -> None:
+    fields = {**AUTO, "alarm.switches": ("8:1:flash_fp32_o",)}
+    original = train.take_step
+
+    def asked(run: Run, step: int) -> Any:
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "take_step", asked)
+        with pytest.raises(SystemExit):
+            place.train("left_before_a_switch", fields)
+    run = place.train("left_before_a_switch", fields)
+    assert [line["step"] for line in lines(run, name="interventions.jsonl")] == [8]
+
+
 TWICE = """
 import os, signal
 from training import signals
