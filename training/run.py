@@ -292,10 +292,10 @@ def open_telemetry(run: Run) -> None:
     )
     for earlier in run.telemetry.earlier():
         run.watch.update(earlier)
-    # An alarm of a rule that this session is the first to have was never told, nor answered.
-    path = run.folder / INTERVENTIONS_FILE
-    told = {line["layer"] for line in read_lines(path) if line["kind"] == "alarm"} if path.exists() else set()
-    run.watch.keep_raised(told)
+    # An alarm of a rule, or an answer to it, that this session is the first to have has not been given yet.
+    path, kind = run.folder / INTERVENTIONS_FILE, "switch" if config.alarm.response == "switch" else "alarm"
+    done = {line["layer"] for line in read_lines(path) if line["kind"] == kind} if path.exists() else set()
+    run.watch.keep_raised(done)
 
 
 # ---- checkpoints
