@@ -47,8 +47,15 @@ def main() -> None:
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    text = options.text.read_text(encoding="utf-8")
+    try:
+        text = options.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--text {options.text}: expected a UTF-8 file ({error})")
     model, tokens = load(options.model, text, huggingface.register(options.numerics))
+    if text and not len(tokens):
+        parser.error(
+            f"--model {options.model}: its tokenizer makes no tokens; expected tokenizer files beside the weights"
+        )
     if len(tokens) <= options.length:
         parser.error(f"--length {options.length}: expected less than the text's {len(tokens)} tokens")
     model.to(device).train()

@@ -46,6 +46,7 @@ NEAR = 60
 LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 """train_loss_end is the mean of so many last steps, at most a tenth of all, each 20 of them counted once: logs are thinned unevenly."""
 # Differences in these say which run it is or what it writes where, not how it trains; the data have a sentence of their own.
+WHERE = ("device", "git_commit", "source_sha256", "versions")
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
 
@@ -102,6 +103,21 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two runs have the name {twice[0]}: give one of them another folder name")
     return found
+
+
+def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs, and why one that a folder of runs holds is left out. Raises ``UserError`` for one that was named, or where none is left."""
+    runs, left_out = [], []
+    for folder in run_folders(paths):
+        try:
+            runs.append(load(folder))
+        except UserError as error:
+            if folder in paths:
+                raise
+            left_out.append(str(error))
+    if not runs:
+        raise UserError(left_out[0])
+    return runs, left_out
 
 
 def first_large_norm(norms: pd.Series) -> int | None:
@@ -233,9 +249,16 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """What decides how a run trains, by name."""
-    where: dict[str, Any] = {key: run.config[key] for key in ("device", "git_commit", "versions") if key in run.config}
-    found = flat(run.config["config"]) | flat(where)
+    """What decides how a run trains, by name; of sessions that differ all values, in their order."""
+    told: dict[str, list[Any]] = {}
+    for session in run.config.get("sessions") or [run.config]:
+        for name, value in flat({key: session[key] for key in WHERE if key in session}).items():
+            value = value[:12] if name == "source_sha256" else value
+            values = told.setdefault(name, [])
+            if value not in values:
+                values.append(value)
+    where = {name: values[0] if len(values) == 1 else " then ".join(map(str, values)) for name, values in told.items()}
+    found = flat(run.config["config"]) | where
     return {name: value for name, value in found.items() if not name.startswith(UNTOLD)}
 
 
@@ -247,6 +270,8 @@ def against(first: Run, run: Run) -> str:
     step = curves.first_difference(*losses)
     parts = "the same training losses, bit for bit" if step is None else f"training losses differ from step {step} on"
     old, new = settings_of(first), settings_of(run)
+    if old.get("source_sha256", "") == new.get("source_sha256"):  # another commit of the same source
+        old["git_commit"] = new["git_commit"] = None
     changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in old if name in new and old[name] != new[name]]
     if alone := len(old.keys() ^ new.keys()):
         changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
@@ -332,7 +357,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layer", type=int, help="from 0: the layer whose logits and W_Q are told (that of the largest logit)"
     )
-    parser.add_argument("--at", type=int, nargs="+", default=[], help="steps at which losses, logits and W_Q are told")
+    parser.add_argument(
+        "--at", type=int, nargs="+", default=[], help="measured steps at which validation loss, logits and W_Q are told"
+    )
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     args = parser.parse_args(argv)
@@ -343,7 +370,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.out != "none" and Path(args.out).suffix not in (".png", ".pdf", ".svg"):
         raise invalid("--out", args.out, "a file name that ends in .png, .pdf or .svg, or none")
     if args.table and args.table.suffix not in (".md", ".csv"):
-        raise invalid("--table", args.table, "a file name that ends in .md or .csv")
+        raise invalid("--table", str(args.table), "a file name that ends in .md or .csv")
     return args
 
 
@@ -351,12 +378,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the comparison, then draw it."""
     args = parse(argv)
-    runs = [load(folder) for folder in run_folders(args.runs)]
+    runs, left_out = load_all(args.runs)
     layer = worst_layer(runs) if args.layer is None else args.layer
     rows = [summarize(run, layer, args.at, args.margin, args.patience) for run in runs]
     table = table_of(rows)
+    for step in args.at:
+        if not any(name.endswith(f"_at_{step}") for name in table):
+            raise invalid("--at", step, "a step at which one of the runs has a validation loss or a probe")
     lines = [data_sentence(runs)] if len(runs) > 1 else []
     lines += validation_sentence(runs) + [against(runs[0], run) for run in runs[1:]]
+    lines += [f"Left out: {reason}." for reason in left_out]
     lines.append(curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience))
     print(markdown(table), *lines, sep="\n")
     if args.table:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,36 @@ def test_it_is_told_where_runs_part_and_what_was_changed(
 ) -> None:
     change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
     assert f"fixed against failing: training losses differ from step 2 on; {change}\n" in told(capsys, *pair)
+
+
+def test_other_source_and_what_changed_between_sessions_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = (write_run(tmp_path / name, [2.0] * 6) for name in ("old", "new"))
+    for run, sha, threads in ((old, "a", (1,)), (new, "b", (2, 1))):
+        content = json.loads((run / "config.json").read_text())
+        content["sessions"] = [{"source_sha256": sha, "git_commit": "c", "device": {"threads": n}} for n in threads]
+        (run / "config.json").write_text(json.dumps(content))
+    changes = told(capsys, old, new)
+    assert "source_sha256: 'a' -> 'b'" in changes
+    assert "device.threads: 1 -> '2 then 1'" in changes
+
+
+def test_a_run_of_a_folder_that_cannot_be_read_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs/good", [2.0] * 6)
+    (tmp_path / "runs/new").mkdir()
+    (tmp_path / "runs/new/metrics.jsonl").touch()
+    compare(tmp_path / "runs", "--out", "none")
+    shown = capsys.readouterr().out
+    assert "| good |" in shown
+    assert re.search(r"^Left out: .*runs/new/metrics\.jsonl", shown, re.M)
+
+
+def test_a_step_that_no_run_measured_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    run = write_run(tmp_path / "run", [2.0] * 6)
+    assert "--at = 99: expected a step" in refused(compare_runs.main, run, "--out", "none", "--at", 99)
 
 
 def test_settings_that_one_record_lacks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -325,7 +325,7 @@ def _init_wandb(
             name=f"{folder.name}: {attention_name}",
             config=config_json,
             mode=config.mode,
-            # An offline run never resumes in place: a second one of the same id is written, and `wandb sync --append` joins them.
+            # An offline run never resumes in place: each session writes a folder of its own, under one id.
             resume="allow" if config.mode == "online" else None,
         )
     except Exception as error:  # not its own only: some come from pydantic
