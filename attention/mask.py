@@ -20,8 +20,9 @@ from .user_error import UserError, invalid
 class Mask(NamedTuple):
     """What of a call's keys is hidden, beside what ``causal`` hides; its fields are names of ``numerics.FEATURES``.
 
-    A query that sees no key has O = 0 and passes no gradient, and is never read. Nor are keys that ``keys`` of [B] or [B, S] hides from all
-    queries. Other keys that no query sees must be finite: kernels multiply them by 0.
+    A query that sees no key has O = 0 and passes no gradient. Never read are keys that ``keys`` of [B] or [B, S] hides from all queries,
+    and queries whose run of keys is empty. Other keys that no query sees, and queries that see holes alone, must be finite: 0 is their
+    factor.
     """
 
     bottom_right: bool = False

@@ -309,10 +309,8 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     assert len(warned) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)
     largest = max(seen.record["max_logit"][0])  # it grew to the end
-    meaning = (
-        "past 45,426: go back to a checkpoint from before, and switch there" if leaves else "above 1,000 is a warning"
-    )
-    assert last == f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of 1; {meaning}"
+    assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of 1")
+    assert ("45,426" in last) == (largest > 45_426) == leaves
 
 
 def growing(steps: range, log: Path | None, **chosen: Any) -> tuple[dict[int, int], list[str]]:
@@ -339,7 +337,8 @@ def test_a_layer_that_left_is_switched_at_once_in_a_resumed_run(tmp_path: Path) 
     left, after = growing(range(30, 31), tmp_path / "log", switch="flash_consistent")
     assert left == {0: growing(range(40), None)[0][0]}
     assert sum("runs away" in line for line in before) == 1
-    assert after[0] == "watch: by the log attention layers 0 ran away before step 30: they run flash_consistent"
+    assert "flash_consistent" in after[0]
+    assert not any("runs away" in line for line in after)
 
 
 def test_a_watch_that_starts_late_says_from_when_on_it_can_judge() -> None:
