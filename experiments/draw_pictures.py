@@ -300,7 +300,7 @@ def published_fix() -> Figure:
     )
     below: tuple[Any, ...] = (
         ("L in BF16", BLACK, [study / "published_l_bf16"], 6e4, None),
-        ("FP32 O in delta", ORANGE, [study / "published_fp32_o"], 2.4e4, 4.46),
+        ("FP32 O in delta", ORANGE, [study / f"published_fp32_o{seed}" for seed in ("", "_seed_1")], 2.4e4, 4.46),
         ("l in FP32", GRAY, [study / f"published{fp32}{seed}" for seed in seeds], 1.05e4, None),
         ("delta from P", PINK, [study / f"{from_p}{seed}" for seed in seeds], 4.6e3, None),
         (
@@ -317,7 +317,13 @@ def published_fix() -> Figure:
             1.25e3,
             None,
         ),
-        ("delta*", "#56B4E9", [study / f"published_delta_normalized{seed}" for seed in seeds], 700, None),
+        (
+            "delta*",
+            "#56B4E9",
+            [study / f"published_delta_normalized{run}" for run in (*seeds, "_seed_3", "_seed_4", second)],
+            700,
+            None,
+        ),
         ("delta from P, l in FP32", BLUE, [study / f"{from_p}{fp32}{seed}" for seed in seeds], 200, 4.36),
     )
     for (left, right), arms, last in zip(panels, (above, below), (5500, 2401), strict=True):
@@ -347,14 +353,15 @@ def consistent() -> Figure:
     figure, [[axis]] = page(4.6, 1, 1)
     seeds = ("", "_seed_1", "_seed_2")
     arms = {"flash": (ORANGE, seeds), "delta_from_p": (GRAY, seeds)}
-    arms["flash_consistent"] = (BLUE, ("_long", "_seed_1_long", "_seed_2_long", "_second_order_long"))
+    arms["flash_consistent"] = (BLUE, ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", "_second_order_long"))
     study = EXPERIMENTS / "consistent" / "runs"
     lines = [
         (color, (study if arm == "flash_consistent" else RUNS) / f"{arm}{run}")
         for arm, (color, runs) in arms.items()
         for run in runs
     ]
-    for color, folder in (*lines, (ORANGE, study / "flash_second_order")):
+    second = ((ORANGE, study / "flash_second_order"), (GRAY, study / "delta_from_p_second_order"))
+    for color, folder in (*lines, *second):
         rows = probes(folder)
         rows = rows[rows["step"] <= 13_000]
         style = "--" if "second_order" in folder.name else "-"
@@ -362,7 +369,7 @@ def consistent() -> Figure:
     write(axis, (6200, 2e6, "flash", ORANGE), (8500, 330, "delta from P", GRAY), (8500, 12, "flash_consistent", BLUE))
     axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 13_000))
     axis.set_title(
-        "largest attention logit of layer 1, three seeds each; dashed: a second order of batches",
+        "largest attention logit of layer 1, a line a seed; dashed: a second order of batches",
         fontsize=12,
         loc="left",
     )
