@@ -36,7 +36,7 @@ class DataConfig:
     micro_batch: int = 32
     """Sequences that one process puts through the model at once."""
     seed: int = 1337
-    """Seed of the random order; a replay ignores it."""
+    """Seed of the random order. Beside a replay only the default or the recording's own is allowed: the order is recorded."""
     record: str = ""
     """Folder to record the batches to, e.g. replay_batches/NAME."""
     replay: str = ""
@@ -232,6 +232,10 @@ def _check_replay(config: DataConfig, header: RecordingHeader) -> None:
             raise UserError(
                 f"{config.replay} was recorded with {what.format(recorded)}, data.{name} is {asked}: set {flag} {recorded}"
             )
+    if config.seed not in (DataConfig.seed, header.seed):
+        raise invalid(
+            "data.seed", config.seed, f"the default beside data.replay = {config.replay}, which has its own order"
+        )
 
 
 def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFile, validation: TokenFile) -> None:

@@ -100,9 +100,12 @@ def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulati
                 assert same([split[rank][m] for m in range(accumulation) for rank in range(world)], single[step])
 
 
-def test_a_replay_does_not_look_at_the_seed(dataset, tmp_path):
-    recorded = record(dataset, tmp_path / "r", 4)
-    assert same(take(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99)), 4), recorded)
+def test_a_replay_has_its_own_order_and_refuses_another_seed(dataset, tmp_path):
+    recorded = record(dataset, tmp_path / "r", 4, seed=5)
+    for seed in (5, DataConfig.seed):  # the recording's own, and the default, which nobody typed
+        assert same(take(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=seed)), 4), recorded)
+    with pytest.raises(UserError, match=r"^data\.seed = 99: .*data\.replay"):
+        open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99))
 
 
 def test_only_rank_zero_records(dataset, tmp_path):
