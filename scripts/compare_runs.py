@@ -163,7 +163,8 @@ def worst_layer(runs: Sequence[Run]) -> int:
 def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
     """The row of a run. Raises ``UserError`` for a layer that its probes lack."""
     if len(run.probes) and f"max_logit_{layer}" not in run.probes:
-        raise invalid("--layer", layer, f"a layer of the probes in {run.name}")
+        count = sum(name.startswith("max_logit_") for name in run.probes)
+        raise invalid("--layer", layer, f"0 to {count - 1}, the layers that {run.name} has probes of")
     losses, norms, validation = (run.column(name) for name in ("train_loss", "grad_norm", "val_loss"))
     logits, w_q = (curves.column(run.probes, f"{name}_{layer}") for name in ("max_logit", "w_q_norm"))
     settings = run.config["config"]["run"]

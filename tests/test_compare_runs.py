@@ -235,7 +235,7 @@ def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, refused: Calla
     broken = published(tmp_path / "broken", ["3"])
     (broken / "metrics.csv").write_text("loss\n3\n")
     assert "two runs have the name one" in refused(compare_runs.main, one, one)
-    assert "--layer = 2: expected a layer of the probes" in refused(compare_runs.main, one, "--layer", "2")
+    assert "--layer = 2: expected 0 to 1" in refused(compare_runs.main, one, "--layer", "2")
     assert "expected a column step of whole numbers" in refused(compare_runs.main, broken)
 
 
