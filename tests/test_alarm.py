@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import Place, column, lines, start_train, weights
+from tiny_runs import Place, column, lines, preset, start_train, weights
 
 from config import TrainConfig
 from errors import UserError
@@ -218,6 +218,23 @@ def test_an_alarm_or_an_answer_that_a_resume_switches_on_is_given(place: Place, 
     run = place.train(name, {**touchy(response="switch"), "run.resume": "yes"})
     assert 12 in [entry["step"] for entry in events(run, "alarm")]
     assert events(run, "switch")[0]["step"] == 13
+
+
+def test_a_layer_that_a_schedule_switched_is_answered_at_a_resume(place: Place) -> None:
+    schedule = touchy(switches=("2:1:flash_subtract_first",))
+    place.train("scheduled", {**schedule, "run.steps": 12})
+    run = place.train("scheduled", {**schedule, "alarm.response": "switch", "run.resume": "yes"})
+    answers = {entry["layer"] for entry in events(run, "switch") if entry["cause"] == "alarm"}
+    assert answers == {entry["layer"] for entry in events(run, "alarm")}
+    assert 1 in answers
+
+
+def test_an_alarm_whose_answer_changes_nothing_is_given_once(place: Place) -> None:
+    same = {**touchy(response="switch", switch_to="flash_consistent"), "attention": preset("flash_consistent")}
+    place.train("nothing", {**same, "run.steps": 12})
+    run = place.train("nothing", {**same, "run.resume": "yes"})
+    flagged = [entry["layer"] for entry in events(run, "alarm")]
+    assert len(flagged) == len(set(flagged)) > 0
 
 
 def test_a_response_needs_telemetry() -> None:

@@ -293,8 +293,16 @@ def open_telemetry(run: Run) -> None:
     for earlier in run.telemetry.earlier():
         run.watch.update(earlier)
     # An alarm of a rule, or an answer to it, that this session is the first to have has not been given yet.
-    path, kind = run.folder / INTERVENTIONS_FILE, "switch" if config.alarm.response == "switch" else "alarm"
-    done = {line["layer"] for line in read_lines(path) if line["kind"] == kind} if path.exists() else set()
+    path = run.folder / INTERVENTIONS_FILE
+    lines = read_lines(path) if path.exists() else []
+    if config.alarm.response == "switch":
+        done = {line["layer"] for line in lines if line["kind"] == "switch" and line["cause"] == "alarm"}
+        # A layer that has that attention anyway is flagged, and has no line of a switch.
+        done |= {
+            plan.layer for plan in run.interventions.plans if config.alarm.switch(0, plan.layer).applied(plan) == plan
+        }
+    else:
+        done = {line["layer"] for line in lines if line["kind"] == "alarm"}
     run.watch.keep_raised(done)
 
 
