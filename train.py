@@ -22,7 +22,7 @@ with trainer_packages():
     from config import TrainConfig
     from training import distributed, throughput
     from training.distributed import Distributed
-    from training.phases import probe, rate_of, recover, switch_attention, take_step, validate
+    from training.phases import end_of_replay, probe, rate_of, recover, switch_attention, take_step, validate
     from training.run import Run, close, open_run, save
     from training.signals import EXIT_GO_ON, Leaving
     from training.step import Taken
@@ -78,6 +78,8 @@ def loop(run: Run, leaving: Leaving) -> None:
                 row |= probe(run, step)
             if step == last or row.get("alarm") == "stop":
                 break
+            if run.batches.ended():
+                end_of_replay(run, step, step > saved)
             taken = Taken(step, row | {"batch": run.batches.position, "lr": rate_of(run, step)}, time.perf_counter())
             run.pending.add(taken, take_step(run, step))  # the device works on it; nobody waits
             taken.row["data_digest"] = run.batches.digest()

@@ -129,7 +129,8 @@ class Batches:
     ):
         self.header, self.position = header, position
         self.vocabulary_size = header.vocabulary_size
-        self.recording_name = Path(config.record or config.replay).name
+        folder = config.record or config.replay
+        self.recording_name = Path(folder).resolve().name if folder else ""
         self.steps_available = None if recording is None else recording.steps
         self._config, self._sequences, self._recorder = config, sequences, recorder
         self._rank, self._world_size = rank, world_size
@@ -163,6 +164,10 @@ class Batches:
         facts["recording_start"] = self.header.chain_start().hex() if self.recording_name else ""
         return facts
 
+    def ended(self) -> bool:
+        """Whether the replayed recording has no step left."""
+        return self.steps_available is not None and self.position >= self.steps_available
+
     def accumulation(self) -> int:
         """Micro-steps of each process in one optimizer step."""
         return self._config.global_batch // (self._config.micro_batch * self._world_size)
@@ -173,8 +178,8 @@ class Batches:
         Raises ``UserError`` when the replayed recording has no more steps, or when a full disk ends the recording.
         """
         step = self.position
-        if self.steps_available is not None and step >= self.steps_available:
-            raise _ended(self._config.replay, self.steps_available)
+        if self.ended():
+            raise _ended(self._config.replay, step)
         offsets_G = self._offsets_at(step)
         size = self._config.micro_batch
         first = [(m * self._world_size + self._rank) * size for m in range(self.accumulation())]
@@ -255,7 +260,12 @@ def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tupl
     if not config.dataset:
         raise invalid("data.dataset", config.dataset, "the folder of a data set")
     folder = Path(config.dataset)
-    return TokenFile.open(folder, "train", verify=verify), TokenFile.open(folder, "val", verify=verify)
+    train, validation = (TokenFile.open(folder, split, verify=verify) for split in ("train", "val"))
+    if train.header.vocabulary != validation.header.vocabulary:
+        raise UserError(
+            f"{folder}: train.bin has {train.header.vocabulary} tokens, val.bin {validation.header.vocabulary}: make both anew"
+        )
+    return train, validation
 
 
 def _open_recording(config: DataConfig) -> Recording:

@@ -91,11 +91,12 @@ class Recorder:
 
     @classmethod
     def create(cls, folder: Path, header: RecordingHeader) -> Recorder:
-        """Start an empty recording; it appears under its name only when whole.
+        """Start an empty recording; it appears under its name only when whole, in place of one that a killed start left without a step.
 
-        Raises ``UserError`` when the folder exists or cannot be made.
+        Raises ``UserError`` when the folder holds anything else or cannot be made.
         """
-        if os.path.lexists(folder):
+        begun = _begun(folder)
+        if os.path.lexists(folder) and not begun:
             raise UserError(f"{folder} exists: record under another name, resume the run that wrote it, or remove it")
         aside = folder.with_name(f".{folder.name}.tmp")
         try:
@@ -103,6 +104,8 @@ class Recorder:
                 shutil.rmtree(aside)
             aside.mkdir(parents=True)
             cls(aside, header, 0, header.chain_start())._finish(complete=False)
+            if begun:
+                shutil.rmtree(folder)
             os.replace(aside, folder)
             files.sync_folder(folder.parent)
         except (OSError, UserError) as error:
@@ -205,6 +208,15 @@ def whole_recording(name: Path) -> Iterator[Path]:
         yield hidden / name.name
         os.replace(hidden / name.name, name)
     files.sync_folder(name.parent)
+
+
+def _begun(folder: Path) -> bool:
+    """Whether an unfinished recording without a step is there."""
+    try:
+        header, promised, complete = read_header(folder)
+        return not (complete or promised or len(_open_rows(folder / "offsets.npy", header.global_batch + 1, None)))
+    except UserError:
+        return False
 
 
 def _write_header(folder: Path, header: RecordingHeader, steps: int, *, complete: bool) -> None:

@@ -353,7 +353,10 @@ def consistent() -> Figure:
     figure, [[axis]] = page(4.6, 1, 1)
     seeds = ("", "_seed_1", "_seed_2")
     arms = {"flash": (ORANGE, seeds), "delta_from_p": (GRAY, seeds)}
-    arms["flash_consistent"] = (BLUE, ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", "_second_order_long"))
+    arms["flash_consistent"] = (
+        BLUE,
+        ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", "_second_order_long"),
+    )
     study = EXPERIMENTS / "consistent" / "runs"
     lines = [
         (color, (study if arm == "flash_consistent" else RUNS) / f"{arm}{run}")

@@ -46,7 +46,7 @@ NEAR = 60
 LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 """train_loss_end is the mean of so many last steps, at most a tenth of all, each 20 of them counted once: logs are thinned unevenly."""
 # Differences in these say which run it is or what it writes where, not how it trains; the data have a sentence of their own.
-WHERE = ("device", "git_commit", "source_sha256", "versions")
+WHERE = ("device", "git_commit", "init_sha256", "source_sha256", "versions")
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
 
@@ -254,7 +254,7 @@ def settings_of(run: Run) -> dict[str, Any]:
     told: dict[str, list[Any]] = {}
     for session in run.config.get("sessions") or [run.config]:
         for name, value in flat({key: session[key] for key in WHERE if key in session}).items():
-            value = value[:12] if name == "source_sha256" else value
+            value = value[:12] if name.endswith("_sha256") else value
             values = told.setdefault(name, [])
             if value not in values:
                 values.append(value)

@@ -185,6 +185,15 @@ def test_checkpoint_saves_at_the_alarm(place: Place, stable: Path) -> None:
     assert weights(run, 20) == weights(stable, 20)
 
 
+def test_the_checkpoint_of_the_first_alarm_stays(place: Place) -> None:
+    fields = {**touchy(response="checkpoint"), "checkpoint.every": 3, "checkpoint.keep_last": 1}
+    place.train("kept", {**fields, "run.steps": 15})
+    run = place.train("kept", {**fields, "run.resume": "yes"})
+    first = events(run, "alarm")[0]["step"]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == [f"step_{first:08d}", "step_00000020"]
+
+
 def test_stop_leaves_a_checkpoint_from_which_the_run_can_go_on(place: Place, stable: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         place.train("stopped", touchy(response="stop"))

@@ -108,6 +108,22 @@ def test_a_replay_has_its_own_order_and_refuses_another_seed(dataset, tmp_path):
         open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99))
 
 
+def test_a_recording_has_its_folders_name_however_it_is_typed(dataset, tmp_path, monkeypatch):
+    record(dataset, tmp_path / "r", 2)
+    monkeypatch.chdir(tmp_path / "r")
+    assert open_batches(settings_for(Path(dataset).resolve(), replay=".")).recording_name == "r"
+
+
+def test_splits_of_two_vocabularies_are_refused(tmp_path):
+    folder = make_dataset(tmp_path / "data")
+    for path in folder.glob("val.*"):
+        path.unlink()
+    with TokenWriter(folder, "val", dtype="uint16", vocabulary="gpt2", vocabulary_size=50257, source="test") as writer:
+        writer.write(VALIDATION.astype(np.uint16))
+    with pytest.raises(UserError, match=r"train\.bin has bytes tokens, val\.bin gpt2"):
+        open_batches(settings_for(folder))
+
+
 def test_only_rank_zero_records(dataset, tmp_path):
     config = settings_for(dataset, record=str(tmp_path / "r"))
     take(open_batches(config, rank=1, world_size=2), 2)

@@ -14,6 +14,7 @@ from tiny_runs import Place, preset
 from torch import Tensor
 
 from errors import UserError
+from files import read_json, sha256_file
 from model import GPT, ModelConfig
 from scripts import autopsy
 from training.gpt2_weights import load_weights
@@ -136,9 +137,18 @@ def test_a_run_starts_from_it_and_the_autopsy_reads_it(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, tokens = save(nanogpt(), tmp_path), tmp_path / "val.bin"
-    place.train("from_nanogpt", {"run.steps": 1, "run.init_from": str(path)})
+    run = place.train("from_nanogpt", {"run.steps": 1, "run.init_from": str(path)})
+    place.train("from_nanogpt", {"run.steps": 2, "run.init_from": str(path), "run.resume": "yes"})
+    # Which weights it began with is in the record of the session that read them.
+    sessions = read_json(run / "config.json")["sessions"]
+    assert [session.get("init_sha256") for session in sessions] == [sha256_file(path), None]
     np.random.default_rng(0).integers(0, V, 2_000).astype("<u2").tofile(tokens)
     arguments = ["--data", str(tokens), "--attention", "flash", "--dtype", "float32", "--device", "cpu"]
     monkeypatch.setattr("sys.argv", ["autopsy.py", str(path), *arguments])
     autopsy.main()
     assert "attention: flash (assumed: the file does not say)" in capsys.readouterr().out
+
+
+def test_gpt2s_weights_are_not_trained_on_bytes(place: Place) -> None:
+    with pytest.raises(UserError, match=r"^data\.dataset = .*: expected a data set of gpt2 tokens.*: this has bytes"):
+        place.train("bytes", {"run.init_from": "gpt2", "model.vocab_size": 50257})

@@ -20,6 +20,7 @@ from torch import Tensor
 import train
 from data.batches import random_offsets
 from data.recording import Recording
+from errors import UserError
 from model import GPT
 from scripts.make_recording import logged_digests, make
 from training.checkpoint import Checkpoints
@@ -151,6 +152,16 @@ def test_replay_repeats_a_rollback_to_the_last_bit(place: Place, rolled_back: Pa
     replayed = place.train("rollback_replayed", {**ROLLBACK, "data.replay": place.recording("rollback")})
     assert lines(replayed) == lines(rolled_back)
     assert weights(replayed, 20) == weights(rolled_back, 20)
+
+
+def test_a_replay_that_a_rollback_makes_too_short_is_saved_where_it_ends(place: Place, rolled_back: Path) -> None:
+    short = Path(place.recording("short"))
+    make(place.config("short").data, short, 22, {})
+    fields = {**ROLLBACK, "data.replay": str(short)}
+    with pytest.raises(UserError, match="ends at step 17 of this run, as 5 of its steps were passed over by rollbacks"):
+        place.train("short", {**fields, "checkpoint.every": 10})
+    run = place.train("short", {**fields, "checkpoint.every": 10, "run.resume": "yes", "run.steps": 17})
+    assert weights(run, 17) == weights(place.train("to_17", {**ROLLBACK, "checkpoint.every": 10, "run.steps": 17}), 17)
 
 
 @pytest.mark.parametrize("interrupted_at", [10, 20])

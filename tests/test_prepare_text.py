@@ -101,7 +101,8 @@ def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
         (b"a\n<|endoftext|>\n\xff", "gpt2", r"t.txt: document 2: not UTF-8"),
         (b"a\n<|endoftext|>\nb\0", "bytes", r"t.txt: document 2: byte 0"),
         (b"", "bytes", "no document for training"),
-        (b"a", "bytes", "none of 1 documents fell to the held-out split"),
+        (b"a", "bytes", r"one document cannot be split: put lines of <\|endoftext\|> between"),
+        (b"a\n<|endoftext|>\nb", "bytes", "none of 2 documents fell to the held-out split"),
     ],
 )
 def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, content, vocabulary, expected):

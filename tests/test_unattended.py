@@ -13,6 +13,7 @@ import pytest
 from tiny_runs import ROOT, Place, command, environment, lines, optimizer, tree, weights
 
 import train
+from data.recording import Recorder, Recording
 from errors import UserError
 from training.run import Run
 from training.signals import EXIT_GO_ON, SIGNALS
@@ -50,6 +51,29 @@ def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place, straight:
     before = lines(run), weights(run, 20), tree(Path(fields["data.record"]))
     place.train("run", fields)
     assert (lines(run), weights(run, 20), tree(Path(fields["data.record"]))) == before
+
+
+def test_a_new_run_leaves_the_recording_of_another_alone_and_takes_one_over_that_has_no_step(place: Place) -> None:
+    fields = fields_of(place, "theirs")
+    place.train("run", {**fields, "run.steps": 10})
+    before = tree(Path(fields["data.record"]))
+    for resume in ("auto", "no"):
+        new = {**fields, "run.folder": str(place.folder / "ours"), "run.resume": resume}
+        with pytest.raises(UserError, match=r"theirs exists: record under another name"):
+            place.train("run", new)
+        assert tree(Path(fields["data.record"])) == before
+        # As a kill leaves it between the start of the recording and that of the run.
+        begun = Path(place.recording(f"begun_{resume}"))
+        Recorder.create(begun, Recording.open(Path(fields["data.record"])).header)
+        place.train(f"begun_{resume}", {"run.resume": resume, "data.record": str(begun), "run.steps": 3})
+        assert Recording.open(begun).steps == 3
+
+
+def test_auto_leaves_a_file_alone(place: Place) -> None:
+    place.runs.mkdir(exist_ok=True)
+    (place.runs / "file").write_text("so far")
+    with pytest.raises(UserError, match=r"^run\.name = 'file': expected a new name, or a run's: .* is a file"):
+        place.train("file", AUTO)
 
 
 def test_auto_leaves_a_folder_alone_that_no_run_has_made(place: Place) -> None:

@@ -88,8 +88,9 @@ class Checkpoints:
         config_json: dict[str, Any],
         extra: dict[str, Any],
         prune: bool = True,
+        keep: int | None = None,
     ) -> Path:
-        """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps; returns its folder.
+        """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps, but ``keep``; returns its folder.
 
         ``optimizer_state`` is a torch optimizer's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
         other dicts must be plain JSON. One of the same step is replaced. Those of later steps belong to a course that
@@ -133,7 +134,7 @@ class Checkpoints:
                 raise self._refused(step, needed, error) from error
             raise
         if prune:
-            self.prune(step)
+            self.prune(step, keep)
         return path
 
     def load_newest(self, before: int | None = None) -> Loaded | None:
@@ -179,13 +180,7 @@ class Checkpoints:
             ) from error
 
     def _found(self) -> dict[int, Path]:
-        """Step -> folder; an ``.old`` one counts where a kill came before its replacement was in place."""
-        found: dict[int, Path] = {}
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            match = _FOLDER.fullmatch(path.name)
-            if match and path.is_dir() and (match[1] or int(match[2]) not in found):
-                found[int(match[1] or match[2])] = path
-        return found
+        return found_in(self.folder)
 
     def clear(self) -> None:
         """Remove what a killed save or deletion left. Loading does not: the folder may be another, living process's."""
@@ -204,10 +199,10 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
         return path
 
-    def prune(self, newest: int) -> None:
-        """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
+    def prune(self, newest: int, keep: int | None = None) -> None:
+        """Delete what the policy no longer keeps beside the checkpoints of steps ``newest`` and ``keep``, and all of later steps."""
         found = self._found()
-        kept = sorted(step for step in found if step <= newest)[-self.config.keep_last :]
+        kept = {*sorted(step for step in found if step <= newest and step != keep)[-self.config.keep_last :], keep}
         for step, path in found.items():
             for_good = self.config.keep_every > 0 and step % self.config.keep_every == 0
             if step > newest or not (step in kept or for_good):
@@ -225,6 +220,16 @@ class Checkpoints:
             f"checkpoint of step {step} could not be written to {self.folder}: {error.strerror or error} "
             f"(it needs about {needed} bytes, {free} are free); the last good checkpoint is {next(intact, 'none')}"
         )
+
+
+def found_in(folder: Path) -> dict[int, Path]:
+    """Step -> folder of each checkpoint; an ``.old`` one counts where a kill came before its replacement was in place."""
+    found: dict[int, Path] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        if match and path.is_dir() and (match[1] or int(match[2]) not in found):
+            found[int(match[1] or match[2])] = path
+    return found
 
 
 def _name(step: int) -> str:

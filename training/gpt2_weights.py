@@ -76,6 +76,11 @@ def read_model_config(folder: Path) -> ModelConfig:
     )
 
 
+def weights_file(source: Path) -> Path:
+    """The file that ``load_weights`` reads."""
+    return source if source.suffix == ".pt" else source / "model.safetensors"
+
+
 @torch.no_grad()
 def load_weights(model: GPT, source: Path) -> None:
     """Fill ``model`` from a local GPT-2 folder, or a nanoGPT checkpoint (``.pt``), which leaves activation and padding to it.
@@ -166,7 +171,7 @@ def _settings(config: ModelConfig) -> dict[str, Any]:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Tensors by our names, in our layout; the attention masks that older files carry are dropped."""
-    path = folder / "model.safetensors"
+    path = weights_file(folder)
     if not path.is_file():
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         why = f"{pickles[0]} is a pickle, which could run code when read" if pickles else "no weights"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
+from errors import UserError
 from training import distributed
 from training.alarm import Alarm
 from training.evaluate import evaluate
@@ -112,3 +115,13 @@ def recover(run: Run, taken: Taken, following: int) -> int:
     where = f"step {taken.step}, batch {taken.row['batch']}"
     run.place.say(f"{where}: loss {taken.loss}, gradient norm {taken.grad_norm}: {what}")
     return following
+
+
+def end_of_replay(run: Run, step: int, unsaved: bool) -> NoReturn:
+    """Save, if that is still to be done, where rollbacks make a replay end before the run does. Every rank must call it."""
+    if unsaved:
+        save(run, step)
+    passed_over = f"{run.batches.position - step} of its steps were passed over by rollbacks"
+    raise UserError(
+        f"{run.config.data.replay} ends at step {step} of this run, as {passed_over}; saved: --run.resume yes --run.steps {step} ends there"
+    )

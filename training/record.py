@@ -179,6 +179,8 @@ def exists(folder: Path, is_main: bool) -> bool:
 
 
 def _removed_as_half_made(folder: Path) -> bool:
+    if not folder.is_dir():
+        raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is a file")
     if any((folder / name).exists() for name in ("config.json", "checkpoints")):
         return False
     if foreign := sorted(path.name for path in folder.iterdir() if path.name not in _OF_A_START):

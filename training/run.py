@@ -15,8 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import attention
+import files
 from attention.plan import LayerPlan, describe
 from data.batches import Batches, open_batches
+from data.tokenizers import GPT2Tokenizer
 from errors import UserError, check_memory, invalid, reading
 from model import GPT, initialize
 from training import distributed, gpt2_weights, record, speed, throughput
@@ -113,7 +115,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         )
         if config.alarm.response == "switch":
             check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
-        batches = open_data(config, place, loaded, undo)
+        batches = open_data(config, place, goes_on, loaded, undo)
         network = build_network(config, place, interventions.plans, loaded)
         wandb_run = open_folder(config, place, folder, plans, batches, checkpoints, goes_on, loaded, held, undo)
         run = Run(
@@ -180,14 +182,22 @@ def checkpoint_to_resume(
     return loaded
 
 
-def open_data(config: TrainConfig, place: Distributed, loaded: Loaded | None, undo: contextlib.ExitStack) -> Batches:
+def open_data(
+    config: TrainConfig, place: Distributed, goes_on: bool, loaded: Loaded | None, undo: contextlib.ExitStack
+) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
-    # At 0 a recording that this run had begun is begun again.
-    resume_at = loaded.position if loaded is not None else None if config.run.resume == "no" else 0
+    # At 0 a recording that this run had begun is begun again; a new run has none, and leaves that of another alone.
+    resume_at = loaded.position if loaded is not None else 0 if goes_on else None
     new_recording = place.is_main and config.data.record and not Path(config.data.record).exists()
     batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
     if new_recording:
         undo.callback(shutil.rmtree, config.data.record)
+    gpt2 = config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
+    if gpt2 and batches.header.vocabulary != "gpt2":
+        wanted = (
+            f"a data set of gpt2 tokens, as {config.run.init_from} was trained on: this has {batches.header.vocabulary}"
+        )
+        raise invalid("data.dataset", config.data.dataset, wanted)
     if batches.vocabulary_size > config.model.vocab_size:
         raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
     if place.is_main and config.telemetry.every:
@@ -242,6 +252,8 @@ def open_folder(
 ) -> Any:
     """The run's folder, locked, with its config.json; the W&B run where one is asked for, else None."""
     made_with = record.environment(place.device, place.world_size)
+    if config.run.init_from and loaded is None and place.is_main:
+        made_with["init_sha256"] = files.sha256_file(gpt2_weights.weights_file(Path(config.run.init_from)))
     content = {"config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     if place.is_main:
@@ -267,7 +279,7 @@ def open_folder(
         checkpoints.clear()
         # A kill may have come before the ones that are no longer kept had gone.
         if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
-            checkpoints.prune(loaded.step)
+            checkpoints.prune(loaded.step, kept_for_alarm(config, folder))
         if loaded is None:
             place.say(f"{folder}: no checkpoint yet; starting from step 0")
         elif loaded.step == config.run.steps:
@@ -309,6 +321,14 @@ def open_telemetry(run: Run) -> None:
 # ---- checkpoints
 
 
+def kept_for_alarm(config: TrainConfig, folder: Path) -> int | None:
+    """The step whose checkpoint the alarm's response asked for, the first: the state before whatever follows."""
+    path = folder / INTERVENTIONS_FILE
+    if config.alarm.response != "checkpoint" or not path.is_file():
+        return None
+    return min((line["step"] for line in read_lines(path) if line["kind"] == "alarm"), default=None)
+
+
 def save(run: Run, step: int) -> None:
     """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it."""
     states = distributed.gather(rng_state(run.place.device))
@@ -336,6 +356,7 @@ def save(run: Run, step: int) -> None:
                 },
                 # While every step is skipped, the weights may be what is wrong: those from before stay.
                 prune=not run.guard.skips_in_a_row,
+                keep=kept_for_alarm(run.config, run.folder),
             )
     except UserError as error:
         failure = error

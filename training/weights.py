@@ -8,7 +8,7 @@ import torch
 
 from errors import UserError
 from model import GPT
-from training.checkpoint import Checkpoints, Loaded
+from training.checkpoint import Checkpoints, Loaded, found_in
 
 
 def read_checkpoint(path: Path) -> Loaded:
@@ -20,10 +20,10 @@ def read_checkpoint(path: Path) -> Loaded:
     if (path / "SHA256SUMS").is_file():
         return Checkpoints.load(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = [one for one in folder.glob("step_*") if one.name[5:].isdecimal() and (one / "SHA256SUMS").is_file()]
+    found = {step: one for step, one in found_in(folder).items() if (one / "SHA256SUMS").is_file()}
     if not found:
         raise UserError(f"{path}: no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
-    return Checkpoints.load(max(found, key=lambda one: int(one.name[5:])))
+    return Checkpoints.load(found[max(found)])
 
 
 def load_weights(model: GPT, checkpoint: Loaded) -> None:
