@@ -92,19 +92,19 @@ class Growth:
 
 
 def growth(probes: Sequence[Probe], rule: GrowthRule) -> Growth | None:
-    """The rule at the last of the probes of a run, in order; None where there are too few."""
-    if len(probes) <= rule.probes:
-        return None
-    leaves, exponent, start = torch.tensor(True), torch.tensor(0.0), None
-    for end in range(len(probes) - rule.probes, len(probes)):
+    """The rule at the last of the probes of a run, in order; None where none of them is far enough before it."""
+    leaves, exponent, start = torch.tensor(len(probes) > rule.probes), torch.tensor(0.0), None
+    for end in range(max(0, len(probes) - rule.probes), len(probes)):
         start = window_start(probes, end, rule.window)
-        if start is None:
-            return None
+        if start is None:  # of the last probe alone the sudden part of the rule can be told
+            leaves = torch.tensor(False)
+            continue
         exponent = _exponent(probes[start], probes[end])
         large = large_logits(probes[end].logit_LH, rule)
         harmful = large & (large.double().mean(dim=1, keepdim=True) >= rule.share)
         leaves = leaves & (exponent >= rule.exponent) & harmful
-    assert start is not None
+    if start is None:
+        return None
     sudden = _exponent(probes[start], probes[end], "logit_LH") >= rule.sudden_exponent
     leaves = leaves | (sudden & ~(probes[end].logit_LH < rule.sudden_logit))
     return Growth(leaves, exponent, start)

@@ -29,6 +29,8 @@ from probes.spectral import spectral_norm
 
 MADE_BY_ROUNDING = 1.0
 """Least ||error of dW_Q|| / ||dW_Q|| of a layer to say yes. Error rates: docs/diagnosis.md."""
+VANISHED = 1e-3
+"""A change that leaves so little of the error removes it: where rows are one-hot dW_Q cancels, and FP32's rounding is as large as it."""
 REMOVED = 0.1
 """A change removes the error if at most this is left of dW_Q, and of the error."""
 FIXES = (RECOMMENDED, "flash_delta_from_p", "flash_fp32_o")
@@ -82,6 +84,8 @@ class Findings:
     """By layer: ||error of dW_Q|| / ||dW_Q||; NaN or infinite where something is not finite."""
     fixes: dict[str, float]
     """By preset tried: the largest factor that is left in the layers of ``made_by_rounding``."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """By preset tried: the largest ||error of dW_Q|| with it over that without."""
 
     @property
     def made_by_rounding(self) -> list[int]:
@@ -93,7 +97,9 @@ class Findings:
     def fix(self) -> str | None:
         """The first preset that removes the error."""
         limit = REMOVED * min(1.0, max(self.factors))
-        return next((name for name, left in self.fixes.items() if left <= limit), None)
+        return next(
+            (name for name, left in self.fixes.items() if left <= limit or self.errors.get(name, 1.0) <= VANISHED), None
+        )
 
     def worst(self, layer: int) -> list[HeadEvidence]:
         """Heads that make at least a tenth of the layer's error, the worst first."""
@@ -118,6 +124,10 @@ class LayerSums:
         self._dw = self._dw + high_dw_q(layer, high_BHTD=high_BHTD)
         self._tokens.append(error_BHT)
         self._logits.append(largest_logits(layer.q_BTHD, layer.k_BTHD, scale=layer.scale))
+
+    @property
+    def error(self) -> float:
+        return self._error.double().norm().item()
 
     @property
     def factor(self) -> float:
@@ -161,11 +171,16 @@ def examine(subject: Subject) -> Findings:
             sums[layer.layer].add(layer)
     heads = [one for layer in last for one in sums[layer.layer].evidence(layer, subject.w_q(layer.layer))]
     found = Findings(heads=heads, factors=[one.factor for one in sums], fixes={})
-    return dataclasses.replace(found, fixes=try_fixes(subject, found.made_by_rounding))
+    tried = try_fixes(subject, found.made_by_rounding)
+    fixes = {name: max(one.factor for one in by_layer.values()) for name, by_layer in tried.items()}
+    errors = {
+        name: max(one.error / sums[layer].error for layer, one in by_layer.items()) for name, by_layer in tried.items()
+    }
+    return dataclasses.replace(found, fixes=fixes, errors=errors)
 
 
-def try_fixes(subject: Subject, layers: list[int]) -> dict[str, float]:
-    """By preset: the largest factor of these layers with it. q, k, v and dO stay as captured."""
+def try_fixes(subject: Subject, layers: list[int]) -> dict[str, dict[int, LayerSums]]:
+    """By preset and layer: what these layers add up to with it. q, k, v and dO stay as captured."""
     sums = {name: {layer: LayerSums() for layer in layers} for name in FIXES}
     for batch in range(subject.batches if layers else 0):
         for layer in subject.capture(batch, layers):
@@ -174,7 +189,7 @@ def try_fixes(subject: Subject, layers: list[int]) -> dict[str, float]:
                     sums[name][layer.layer].add(with_preset(layer, name))
                 except UserError:  # a single site of this spec, or the dtype, contradicts the preset
                     del sums[name]
-    return {name: max(one.factor for one in by_layer.values()) for name, by_layer in sums.items()} if layers else {}
+    return sums if layers else {}
 
 
 @torch.no_grad()

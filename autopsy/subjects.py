@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,14 @@ from training.weights import load_weights, read_checkpoint
 
 FP16_LOSS_SCALE = 2.0**16
 """GradScaler's first: dO of a mean loss underflows in FP16 without one."""
+
+
+def fp16_scale(look: Callable[[float], Iterable[LayerCapture]]) -> float:
+    """The largest of 2^16, 2^12, ... 1 with which every dO that ``look`` gives is finite, as a GradScaler finds one."""
+    scale = FP16_LOSS_SCALE
+    while scale > 1 and not all(bool(layer.do_BTHD.isfinite().all()) for layer in look(scale)):
+        scale /= 16
+    return scale
 
 
 def build(loaded: Loaded, device: torch.device) -> tuple[GPT, TrainConfig, list[str]]:
@@ -143,12 +152,20 @@ def gpt_subject(
     """A model of ours on the tokens of ``path``, in sequences of at most ``longest``."""
     length = min(arguments.length, longest)
     batches = spread(tokens_N, arguments.batches, arguments.sequences, length, str(path))
-    scale = FP16_LOSS_SCALE if precision.dtype == "float16" else 1.0
 
-    def look(batch: int, layers: Sequence[int] | None) -> list[LayerCapture]:
+    def scaled(batch: int, layers: Sequence[int] | None, scale: float) -> list[LayerCapture]:
         tokens_BT, targets_BT = (x.to(device) for x in batches[batch])
         context = precision.autocast(device)
         return capture(model, tokens_BT, targets_BT, layers, autocast=context, loss_scale=scale)
+
+    @functools.cache
+    def loss_scale() -> float:  # one for all batches, whose errors are added up
+        if precision.dtype != "float16":
+            return 1.0
+        return fp16_scale(lambda scale: (one for batch in range(len(batches)) for one in scaled(batch, None, scale)))
+
+    def look(batch: int, layers: Sequence[int] | None) -> list[LayerCapture]:
+        return scaled(batch, layers, loss_scale())
 
     return Subject(
         name=name,

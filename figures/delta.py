@@ -66,17 +66,19 @@ def _pickable(layer: LayerCapture, head: int) -> Tensor:
     return error_BT
 
 
-def head_error(layer: LayerCapture, *, head: int, batch: int, token: int, label: str) -> HeadError:
-    """What Figure 5 shows (arXiv 2510.04212), float64 on the CPU."""
-    error_BHT = delta_errors(layer).error_BHT[:, [head]]
+def head_error(
+    layer: LayerCapture, *, head: int, batch: int, token: int, label: str, loss_scale: float = 1.0
+) -> HeadError:
+    """What Figure 5 shows (arXiv 2510.04212), float64 on the CPU. ``loss_scale``: that of the capture, which is taken out."""
+    error_BHT = delta_errors(layer).error_BHT[:, [head]].double() / loss_scale
     B, _, T = error_BHT.shape
     summary = summarize(error_BHT, unit=T if B >= 4 else 32)
     return HeadError(
         label=label,
         batch=batch,
         token=token,
-        error_BT=error_BHT[:, 0].double().cpu(),
-        do_D=layer.do_BTHD[batch, token, head].double().cpu(),
+        error_BT=error_BHT[:, 0].cpu(),
+        do_D=layer.do_BTHD[batch, token, head].double().cpu() / loss_scale,
         output_error_D=output_errors(layer)[batch, head, token].double().cpu(),
         mean=float(summary.mean_H[0]),
         standard_error=float(summary.standard_error_H[0]),

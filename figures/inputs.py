@@ -94,6 +94,7 @@ class Inputs:
         self.figure = 0
         self.layer: int = args.layer
         self.sequence: int = args.sequence
+        self.sequences: int = args.sequences
         self.token: int | None = args.token
         self.capture = cache(self._capture)
 
@@ -147,18 +148,19 @@ class Inputs:
         if value >= count:
             raise invalid(f"--{name}", value, f"0 to {count - 1}")
 
-    def _capture(self, which: int = 0) -> LayerCapture:
+    def _capture(self, which: int = 0) -> tuple[LayerCapture, float]:
+        """The layer of one checkpoint, and the loss scale that its dO has."""
         opened = self.checkpoints()[which]
         config = opened.config
         T = config.data.sequence_length
-        self._check("sequence", self.sequence, self._args.sequences)
+        self._check("sequence", self.sequence, self.sequences)
         self._check("token", self.token or 0, T)
         folder = self._args.data or Path(config.data.dataset)
-        count: int = self._args.sequences
+        count = self.sequences
         tokens_BT, targets_BT = validation_tokens(folder, T, count, config.model.vocab_size, self.device)
-        scale = subjects.FP16_LOSS_SCALE if config.precision.dtype == "float16" else 1.0
-        return joined(
-            [
+
+        def look(scale: float) -> list[LayerCapture]:
+            return [
                 capture(
                     opened.model,
                     tokens_BT[[sequence]],
@@ -170,7 +172,9 @@ class Inputs:
                 )[0]
                 for sequence in range(count)
             ]
-        )
+
+        scale = subjects.fp16_scale(look) if config.precision.dtype == "float16" else 1.0
+        return joined(look(scale)), scale
 
     def head(self) -> int:
         """The head asked for, or that of the first checkpoint with the largest spectral norm of W_Q."""

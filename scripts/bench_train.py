@@ -60,6 +60,9 @@ class Contender:
     run: Callable[[int], None]
     enter: Callable[[], None]
     settings: str
+    flops_per_token: int = 0
+    peak: float | None = None
+    """FLOP/s, where it is known."""
     own_bytes: int = 0
     peak_bytes: int = 0
     times: list[float] = field(default_factory=list)
@@ -127,6 +130,7 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
 
     def build() -> Callable[[int], None]:
         built, said = open_run(config, distributed.start(config.run.device)), [""]
+        contender.flops_per_token, contender.peak = built.network.flops_per_token, built.peak_flops
 
         def run(count: int) -> None:
             start = built.start_step
@@ -207,7 +211,7 @@ def one_round(contender: Contender, steps: int) -> None:
         contender.peak_bytes = max(contender.peak_bytes, torch.cuda.max_memory_allocated() - others)
 
 
-def row_of(contender: Contender, nanogpt: Contender | None, flops_per_token: int, peak: float | None) -> dict[str, Any]:
+def row_of(contender: Contender, nanogpt: Contender | None) -> dict[str, Any]:
     if contender.failed:
         return {"name": contender.name, "failed": contender.failed}
     median = statistics.median(contender.times)
@@ -223,7 +227,8 @@ def row_of(contender: Contender, nanogpt: Contender | None, flops_per_token: int
         "ms_all_rounds": [1000 * seconds for seconds in contender.times],
         "tokens_per_second": rate,
         "of_nanogpt_all_rounds": ratios,
-        "mfu": throughput.mfu(rate, flops_per_token, 1, peak),
+        "flops_per_token": contender.flops_per_token,
+        "mfu": throughput.mfu(rate, contender.flops_per_token, 1, contender.peak),
         "peak_gib": contender.peak_bytes / 2**30,
         "clock_and_power_all_rounds": contender.sensors,
     }
@@ -254,16 +259,18 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     torch._dynamo.config.recompile_limit = 256  # the variants share the code of one class
     contenders = [of_variant(recipe, text, folder) for text in args.variants]
     nanogpt = of_nanogpt(args.nanogpt, recipe, folder / "data") if args.nanogpt else None
-    contenders += [nanogpt] if nanogpt else []
-    for _ in range(args.rounds):
-        for contender in contenders:
-            if not contender.failed:
-                contender.attempt(one_round, args.steps)
     device = torch.device("cuda" if torch.cuda.is_available() and recipe.run.device != "cpu" else "cpu")
     peak = throughput.peak_flops(device, recipe.run.peak_tflops)
     with torch.device("meta"):
         plans = recipe.attention.resolve(recipe.model.n_layer, recipe.model.n_head)
         flops = GPT(recipe.model, plans).flops_per_token(recipe.data.sequence_length)
+    if nanogpt:
+        nanogpt.flops_per_token, nanogpt.peak = flops, peak
+        contenders.append(nanogpt)
+    for _ in range(args.rounds):
+        for contender in contenders:
+            if not contender.failed:
+                contender.attempt(one_round, args.steps)
     print(throughput.explain(flops, peak))
     return {
         "command": [files.without_folders(word) for word in sys.argv],
@@ -274,7 +281,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "flops_per_token": flops,
-        "rows": [row_of(contender, nanogpt, flops, peak) for contender in contenders],
+        "rows": [row_of(contender, nanogpt) for contender in contenders],
     }
 
 
@@ -284,6 +291,8 @@ def check(args: argparse.Namespace, flags: list[str]) -> TrainConfig:
         if getattr(args, name) < 1:
             raise invalid(f"--{name}", getattr(args, name), "at least 1")
     recipe = configuration.load([*args.recipe, *flags])
+    if recipe.model.vocab_size > 2**16:
+        raise invalid("model.vocab_size", recipe.model.vocab_size, f"at most {2**16}: token files are uint16")
     names = [variant(recipe, text, Path("bench"))[0] for text in args.variants]
     if len(set(names)) < len(names) or "nanogpt" in names:
         raise invalid("--variants", " ".join(args.variants), "each name once, and not nanogpt")

@@ -29,9 +29,11 @@ def _figure_4(inputs: Inputs) -> Drawn:
     inputs.check_alike()
     count = len(inputs.checkpoints())
     # One checkpoint: two of its sequences. Several: the same sequence in each.
-    for which, batch in [(i, 0) for i in range(count)] if count > 1 else [(0, 0), (0, -1)]:
-        layer, head = inputs.capture(which), inputs.head()
-        batch = batch % len(layer.q_BTHD)
+    chosen, last = inputs.sequence, inputs.sequences - 1
+    for which, batch in (
+        [(i, chosen) for i in range(count)] if count > 1 else [(0, chosen), (0, 0 if chosen == last else last)]
+    ):
+        (layer, _), head = inputs.capture(which), inputs.head()
         token = delta.largest_error_in(layer, head, batch) if inputs.token is None else inputs.token
         source = inputs.checkpoints()[which].label
         label = f"{source}, sequence {batch}"
@@ -40,11 +42,11 @@ def _figure_4(inputs: Inputs) -> Drawn:
 
 
 def _figure_5(inputs: Inputs) -> Drawn:
-    layer, head = inputs.capture(), inputs.head()
+    (layer, loss_scale), head = inputs.capture(), inputs.head()
     batch, token = delta.largest_error(layer, head)
     if inputs.token is not None:
         batch, token = inputs.sequence, inputs.token
-    error = delta.head_error(layer, head=head, batch=batch, token=token, label=inputs.place())
+    error = delta.head_error(layer, head=head, batch=batch, token=token, label=inputs.place(), loss_scale=loss_scale)
     return delta.draw_delta(error)
 
 

@@ -17,6 +17,7 @@ from autopsy.log import answer as log_answer
 from autopsy.log import leaving
 from autopsy.measure import FIXES, Findings, LayerSums, examine, with_preset
 from autopsy.report import answer
+from autopsy.subjects import fp16_scale
 from errors import UserError
 from probes.capture import LayerCapture
 
@@ -116,6 +117,22 @@ def test_the_answer_comes_first(factors: list[float], fixes: dict[str, float], f
     said = answer(findings(factors, **fixes))
     assert said[0].split(":")[0] == first
     assert named is None or named in said[-1]
+
+
+def test_a_preset_that_leaves_hardly_any_error_is_named_where_dw_q_itself_is_noise() -> None:
+    noise = dataclasses.replace(findings([5e4], a=2.0, b=0.9), errors={"a": 0.5, "b": 6e-5})
+    assert "preset b " in answer(noise)[-1]
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(0.5, 2.0**16), (40.0, 2.0**8), (math.nan, 1.0)])
+def test_a_loss_scale_of_fp16_is_lowered_until_every_gradient_is_finite(largest: float, scale: float) -> None:
+    layer = random_layer()
+
+    def look(at: float) -> list[LayerCapture]:
+        do_BTHD = (torch.full_like(layer.do_BTHD, largest, dtype=torch.float32) * at).half()
+        return [layer, dataclasses.replace(layer, do_BTHD=do_BTHD)]
+
+    assert fp16_scale(look) == scale
 
 
 def record(step: int, logit: float, **columns: list[float]) -> dict[str, Any]:

@@ -40,7 +40,12 @@ class GPT(nn.Module):
         logits = self.table(x)
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 """
-VARIANTS = ["plain", "fused: --optim.fused on", "reference: --speed.reference --optim.lr 1e-4"]
+VARIANTS = [
+    "plain",
+    "fused: --optim.fused on",
+    "reference: --speed.reference --optim.lr 1e-4",
+    "deep: --model.n-layer 4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +78,15 @@ def rows(bench: tuple[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_every_variant_has_a_row(bench: Any) -> None:
-    assert list(rows(bench)) == ["plain", "fused", "reference", "bad", "nanogpt"]
+    assert list(rows(bench)) == ["plain", "fused", "reference", "deep", "bad", "nanogpt"]
     assert rows(bench)["fused"]["settings"] == "--optim.fused on"
+
+
+def test_mfu_is_of_the_variants_own_model(bench: Any) -> None:
+    plain, deep = (rows(bench)[name] for name in ("plain", "deep"))
+    assert deep["flops_per_token"] > 1.5 * plain["flops_per_token"] > 0
+    for row in (plain, deep):
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
 
 
 def test_a_variant_that_raises_says_why(bench: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pandas as pd
@@ -9,7 +10,7 @@ import pytest
 import torch
 from layer_captures import random_layer
 
-from figures import curves, over_steps, similarity
+from figures import curves, delta, over_steps, similarity
 from probes.low_rank import weighted_keys
 
 
@@ -26,6 +27,18 @@ def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> No
     products = torch.einsum("td,tc->tdc", weighted_keys(layer)[0, 0], layer.x_BTC[0].float()).flatten(1)
     units = torch.nn.functional.normalize(products, dim=-1)
     assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx((units @ units.T)[3, 7].item(), abs=1e-5)
+
+
+def test_a_loss_scale_does_not_show_in_the_error_of_delta() -> None:
+    layer = random_layer()
+    scaled = dataclasses.replace(layer, do_BTHD=layer.do_BTHD * 2.0**10)
+    one, two = (
+        delta.head_error(captured, head=0, batch=0, token=3, label="m", loss_scale=scale)
+        for captured, scale in ((layer, 1.0), (scaled, 2.0**10))
+    )
+    assert torch.equal(one.error_BT, two.error_BT)
+    assert torch.equal(one.do_D, two.do_D)
+    assert (one.mean, one.standard_error) == (two.mean, two.standard_error) != (0.0, 0.0)
 
 
 def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:

@@ -442,6 +442,19 @@ def test_a_head_whose_logits_grow_by_far_too_fast_leaves_alone_and_at_once(
     assert found.leaves_LH.nonzero().tolist() == [[0, 3]] * leaves
 
 
+def test_a_sudden_layer_leaves_at_the_first_probe_with_another_far_enough_before_it() -> None:
+    grown = [
+        Probe(step, clock, torch.full((1, 1), logit).double(), torch.full((1, 1), logit).double())
+        for step, (clock, logit) in enumerate([(1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0)])
+    ]
+    assert growth(grown[:3], GrowthRule()) is None
+    found = growth(grown, GrowthRule())
+    assert found is not None
+    assert found.layers() == [0]
+    # The other part of the rule needs its number of probes.
+    assert not growth(grown, GrowthRule(sudden_logit=1e9, share=0.0)).leaves_LH.any()
+
+
 def test_a_layer_that_left_runs_the_preset_it_is_switched_to(device: torch.device) -> None:
     rule = GrowthRule(exponent=0.0, logit=0.0, window=1.1, probes=1, share=0.0)
     model, coarse = Growing(1.0).to(device), attention.AttentionSpec(numerics="microcosm")

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import torch
 
 # Dense BF16 tensor-core peaks in FLOP/s, from the vendor's datasheets.
-PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "GH200": 989.4e12,
+    "H200": 989.4e12,
+    "B200": 2250e12,
+}
+_OTHER_PEAK = re.compile(r"\b(NVL|MIG)\b")
+"""Cards of these names, and parts of a card, that are slower."""
 
 
 def peak_flops(device: torch.device, configured_tflops: float) -> float | None:
@@ -18,7 +28,9 @@ def peak_flops(device: torch.device, configured_tflops: float) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    if _OTHER_PEAK.search(name):
+        return None
+    return next((peak for known, peak in PEAK_FLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def mfu(tokens_per_second: float, flops_per_token: int, world_size: int, peak: float | None) -> float | None:
