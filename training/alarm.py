@@ -31,7 +31,7 @@ class AlarmConfig:
     """What raises an alarm and what it does; and scheduled switches of a layer's attention."""
 
     response: Response = "log"
-    """log; checkpoint (that of the first alarm is kept); stop (after a checkpoint); switch the named layer to alarm.switch_to with the next step."""
+    """log; checkpoint (the first alarm's stays); stop (after a checkpoint); switch the layer to alarm.switch_to with the next step."""
     switch_to: str = RECOMMENDED
     """PRESET or PRESET:BACKEND that response switch moves a layer to; the layer's base roundings stay."""
     switches: tuple[str, ...] = ()

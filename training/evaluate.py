@@ -9,9 +9,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from errors import UserError, check_size
+from errors import check_size
 from training.distributed import all_reduce_sum
 
 IGNORED_TARGET = -1
@@ -47,18 +46,16 @@ def evaluate(
     """Mean loss over the fixed validation batches of all processes, nats a token.
 
     Each process sums its share of the batches, weighted by their targets, and the sums are added up: the value is the same
-    for any number of processes up to the order of summation. Every process must call this, and all get the value. Raises ``UserError``
-    where no process has a validation batch.
+    for any number of processes up to the order of summation. Every process must call this, and all get the value.
 
     Args:
-        model: called as ``model(tokens_BT, targets_BT, rounding_seed)`` -> (logits, mean loss). Run in eval mode; every
+        model: called as ``model(tokens_BT, targets_BT, rounding_seed)`` -> (logits, mean loss), not DDP's, whose forward pass may
+            wait for processes that have fewer batches. Run in eval mode; every
             module's own mode is put back afterwards, also after an error.
         batches: the shares may differ in length between processes, or be empty.
         rounding_seed: int64 scalar on ``device``; the same for each batch, so that stochastic rounding too draws the same
             bits however the batches are dealt out.
     """
-    # DDP's forward may talk to the other processes, which hangs where they have different numbers of batches.
-    forward = model.module if isinstance(model, DistributedDataParallel) else model
     # In double, so that neither the order of summation nor the number of processes shows in float32.
     loss_and_count = torch.zeros(2, dtype=torch.float64, device=device)
     modes = [(module, module.training) for module in model.modules()]
@@ -67,15 +64,11 @@ def evaluate(
         with autocast_context:
             for tokens_BT, targets_BT in batches.validation():
                 tokens_BT, targets_BT = tokens_BT.to(device), targets_BT.to(device)
-                _, loss = forward(tokens_BT, targets_BT, rounding_seed)
+                _, loss = model(tokens_BT, targets_BT, rounding_seed)
                 count = (targets_BT != IGNORED_TARGET).sum().double()
                 loss_and_count += torch.stack([loss.double() * count, count])
     finally:
         for module, training in modes:
             module.training = training
     loss_sum, count_sum = all_reduce_sum(loss_and_count).tolist()
-    if count_sum == 0:
-        raise UserError(
-            "data.validation_sequences: there is no validation batch; set it to 1 or more, or evaluation.every to 0"
-        )
     return loss_sum / count_sum
