@@ -109,12 +109,21 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContext
 
 @contextmanager
 def _replaced(numerics: str | AttentionSpec) -> Iterator[None]:
-    torchs, called = functional.scaled_dot_product_attention, False
+    torchs, called = functional.scaled_dot_product_attention, list[bool]()
+
+    # While it traces, the compiler calls it; a note in what it traces, it would refuse within activation checkpointing.
+    @torch.compiler.assume_constant_result
+    def note() -> None:
+        if not called:
+            called.append(True)
+            if callable(outer := getattr(torchs, "note", None)):  # an outer block, of which nothing is called now
+                outer()
 
     def replacement(*arguments: Any, **settings: Any) -> Tensor:
-        nonlocal called
-        called = True
+        note()
         return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
+
+    replacement.note = note  # type: ignore[attr-defined]
 
     def put(old: object, new: object) -> None:
         own = ("torch.", f"{NAMESPACE}.")
@@ -159,7 +168,7 @@ def _refuse_settings(
     dropout: float, causal: bool, scale: float | None, gqa: bool, softcap: float, seed: Tensor | None
 ) -> None:
     for name, value, least, most, expected in (
-        ("dropout_p", dropout, 0.0, 0.0, "0, it has no dropout"),
+        ("dropout_p", dropout, 0.0, 0.0, "0: it has no dropout; set that of the model's attention to 0"),
         ("scale", 1.0 if scale is None else scale, -_LARGEST, _LARGEST, "a finite number"),
         ("softcap", softcap, 0.0, _LARGEST, "0 or a positive number"),
     ):

@@ -15,8 +15,10 @@ Legend: B batch, H heads, T queries, S keys, D head dim, R some of the queries.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +96,7 @@ def measure(call: Call) -> dict[str, Tensor]:
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
-                ds = round_to(p * (dp - from_o[..., None]), FORMAT_OF[call.o_BHTD.dtype])
+                ds = round_to(p * (dp - from_o[..., None]), FORMAT_OF.get(call.o_BHTD.dtype, "fp32"))
                 found |= {"delta": delta, "error": from_o - delta, "r": ds.sum(dim=-1)}
                 slope = (1 - (s / call.softcap).square()).masked_fill(s == -math.inf, 0.0) if call.softcap else 1.0
                 dq[:, :, chosen] = call.scale * (p * (dp - delta[..., None]) * slope) @ k[:, :, : s.shape[-1]]
@@ -179,10 +181,7 @@ class Watch(TorchFunctionMode):
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
         self._step, self._clock = chosen["start"], clock + (chosen["start"] - step) * rate
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
-        try:
-            self._log = open(chosen["log"], "a", encoding="utf-8") if chosen["log"] else None  # noqa: SIM115
-        except OSError as error:
-            _require(False, "log", str(chosen["log"]), f"a file that can be written ({error.strerror})")
+        self._log = _open(Path(chosen["log"]), chosen["cut"], chosen["say"]) if chosen["log"] else None
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
         """Step at which a layer ran away."""
@@ -372,6 +371,8 @@ class Watch(TorchFunctionMode):
             o = run() if moved is None else scaled_dot_product_attention(**named, numerics=moved)
         finally:
             self._inside = False
+        if o.numel() == 0:  # a batch of nothing has nothing to measure
+            self._look = None
         if self._due and self._look is not None:
             self._keep(self._look, layer, named, o)
         return o
@@ -575,6 +576,44 @@ def _records(log: Path) -> list[dict[str, Any]]:
     return records
 
 
+def _open(log: Path, cut: int | None, say: Callable[[str], object]) -> IO[str]:
+    """The file to append to, of this watch alone. Records from step ``cut`` on are taken off it; a file beside it still has them."""
+    try:
+        file = open(log, "a", encoding="utf-8")  # noqa: SIM115
+        if log.is_file():  # no stream
+            _lock(file, log)
+        if cut is None:
+            return file
+        names = (f"{log.name}.before_{cut}{again}" for again in ("", *(f"_{i}" for i in itertools.count(2))))
+        before = next(path for path in map(log.with_name, names) if not path.exists())
+        aside = log.with_name(f"{log.name}.tmp")
+        lines = log.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] < cut]
+        aside.write_bytes(b"".join(kept))
+        os.replace(log, before)
+        os.replace(aside, log)
+        file.close()
+    except OSError as error:
+        raise invalid("watch: log", str(log), f"a file that can be written ({error.strerror})") from None
+    say(f"watch: {log}: {len(lines) - len(kept)} record(s) from step {cut} on are taken off; {before.name} has them")
+    return _open(log, None, say)
+
+
+def _lock(file: IO[str], log: Path) -> None:
+    """The kernel lets go of it where the file is closed, or its process ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_NB | fcntl.LOCK_EX)
+    except BlockingIOError:
+        file.close()
+        raise invalid("watch: log", str(log), "a file that no other watch writes") from None
+    except OSError:  # a file system without locks
+        pass
+
+
 def watch(
     model: nn.Module,
     *,
@@ -594,8 +633,8 @@ def watch(
     Args:
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks.
-        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. It has no step from ``start`` on yet;
-            of those before, the alarm remembers growth, and which layers ran away.
+        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. Of records before ``start`` the alarm
+            remembers growth, and which layers ran away; those from ``start`` on go, to a file beside it.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
         switch: preset, or ``AttentionSpec``, that a layer moves to when it runs away; one process only.
         wandb: a W&B run; each look adds a table.
@@ -636,16 +675,20 @@ def watch(
     if processes and torch.distributed.get_rank():
         log = wandb = None
         warm_up = sys.maxsize  # it never judges
-    earlier = [] if log is None else _records(Path(log))
+    earlier, cut = [] if log is None else _records(Path(log)), None
+    if earlier:
+        last = earlier[-1]["step"]
+        goes_on = f"a new file, as this one has steps to {last}; or start=, the step of the checkpoint that its run goes on from"
+        _require(start > 0, "log", str(log), goes_on)
+        cut = start if last >= start else None
+        earlier = [record for record in earlier if record["step"] < start]
     if earlier:
         last, clock = earlier[-1]["step"], earlier[-1]["clock"]
-        goes_on = f"a new file, as this one has step {last}; or start={last + 1} or more, to go on with its run"
-        _require(start > last, "log", str(log), goes_on)
         by_rate = "the optimizer, or a new log: the clock of this one is its summed learning rate"
         _require(optimizer is not None or clock == last, "optimizer", optimizer, by_rate)
         by_steps = "None, or a new log: the clock of this one counts steps"
         rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         _require(not 0 < clock == last or rate == 1.0, "optimizer", type(optimizer).__name__, by_steps)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
-    more = {"sequences": sequences, "start": start, "earlier": earlier, "say": say}
+    more = {"sequences": sequences, "start": start, "earlier": earlier, "cut": cut, "say": say}
     return Watch(model, **chosen, **more, rule=rule or GrowthRule())

@@ -37,7 +37,8 @@ with trainer_packages():
     import files
     from figures import curves
     from figures.courses import Course, draw_courses
-    from training.metrics import METRICS_FILE
+    from training.intervention import INTERVENTIONS_FILE
+    from training.metrics import METRICS_FILE, read_lines
 
 LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
@@ -60,6 +61,8 @@ class Run:
     metrics: pd.DataFrame
     probes: pd.DataFrame
     """By step: w_q_norm_L and max_logit_L of layers L; empty for a run without telemetry."""
+    switched: str = ""
+    """Which layers moved to another attention, and when."""
 
     def column(self, name: str) -> pd.Series:
         """Of the metrics or of the probes."""
@@ -76,7 +79,15 @@ def load(folder: Path) -> Run:
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     kept = folder / "probes.csv"
     probes = curves.read_csv(kept).astype(float) if kept.is_file() else _by_layer(curves.telemetry(folder))
-    return Run(folder.resolve().name, content, metrics, probes)
+    return Run(folder.resolve().name, content, metrics, probes, _switched(folder / INTERVENTIONS_FILE))
+
+
+def _switched(path: Path) -> str:
+    moves: dict[tuple[int, str], list[str]] = {}
+    for line in read_lines(path) if path.is_file() else ():
+        if line["kind"] == "switch":
+            moves.setdefault((line["step"], line["to"]), []).append(str(line["layer"]))
+    return "".join(f"; layer {', '.join(layers)} from step {step:,} on {to}" for (step, to), layers in moves.items())
 
 
 def _by_layer(telemetry: pd.DataFrame) -> pd.DataFrame:
@@ -173,7 +184,7 @@ def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: 
     ended, exploded = ending(losses, norms, done, margin, patience)
     row: dict[str, Any] = {
         "run": run.name,
-        "attention": run.config["attention_name"],
+        "attention": run.config["attention_name"] + run.switched,
         "seed": settings["seed"],
         "ended": ended,
         "exploded_at": exploded,

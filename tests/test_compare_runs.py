@@ -12,6 +12,7 @@ import pytest
 from tiny_runs import Place, lines
 
 from scripts import compare_runs
+from training.intervention import INTERVENTIONS_FILE
 from training.metrics import Metrics
 from training.telemetry import read_telemetry
 
@@ -247,3 +248,17 @@ def test_the_layer_told_is_that_of_the_largest_logit(
     assert "largest logit of layer 1 |" in told(capsys, *pair)
     (pair[1] / "probes.csv").write_text("step,max_logit_0,max_logit_2\n0,1,3\n")  # one that both have
     assert "largest logit of layer 2 |" in told(capsys, *pair)
+
+
+def test_switches_are_told_in_the_column_of_the_attention(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    moves = [
+        {"step": 2, "kind": "switch", "layer": 1, "to": "flash_consistent"},
+        {"step": 2, "kind": "switch", "layer": 3, "to": "flash_consistent"},
+        {"step": 3, "kind": "alarm", "layer": 5},
+        {"step": 4, "kind": "switch", "layer": 2, "to": "standard"},
+    ]
+    (pair[0] / INTERVENTIONS_FILE).write_text("".join(json.dumps(move) + "\n" for move in moves))
+    column = "flash (paper); layer 1, 3 from step 2 on flash_consistent; layer 2 from step 4 on standard"
+    assert column in re.sub(" *\\| *", "|", told(capsys, *pair)).replace("|", " | ")

@@ -6,6 +6,7 @@ import copy
 import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -420,6 +421,36 @@ def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_sai
         torchs(*inputs, dropout_p=0.1)
     with pytest.warns(UserWarning, match="was not called"), replace_sdpa():
         torch.softmax(inputs[0], dim=-1)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_blocks_inside_one_another_do_not_say_that_nothing_was_called(inner: bool) -> None:
+    *inputs, _ = tensors()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with replace_sdpa("flash"):
+            outside = None if inner else functional.scaled_dot_product_attention(*inputs)
+            with replace_sdpa("flash_delta_from_p"):
+                inside = functional.scaled_dot_product_attention(*inputs)
+    assert inside.shape == inputs[0].shape
+    assert outside is None or outside.shape == inside.shape
+
+
+def test_it_replaces_within_a_compiled_model_with_activation_checkpointing() -> None:
+    *inputs, do = tensors()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q.sin(), k, v, is_causal=True)
+
+    def model(*qkv: Tensor) -> Tensor:
+        return checkpoint(attend, *qkv, use_reentrant=False)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="replace_sdpa")
+        with replace_sdpa("flash_delta_from_p"):
+            expected = results(model, inputs, do)
+            found = results(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs, do)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def in_a_fresh_process(code: str) -> None:

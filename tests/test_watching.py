@@ -332,6 +332,55 @@ def test_a_resumed_watch_goes_on_with_its_log(stop: int, tmp_path: Path) -> None
     assert growing(range(stop, 40), tmp_path / "log")[0] == straight
 
 
+def test_from_an_earlier_checkpoint_a_watch_takes_the_steps_after_it_off_its_log_and_keeps_them_beside_it(
+    tmp_path: Path,
+) -> None:
+    straight, _ = growing(range(40), tmp_path / "straight")
+    growing(range(30), tmp_path / "log")
+    before = (tmp_path / "log").read_bytes()
+    left, said = growing(range(6, 40), tmp_path / "log")
+    assert left == straight
+    assert records(tmp_path / "log") == records(tmp_path / "straight")
+    assert (tmp_path / "log.before_6").read_bytes() == before
+    assert "24 record(s) from step 6 on are taken off; log.before_6 has them" in said[0]
+    growing(range(6, 7), tmp_path / "log")
+    assert (tmp_path / "log.before_6").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.before_6", "log.before_6_2", "straight"]
+
+
+def test_two_watches_do_not_write_one_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    model = Model()
+    with watch(model, log=log, say=lambda line: None):
+        with pytest.raises(ValueError, match="a file that no other watch writes"):
+            watch(Model(), log=log)
+        model(data()).backward()
+    with watch(model, every=1, log=log, start=1, say=lambda line: None):
+        model(data()).backward()
+    assert [record["step"] for record in records(log)] == [0, 1]
+
+
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.float64, B), (torch.float32, 0)])
+def test_tensors_of_float64_and_batches_of_nothing_are_no_failure(
+    dtype: torch.dtype, batch: int, tmp_path: Path
+) -> None:
+    def loss(q: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+
+    class Attends(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return loss(q)
+
+    q = torch.randn(batch, H, T, D, dtype=dtype, requires_grad=True)
+    model = Attends()
+    with watch(model, log=tmp_path / "log", say=lambda line: None):
+        model(q).backward()
+    seen_gradient, q.grad = q.grad, None
+    loss(q).backward()
+    assert torch.equal(seen_gradient, q.grad)
+    assert len(records(tmp_path / "log")) == bool(batch)
+
+
 def test_a_layer_that_left_is_switched_at_once_in_a_resumed_run(tmp_path: Path) -> None:
     _, before = growing(range(30), tmp_path / "log", switch="flash_consistent")
     left, after = growing(range(30, 31), tmp_path / "log", switch="flash_consistent")
@@ -556,24 +605,18 @@ def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: An
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_has_these_steps_is_not_added_to(tmp_path: Path) -> None:
+def test_a_log_of_another_run_is_not_added_to_and_loses_nothing(tmp_path: Path) -> None:
     log, other = tmp_path / "log", tmp_path / "other"
-    model = Model()
-    with watch(model, every=1, log=log):
-        for step in range(3):
-            model(data(step)).backward()
+    growing(range(3), log)
     before = log.read_bytes()
-    with pytest.raises(ValueError, match=r"step 2; or start=3 or more") as error:
-        watch(model, log=log, start=2)
+    with pytest.raises(ValueError, match=r"a new file, as this one has steps to 2; or start=") as error:
+        watch(Model(), log=log)
     assert "\n" not in str(error.value)
     assert log.read_bytes() == before
-    with watch(model, every=1, log=log, start=3):
-        model(data()).backward()
-    assert [record["step"] for record in records(log)] == [0, 1, 2, 3]
     for text in ("notes\n", "[]\n", '{"loss": 1}\n'):
         other.write_text(text)
         with pytest.raises(ValueError, match="a new file, or one of watch"):
-            watch(model, log=other)
+            watch(Model(), log=other)
         assert other.read_text() == text
 
 

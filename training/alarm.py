@@ -84,7 +84,7 @@ class AlarmConfig:
         preset = today(preset)
         if preset not in PRESETS or backend not in ("", *BACKENDS):
             expected = f"PRESET or PRESET:BACKEND, PRESET of {', '.join(PRESETS)}, BACKEND of {', '.join(BACKENDS)}"
-            raise invalid("alarm.switch_to", self.switch_to, expected)
+            raise invalid("alarm.switch_to", self.switch_to, expected if backend else tuple(PRESETS))
         return Switch(step, layer, preset, backend, cause="alarm")
 
 
