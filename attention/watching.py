@@ -15,10 +15,8 @@ Legend: B batch, H heads, T queries, S keys, D head dim, R some of the queries.
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import math
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,127 +24,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .call_measures import Call, as_lists, measure
 from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
 from .growth import FMA_LOGIT, Growth, GrowthRule, Probe, growth, large_logits, window_start
-from .measures import QUERY_CHUNK, entropy_of, score_rows
 from .plan import AttentionSpec
-from .reference.exact import exact_float32
-from .reference.tiles import FORMAT_OF, TORCHS
-from .rounding import round_to
+from .reference.tiles import TORCHS
 from .user_error import invalid
+from .watch_log import open_log, read_log, strict, table_of
 
-COLUMNS = {
-    "max_logit": "largest score",
-    "entropy": "mean entropy of a row, nats",
-    "one_hot": "share of rows whose largest probability rounds to 1 in BF16",
-    "delta_error": "root mean square of rowsum(dO * O) - rowsum(P * dP), O as attention returned it, over that of rowsum(P * dP)",
-    "delta_bias": "mean of the same, over the same",
-    "row_residual": "root mean square of r = rowsum(dS), dS as the backward pass with that O rounds it, over the same",
-    "dq_error": "||sum over queries of dQ - dQ in FP32|| over the layer's ||sum of dQ in FP32||, dQ as attention's backward pass made it",
-    "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
-}
-"""Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
 RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
-_ONE = 1 - 2.0**-9
 _COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
-SCORES = 2**24
-"""Scores that exist at once; there are about eight arrays of that size (0.5 GB)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call of attention, of a few sequences. Copies, so that nothing keeps the batch alive."""
-
-    q_BHTD: Tensor
-    k_BHSD: Tensor
-    v_BHSD: Tensor
-    o_BHTD: Tensor
-    mask_BHTS: Tensor | None
-    causal: bool
-    scale: float
-    softcap: float
-    dropout: float
-    do_BHTD: Tensor | None = None
-    dq_BHTD: Tensor | None = None
-
-
-@torch.no_grad()
-def measure(call: Call) -> dict[str, Tensor]:
-    """``COLUMNS`` of one call, each [H]; those from gradients only where there are gradients."""
-    q, k, v, o = (x.float() for x in (call.q_BHTD, call.k_BHSD, call.v_BHSD, call.o_BHTD))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    do = None if call.do_BHTD is None or call.dropout else call.do_BHTD.float()
-    rows: dict[str, list[Tensor]] = {}
-    dq = torch.zeros_like(q)
-    with exact_float32(q.device):
-        shape: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "causal": call.causal}
-        # A GPU is faster at few large operations, and waits for the launches of many small ones.
-        shape["chunk"] = max(QUERY_CHUNK, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
-        for chosen, s in score_rows(q.transpose(1, 2), k.transpose(1, 2), mask_BHTS=call.mask_BHTS, **shape):
-            largest = s.amax(dim=-1)
-            entropy, p = entropy_of(s)
-            found = {"max": largest, "entropy": entropy, "one": (p.amax(dim=-1) > _ONE).float()}
-            if do is not None:
-                dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
-                delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
-                ds = round_to(p * (dp - from_o[..., None]), FORMAT_OF.get(call.o_BHTD.dtype, "fp32"))
-                found |= {"delta": delta, "error": from_o - delta, "r": ds.sum(dim=-1)}
-                slope = (1 - (s / call.softcap).square()).masked_fill(s == -math.inf, 0.0) if call.softcap else 1.0
-                dq[:, :, chosen] = call.scale * (p * (dp - delta[..., None]) * slope) @ k[:, :, : s.shape[-1]]
-            for name, value in found.items():
-                # A row that may see no key, as of padding, has no softmax.
-                rows.setdefault(name, []).append(value.where(largest != -math.inf, -math.inf if name == "max" else 0.0))
-    whole = {name: torch.cat(parts, dim=2) for name, parts in rows.items()}
-    seen = (whole["max"] != -math.inf).sum(dim=(0, 2)).clamp(min=1)
-
-    def mean(x: Tensor) -> Tensor:
-        return x.sum(dim=(0, 2)) / seen
-
-    columns = {
-        "max_logit": whole["max"].amax(dim=(0, 2)),
-        "entropy": mean(whole["entropy"]),
-        "one_hot": mean(whole["one"]),
-    }
-    if do is not None:
-        size = mean(whole["delta"].square()).sqrt()
-        columns["delta_error"] = _over(mean(whole["error"].square()).sqrt(), size)
-        columns["delta_bias"] = _over(mean(whole["error"]), size)
-        columns["row_residual"] = _over(mean(whole["r"].square()).sqrt(), size)
-    if call.dq_BHTD is not None:
-        dq = dq.where((whole["max"] != -math.inf)[..., None], 0.0)
-        if do is not None:
-            wrong, exact = ((x).sum(dim=(0, 2)).norm(dim=-1) for x in (call.dq_BHTD.float() - dq, dq))
-            # Of the layer: a head of one-hot rows has hardly a gradient, and nothing is large beside that.
-            columns["dq_error"] = _over(wrong, exact.norm())
-        read = torch.stack([x.isfinite().all() for x in (q, k, v, o, call.do_BHTD) if x is not None]).all()
-        if do is not None:  # what its dtype cannot hold, as behind a loss scale in FP16, is no mistake of the kernel
-            read &= dq.abs().amax() <= torch.finfo(call.dq_BHTD.dtype).max
-        columns["nan_made"] = (read & ~call.dq_BHTD.isfinite().all(dim=-1).all(dim=-1).all(dim=0)).float()
-    return columns
-
-
-def _lists(found: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """Columns of every layer as lists, None where it has none; the host waits once."""
-    names = [name for name in COLUMNS if any(name in columns for columns in found)]
-    there = [(name, layer) for name in names for layer, columns in enumerate(found) if name in columns]
-    device = found[0]["max_logit"].device
-    heads = [len(found[layer][name]) for name, layer in there]
-    values = torch.cat([found[layer][name].to(device) for name, layer in there]).cpu().split(heads)
-    lists: dict[str, Any] = {name: [None] * len(found) for name in names}
-    for (name, layer), value in zip(there, values, strict=True):
-        lists[name][layer] = value.tolist()
-    return lists
-
-
-def _over(x: Tensor, size: Tensor) -> Tensor:
-    return x / size.where(size > 0, 1.0)
 
 
 @dataclass
@@ -181,7 +75,7 @@ class Watch(TorchFunctionMode):
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
         self._step, self._clock = chosen["start"], clock + (chosen["start"] - step) * rate
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
-        self._log = _open(Path(chosen["log"]), chosen["cut"], chosen["say"]) if chosen["log"] else None
+        self._log = open_log(Path(chosen["log"]), chosen["cut"], chosen["say"]) if chosen["log"] else None
         self.record: dict[str, Any] = {}
         self.left: dict[int, int] = {}
         """Step at which a layer ran away."""
@@ -442,14 +336,14 @@ class Watch(TorchFunctionMode):
         found = [look.found.get(layer) or measure(call) for layer, call in enumerate(look.calls)]
         look.awaited.clear()
         look.calls.clear()
-        lists = _lists(found)
+        lists = as_lists(found)
         hidden = {"hidden": look.hidden} if look.hidden else {}
         self.record = {"step": look.step, "clock": look.clock, **hidden, **lists}
         if self._log is not None:
-            self._log.write(json.dumps(_strict(self.record)) + "\n")
+            self._log.write(json.dumps(strict(self.record)) + "\n")
             self._log.flush()
         if self._wandb is not None:
-            self._wandb.log(_table(self.record))
+            self._wandb.log(table_of(self.record))
         self._judge(look.step, look.clock, lists["max_logit"])
         for layer, made in enumerate(lists.get("nan_made", [])):
             if made and any(made):
@@ -529,89 +423,9 @@ def _named(*args: Any, **more: Any) -> dict[str, Any]:
     return {name: value for name, value in bound.arguments.items() if name not in ("numerics", "rounding_seed")}
 
 
-def _strict(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become strings."""
-    if isinstance(value, dict):
-        return {name: _strict(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_strict(one) for one in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def _table(record: dict[str, Any]) -> dict[str, Any]:
-    """For W&B: a table with a row for each head."""
-    import wandb
-
-    names = [name for name in COLUMNS if name in record]
-    rows = [
-        [record["step"], layer, head, *(record[name][layer][head] if record[name][layer] else None for name in names)]
-        for layer, heads in enumerate(record["max_logit"])
-        for head in range(len(heads))
-    ]
-    return {"attention": wandb.Table(columns=["step", "layer", "head", *names], data=rows)}
-
-
 def _require(right: bool, name: str, value: object, expected: str) -> None:
     if not right:
         raise invalid(f"watch: {name}", value, expected)
-
-
-def _records(log: Path) -> list[dict[str, Any]]:
-    """The records in a file of ``watch``; a last line that was cut short is taken off it. Raises ``ValueError`` for another file."""
-    if not log.is_file():  # not there yet, or a stream
-        return []
-    try:
-        content = log.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        records = [json.loads(line) for line in whole.splitlines()]
-        if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
-            raise ValueError
-        if records and len(whole) < len(content):
-            with log.open("r+b") as file:
-                file.truncate(len(whole))
-        elif content and not records:
-            raise ValueError
-    except (OSError, ValueError, TypeError):
-        raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
-    return records
-
-
-def _open(log: Path, cut: int | None, say: Callable[[str], object]) -> IO[str]:
-    """The file to append to, of this watch alone. Records from step ``cut`` on are taken off it; a file beside it still has them."""
-    try:
-        file = open(log, "a", encoding="utf-8")  # noqa: SIM115
-        if log.is_file():  # no stream
-            _lock(file, log)
-        if cut is None:
-            return file
-        names = (f"{log.name}.before_{cut}{again}" for again in ("", *(f"_{i}" for i in itertools.count(2))))
-        before = next(path for path in map(log.with_name, names) if not path.exists())
-        aside = log.with_name(f"{log.name}.tmp")
-        lines = log.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] < cut]
-        aside.write_bytes(b"".join(kept))
-        os.replace(log, before)
-        os.replace(aside, log)
-        file.close()
-    except OSError as error:
-        raise invalid("watch: log", str(log), f"a file that can be written ({error.strerror})") from None
-    say(f"watch: {log}: {len(lines) - len(kept)} record(s) from step {cut} on are taken off; {before.name} has them")
-    return _open(log, None, say)
-
-
-def _lock(file: IO[str], log: Path) -> None:
-    """The kernel lets go of it where the file is closed, or its process ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such locks
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_NB | fcntl.LOCK_EX)
-    except BlockingIOError:
-        file.close()
-        raise invalid("watch: log", str(log), "a file that no other watch writes") from None
-    except OSError:  # a file system without locks
-        pass
 
 
 def watch(
@@ -675,7 +489,7 @@ def watch(
     if processes and torch.distributed.get_rank():
         log = wandb = None
         warm_up = sys.maxsize  # it never judges
-    earlier, cut = [] if log is None else _records(Path(log)), None
+    earlier, cut = [] if log is None else read_log(Path(log)), None
     if earlier:
         last = earlier[-1]["step"]
         goes_on = f"a new file, as this one has steps to {last}; or start=, the step of the checkpoint that its run goes on from"

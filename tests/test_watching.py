@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention import watch
+from attention.call_measures import COLUMNS
 from attention.growth import GrowthRule, Probe, growth
-from attention.watching import COLUMNS
 from autopsy.log import answer as log_answer
 from errors import UserError
 

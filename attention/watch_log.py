@@ -1,0 +1,95 @@
+"""The file of ``watch``: a JSON record a look, of one watch at a time; and the table of a record for W&B."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from .call_measures import COLUMNS
+from .user_error import invalid
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """The records in a file of ``watch``; a last line that was cut short is taken off it. Raises ``ValueError`` for another file."""
+    if not log.is_file():  # not there yet, or a stream
+        return []
+    try:
+        content = log.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        records = [json.loads(line) for line in whole.splitlines()]
+        if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
+            raise ValueError
+        if records and len(whole) < len(content):
+            with log.open("r+b") as file:
+                file.truncate(len(whole))
+        elif content and not records:
+            raise ValueError
+    except (OSError, ValueError, TypeError):
+        raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
+    return records
+
+
+def open_log(log: Path, cut: int | None, say: Callable[[str], object]) -> IO[str]:
+    """The file to append to, of this watch alone. Records from step ``cut`` on are taken off it; a file beside it still has them."""
+    try:
+        file = open(log, "a", encoding="utf-8")  # noqa: SIM115
+        if log.is_file():  # no stream
+            _lock(file, log)
+        if cut is None:
+            return file
+        again = ("" if i == 1 else f"_{i}" for i in itertools.count(1))
+        paths = (log.with_name(f"{log.name}.before_{cut}{number}") for number in again)
+        before = next(path for path in paths if not path.exists())
+        aside = log.with_name(f"{log.name}.tmp")
+        lines = log.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] < cut]
+        aside.write_bytes(b"".join(kept))
+        os.replace(log, before)
+        os.replace(aside, log)
+        file.close()
+    except OSError as error:
+        raise invalid("watch: log", str(log), f"a file that can be written ({error.strerror})") from None
+    say(f"watch: {log}: {len(lines) - len(kept)} record(s) from step {cut} on are taken off; {before.name} has them")
+    return open_log(log, None, say)
+
+
+def _lock(file: IO[str], log: Path) -> None:
+    """The kernel lets go of it where the file is closed, or its process ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_NB | fcntl.LOCK_EX)
+    except BlockingIOError:
+        file.close()
+        raise invalid("watch: log", str(log), "a file that no other watch writes") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def strict(value: Any) -> Any:
+    """JSON has no NaN: numbers that are not finite become strings."""
+    if isinstance(value, dict):
+        return {name: strict(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [strict(one) for one in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def table_of(record: dict[str, Any]) -> dict[str, Any]:
+    """For W&B: a table with a row for each head."""
+    import wandb
+
+    names = [name for name in COLUMNS if name in record]
+    rows = [
+        [record["step"], layer, head, *(record[name][layer][head] if record[name][layer] else None for name in names)]
+        for layer, heads in enumerate(record["max_logit"])
+        for head in range(len(heads))
+    ]
+    return {"attention": wandb.Table(columns=["step", "layer", "head", *names], data=rows)}
