@@ -152,8 +152,9 @@ def leave(run: Run, step: int, unsaved: bool) -> NoReturn:
 def announce(run: Run) -> None:
     """Say once what runs."""
     config, place, network = run.config, run.place, run.network
+    attention = config.attention.label() + run.interventions.moved()
     place.say(
-        f"{run.folder}: attention {config.attention.label()}, {network.raw.num_parameters() / 1e6:.1f}M parameters, "
+        f"{run.folder}: attention {attention}, {network.raw.num_parameters() / 1e6:.1f}M parameters, "
         f"{place.world_size} process(es) on {place.device.type}, {run.batches.accumulation()} micro-step(s) of "
         f"{config.data.micro_batch} x {config.data.sequence_length} tokens each, from step {run.start_step}"
     )

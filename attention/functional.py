@@ -103,7 +103,11 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContext
     in ``scaled_dot_product_attention``. A function that an object keeps, as ``self.sdpa``, stays torch's. Warns where no call was made, as
     by a model with attention of another kind.
     """
-    spec_of(numerics)
+    spec = spec_of(numerics)
+    refuse(
+        stochastic(spec),
+        f"replace_sdpa: numerics = {numerics!r}: expected none that rounds stochastically, as no seed reaches it",
+    )
     return _replaced(numerics)
 
 

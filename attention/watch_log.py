@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -13,9 +15,17 @@ from typing import IO, Any
 from .call_measures import COLUMNS
 from .user_error import invalid
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE = 5.0
+"""Seconds."""
+
 
 def read_log(log: Path) -> list[dict[str, Any]]:
-    """The records in a file of ``watch``; a last line that was cut short is taken off it. Raises ``ValueError`` for another file."""
+    """The records in a file of ``watch``, but for a last line that was cut short. Raises ``ValueError`` for another file."""
     if not log.is_file():  # not there yet, or a stream
         return []
     try:
@@ -24,10 +34,7 @@ def read_log(log: Path) -> list[dict[str, Any]]:
         records = [json.loads(line) for line in whole.splitlines()]
         if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
             raise ValueError
-        if records and len(whole) < len(content):
-            with log.open("r+b") as file:
-                file.truncate(len(whole))
-        elif content and not records:
+        if content and not records:
             raise ValueError
     except (OSError, ValueError, TypeError):
         raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
@@ -35,11 +42,16 @@ def read_log(log: Path) -> list[dict[str, Any]]:
 
 
 def open_log(log: Path, cut: int | None, say: Callable[[str], object]) -> IO[str]:
-    """The file to append to, of this watch alone. Records from step ``cut`` on are taken off it; a file beside it still has them."""
+    """The file to append to, of this watch alone, without a last line that was cut short.
+
+    Records from step ``cut`` on are taken off it; a file beside it still has them.
+    """
     try:
         file = open(log, "a", encoding="utf-8")  # noqa: SIM115
         if log.is_file():  # no stream
             _lock(file, log)
+            content = log.read_bytes()
+            file.truncate(content.rfind(b"\n") + 1)
         if cut is None:
             return file
         again = ("" if i == 1 else f"_{i}" for i in itertools.count(1))
@@ -59,18 +71,26 @@ def open_log(log: Path, cut: int | None, say: Callable[[str], object]) -> IO[str
 
 
 def _lock(file: IO[str], log: Path) -> None:
-    """The kernel lets go of it where the file is closed, or its process ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such locks
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_NB | fcntl.LOCK_EX)
-    except BlockingIOError:
-        file.close()
-        raise invalid("watch: log", str(log), "a file that no other watch writes") from None
-    except OSError:  # a file system without locks
-        pass
+    """Until ``close_log``, or until this process and those that it forked have ended: of a killed one a moment may be left."""
+    deadline = time.monotonic() + PATIENCE
+    while fcntl is not None:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_NB | fcntl.LOCK_EX)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise invalid("watch: log", str(log), "a file that no other watch writes: close() that one") from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return
+
+
+def close_log(file: IO[str]) -> None:
+    """Let others write it, also where workers of a data loader have inherited it."""
+    if fcntl is not None and not file.closed:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def strict(value: Any) -> Any:

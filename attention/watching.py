@@ -37,7 +37,7 @@ from .growth import FMA_LOGIT, Growth, GrowthRule, Probe, growth, large_logits, 
 from .plan import AttentionSpec
 from .reference.tiles import TORCHS
 from .user_error import invalid
-from .watch_log import open_log, read_log, strict, table_of
+from .watch_log import close_log, open_log, read_log, strict, table_of
 
 RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
@@ -110,13 +110,17 @@ class Watch(TorchFunctionMode):
         """Take the hooks away and close the file."""
         self._pass.close()  # torch runs no hook at its end where a pass was interrupted
         self._write()
+        if self._hooks and self._passes and self._largest is None and self._warm_up < sys.maxsize:
+            why = "no look had finite logits" if self.record else f"no step was looked at (every = {self._every})"
+            self._say(f"watch: {why}")
         if self._hooks and self._largest is not None:
             logit, step, layer = self._largest
             meaning = "; above 1,000 is a warning" if logit > 1000 else ""
             if logit > FMA_LOGIT:
                 meaning = f"; past {FMA_LOGIT:,.0f}: go back to a checkpoint from before, and switch there"
             seen = len(self.record["max_logit"])
-            self._say(f"watch: largest logit {logit:.4g}, at step {step} in attention layer {layer} of {seen}{meaning}")
+            where = f"at step {step} in attention layer {layer} of layers 0 to {seen - 1}"
+            self._say(f"watch: largest logit {logit:.4g}, {where}{meaning}")
         if self._hooks and not self._passes:
             warnings.warn(
                 "watch: the model made no forward pass in training mode: expected what the loop calls", stacklevel=2
@@ -129,7 +133,7 @@ class Watch(TorchFunctionMode):
         while self._hooks:
             self._hooks.pop().remove()
         if self._log is not None:
-            self._log.close()
+            close_log(self._log)
 
     # ---- when
 
@@ -337,8 +341,10 @@ class Watch(TorchFunctionMode):
         look.awaited.clear()
         look.calls.clear()
         lists = as_lists(found)
-        hidden = {"hidden": look.hidden} if look.hidden else {}
-        self.record = {"step": look.step, "clock": look.clock, **hidden, **lists}
+        more: dict[str, Any] = {"hidden": look.hidden} if look.hidden else {}
+        if self._switch is not None and self.left:
+            more |= {"switched": sorted(self.left), "switch": self._name()}
+        self.record = {"step": look.step, "clock": look.clock, **more, **lists}
         if self._log is not None:
             self._log.write(json.dumps(strict(self.record)) + "\n")
             self._log.flush()
@@ -355,11 +361,12 @@ class Watch(TorchFunctionMode):
         for record in earlier:
             self._judge(record["step"], record["clock"], [list(map(float, heads)) for heads in record["max_logit"]])
         self._say, self._largest, self._not_finite = say, None, False
-        if self.left and self._switch is not None:
+        if self.left:
             layers = ", ".join(map(str, sorted(self.left)))
-            say(
-                f"watch: by the log attention layers {layers} ran away before step {self._first}: they run {self._name()}"
-            )
+            now = "the model's own attention, as switch= is not given" if self._switch is None else self._name()
+            say(f"watch: by the log attention layers {layers} ran away before step {self._first}: they run {now}")
+        if earlier and self._first - earlier[-1]["step"] > 2 * self._every:
+            say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
         if self._first > self._warm_up and not self._probes:
             from_step = math.ceil(self._first * self._rule.window)
             say(

@@ -20,7 +20,7 @@ HARMLESS = 2e-5
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     """The verdict, then what it rests on; a sentence a line. Raises ``UserError`` for another file."""
     if not records:
-        raise UserError("this file has no record yet")
+        raise UserError("the log has no record yet")
     if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
         raise UserError("this file is not one that attention.watch wrote (of this trainer's runs, name a checkpoint)")
     for before, after in itertools.pairwise(records):
@@ -49,9 +49,11 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         layer for layer, times in often.items() if 2 * times >= len(finite) or layer in _rounded(finite[-1])
     )
     gone = [f"Layer {layer} ran away at step {step}." for layer, step in leaving(finite).items()]
+    if moved := [record for record in records if record.get("switched")]:
+        last = moved[-1]
+        gone.append(f"By step {last['step']} watch had moved layers {_names(last['switched'])} to {last['switch']}.")
     if gone or rounded:
-        names = ", ".join(map(str, rounded))
-        errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
+        errors = [f"The error of dQ's sum is at least the sum in layers {_names(rounded)}."] if rounded else []
         control = "Run the control. If this is the control, look at the recipe. Of a checkpoint scripts/autopsy.py says yes or no."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
     measured = [record for record in finite if all(record.get("dq_error", [None]))]
@@ -86,6 +88,10 @@ def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]])
 def _tops(record: dict[str, Any]) -> list[float]:
     """The largest logit of each layer; NaN where one is."""
     return [math.nan if any(map(math.isnan, heads)) else max(heads) for heads in record["max_logit"]]
+
+
+def _names(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))
 
 
 def _heads(record: dict[str, Any]) -> list[int]:

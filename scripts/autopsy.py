@@ -105,7 +105,7 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     if arguments.checkpoint is not None and arguments.checkpoint.is_file() and not arguments.nanogpt:
         if arguments.out is not None:
-            raise invalid("--out", arguments.out, "no folder: what a log says is printed")
+            raise invalid("--out", str(arguments.out), "no folder: what a log says is printed")
         print("\n".join(answer(list(read_lines(arguments.checkpoint)))))
         return
     if arguments.checkpoint is not None and arguments.checkpoint.suffix == ".jsonl":

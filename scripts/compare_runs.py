@@ -285,6 +285,9 @@ def against(first: Run, run: Run) -> str:
     if old.get("source_sha256", "") == new.get("source_sha256"):  # another commit of the same source
         old["git_commit"] = new["git_commit"] = None
     changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in old if name in new and old[name] != new[name]]
+    if first.switched != run.switched:
+        switched = [one.switched.removeprefix("; ") or "none" for one in (first, run)]
+        changes.append("switches: {!r} -> {!r}".format(*switched))
     if alone := len(old.keys() ^ new.keys()):
         changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
     return f"{run.name} against {first.name}: {parts}; {'; '.join(changes) or 'no setting differs'}."

@@ -262,3 +262,5 @@ def test_switches_are_told_in_the_column_of_the_attention(
     (pair[0] / INTERVENTIONS_FILE).write_text("".join(json.dumps(move) + "\n" for move in moves))
     column = "flash (paper); layer 1, 3 from step 2 on flash_consistent; layer 2 from step 4 on standard"
     assert column in re.sub(" *\\| *", "|", told(capsys, *pair)).replace("|", " | ")
+    moved = "layer 1, 3 from step 2 on flash_consistent; layer 2 from step 4 on standard"
+    assert f"switches: '{moved}' -> 'none'" in told(capsys, *pair)

@@ -413,6 +413,8 @@ def test_a_module_that_is_imported_inside_the_block_has_torchs_function_after_it
 def test_a_wrong_name_is_refused_before_the_block() -> None:
     with pytest.raises(ValueError, match="numerics = 'nope'"):
         replace_sdpa("nope")
+    with pytest.raises(ValueError, match="expected none that rounds stochastically"):
+        replace_sdpa("flash_stochastic_o")
 
 
 def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_said() -> None:

@@ -84,7 +84,7 @@ def test_a_switch_that_cannot_be_fails_before_the_run_starts(place: Place, text:
 
 def test_a_switch_that_the_run_ends_before_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     place.train("short", {**SWITCH, "run.steps": 7})
-    assert "alarm.switches: 7:1:flash_delta_from_p is not reached: the run ends at step 7" in capsys.readouterr().out
+    assert "alarm.switches: 7:1:flash_delta_from_p acts on no step: the run ends at step 7" in capsys.readouterr().out
 
 
 # ---- runs
@@ -135,3 +135,11 @@ def test_a_compiled_model_follows_a_switch() -> None:
     for one, other in zip(eager, compiled, strict=True):
         assert torch.linalg.norm(one - other) < 0.05 * change
     assert torch.equal(compiled[0], compiled[4])
+
+
+def test_a_resumed_run_tells_which_layers_have_moved(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    place.train("moved", {**SWITCH, "run.steps": 9, "checkpoint.every": 8})
+    assert "attention flash" in (first := capsys.readouterr().out)
+    assert "layer 1 on" not in first
+    place.train("moved", {"run.resume": "yes", "run.steps": 10, "checkpoint.every": 8})
+    assert "; layer 1 on flash_delta_from_p" in capsys.readouterr().out

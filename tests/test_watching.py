@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import attention
-from attention import watch
+from attention import watch, watch_log
 from attention.call_measures import COLUMNS
 from attention.growth import GrowthRule, Probe, growth
 from autopsy.log import answer as log_answer
@@ -309,7 +310,7 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     assert len(warned) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)
     largest = max(seen.record["max_logit"][0])  # it grew to the end
-    assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of 1")
+    assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of layers 0 to 0")
     assert ("45,426" in last) == (largest > 45_426) == leaves
 
 
@@ -348,7 +349,8 @@ def test_from_an_earlier_checkpoint_a_watch_takes_the_steps_after_it_off_its_log
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.before_6", "log.before_6_2", "straight"]
 
 
-def test_two_watches_do_not_write_one_log(tmp_path: Path) -> None:
+def test_two_watches_do_not_write_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_log, "PATIENCE", 0.0)
     log = tmp_path / "log"
     model = Model()
     with watch(model, log=log, say=lambda line: None):
@@ -388,6 +390,46 @@ def test_a_layer_that_left_is_switched_at_once_in_a_resumed_run(tmp_path: Path) 
     assert sum("runs away" in line for line in before) == 1
     assert "flash_consistent" in after[0]
     assert not any("runs away" in line for line in after)
+
+
+def test_a_layer_that_left_and_is_not_switched_in_a_resumed_run_is_told(tmp_path: Path) -> None:
+    growing(range(30), tmp_path / "log", switch="flash_consistent")
+    assert (
+        "they run the model's own attention, as switch= is not given" in growing(range(30, 31), tmp_path / "log")[1][0]
+    )
+
+
+def test_a_switch_is_in_the_log_and_the_autopsy_tells_of_it(tmp_path: Path) -> None:
+    left, _ = growing(range(30), tmp_path / "log", switch="flash_consistent")
+    found = records(tmp_path / "log")
+    assert [record.get("switched") for record in found] == [None] * (left[0] + 1) + [[0]] * (29 - left[0])
+    assert "By step 29 watch had moved layers 0 to flash_consistent." in log_answer(found)
+
+
+def test_a_gap_between_the_log_and_the_start_is_said(tmp_path: Path) -> None:
+    growing(range(5), tmp_path / "log")
+    assert "watch: the log ends at step 4, and this run starts at 90" in growing(range(90, 91), tmp_path / "log")[1]
+
+
+def test_a_watch_that_looked_at_no_step_says_so() -> None:
+    said: list[str] = []
+    model = Model()
+    with watch(model, every=100, start=10, say=said.append):
+        train(model)
+    assert said[-1] == "watch: no step was looked at (every = 100)"
+
+
+def test_workers_that_inherited_the_log_do_not_keep_it_from_the_next_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_log, "PATIENCE", 0.0)
+    log, loader = tmp_path / "log", DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    model = Model()
+    with watch(model, log=log, say=lambda line: None):
+        assert len(list(loader)) == 4
+        train(model)
+    with watch(model, log=log, start=1, say=lambda line: None):
+        train(model)
 
 
 def test_a_watch_that_starts_late_says_from_when_on_it_can_judge() -> None:

@@ -111,6 +111,14 @@ class Interventions:
         for switch in self._switches:
             check(plans_at(base, self._switches, switch.step))
 
+    def moved(self) -> str:
+        """Layers that have another attention than the config says, by that attention."""
+        layers: dict[str, list[str]] = {}
+        for plan, base in zip(self.plans, self._base, strict=True):
+            if plan != base:
+                layers.setdefault(_label(plan), []).append(str(plan.layer))
+        return "".join(f"; layer {', '.join(names)} on {label}" for label, names in layers.items())
+
     def add(self, switch: Switch) -> bool:
         """Schedule one more; False where the layer has that attention then anyway. Raises ``UserError`` where it cannot be."""
         before = plans_at(self._base, self._switches, switch.step)

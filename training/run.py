@@ -115,7 +115,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         )
         for switch in map(parse_switch, config.alarm.switches):
             if switch.step >= config.run.steps:
-                place.say(f"alarm.switches: {switch.option()} is not reached: the run ends at step {config.run.steps}")
+                place.say(f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}")
         if config.alarm.response == "switch":
             check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
         batches = open_data(config, place, goes_on, loaded, undo)
