@@ -39,6 +39,8 @@ from .reference.tiles import TORCHS
 from .user_error import invalid
 from .watch_log import close_log, open_log, read_log, strict, table_of
 
+STEPS, RATE = "steps", "summed learning rate"
+"""What a log's clock is."""
 RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
 
@@ -341,7 +343,9 @@ class Watch(TorchFunctionMode):
         look.awaited.clear()
         look.calls.clear()
         lists = as_lists(found)
-        more: dict[str, Any] = {"hidden": look.hidden} if look.hidden else {}
+        more: dict[str, Any] = {"clock_is": STEPS if self._counts else RATE}
+        if look.hidden:
+            more["hidden"] = look.hidden
         if self._switch is not None and self.left:
             more |= {"switched": sorted(self.left), "switch": self._name()}
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
@@ -504,12 +508,15 @@ def watch(
         cut = start if last >= start else None
         earlier = [record for record in earlier if record["step"] < start]
     if earlier:
-        last, clock = earlier[-1]["step"], earlier[-1]["clock"]
+        by = earlier[-1].get("clock_is")
         by_rate = "the optimizer, or a new log: the clock of this one is its summed learning rate"
-        _require(optimizer is not None or clock == last, "optimizer", optimizer, by_rate)
+        _require(optimizer is not None or by != RATE, "optimizer", optimizer, by_rate)
         by_steps = "None, or a new log: the clock of this one counts steps"
-        rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
-        _require(not 0 < clock == last or rate == 1.0, "optimizer", type(optimizer).__name__, by_steps)
+        _require(optimizer is None or by != STEPS, "optimizer", type(optimizer).__name__, by_steps)
+    elif start > 0 and optimizer is not None:
+        rate = float(optimizer.param_groups[0]["lr"])
+        loaded = "above 0, as it stands for that of the steps before: load the states of optimizer and scheduler first"
+        _require(rate > 0, "learning rate", rate, loaded)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
     more = {"sequences": sequences, "start": start, "earlier": earlier, "cut": cut, "say": say}
     return Watch(model, **chosen, **more, rule=rule or GrowthRule())

@@ -466,13 +466,26 @@ def test_a_switch_is_refused_with_activation_checkpointing(reentrant: bool) -> N
         model(data().requires_grad_())
 
 
-def test_a_log_that_counts_steps_does_not_go_on_with_an_optimizers_clock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rate", [1.0, 0.1])
+def test_a_log_goes_on_with_the_clock_that_it_has(rate: float, tmp_path: Path) -> None:
     model = Model()
-    with watch(model, every=1, log=tmp_path / "log"):
-        train(model)
-        train(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for name, one in (("steps", None), ("rate", optimizer)):
+        with watch(model, every=1, log=tmp_path / name, optimizer=one):
+            train(model, 2, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = rate / 2
     with pytest.raises(ValueError, match="optimizer = 'SGD': expected None, or a new log"):
-        watch(model, log=tmp_path / "log", start=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        watch(model, log=tmp_path / "steps", start=2, optimizer=optimizer)
+    with pytest.raises(ValueError, match="optimizer = None: expected the optimizer, or a new log"):
+        watch(model, log=tmp_path / "rate", start=2)
+    watch(model, log=tmp_path / "rate", start=2, optimizer=optimizer)
+
+
+def test_a_learning_rate_of_zero_cannot_stand_for_that_of_earlier_steps() -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=r"learning rate = 0\.0: expected above 0"):
+        watch(model, start=900, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 def test_a_pass_that_is_interrupted_leaves_no_mode_behind() -> None:
