@@ -301,7 +301,7 @@ def published_fix() -> Figure:
     below: tuple[Any, ...] = (
         ("l in FP32", GRAY, [study / f"published{fp32}{seed}" for seed in (seeds[1], seeds[0], seeds[2])], 1.6e5, 4.36),
         (
-            "bounded shift, beta 7",
+            "l in FP32, bounded shift",
             "#CCAA00",
             [study / f"published_stable_safe_beta_7{fp32}{run}" for run in ("_seed_1_long", *seeds)],
             3.2e4,
@@ -353,7 +353,7 @@ def consistent() -> Figure:
     arms = {"flash": (ORANGE, seeds), "delta_from_p": (GRAY, seeds)}
     arms["flash_consistent"] = (
         BLUE,
-        ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", "_second_order_long"),
+        ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4_again", "_second_order_long"),
     )
     study = EXPERIMENTS / "consistent" / "runs"
     lines = [
