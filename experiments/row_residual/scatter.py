@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 LAYER = 1
 END = "max_logit_1_at_2400"
 COLUMNS = ("r_rms", "r_delta_rms", "growth", "growth_delta", "head_growth", "size", "dw_q_error", "dw_q_growth")
-DRAWN = ("r_delta_rms", "growth_delta")
+DRAWN = {"r_delta_rms": "r over delta (root mean squares)", "growth_delta": "coherent part of r over delta, absolute"}
 COLORS = {"O": ORANGE, "P_bar": BLUE, "P": GRAY, "none": GREEN}
 CELLS = ["checkpoint", "step", "captured"]
 
@@ -86,9 +86,7 @@ def main() -> None:
     rows = rows[rows["layer"] == LAYER]
     found: list[dict[str, object]] = []
     cells = list(rows.groupby(CELLS, sort=False))
-    last = [cell for cell in cells if cell[0][1] == rows["step"].max()]
-    figure, axes = page(3.6 * len(last), len(last), len(DRAWN))
-    drawn = iter(axes)
+    figure, [panels] = page(3.9, 1, len(DRAWN), sharey=True)
     for place, of_cell in cells:
         table = runs().merge(of_cell, on="attention")
         where = f"{place[0]}, step {place[1]:,}, {place[2]}"
@@ -105,10 +103,9 @@ def main() -> None:
             apart = same[END].rank() - same[column].abs().rank()
             worst = apart.abs().nlargest(8).index
             print(f"  least fit {column}: " + ", ".join(f"{table['run'][i]} {apart[i]:+.0f}" for i in worst))
-        if place[1] != rows["step"].max():
+        if place[1:] != (rows["step"].max(), "plain"):
             continue
-        panels = next(drawn)
-        for column, axis in zip(DRAWN, panels, strict=True):
+        for (column, words), axis in zip(DRAWN.items(), panels, strict=True):
             for kind, color in COLORS.items():
                 for study, marker in (("", "o"), ("other_recipes", "x")):
                     some = table[(table["kind"] == kind) & ((table["study"] == "other_recipes") == bool(study))]
@@ -116,10 +113,9 @@ def main() -> None:
                         some[column].abs(), some[END], color=color, marker=marker, s=22, label=None if study else kind
                     )
             axis.set(xscale="log", yscale="log")
-            axis.set_xlabel(("|" + column + "|") if "growth" in column else column, fontsize=11)
-        panels[0].set_ylabel("largest logit of layer 1 at 2,400", fontsize=11)
-        panels[0].set_title(where, fontsize=11, loc="left")
-    axes[0][0].legend(fontsize=10, title="r made by", loc="upper left")
+            axis.set_xlabel(words, fontsize=11)
+    panels[0].set_title("largest logit of layer 1 at 2,400 (x: another recipe)", fontsize=12, loc="left")
+    panels[0].legend(fontsize=10, title="r made by", loc="upper left")
     pd.DataFrame(found).to_csv(HERE / "correlations.csv", index=False, lineterminator="\n")
     save(figure, HERE / "scatter.png")
 
