@@ -112,9 +112,10 @@ class Watch(TorchFunctionMode):
         """Take the hooks away and close the file."""
         self._pass.close()  # torch runs no hook at its end where a pass was interrupted
         self._write()
-        if self._hooks and self._passes and self._largest is None and self._warm_up < sys.maxsize:
-            why = "no look had finite logits" if self.record else f"no step was looked at (every = {self._every})"
-            self._say(f"watch: {why}")
+        if self._hooks and self._passes and not self.record and self._warm_up < sys.maxsize:
+            self._say(f"watch: no step was looked at (every = {self._every})")
+        if self._hooks and self._largest is None and self._not_finite:
+            self._say("watch: no look had finite logits")
         if self._hooks and self._largest is not None:
             logit, step, layer = self._largest
             meaning = "; above 1,000 is a warning" if logit > 1000 else ""

@@ -419,6 +419,23 @@ def test_a_watch_that_looked_at_no_step_says_so() -> None:
     assert said[-1] == "watch: no step was looked at (every = 100)"
 
 
+def test_a_watch_whose_looks_had_no_finite_logits_says_so() -> None:
+    said: list[str] = []
+    model = Model()
+    torch.nn.init.constant_(model.blocks[0].qkv.weight, math.nan)
+    with watch(model, say=said.append):
+        model(data()).backward()
+    assert said[-1] == "watch: no look had finite logits"
+
+
+def test_a_watch_that_ends_in_the_warm_up_says_nothing() -> None:
+    said: list[str] = []
+    model = Model()
+    with watch(model, warm_up=9, say=said.append):
+        model(data()).backward()
+    assert not said
+
+
 def test_workers_that_inherited_the_log_do_not_keep_it_from_the_next_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
