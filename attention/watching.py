@@ -365,6 +365,8 @@ class Watch(TorchFunctionMode):
         say, self._say = self._say, lambda line: None
         for record in earlier:
             self._judge(record["step"], record["clock"], [list(map(float, heads)) for heads in record["max_logit"]])
+            for layer in record.get("switched", ()):  # also where this watch has another rule
+                self.left.setdefault(layer, record["step"])
         self._say, self._largest, self._not_finite = say, None, False
         if self.left:
             layers = ", ".join(map(str, sorted(self.left)))

@@ -392,6 +392,11 @@ def test_a_layer_that_left_is_switched_at_once_in_a_resumed_run(tmp_path: Path) 
     assert not any("runs away" in line for line in after)
 
 
+def test_what_was_switched_stays_switched_under_another_rule(tmp_path: Path) -> None:
+    growing(range(30), tmp_path / "log", switch="flash_consistent")
+    assert list(growing(range(30, 31), tmp_path / "log", switch="flash_consistent", warm_up=40)[0]) == [0]
+
+
 def test_a_layer_that_left_and_is_not_switched_in_a_resumed_run_is_told(tmp_path: Path) -> None:
     growing(range(30), tmp_path / "log", switch="flash_consistent")
     assert (

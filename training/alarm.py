@@ -11,6 +11,7 @@ Legend: L layers, H heads.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -53,8 +54,11 @@ class AlarmConfig:
     def __post_init__(self) -> None:
         if self.response not in get_args(Response):
             raise invalid("alarm.response", self.response, get_args(Response))
+        places = Counter((switch.step, switch.layer) for switch in map(parse_switch, self.switches))
         for text in self.switches:
-            parse_switch(text)
+            switch = parse_switch(text)
+            if places[switch.step, switch.layer] > 1:
+                raise invalid("alarm.switches", text, f"one switch of layer {switch.layer} at step {switch.step}")
         self.switch(0, 0)
         for name in ("growth_exponent", "growth_logit"):
             if not 0 <= getattr(self, name) < math.inf:
