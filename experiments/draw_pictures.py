@@ -44,11 +44,11 @@ def write(axis: Any, *labels: tuple[float, float, str, str]) -> None:
         axis.text(x, y, words, color=color, fontsize=12)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """A PNG of 64 colors, a quarter of the size."""
+def save(figure: Figure, path: Path, colors: int = 64) -> None:
+    """A PNG of few colors, a quarter of the size; a heat map needs more than lines do."""
     full = io.BytesIO()
     figure.savefig(full, format="png", dpi=180)
-    image = Image.open(full).convert("RGB").quantize(64, kmeans=2)
+    image = Image.open(full).convert("RGB").quantize(colors, kmeans=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, optimize=True)
     print(path, path.stat().st_size // 1024, "kB")
@@ -418,7 +418,7 @@ def main() -> None:
     save(layers(), FAST_FAILURE / "layers.png")
     save(large_logits(), FAST_FAILURE / "large_logits.png")
     save(heads(), PAPER_FIGURES / "figure_03.png")
-    save(norms(), PAPER_FIGURES / "figure_11.png")
+    save(norms(), PAPER_FIGURES / "figure_11.png", colors=256)
     save(ties(), PAPER_FIGURES / "figure_13.png")
     save(published_fix(), EXPERIMENTS / "published_fix" / "curves.png")
     save(consistent(), EXPERIMENTS / "consistent" / "curves.png")
