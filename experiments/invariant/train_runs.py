@@ -28,10 +28,12 @@ DELTAS = {
     "from_p": ("delta=rowsum_p_dp",),
     "normalised": ("delta=rowsum_p_dp_normalized",),
     "corrected_rows": ("row_residual=corrected_rows",),
+    "centered_keys": ("row_residual=centered_keys",),
     "consistent": (),
 }
 """Sites; ``consistent`` is the preset ``flash_consistent``, which forms no L that could be coarse."""
-CELLS = [cell for cell in itertools.product(WORLDS, DELTAS) if cell[1] != "consistent" or cell[0] == "o_coarse"]
+ONE_WORLD = ("centered_keys", "consistent")
+CELLS = [cell for cell in itertools.product(WORLDS, DELTAS) if cell[1] not in ONE_WORLD or cell[0] == "o_coarse"]
 COLUMNS = (
     "world",
     "delta",
