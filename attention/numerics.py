@@ -497,7 +497,7 @@ BASES: dict[str, Numerics] = {
 USES = {
     "hardware": "as our Triton kernels round by default",
     "rounded_forward": "our first emulation of the published forward pass; for the published code use `published`",
-    "published": "the published code as it runs: compiled, on CUDA",
+    "published": "our closest emulation of the published code: compiled, on CUDA",
     "fp32": "nowhere but at O",
     "microcosm": "for FP32 tensors on a CPU: O of one bit",
 }
