@@ -18,6 +18,8 @@ from experiments.invariant.train_runs import DELTAS, WORLDS
 SHAPE = (1, 256, 4, 32)
 LARGE = 2.0e5
 FMA = ("probabilities=m7", "output=m7", "score_gradients=m7")
+INDEPENDENT = ("o_fp32_delta_nearest", "o_stochastic_delta_nearest", "o_nearest_delta_stochastic")
+"""Presets of the microcosm whose delta reads a second O, rounded by itself."""
 # Base, sites, and whether logits are large.
 ALL: dict[str, tuple[str, tuple[str, ...], bool]] = {
     **{world: (*setting, False) for world, setting in WORLDS.items()},
@@ -25,10 +27,12 @@ ALL: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "subtracted_exponent": ("hardware", (*FMA, "exponent=subtract_first", "saved_statistics=max_and_sum"), True),
     "flash_bf16": ("hardware", (), False),
     "published_bf16": ("published", (), False),
+    **{name: ("microcosm", (), False) for name in INDEPENDENT},
 }
 
 EXCLUDED = {(world, "consistent") for world in ("l_coarse", "both", "subtracted_exponent")}
 """``flash_consistent`` forms no L, and its m is a power of 2, which the subtracted exponent is not made for."""
+EXCLUDED |= {(name, delta) for name in INDEPENDENT for delta in DELTAS if delta != "from_o"}
 
 
 def tensors(world: str) -> list[torch.Tensor]:
@@ -45,7 +49,7 @@ def tensors(world: str) -> list[torch.Tensor]:
 def row_sums(world: str, delta: str) -> float:
     base, sites, _ = ALL[world]
     q, k, v, do = tensors(world)
-    preset = "flash_consistent" if delta == "consistent" else "flash"
+    preset = "flash_consistent" if delta == "consistent" else f"flash_{world}" if world in INDEPENDENT else "flash"
     spec = AttentionSpec(preset=preset, numerics=base, sites=(*sites, *DELTAS[delta]), backend="flash_reference")
     plan = AttentionConfig(default=spec).resolve(1, SHAPE[2])[0]
     q.requires_grad_()
