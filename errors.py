@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +28,7 @@ __all__ = [
     "first_line",
     "invalid",
     "reading",
+    "spelled_like",
     "trainer_packages",
 ]
 
@@ -76,6 +78,13 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
     for name, tensor in tensors:
         if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
             raise UserError(f"{where}: {name} is not finite")
+
+
+def spelled_like(path: Path, mark: str) -> str:
+    """ "did you mean FOLDER? " of the folder beside ``path`` that holds a file ``mark`` (a glob) and has nearly its name; else ""."""
+    there = {found.parent.name for found in path.parent.glob(f"*/{mark}")}
+    nearest = get_close_matches(path.name, sorted(there), n=1, cutoff=0.75)
+    return f"did you mean {path.with_name(nearest[0])}? " if nearest else ""
 
 
 @contextlib.contextmanager

@@ -26,12 +26,14 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
-def invalid(field: str, value: object, expected: str | Iterable[object], *, typed: object = None) -> UserError:
+def invalid(
+    field: str, value: object, expected: str | Iterable[object], *, typed: object = None, meant: str = ""
+) -> UserError:
     """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices.
 
-    Before many choices comes the one that is spelled most like the value, or like what was ``typed`` in its place.
+    Before many choices comes the one that is spelled most like the value, or like what was ``typed`` in its place; before a phrase, what
+    the caller thinks was ``meant``.
     """
-    meant = ""
     if not isinstance(expected, str):
         choices = [str(choice) for choice in expected]
         expected = "one of " + ", ".join(choices)

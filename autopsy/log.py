@@ -54,7 +54,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         gone.append(f"By step {last['step']} watch had moved layers {_names(last['switched'])} to {last['switch']}.")
     if gone or rounded:
         errors = [f"The error of dQ's sum is at least the sum in layers {_names(rounded)}."] if rounded else []
-        control = "Run the control. If this is the control, look at the recipe. Of a checkpoint scripts/autopsy.py says yes or no."
+        control = "Run the control. If this is the control, look at the recipe. For yes or no give scripts/autopsy.py a checkpoint."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
     measured = [record for record in finite if all(record.get("dq_error", [None]))]
     if tops[top] < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:

@@ -138,6 +138,9 @@ BF16 = torch.bfloat16
 APART = "saved_statistics=max_and_sum delta=rowsum_p_dp"
 ROUNDED_SUM = "divisor=rounded probabilities=m3"  # in three bits its sum is far from l
 DRAWN = "probabilities_rounding=stochastic"
+BACKWARD_FORMATS = [
+    name for name, site in DECLARED.items() if site.is_format and {"delta", "backward"} & {*site.acts_in}
+]
 MANY_BLOCKS = "statistics=bf16 tile_product=bf16 accumulator=m4"  # tile_k of 48 and 0 are no block sizes
 TOGETHER = [
     *(Meeting(f"{APART} exponent={form} row_max=stabilized_safe", "tied") for form in CHOICES["exponent"]),
@@ -169,5 +172,12 @@ TOGETHER = [
             (torch.float32, "score_gradients=m3 probabilities=m3 delta_sum=m6"),
             (torch.float32, "logsumexp=m4 exponent=separate_multiply delta=rowsum_p_dp_normalized"),
         )
+    ),
+    # dS is formed in more than one place: for its products, for delta from P, for its row sums.
+    *(
+        Meeting(f"{name}=m3 delta_output=m3 {beside}")
+        for name in BACKWARD_FORMATS
+        for beside in ("row_residual=corrected_rows", "delta=rowsum_p_dp")
+        if name != "delta_output"
     ),
 ]

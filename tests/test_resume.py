@@ -40,6 +40,7 @@ BF16 = {"precision.dtype": "bfloat16"}
 RESUME = {"run.resume": "yes"}
 SWITCHED = {"alarm.switches": ("0:1:flash_fp32_o",)}
 Patch = pytest.MonkeyPatch
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,18 @@ def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypa
     sessions = json.loads((run / "config.json").read_text())["sessions"]
     assert [(part["from_step"], part["git_commit"]) for part in sessions] == [(0, first["git_commit"]), (10, "0123")]
     assert {name: first[name] for name in ("versions", "device", "source_sha256")}.items() <= sessions[0].items()
+
+
+def test_a_resume_under_other_code_says_so(
+    place: Place, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place.train("other_code", {"run.steps": 10})
+    before = record.source_sha256(ROOT)[:12]
+    place.train("other_code", {**RESUME, "run.steps": 12})
+    assert "its code has changed" not in capsys.readouterr().out
+    monkeypatch.setattr(record, "source_sha256", lambda root: "0123" * 16)
+    place.train("other_code", {**RESUME, "run.steps": 14})
+    assert f"{run}: its code has changed, from source_sha256 {before} to 012301230123: " in capsys.readouterr().out
 
 
 def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:

@@ -93,6 +93,18 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--data.replay {place}/nowhere",
         r"data\.replay = '.*nowhere': expected the folder of a recording",
     ),
+    "replay_mistyped": (
+        "--data.replay {place}/recordings/plian",
+        r"data\.replay = '.*plian': did you mean .*/recordings/plain\? expected the folder of a recording",
+    ),
+    "replay_of_a_folder_of_recordings": (
+        "--data.replay {place}/recordings",
+        r"data\.replay = '.*/recordings': expected the folder of a recording, with a header\.json",
+    ),
+    "data_mistyped": (
+        "--data.dataset {place}/large_vocabulry",
+        r"large_vocabulry: no such data set; did you mean .*/large_vocabulary\?",
+    ),
     "replay_too_short": (
         "--data.replay {place}/recordings/plain",
         r"run\.steps = 20: expected at most 10: .*plain ends there; or record a longer one",

@@ -265,6 +265,8 @@ def open_folder(
             held.enter_context(record.lock(folder))
             undo.callback(shutil.rmtree, folder)
         content["sessions"] = record.sessions(folder, 0 if loaded is None else loaded.step, made_with)
+        if loaded is not None and (changed := record.code_changed(content["sessions"])):
+            place.say(f"{folder}: {changed}")
     # What may fail to start comes before anything that is there is changed.
     wandb_run = start_wandb(
         folder,

@@ -27,7 +27,7 @@ ALL: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "subtracted_exponent": ("hardware", (*FMA, "exponent=subtract_first", "saved_statistics=max_and_sum"), True),
     "flash_bf16": ("hardware", (), False),
     "published_bf16": ("published", (), False),
-    **{name: ("microcosm", (), False) for name in INDEPENDENT},
+    **dict.fromkeys(INDEPENDENT, ("microcosm", (), False)),
 }
 
 EXCLUDED = {(world, "consistent") for world in ("l_coarse", "both", "subtracted_exponent")}
