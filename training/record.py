@@ -95,8 +95,8 @@ def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[s
 def code_changed(of_run: list[dict[str, Any]]) -> str:
     """What to say where the last of a run's sessions has other Python sources than the one before; "" where it has not."""
     *_, before, now = [session.get("source_sha256", "unknown")[:12] for session in of_run]
-    again = "the run may differ from one made at one go; config.json has both"
-    return "" if before == now else f"its code has changed, from source_sha256 {before} to {now}: {again}"
+    apart = "it may differ from a run made in one go; config.json has both"
+    return "" if before == now else f"its code has changed, from source_sha256 {before} to {now}: {apart}"
 
 
 def branched(folder: Path, step: int, config_json: dict[str, Any], came_from: dict[str, Any]) -> dict[str, Any]:
