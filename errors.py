@@ -81,7 +81,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
 
 
 def spelled_like(path: Path, mark: str) -> str:
-    """ "did you mean FOLDER? " of the folder beside ``path`` that holds a file ``mark`` (a glob) and has nearly its name; else ""."""
+    """The question whether a folder beside ``path`` was meant: one of nearly its name, with a file ``mark`` in it; else ""."""
     there = {found.parent.name for found in path.parent.glob(f"*/{mark}")}
     nearest = get_close_matches(path.name, sorted(there), n=1, cutoff=0.75)
     return f"did you mean {path.with_name(nearest[0])}? " if nearest else ""
