@@ -175,6 +175,14 @@ def test_a_resume_under_other_code_says_so(
     assert f"{run}: its code has changed, from source_sha256 {before} to 012301230123: " in capsys.readouterr().out
 
 
+def test_a_run_whose_record_is_gone_is_resumed(place: Place) -> None:
+    run = place.train("no_record", {"run.steps": 10})
+    (run / "config.json").unlink()
+    place.train("no_record", {**RESUME, "run.steps": 12})
+    sessions = json.loads((run / "config.json").read_text())["sessions"]
+    assert [part["from_step"] for part in sessions] == [10]
+
+
 def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:
     defaults = {"speed": {"old": 1, "new": 25}}
     assert list(record.differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 25}}, defaults)) == []

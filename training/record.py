@@ -94,7 +94,9 @@ def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[s
 
 def code_changed(of_run: list[dict[str, Any]]) -> str:
     """What to say where the last of a run's sessions has other Python sources than the one before; "" where it has not."""
-    *_, before, now = [session.get("source_sha256", "unknown")[:12] for session in of_run]
+    if len(of_run) < 2:  # its config.json is gone
+        return ""
+    before, now = (session.get("source_sha256", "unknown")[:12] for session in of_run[-2:])
     apart = "it may differ from a run made in one go; config.json has both"
     return "" if before == now else f"its code has changed, from source_sha256 {before} to {now}: {apart}"
 
