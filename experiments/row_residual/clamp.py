@@ -3,7 +3,7 @@
     python -m experiments.row_residual.clamp runs/NAME/checkpoints/step_00000500 [MORE ...] --data data/tokens/corpus
 
 The scale of a row is |O| over |O without Algorithm 3 and without floor|, both by the PyTorch reference from the same q, k and v, with the
-published roundings otherwise. Appends one row a checkpoint and layer to clamp.csv:
+published roundings otherwise; ``--preset`` says which version of Algorithm 3. Appends one row a checkpoint and layer to clamp.csv:
 
     shifted        share of rows with a scale off by more than 1 %
     half, off      share with a scale below 0.5, and below 1e-3: switched off
@@ -33,22 +33,24 @@ from probes.delta_error import forward_pass
 from training.weights import read_checkpoint
 
 PUBLISHED = BASES["published"]
-STABLE: Numerics = PUBLISHED.with_sites(PRESETS["flash_stable"].of(PUBLISHED))
+VERSIONS = {
+    name: PUBLISHED.with_sites(PRESETS[name].of(PUBLISHED)) for name in ("flash_stable", "flash_stable_exact_ties")
+}
 PLAIN = PUBLISHED.with_sites({"row_sum_floor": 0.0, "hidden_tiles": "skipped"})
 HALF, OFF, TILE = 0.5, 1e-3, 512
 
 
-def scales(layer: LayerCapture) -> Tensor:
-    """|O| of a row over that without Algorithm 3 and floor, [B, T, H]."""
+def scales(layer: LayerCapture, version: Numerics) -> Tensor:
+    """|O| of a row with ``version`` over that without Algorithm 3 and floor, [B, T, H]."""
     plan = layer.plan
     group = replace(plan.groups[0], heads=tuple(range(plan.n_head)))
-    stable, plain = (forward_pass(layer, group, numerics)[0].float().norm(dim=-1) for numerics in (STABLE, PLAIN))
+    stable, plain = (forward_pass(layer, group, numerics)[0].float().norm(dim=-1) for numerics in (version, PLAIN))
     return stable / plain
 
 
-def of_layer(layer: LayerCapture) -> dict[str, float]:
+def of_layer(layer: LayerCapture, version: Numerics) -> dict[str, float]:
     """The columns of one layer."""
-    scale_BTH = scales(layer)
+    scale_BTH = scales(layer, version)
     off_BTH = scale_BTH < OFF
     low = scale_BTH[scale_BTH < HALF]
     weight_BTH = layer.do_BTHD.float().square().sum(dim=-1)
@@ -68,6 +70,7 @@ def of_layer(layer: LayerCapture) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoints", type=Path, nargs="+", help="checkpoints: runs/NAME/checkpoints/step_N")
+    parser.add_argument("--preset", choices=VERSIONS, default="flash_stable", help="beta 2 (default) or beta 7")
     parser.add_argument("--data", type=Path, help="data set (default: the run's)")
     parser.add_argument("--sequences", type=int, default=8, help="of validation data (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "clamp.csv")
@@ -81,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (batch,) = spread(tokens, 1, arguments.sequences, config.data.sequence_length, str(data))
         seen = capture(model, *(x.to(device) for x in batch), autocast=config.precision.autocast(device))
         place = {"checkpoint": loaded.path.parent.parent.name, "step": loaded.step}
-        rows = [{**place, "layer": layer.layer, **of_layer(layer)} for layer in seen]
+        rows = [{**place, "layer": layer.layer, **of_layer(layer, VERSIONS[arguments.preset])} for layer in seen]
         is_new = not arguments.out.exists()
         with arguments.out.open("a", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
