@@ -1,7 +1,7 @@
 """Tables from the runs here: python experiments/fast_failure/tables.py [one_hot | jumps]
 
 1. How far logits of layer 1 grow, by what delta shares with the O that the model reads (kinds.csv); Markdown.
-2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv);
+2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv.gz);
    one_hot: CSV.
 3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that, here and in other_recipes; jumps: CSV.
 """
@@ -64,7 +64,7 @@ def growth() -> str:
 
 
 def one_hot() -> str:
-    heads = pd.read_csv(HERE / "one_hot_heads.csv")
+    heads = pd.read_csv(HERE / "one_hot_heads.csv.gz")
     rows = []
     for low, high in itertools.pairwise(EDGES):
         cells = [f"{low:.0f}", f"{high:.0f}"]
