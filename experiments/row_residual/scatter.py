@@ -40,11 +40,15 @@ def kind_of(group: HeadGroup) -> str:
 def runs() -> pd.DataFrame:
     """Run, study, attention, kind and endpoint of the published runs that reached it."""
     rows: list[dict[str, object]] = []
+    names: dict[tuple[str, float], str] = {}
     for study in STUDIES:
         ends = pd.read_csv(EXPERIMENTS / study / "summary.csv").set_index("run")[END]
         for run in sorted((EXPERIMENTS / study / "runs").iterdir()):
-            name, chosen, _ = variant_of(run)
-            group = chosen.resolve(24, 16)[LAYER].groups[0]  # the largest model's, so that every rule has its place
+            name, chosen, softcap = variant_of(run)
+            plan = chosen.resolve(24, 16)  # the largest model's, so that every rule has its place
+            group = plan[LAYER].groups[0]
+            same = repr([(group.heads, group.backend, group.numerics) for layer in plan for group in layer.groups])
+            name = names.setdefault((same, softcap), name)  # one attention can be written in several ways
             place = {"run": run.name, "study": study, "attention": name}
             rows.append({**place, "kind": kind_of(group), END: ends[run.name]})
     return pd.DataFrame(rows).dropna(subset=[END])
