@@ -316,11 +316,11 @@ def published_fix() -> Figure:
         ),
     )
     below: tuple[Any, ...] = (
-        ("l in FP32", GRAY, [study / f"published{fp32}{seed}" for seed in (seeds[1], seeds[0], seeds[2])], 2.5e5, 4.4),
+        ("l in FP32", GRAY, [study / f"published{fp32}{run}" for run in ("_seed_1", "_long", "_seed_2_long")], 2.5e5, 4.4),
         (
             "l in FP32, bounded shift",
             "#CCAA00",
-            [study / f"published_stable_safe_beta_7{fp32}{run}" for run in ("_seed_1_long", seeds[0], seeds[2])],
+            [study / f"published_stable_safe_beta_7{fp32}{run}" for run in ("_seed_2_long", "", "_seed_1_long")],
             3.2e4,
             4.32,
         ),
