@@ -316,7 +316,13 @@ def published_fix() -> Figure:
         ),
     )
     below: tuple[Any, ...] = (
-        ("l in FP32", GRAY, [study / f"published{fp32}{run}" for run in ("_seed_1", "_long", "_seed_2_long")], 2.5e5, 4.4),
+        (
+            "l in FP32",
+            GRAY,
+            [study / f"published{fp32}{run}" for run in ("_seed_1", "_long", "_seed_2_long")],
+            2.5e5,
+            4.4,
+        ),
         (
             "l in FP32, bounded shift",
             "#CCAA00",
