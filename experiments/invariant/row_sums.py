@@ -13,35 +13,37 @@ import torch
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from experiments.invariant.train_runs import DELTAS, WORLDS
+from experiments.invariant.train_at_large_logits import LEVEL
+from experiments.invariant.train_runs import DELTAS, PRESETS, WORLDS
 
 SHAPE = (1, 256, 4, 32)
 LARGE = 2.0e5
 FMA = ("probabilities=m7", "output=m7", "score_gradients=m7")
 INDEPENDENT = ("o_fp32_delta_nearest", "o_stochastic_delta_nearest", "o_nearest_delta_stochastic")
 """Presets of the microcosm whose delta reads a second O, rounded by itself."""
-# Base, sites, and whether logits are large.
-ALL: dict[str, tuple[str, tuple[str, ...], bool]] = {
-    **{world: (*setting, False) for world, setting in WORLDS.items()},
-    "fma_exponent": ("hardware", FMA, True),
-    "subtracted_exponent": ("hardware", (*FMA, "exponent=subtract_first", "saved_statistics=max_and_sum"), True),
-    "flash_bf16": ("hardware", (), False),
-    "published_bf16": ("published", (), False),
-    **dict.fromkeys(INDEPENDENT, ("microcosm", (), False)),
+# Base, sites, and the level of large logits.
+ALL: dict[str, tuple[str, tuple[str, ...], float]] = {
+    **{world: (*setting, LEVEL if world == "large_logits" else 0.0) for world, setting in WORLDS.items()},
+    "fma_exponent": ("hardware", FMA, LARGE),
+    "subtracted_exponent": ("hardware", (*FMA, "exponent=subtract_first", "saved_statistics=max_and_sum"), LARGE),
+    "flash_bf16": ("hardware", (), 0.0),
+    "published_bf16": ("published", (), 0.0),
+    **dict.fromkeys(INDEPENDENT, ("microcosm", (), 0.0)),
 }
 
 EXCLUDED = {(world, "consistent") for world in ("l_coarse", "both", "subtracted_exponent")}
 """``flash_consistent`` forms no L, and its m is a power of 2, which the subtracted exponent is not made for."""
+EXCLUDED |= {(world, "from_p_m_and_l") for world in ALL if world != "large_logits"}
 EXCLUDED |= {(name, delta) for name in INDEPENDENT for delta in DELTAS if delta != "from_o"}
 
 
 def tensors(world: str) -> list[torch.Tensor]:
-    """q, k, v, dO; at large logits all keys of a row share a level of 1e5 to 3e5, and differ by a few units."""
+    """q, k, v, dO; at large logits all keys of a row share half to one and a half times that level, and differ by a few units."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, do = (torch.randn(SHAPE, generator=generator) for _ in range(4))
     k[..., 0] = 1.0
-    if ALL[world][2]:
-        q[..., 0] = LARGE * SHAPE[-1] ** 0.5 * (0.5 + torch.rand(SHAPE[:3], generator=generator))
+    if level := ALL[world][2]:
+        q[..., 0] = level * SHAPE[-1] ** 0.5 * (0.5 + torch.rand(SHAPE[:3], generator=generator))
     dtype = torch.bfloat16 if world.endswith("bf16") else torch.float32
     return [x.to(dtype) for x in (q, k, v, do)]
 
@@ -49,7 +51,9 @@ def tensors(world: str) -> list[torch.Tensor]:
 def row_sums(world: str, delta: str) -> float:
     base, sites, _ = ALL[world]
     q, k, v, do = tensors(world)
-    preset = "flash_consistent" if delta == "consistent" else f"flash_{world}" if world in INDEPENDENT else "flash"
+    preset = PRESETS.get(delta, f"flash_{world}" if world in INDEPENDENT else "flash")
+    if delta == "from_p_m_and_l":
+        sites = ()
     spec = AttentionSpec(preset=preset, numerics=base, sites=(*sites, *DELTAS[delta]), backend="flash_reference")
     plan = AttentionConfig(default=spec).resolve(1, SHAPE[2])[0]
     q.requires_grad_()

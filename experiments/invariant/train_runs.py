@@ -22,6 +22,7 @@ WORLDS = {
     "l_coarse": ("fp32", ("logsumexp=m4",)),
     "both": ("microcosm", ("logsumexp=m4",)),
     "o_coarse": ("microcosm", ()),
+    "large_logits": ("fp32", ("exponent=fma",)),
 }
 DELTAS = {
     "from_o": (),
@@ -30,10 +31,16 @@ DELTAS = {
     "corrected_rows": ("row_residual=corrected_rows",),
     "centered_keys": ("row_residual=centered_keys",),
     "consistent": (),
+    "from_p_m_and_l": (),
 }
-"""Sites; ``consistent`` is the preset ``flash_consistent``, which forms no L that could be coarse."""
-ONE_WORLD = ("centered_keys", "consistent")
-CELLS = [cell for cell in itertools.product(WORLDS, DELTAS) if cell[1] not in ONE_WORLD or cell[0] == "o_coarse"]
+"""Sites; the last two are presets, which form no L that could be coarse."""
+PRESETS = {"consistent": "flash_consistent", "from_p_m_and_l": "flash_delta_from_p_subtract_first"}
+EVERYWHERE = ("from_o", "from_p", "normalised", "corrected_rows")
+CELLS = [
+    *itertools.product(("l_coarse", "both", "o_coarse"), EVERYWHERE),
+    *itertools.product(("o_coarse",), ("centered_keys", "consistent")),
+    *itertools.product(("large_logits",), ("from_o", "from_p", "normalised", "consistent", "from_p_m_and_l")),
+]
 COLUMNS = (
     "world",
     "delta",
@@ -102,10 +109,11 @@ def train(world: str, delta: str, seed: int) -> None:
         "--telemetry.every": 50,
         "--attention.default.numerics": base,
     }
-    if delta == "consistent":
-        options["--attention.default.preset"] = "flash_consistent"
-    command = [sys.executable, "train.py", "configs/quickstart.py", *(str(x) for pair in options.items() for x in pair)]
-    if sites := (*coarse, *DELTAS[delta]):
+    if delta in PRESETS:
+        options["--attention.default.preset"] = PRESETS[delta]
+    trainer = ("-m", "experiments.invariant.train_at_large_logits") if world == "large_logits" else ("train.py",)
+    command = [sys.executable, *trainer, "configs/quickstart.py", *(str(x) for pair in options.items() for x in pair)]
+    if sites := (*(() if delta == "from_p_m_and_l" else coarse), *DELTAS[delta]):
         command += ["--attention.default.sites", *sites]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
