@@ -13,8 +13,7 @@ import torch
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from experiments.invariant.train_at_large_logits import LEVEL
-from experiments.invariant.train_runs import DELTAS, PRESETS, WORLDS
+from experiments.invariant.train_runs import DELTAS, LEVELS, PRESETS, WORLDS
 
 SHAPE = (1, 256, 4, 32)
 LARGE = 2.0e5
@@ -23,7 +22,7 @@ INDEPENDENT = ("o_fp32_delta_nearest", "o_stochastic_delta_nearest", "o_nearest_
 """Presets of the microcosm whose delta reads a second O, rounded by itself."""
 # Base, sites, and the level of large logits.
 ALL: dict[str, tuple[str, tuple[str, ...], float]] = {
-    **{world: (*setting, LEVEL if world == "large_logits" else 0.0) for world, setting in WORLDS.items()},
+    **{world: (*setting, 2.0 ** LEVELS[world] if world in LEVELS else 0.0) for world, setting in WORLDS.items()},
     "fma_exponent": ("hardware", FMA, LARGE),
     "subtracted_exponent": ("hardware", (*FMA, "exponent=subtract_first", "saved_statistics=max_and_sum"), LARGE),
     "flash_bf16": ("hardware", (), 0.0),
@@ -33,7 +32,7 @@ ALL: dict[str, tuple[str, tuple[str, ...], float]] = {
 
 EXCLUDED = {(world, "consistent") for world in ("l_coarse", "both", "subtracted_exponent")}
 """``flash_consistent`` forms no L, and its m is a power of 2, which the subtracted exponent is not made for."""
-EXCLUDED |= {(world, "from_p_m_and_l") for world in ALL if world != "large_logits"}
+EXCLUDED |= {(world, "from_p_m_and_l") for world in ALL if world not in LEVELS}
 EXCLUDED |= {(name, delta) for name in INDEPENDENT for delta in DELTAS if delta != "from_o"}
 
 

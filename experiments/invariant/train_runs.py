@@ -23,7 +23,10 @@ WORLDS = {
     "both": ("microcosm", ("logsumexp=m4",)),
     "o_coarse": ("microcosm", ()),
     "large_logits": ("fp32", ("exponent=fma",)),
+    "larger_logits": ("fp32", ("exponent=fma",)),
 }
+LEVELS = {"large_logits": 21, "larger_logits": 23}
+"""The power of 2 that is added to every logit."""
 DELTAS = {
     "from_o": (),
     "from_p": ("delta=rowsum_p_dp",),
@@ -39,7 +42,7 @@ EVERYWHERE = ("from_o", "from_p", "normalised", "corrected_rows")
 CELLS = [
     *itertools.product(("l_coarse", "both", "o_coarse"), EVERYWHERE),
     *itertools.product(("o_coarse",), ("centered_keys", "consistent")),
-    *itertools.product(("large_logits",), ("from_o", "from_p", "normalised", "consistent", "from_p_m_and_l")),
+    *itertools.product(LEVELS, ("from_o", "from_p", "normalised", "consistent", "from_p_m_and_l")),
 ]
 COLUMNS = (
     "world",
@@ -111,7 +114,8 @@ def train(world: str, delta: str, seed: int) -> None:
     }
     if delta in PRESETS:
         options["--attention.default.preset"] = PRESETS[delta]
-    trainer = ("-m", "experiments.invariant.train_at_large_logits") if world == "large_logits" else ("train.py",)
+    at_level = ("-m", "experiments.invariant.train_at_large_logits", str(LEVELS.get(world)))
+    trainer = at_level if world in LEVELS else ("train.py",)
     command = [sys.executable, *trainer, "configs/quickstart.py", *(str(x) for pair in options.items() for x in pair)]
     if sites := (*(() if delta == "from_p_m_and_l" else coarse), *DELTAS[delta]):
         command += ["--attention.default.sites", *sites]
