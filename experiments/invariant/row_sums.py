@@ -37,12 +37,13 @@ EXCLUDED |= {(name, delta) for name in INDEPENDENT for delta in DELTAS if delta 
 
 
 def tensors(world: str) -> list[torch.Tensor]:
-    """q, k, v, dO; at large logits all keys of a row share half to one and a half times that level, and differ by a few units."""
+    """q, k, v, dO; at large logits all keys of a row share that level (or half to one and a half times it), and differ by a few units."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, do = (torch.randn(SHAPE, generator=generator) for _ in range(4))
     k[..., 0] = 1.0
     if level := ALL[world][2]:
-        q[..., 0] = level * SHAPE[-1] ** 0.5 * (0.5 + torch.rand(SHAPE[:3], generator=generator))
+        spread = 1.0 if world in LEVELS else 0.5 + torch.rand(SHAPE[:3], generator=generator)
+        q[..., 0] = level * SHAPE[-1] ** 0.5 * spread
     dtype = torch.bfloat16 if world.endswith("bf16") else torch.float32
     return [x.to(dtype) for x in (q, k, v, do)]
 

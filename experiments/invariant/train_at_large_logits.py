@@ -3,7 +3,7 @@
 The last feature of every query and key is replaced by one constant, so its product is the same for all pairs. In exact arithmetic a
 softmax does not see it. At 2^21 the spacing of FP32 is 1/4 in powers of 2, 0.17 in nats, at 2^23 0.69: L is rounded to that, and so is
 the product in the FMA exponent of a row's maximum.
-Probes put their own recorder in place of ``attend``, so they report logits without the constant.
+Probes record q and k before that, so they report logits without the constant, and with the feature that it replaces.
 """
 
 from __future__ import annotations
