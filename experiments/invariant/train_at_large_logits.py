@@ -1,8 +1,8 @@
 """train.py, with a power of 2 added to every logit: python -m experiments.invariant.train_at_large_logits EXPONENT RECIPE [OPTIONS]
 
 The last feature of every query and key is replaced by one constant, so its product is the same for all pairs. In exact arithmetic a
-softmax does not see it. At 2^21 the spacing of FP32 is 1/4 in powers of 2, 0.17 in nats, at 2^23 0.69: L is rounded to that, and so is
-the product in the FMA exponent of a row's maximum.
+softmax does not see it. Kernels keep m and L as powers of 2. For logits of 2^21 these are 3.0e6, where FP32 has a spacing of 1/4, or
+0.17 in nats; for 2^23 it is 0.69. L is rounded to that, and so is m of the FMA exponent.
 Probes record q and k before that, so they report logits without the constant, and with the feature that it replaces.
 """
 

@@ -34,15 +34,15 @@ DELTAS = {
     "corrected_rows": ("row_residual=corrected_rows",),
     "centered_keys": ("row_residual=centered_keys",),
     "consistent": (),
-    "from_p_m_and_l": (),
+    "from_p_subtract_first": (),
 }
 """Sites; the last two are presets, which form no L that could be coarse."""
-PRESETS = {"consistent": "flash_consistent", "from_p_m_and_l": "flash_delta_from_p_subtract_first"}
+PRESETS = {"consistent": "flash_consistent", "from_p_subtract_first": "flash_delta_from_p_subtract_first"}
 EVERYWHERE = ("from_o", "from_p", "normalised", "corrected_rows")
 CELLS = [
     *itertools.product(("l_coarse", "both", "o_coarse"), EVERYWHERE),
     *itertools.product(("o_coarse",), ("centered_keys", "consistent")),
-    *itertools.product(LEVELS, ("from_o", "from_p", "normalised", "consistent", "from_p_m_and_l")),
+    *itertools.product(LEVELS, ("from_o", "from_p", "normalised", "consistent", "from_p_subtract_first")),
 ]
 COLUMNS = (
     "world",
@@ -99,6 +99,11 @@ def span(values: list[float]) -> str:
     return " - ".join(f"{x:g}" for x in sorted({min(values), max(values)})) if values else ""
 
 
+def sites_of(world_sites: tuple[str, ...], delta: str) -> tuple[str, ...]:
+    """Sites of a cell. They go over those of a preset, so a world's exponent would undo the preset that subtracts first."""
+    return (*(() if delta == "from_p_subtract_first" else world_sites), *DELTAS[delta])
+
+
 def train(world: str, delta: str, seed: int) -> None:
     base, coarse = WORLDS[world]
     name = metrics(world, delta, seed).parent.name
@@ -114,10 +119,11 @@ def train(world: str, delta: str, seed: int) -> None:
     }
     if delta in PRESETS:
         options["--attention.default.preset"] = PRESETS[delta]
-    at_level = ("-m", "experiments.invariant.train_at_large_logits", str(LEVELS.get(world)))
-    trainer = at_level if world in LEVELS else ("train.py",)
+    trainer = ("train.py",)
+    if world in LEVELS:
+        trainer = ("-m", "experiments.invariant.train_at_large_logits", str(LEVELS[world]))
     command = [sys.executable, *trainer, "configs/quickstart.py", *(str(x) for pair in options.items() for x in pair)]
-    if sites := (*(() if delta == "from_p_m_and_l" else coarse), *DELTAS[delta]):
+    if sites := sites_of(coarse, delta):
         command += ["--attention.default.sites", *sites]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
