@@ -8,10 +8,12 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from attention import AttentionConfig
+from attention import AttentionConfig, AttentionSpec
 from config import from_json
 from scripts import compare_runs
 from training.intervention import parse_switch, plans_at
@@ -77,3 +79,21 @@ def test_the_alarm_on_logits_is_that_of_the_probes() -> None:
     command = [sys.executable, "-m", "experiments.alarm.logits"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed == (EXPERIMENTS / "alarm/logits.csv").read_text()
+
+
+def test_a_level_is_added_to_every_logit_and_a_softmax_does_not_see_it() -> None:
+    """At 2^4, where FP32 has a spacing of 16 eps: two roundings of a score. The feature that the level replaces does not matter."""
+    at_level = runpy.run_path(str(EXPERIMENTS / "invariant/train_at_large_logits.py"), run_name="imported")["at_level"]
+    plan = AttentionConfig(default=AttentionSpec(preset="standard", numerics="fp32")).resolve(1, 2)[0]
+    layer = SimpleNamespace(plan=plan, softcap=0.0)
+    q, k, v = torch.randn((3, 1, 16, 2, 8), generator=torch.Generator().manual_seed(0)).requires_grad_()
+    seed = torch.tensor(0)
+    o = at_level(layer, q, k, v, seed, level=2.0**4)
+    seven, scale = slice(0, 7), 8**-0.5
+    scores = torch.einsum("bthd,bshd->bhts", q[..., seven], k[..., seven]) * scale
+    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    expected = torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    torch.testing.assert_close(o, expected, rtol=0, atol=32 * torch.finfo(torch.float32).eps)
+    (dq,) = torch.autograd.grad(o.square().sum(), q)
+    assert dq[..., 7].abs().max() == 0
+    assert dq[..., seven].abs().max() > 1e-3
