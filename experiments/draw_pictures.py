@@ -340,7 +340,7 @@ def published_fix() -> Figure:
         (
             "delta from P",
             PINK,
-            [study / f"{from_p}{run}" for run in ("_long", "_seed_1_long", "_seed_2_long")],
+            [study / f"{from_p}{run}" for run in ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", second)],
             4e3,
             4.85,
         ),
@@ -349,7 +349,7 @@ def published_fix() -> Figure:
             "#56B4E9",
             [
                 study / f"published_delta_normalized{run}"
-                for run in ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", second)
+                for run in ("_13000", "_seed_1_long", "_13000_seed_2", "_seed_3", "_seed_4", second)
             ],
             40,
             4.17,
