@@ -340,7 +340,10 @@ def published_fix() -> Figure:
         (
             "delta from P",
             PINK,
-            [study / f"{from_p}{run}" for run in ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", second)],
+            [
+                study / f"{from_p}{run}"
+                for run in ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", second)
+            ],
             4e3,
             4.85,
         ),
