@@ -4,6 +4,7 @@
 2. The error of delta in heads of layer 1 whose rows look at one key, by the head's largest logit (one_hot_heads.csv.gz);
    one_hot: CSV.
 3. The gradient norm before and after the largest logit of layer 1 passes 2^16 ln 2 and twice that, here and in other_recipes; jumps: CSV.
+   Runs whose loss had exploded before are left out.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def one_hot() -> str:
 
 def jumps() -> str:
     rows = []
-    folders = [path for study in (HERE, HERE.parent / "other_recipes") for path in sorted((study / "runs").iterdir())]
+    studies = (HERE, HERE.parent / "other_recipes")
+    folders = [path for study in studies for path in sorted((study / "runs").iterdir())]
+    exploded = {study: pd.read_csv(study / "summary.csv").set_index("run")["exploded_at"].dropna() for study in studies}
     for run, study in ((path.name, path.parents[1]) for path in folders):
         logit = read(run, "probes.csv", study)["max_logit_1"]
         norms = read(run, "metrics.csv", study)["grad_norm"].dropna()
@@ -86,6 +89,8 @@ def jumps() -> str:
             continue
         norms = norms[norms.index % 10 == 0]
         first, step = int(logit.index[logit >= THRESHOLD][0]), int(beyond[0])
+        if exploded[study].get(run, math.inf) < first:
+            continue
         before = norms[(norms.index >= first - 500) & (norms.index < first)].median()
         after = norms[(norms.index >= step) & (norms.index < step + 200)].median()
         rows.append(
