@@ -38,11 +38,6 @@ def test_an_option_that_there_is_not_is_one_line(script: str, refused: Callable[
         ("bench_train", [DEBUG, "--json", "nowhere/b.json"], "nowhere/b.json: no folder nowhere"),
         ("branch_run", ["run"], "the following arguments are required: out"),
         (
-            "export_huggingface",
-            ["run", BELOW_A_FILE],
-            f"output {BELOW_A_FILE}/config.json: cannot be written ({DEBUG} is",
-        ),
-        (
             "bench_attention",
             ["--json", BELOW_A_FILE],
             f"--json {BELOW_A_FILE}: cannot be written ({DEBUG} is no folder",

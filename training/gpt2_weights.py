@@ -1,4 +1,4 @@
-"""GPT-2 folders of Hugging Face: config.json and model.safetensors, read from and written to a local disk.
+"""GPT-2 folders of Hugging Face: config.json and model.safetensors, read from a local disk.
 
 Their linear layers ("Conv1D") keep weights as [in, out], ours as [out, in]; all else is laid out alike, W_q, W_k, W_v and
 heads inside ``c_attn`` included. The vocabulary has no padding there, so a loaded model has vocab_multiple 1.
@@ -7,7 +7,6 @@ heads inside ``c_attn`` included. The vocabulary has no padding there, so a load
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -29,8 +28,6 @@ _REQUIRED = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-# Options of this model that GPT-2 lacks. The training-only one (qk_clip_tau) leaves the weights a plain GPT-2.
-_NOT_GPT2 = ("qk_norm", "attention_softcap", "gated_attention")
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -116,57 +113,6 @@ def load_weights(model: GPT, source: Path) -> None:
     check_finite(tensors.items(), source)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
-
-
-def export_gpt2(model: GPT, folder: Path) -> None:
-    """Write ``folder`` so that ``transformers.GPT2LMHeadModel.from_pretrained(folder)`` opens it.
-
-    The vocabulary is cut to vocab_size and missing biases become zeros, which changes no logit. Raises ``UserError`` for a folder
-    that holds something and for options that GPT-2 lacks.
-    """
-    for name in _NOT_GPT2:
-        if getattr(model.config, name):
-            raise invalid(f"model.{name}", getattr(model.config, name), "off: Hugging Face's GPT-2 has no such option")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not an empty folder; choose another")
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.detach().to("cpu", torch.float32)
-        if name in ("transformer.wte.weight", "lm_head.weight"):
-            value = value[: model.config.vocab_size]
-        if name.endswith(_TRANSPOSED):
-            value = value.T
-        tensors[name] = value.contiguous()
-        if not model.config.bias and name.startswith(("transformer.h.", "transformer.ln_f.")):
-            outputs = value.shape[-1]
-            tensors[name.removesuffix("weight") + "bias"] = torch.zeros(outputs)
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
-    files.write_json(folder / "config.json", _settings(model.config))
-
-
-def _settings(config: ModelConfig) -> dict[str, Any]:
-    end_of_text = 50256 if config.vocab_size == 50257 else None
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_inner": None,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "vocab_size": config.vocab_size,
-        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else "gelu",
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        **_REQUIRED,
-    }
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
