@@ -22,7 +22,8 @@ with trainer_packages():
     from config import TrainConfig
     from training import distributed, throughput
     from training.distributed import Distributed
-    from training.phases import end_of_replay, probe, rate_of, recover, switch_attention, take_step, validate
+    from training.optim import learning_rate
+    from training.phases import follow_policy, probe, switch_attention, take_step, validate
     from training.run import Run, close, open_run, save
     from training.signals import EXIT_GO_ON, Leaving
     from training.step import Taken
@@ -78,15 +79,13 @@ def loop(run: Run, leaving: Leaving) -> None:
                 row |= probe(run, step)
             if step == last or row.get("alarm") == "stop":
                 break
-            if run.batches.ended():
-                end_of_replay(run, step, step > saved)
-            taken = Taken(step, row | {"batch": run.batches.position, "lr": rate_of(run, step)}, time.perf_counter())
+            row |= {"batch": run.batches.position, "lr": learning_rate(step, config.optim)}
+            taken = Taken(step, row, time.perf_counter())
             run.pending.add(taken, take_step(run, step))  # the device works on it; nobody waits
             taken.row["data_digest"] = run.batches.digest()
             step += 1
             if must_know(run, step) or (leaving.asked and run.place.world_size == 1):
-                step = report(run, step, bar)
-                saved = min(saved, step)
+                report(run, bar)
                 if step < last and distributed.any_rank(bool(leaving.asked)):
                     leave(run, step, step > saved)
             bar.update(step - bar.n)
@@ -106,18 +105,22 @@ def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
 def must_know(run: Run, step: int) -> bool:
     """Whether what the steps before this one gave is to be read: many of them wait, or what comes now depends on it."""
     config = run.config
-    every = 1 if config.nonfinite.policy == "rollback" else READ_EVERY[run.place.device.type]
-    often = (every, config.evaluation.every, config.checkpoint.every, config.telemetry.every)
+    often = (
+        READ_EVERY[run.place.device.type],
+        config.evaluation.every,
+        config.checkpoint.every,
+        config.telemetry.every,
+    )
     return any(due(step, one, config.run.steps, always_last=True) for one in often)
 
 
-def report(run: Run, step: int, bar: tqdm) -> int:
-    """Read and log what the steps before this one gave, follow the policy where it is not finite; the step to go on with."""
+def report(run: Run, bar: tqdm) -> None:
+    """Read and log what the steps since the last time gave, and follow the policy where it is not finite."""
     steps, tokens = run.pending.read(), run.config.data.global_batch * run.config.data.sequence_length
     rate = len(steps) * tokens / (time.perf_counter() - steps[0].began)
     for taken in steps:
         measured = {
-            "tokens": (taken.row["batch"] + 1) * tokens,  # a rollback takes steps back, not tokens
+            "tokens": (taken.row["batch"] + 1) * tokens,
             "train_loss": taken.loss,
             "grad_norm": taken.grad_norm,
             "tokens_per_second": rate,
@@ -129,15 +132,14 @@ def report(run: Run, step: int, bar: tqdm) -> int:
         if taken.finite():
             run.guard.finite()
         else:
-            step = recover(run, taken, step)
+            follow_policy(run, taken)
         if special or not taken.finite() or taken.step % run.config.run.log_every == 0:
             run.metrics.log(taken.step, **taken.row)
-            if bar.disable and taken.finite():  # recover() has said the rest
+            if bar.disable and taken.finite():  # follow_policy() has said the rest
                 run.place.say(line(taken.step, taken.row))
         if taken.row.get("nonfinite") == "stop":
             raise SystemExit(1)
     bar.set_postfix_str(f"loss {steps[-1].loss:.4f}")
-    return step
 
 
 def leave(run: Run, step: int, unsaved: bool) -> NoReturn:

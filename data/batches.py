@@ -164,10 +164,6 @@ class Batches:
         facts["recording_start"] = self.header.chain_start().hex() if self.recording_name else ""
         return facts
 
-    def ended(self) -> bool:
-        """Whether the replayed recording has no step left."""
-        return self.steps_available is not None and self.position >= self.steps_available
-
     def accumulation(self) -> int:
         """Micro-steps of each process in one optimizer step."""
         return self._config.global_batch // (self._config.micro_batch * self._world_size)
@@ -178,7 +174,7 @@ class Batches:
         Raises ``UserError`` when the replayed recording has no more steps, or when a full disk ends the recording.
         """
         step = self.position
-        if self.ended():
+        if self.steps_available is not None and self.position >= self.steps_available:
             raise _ended(self._config.replay, step)
         offsets_G = self._offsets_at(step)
         size = self._config.micro_batch

@@ -23,19 +23,14 @@ NUMBERS = ("train_loss", "val_loss", "grad_norm", "tokens_per_second", "max_logi
 
 
 def by_step(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Records as a table. Where the run went back to an earlier step (it was rolled back), what it had logged from there on is replaced.
+    """Records as a table, those of one step as one row.
 
     A missing value is an empty cell, NaN the text "nan": ``column`` tells them apart.
     """
     rows: dict[int, dict[str, Any]] = {}
     for record in records:
-        while rows and next(reversed(rows)) > record["step"]:
-            rows.popitem()
         told = {name: "nan" if value != value else value for name, value in record.items()}
         rows.setdefault(record["step"], {}).update(told)
-        # With log_every above 1 there may be no line of the step that it went back to.
-        while rows and next(reversed(rows)) >= record.get("went_back_to", math.inf):
-            rows.popitem()
     return pd.DataFrame(list(rows.values())).set_index("step")
 
 

@@ -28,7 +28,7 @@ SOURCE = "make_recording"
 
 
 def logged_digests(folder: Path) -> dict[int, str]:
-    """data_digest by batch, of a run: after a rollback a step has another batch. Raises ``UserError`` when it logged none."""
+    """data_digest by batch, of a run. Raises ``UserError`` when it logged none."""
     if (folder / METRICS_FILE).is_file():
         digests = {line["batch"]: line["data_digest"] for line in read_metrics(folder) if "data_digest" in line}
     else:

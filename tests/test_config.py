@@ -111,7 +111,7 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             r"^attention sites = 'output=m3 delta_sum=m3 output=bf16': expected output once$",
         ),
         ("--run.steps x", r"^Error parsing --run\.steps: .* 'x'; --help lists the fields$"),
-        ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue', 'rollback'"),
+        ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue'"),
         (
             "--model.bias True",
             r"^model\.bias = 'True': expected --model\.bias or --model\.no-bias, which take no value$",

@@ -13,17 +13,6 @@ def run(losses: list[float], first: int = 0) -> list[dict[str, float]]:
     return [{"step": step, "train_loss": loss} for step, loss in enumerate(losses, start=first)]
 
 
-def test_a_rollback_replaces_what_followed() -> None:
-    records = [*run([4.0, 3.0, 9.0, 9.0]), *run([2.0], first=2)]
-    assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 4.0, 1: 3.0, 2: 2.0}
-
-
-def test_a_rollback_replaces_what_followed_in_a_log_that_skips_the_step_it_went_back_to() -> None:
-    bad = {"step": 15, "train_loss": NAN, "went_back_to": 12}
-    records = [{"step": 0, "train_loss": 4.0}, {"step": 10, "train_loss": 3.0}, bad, {"step": 20, "train_loss": 2.0}]
-    assert dict(curves.column(curves.by_step(records), "train_loss")) == {0: 4.0, 10: 3.0, 20: 2.0}
-
-
 @pytest.mark.parametrize(
     ("a", "b", "step"),
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from errors import UserError
-from training.metrics import Metrics, Reached, WandbConfig, read_metrics, start_wandb
+from training.metrics import Metrics, WandbConfig, read_metrics, start_wandb
 
 
 def make(folder: Path, *, mode: str = "disabled", resume_step: int | None = None, **others: Any) -> Metrics:
@@ -45,13 +45,6 @@ def test_tensors_and_numpy_scalars_become_numbers(tmp_path: Path) -> None:
     metrics = make(tmp_path)
     metrics.log(3, train_loss=torch.tensor(1.5), batch=np.int64(7), data_digest="00ff00ff00ff00ff")
     assert read_metrics(tmp_path) == [{"step": 3, "train_loss": 1.5, "batch": 7, "data_digest": "00ff00ff00ff00ff"}]
-
-
-def test_resume_keeps_a_course_that_a_rollback_left() -> None:
-    """A checkpoint of step 3 behind batch 5: steps 3 and 4 of batches 3 and 4 are of the course before it, batch 6 is behind it."""
-    places = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (2, 5), (3, 6), (4, 7)]
-    records = [*({"step": step, "batch": batch} for step, batch in places), {"step": 5}]  # a run's end has no batch
-    assert [*filter(Reached(3, 6).after, records)] == records[:6]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

@@ -14,16 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TINY, TRAIN_TOKENS, Course, Place, assert_equals_straight, column, lines, new_place, weights
+from tiny_runs import TINY, TRAIN_TOKENS, Place, column, lines, new_place, weights
 from torch import Tensor
 
 import train
 from data.batches import random_offsets
 from data.recording import Recording
-from errors import UserError
 from model import GPT
-from scripts.make_recording import logged_digests, make
-from training.checkpoint import Checkpoints
 from training.precision import PrecisionConfig
 from training.run import Run
 
@@ -109,73 +106,6 @@ def test_continue_applies_the_update_all_the_same(place: Place) -> None:
     assert column(run, "w_q_norm_max")[-1] == "nan"
 
 
-# ---- rollback
-
-ROLLBACK = {"nonfinite.policy": "rollback", "nonfinite.lr_scale": 0.25, "nonfinite.lr_scale_steps": 4}
-
-
-@pytest.fixture(scope="module")
-def rolled_back(place: Place) -> Path:
-    return place.train("rollback", {**ROLLBACK, "data.record": place.recording("rollback")})
-
-
-def test_rollback_goes_back_to_the_checkpoint_and_past_the_batch(rolled_back: Path) -> None:
-    courses = [(line["step"], line["batch"]) for line in lines(rolled_back) if "batch" in line]
-    first = [(step, step) for step in range(BAD_BATCH + 1)]
-    # From the checkpoint of step 10, with the batches that follow the bad one.
-    assert courses == first + [(step, step + BAD_BATCH + 1 - 10) for step in range(10, 20)]
-    assert events(rolled_back) == [(BAD_BATCH, BAD_BATCH, "rollback")]
-
-
-def test_a_recording_made_afterwards_agrees_with_a_run_that_went_back(
-    place: Place, rolled_back: Path, tmp_path: Path
-) -> None:
-    digests = logged_digests(rolled_back)
-    assert make(place.config("again").data, tmp_path / "made", 25, digests) == len(digests) == 25
-
-
-def test_rollback_lowers_the_learning_rate_for_so_many_steps(rolled_back: Path) -> None:
-    rates = [line["lr"] for line in lines(rolled_back) if "lr" in line][BAD_BATCH + 1 :]
-    assert rates == [0.25 * 1e-2] * 4 + [1e-2] * 6
-
-
-def test_rollback_is_recorded_without_gap_or_repeat(place: Place, rolled_back: Path) -> None:
-    recording = Recording.open(Path(place.recording("rollback")))
-    assert (recording.steps, recording.complete) == (25, True)
-    data = TINY.data
-    for batch, offsets in enumerate(recording.offsets):
-        drawn = random_offsets(data.seed, batch, TRAIN_TOKENS, data.sequence_length, data.global_batch)
-        assert (offsets == drawn).all()
-
-
-def test_replay_repeats_a_rollback_to_the_last_bit(place: Place, rolled_back: Path) -> None:
-    replayed = place.train("rollback_replayed", {**ROLLBACK, "data.replay": place.recording("rollback")})
-    assert lines(replayed) == lines(rolled_back)
-    assert weights(replayed, 20) == weights(rolled_back, 20)
-
-
-def test_a_replay_that_a_rollback_makes_too_short_is_saved_where_it_ends(place: Place, rolled_back: Path) -> None:
-    short = Path(place.recording("short"))
-    make(place.config("short").data, short, 22, {})
-    fields = {**ROLLBACK, "data.replay": str(short)}
-    with pytest.raises(UserError, match="ends at step 17 of this run, as 5 of its steps were passed over by rollbacks"):
-        place.train("short", {**fields, "checkpoint.every": 10})
-    run = place.train("short", {**fields, "checkpoint.every": 10, "run.resume": "yes", "run.steps": 17})
-    assert weights(run, 17) == weights(place.train("to_17", {**ROLLBACK, "checkpoint.every": 10, "run.steps": 17}), 17)
-
-
-@pytest.mark.parametrize("interrupted_at", [10, 20])
-def test_resumed_run_repeats_a_rollback_to_the_last_bit(place: Place, interrupted_at: int) -> None:
-    # Lowered to step 25: after the interruption at 20 as well.
-    course = Course({**ROLLBACK, "nonfinite.lr_scale_steps": 15, "run.steps": 30}, f"ends at {interrupted_at}")
-    assert_equals_straight(place, f"rollback_resumed_{interrupted_at}", course)
-
-
-def test_rollback_without_a_checkpoint_stops(place: Place) -> None:
-    run = stopped(place, "rollback_early", {**ROLLBACK, "checkpoint.every": 15})
-    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
-
-
 def spoil(patch: pytest.MonkeyPatch, before: str, when: Callable[[Run, int], bool], value: float) -> None:
     """Weights become ``value`` before ``take_step`` or ``save`` is called so: as an update can leave them whose gradient was finite."""
     sound = getattr(train, before)
@@ -188,37 +118,6 @@ def spoil(patch: pytest.MonkeyPatch, before: str, when: Callable[[Run, int], boo
     patch.setattr(train, before, spoiled)
 
 
-def first_save_at_20(run: Run, step: int) -> bool:
-    """Not the one of a course that a rollback has begun."""
-    return (step, run.batches.position) == (20, 20)
-
-
-def test_rollback_gives_up_after_so_many(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, "take_step", lambda run, _: run.batches.position >= 12, math.nan)
-    run = stopped(place, "rollback_always", {**ROLLBACK, "nonfinite.max_rollbacks": 2})
-    assert events(run) == [(12, 12, "rollback"), (10, 13, "rollback"), (10, 14, "stop")]
-
-
-def test_rollback_passes_over_a_checkpoint_with_broken_weights(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, "save", first_save_at_20, math.inf)
-    run = place.train("rollback_far", {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5})
-    assert events(run) == [(20, 20, "rollback")]
-    assert [line["batch"] for line in lines(run) if line["step"] == 10] == [10, 21]
-    loaded = Checkpoints(run / "checkpoints", TINY.checkpoint).load_newest()
-    assert loaded is not None
-    assert loaded.position == 41
-    assert all(tensor.isfinite().all() for tensor in loaded.model_state.values())
-
-
-def test_rollback_passes_over_a_checkpoint_whose_finite_weights_give_what_is_not(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, "save", first_save_at_20, 3e38)
-    run = place.train("rollback_huge", {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5})
-    assert events(run) == [(20, 20, "rollback"), (20, 21, "rollback")]
-    assert [line["batch"] for line in lines(run) if line["step"] == 10] == [10, 22]
-
-
 def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,17 +127,6 @@ def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
     assert events(run) == [(step, step, "skip") for step in range(5, 11)] + [(11, 11, "stop")]
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept[:2] == ["step_00000004", "step_00000005"]
-
-
-def test_a_resumed_run_still_tells_of_a_rollback_over_its_checkpoint(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At step 20 it goes back to step 10 and saves a step 20 of its own; the first one's lines are of no later course than that."""
-    spoil(monkeypatch, "save", first_save_at_20, math.inf)
-    fields = {"nonfinite.policy": "rollback", "run.steps": 30, "data.seed": 5, "alarm.switches": ("20:1:flash_fp32_o",)}
-    run = assert_equals_straight(place, "rollback_over", Course(fields, "dies at 25"))
-    told = [(line["step"], line["batch"], line["cause"]) for line in lines(run, name="interventions.jsonl")]
-    assert told == [(20, 20, "schedule"), (10, 21, "rollback"), (20, 31, "schedule")]
 
 
 # ---- float16
@@ -258,7 +146,7 @@ FLOAT16 = {"precision.dtype": "float16", "data.seed": 5}
 
 
 @pytest.mark.usefixtures("high_loss_scale")
-@pytest.mark.parametrize("policy", ["stop", "skip", "continue", "rollback"])
+@pytest.mark.parametrize("policy", ["stop", "skip", "continue"])
 def test_float16_overflow_is_skipped_and_counted_whatever_the_policy(place: Place, policy: str) -> None:
     run = place.train(f"overflow_{policy}", {**FLOAT16, "nonfinite.policy": policy, "evaluation.every": 1})
     overflows = [step for step, _, action in events(run) if action == "overflow"]

@@ -31,7 +31,6 @@ def run_of(place: Place, name: str, fields: dict[str, Any]) -> Any:  # noqa: F81
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip": {"nonfinite.policy": "skip", "telemetry.every": 4, "data.micro_batch": 2},
     "stop": {},
-    "rollback": {"nonfinite.policy": "rollback"},
     "float16": {"precision.dtype": "float16", "nonfinite.policy": "skip", "model.qk_clip_tau": 0.1},
     "muon": {"optim.optimizer": "muon", "nonfinite.policy": "skip", "model.qk_clip_tau": 0.1},
     "sparse": {"run.log_every": 5, "nonfinite.policy": "skip", "evaluation.every": 0, "telemetry.every": 0},
@@ -113,7 +112,7 @@ def test_an_update_is_withheld_as_the_policy_says(
     assert adamw.state[weight]["step"].item() == len(moves)
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "continue", "rollback"])
+@pytest.mark.parametrize("policy", ["stop", "skip", "continue"])
 @pytest.mark.parametrize(
     ("loss", "norm", "scale", "overflow"),
     [(2.0, torch.nan, 4.0, 1.0), (2.0, torch.inf, 0.5, 0.0), (torch.nan, torch.nan, 4.0, 0.0)],

@@ -93,9 +93,8 @@ class Checkpoints:
         """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps, but ``keep``; returns its folder.
 
         ``optimizer_state`` is a torch optimizer's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
-        other dicts must be plain JSON. One of the same step is replaced. Those of later steps belong to a course that
-        training has left (a rollback, a damaged one that was passed over) and are deleted: else a later resume would
-        take one of them for the newest. Raises ``UserError`` where the disk refuses; the half-written one is then gone.
+        other dicts must be plain JSON. One of the same step is replaced. Those of later steps are damaged ones that a resume
+        passed over; they are deleted. Raises ``UserError`` where the disk refuses; the half-written one is then gone.
         """
         model, tied = _untied(model_state)
         tensors, optimizer_rest = _split_optimizer(optimizer_state)
@@ -137,16 +136,14 @@ class Checkpoints:
             self.prune(step, keep)
         return path
 
-    def load_newest(self, before: int | None = None) -> Loaded | None:
-        """The newest intact checkpoint (of a step below ``before``, if given), or None where there is none at all.
+    def load_newest(self) -> Loaded | None:
+        """The newest intact checkpoint, or None where there is none at all.
 
         Every file's SHA-256 is verified. Damaged ones are passed over, with a warning on stderr that names both. Raises ``UserError``
         where all are damaged.
         """
         damaged: list[str] = []
-        for step, path in sorted(self._found().items(), reverse=True):
-            if before is not None and step >= before:
-                continue
+        for _, path in sorted(self._found().items(), reverse=True):
             try:
                 loaded = Checkpoints.load(path)
             except DamagedCheckpointError as damage:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from attention.plan import LayerPlan, switched
 from errors import invalid
-from training.metrics import JsonLines, Reached
+from training.metrics import JsonLines
 
 INTERVENTIONS_FILE = "interventions.jsonl"
 
@@ -61,14 +61,14 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
     return tuple(plans)
 
 
-def made_before(line: dict[str, Any], resumed: Reached, known: Sequence[dict[str, Any]]) -> bool:
-    """Whether a line of the record is from before a checkpoint, and a run that goes on from that will not write it again.
+def made_before(line: dict[str, Any], resumed: int, known: Sequence[dict[str, Any]]) -> bool:
+    """Whether a line of the record is from before the checkpoint of step ``resumed``: a run that goes on from it does not write it again.
 
     ``known``: the checkpoint's ``state()``. A switch of its very step that it knows was made before it; an alarm is raised behind it.
     """
-    made = {None, *(Switch(**entry).option() for entry in known)}
-    there = (line["step"], line.get("batch")) == resumed
-    return resumed.after(line) or (there and line["kind"] == "switch" and line.get("option") in made)
+    made = {Switch(**entry).option() for entry in known}
+    there = line["step"] == resumed and line["kind"] == "switch" and line.get("option") in made
+    return line["step"] < resumed or there
 
 
 class Interventions:
@@ -79,9 +79,9 @@ class Interventions:
         scheduled: the config's switches.
         check: raises ``UserError`` for plans that this machine cannot run (``attention.check``); every state to come is checked.
         folder: the run's; None on all processes but the first, which write nothing.
-        resumed, known: place and ``state()`` of the checkpoint that the run goes on from.
+        resumed, known: step and ``state()`` of the checkpoint that the run goes on from.
 
-    Raises ``UserError`` for a switch that cannot be, and for one scheduled before that place which the checkpoint does not know.
+    Raises ``UserError`` for a switch that cannot be, and for one scheduled before that step which the checkpoint does not know.
     """
 
     def __init__(
@@ -91,21 +91,19 @@ class Interventions:
         check: Callable[[tuple[LayerPlan, ...]], None],
         folder: Path | None,
         *,
-        resumed: Reached | None = None,
+        resumed: int | None = None,
         known: Sequence[dict[str, Any]] = (),
     ):
         self._base, self._check, self._folder = base, check, folder
         self._switches = [Switch(**entry) for entry in known]
         # What the checkpoint knows was made, and recorded, before it was written.
-        self.plans = base if resumed is None else plans_at(base, self._switches, resumed.step)
+        self.plans = base if resumed is None else plans_at(base, self._switches, resumed)
         made = {switch.option() for switch in self._switches}
         for switch in scheduled:
             if switch.option() in made:
                 continue
-            if resumed is not None and switch.step < resumed.step:
-                expected = (
-                    f"a step from {resumed.step} on, where the run goes on, or a switch that its checkpoint has made"
-                )
+            if resumed is not None and switch.step < resumed:
+                expected = f"a step from {resumed} on, where the run goes on, or a switch that its checkpoint has made"
                 raise invalid("alarm.switches", switch.option(), expected)
             self._switches.append(switch)
         for switch in self._switches:
@@ -135,11 +133,12 @@ class Interventions:
         said = []
         for old, new in zip(self.plans, wanted, strict=True):
             if old != new:
-                made = [s for s in self._switches if s.layer == new.layer and s.step == step]
-                cause = made[-1].cause if made else "rollback"
-                record = {"kind": "switch", "layer": new.layer, "from": _label(old), "to": _label(new), "cause": cause}
-                self.record(step, batch, **record, option=made[-1].option() if made else None)
-                said.append(f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)} ({cause})")
+                made = [s for s in self._switches if s.layer == new.layer and s.step == step][-1]
+                record = {"kind": "switch", "layer": new.layer, "from": _label(old), "to": _label(new)}
+                self.record(step, batch, **record, cause=made.cause, option=made.option())
+                said.append(
+                    f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)} ({made.cause})"
+                )
         self.plans = wanted
         return said
 

@@ -2,8 +2,8 @@
 
 The columns a training run writes (each line carries ``step`` and whichever of the others it has):
 
-    step               optimizer steps done before this line was measured (0 = the initial weights); a rollback goes back
-    batch              index of the global batch that the step drew; it never goes back
+    step               optimizer steps done before this line was measured (0 = the initial weights)
+    batch              index of the global batch that the step drew
     tokens             training tokens seen so far
     train_loss         mean cross-entropy of the step's global batch, nats a token
     val_loss           mean cross-entropy of the fixed validation batches, nats a token
@@ -13,7 +13,7 @@ The columns a training run writes (each line carries ``step`` and whichever of t
     mfu                fraction of the device's peak arithmetic; null where the peak is not known
     seconds            wall-clock time of the run, a resumed run's earlier sessions included
     data_digest        16 hexadecimal digits that stand for every batch drawn so far
-    nonfinite          only where loss or gradient was not finite: overflow, skip, continue, rollback or stop
+    nonfinite          only where loss or gradient was not finite: overflow, skip, continue or stop
     w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest, in layer w_q_norm_layer
     max_logit_max ...  the extremes of a probe's other columns (training.telemetry.summary_columns), which are in telemetry.jsonl
     alarm              only where a rule of training.alarm flagged a layer: log, checkpoint, stop or switch
@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import files
 from errors import UserError, invalid
@@ -62,21 +62,6 @@ class WandbConfig:
             raise invalid("wandb.mode", self.mode, get_args(WandbMode))
         if not self.project:
             raise invalid("wandb.project", self.project, "a name")
-
-
-class Reached(NamedTuple):
-    """How far a run had come: steps done, and batches drawn, which a rollback takes not back."""
-
-    step: int
-    batch: int
-
-    def after(self, record: dict[str, Any]) -> bool:
-        """Whether the run had written ``record`` before it came here.
-
-        The batch says so, as a rollback counts steps again. The end of a run has none, and whoever goes on gets there again.
-        """
-        batch = record.get("batch")
-        return isinstance(batch, int) and batch < self.batch
 
 
 class JsonLines:

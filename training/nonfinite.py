@@ -10,9 +10,9 @@ from torch import Tensor
 
 from errors import check_size, invalid
 
-Policy = Literal["stop", "skip", "continue", "rollback"]
+Policy = Literal["stop", "skip", "continue"]
 # What was done about a step: a policy, or float16's own remedy. It is the column ``nonfinite`` of the metrics.
-Action = Literal["overflow", "stop", "skip", "continue", "rollback"]
+Action = Literal["overflow", "stop", "skip", "continue"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,23 +20,14 @@ class NonFiniteConfig:
     """What to do where loss or gradient is not finite. FP16 overflows of the gradient alone are left to loss scaling, which counts them."""
 
     policy: Policy = "stop"
-    """stop; skip the update; continue as if nothing were (float16 still skips); rollback to the last good checkpoint, past the batch."""
-    lr_scale: float = 0.5
-    """rollback: factor on the learning rate."""
-    lr_scale_steps: int = 100
-    """rollback: steps after the checkpoint for which that factor holds."""
-    max_rollbacks: int = 3
-    """rollback: after so many, the next one stops the run."""
+    """stop; skip the update; continue as if nothing were (float16 still skips)."""
     max_skips: int = 100
     """skip: after so many in a row, the next one stops the run."""
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise invalid("nonfinite.policy", self.policy, get_args(Policy))
-        if not 0 < self.lr_scale <= 1:
-            raise invalid("nonfinite.lr_scale", self.lr_scale, "above 0, at most 1")
-        for name in ("lr_scale_steps", "max_rollbacks", "max_skips"):
-            check_size(f"nonfinite.{name}", getattr(self, name), 0)
+        check_size("nonfinite.max_skips", self.max_skips, 0)
 
 
 class Withholding:
@@ -66,19 +57,12 @@ class Withholding:
 
 
 class NonFiniteGuard:
-    """Counts what went wrong in a run and remembers the lowered learning rate; its state travels in checkpoints."""
+    """Counts what went wrong in a run; its state travels in checkpoints."""
 
     def __init__(self, config: NonFiniteConfig):
         self.config = config
         self.overflow_steps = 0
-        self.rollbacks = 0
         self.skips_in_a_row = 0
-        self.lr_scaled_until = 0
-        self.went_back_to = -1
-
-    def lr_factor(self, step: int) -> float:
-        """Factor on the scheduled learning rate of ``step``."""
-        return self.config.lr_scale if step < self.lr_scaled_until else 1.0
 
     def decide(self, overflow: bool) -> Action:
         """Count a step that was not finite (``overflow``: merely a float16 gradient) and say what to do about it."""
@@ -86,27 +70,17 @@ class NonFiniteGuard:
             self.overflow_steps += 1
             return "overflow"
         policy, skips = self.config.policy, self.skips_in_a_row
-        given_up = policy == "rollback" and self.rollbacks >= self.config.max_rollbacks
-        given_up |= policy == "skip" and skips >= self.config.max_skips
         self.skips_in_a_row = skips + 1 if policy == "skip" else 0
-        return "stop" if given_up else policy
+        return "stop" if policy == "skip" and skips >= self.config.max_skips else policy
 
     def finite(self) -> None:
         """Note a step that was finite."""
         self.skips_in_a_row = 0
 
-    def rolled_back(self, to_step: int) -> None:
-        """Note a rollback: the learning rate is lowered from ``to_step`` on."""
-        self.went_back_to = to_step
-        self.rollbacks += 1
-        self.lr_scaled_until = to_step + self.config.lr_scale_steps
-
     def state(self) -> dict[str, int]:
         """Plain numbers for a checkpoint."""
-        names = ("overflow_steps", "rollbacks", "skips_in_a_row", "lr_scaled_until", "went_back_to")
-        return {name: getattr(self, name) for name in names}
+        return {"overflow_steps": self.overflow_steps, "skips_in_a_row": self.skips_in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of ``state``."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        self.overflow_steps, self.skips_in_a_row = state["overflow_steps"], state["skips_in_a_row"]

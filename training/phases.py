@@ -1,18 +1,15 @@
-"""What a run does around a training step: switch attention, validate, probe, take the step, recover from one that is not finite."""
+"""What a run does around a training step: switch attention, validate, probe, take the step, follow the nonfinite policy."""
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
-from errors import UserError
 from training import distributed
 from training.alarm import Alarm
 from training.evaluate import evaluate
 from training.optim import learning_rate, set_learning_rate
 from training.qk_clip import clip_qk
-from training.run import Run, roll_back, save
+from training.run import Run, save
 from training.step import StepValues, Taken, rounding_seed, train_step
 from training.telemetry import summary_columns
 
@@ -69,17 +66,12 @@ def respond(run: Run, step: int, flagged: set[int]) -> dict[str, str]:
     return {"alarm": response}
 
 
-def rate_of(run: Run, step: int) -> float:
-    """The schedule's learning rate, lowered for a while after a rollback."""
-    return learning_rate(step, run.config.optim) * run.guard.lr_factor(step)
-
-
 def take_step(run: Run, step: int) -> StepValues:
     """Draw the next batch and train on it; QK-clip follows the update where it is on."""
     config, place, network, position = run.config, run.place, run.network, run.batches.position
     micro_batches = run.batches.next()
     order = range(place.rank, place.world_size * len(micro_batches), place.world_size)
-    set_learning_rate(network.optimizer, rate_of(run, step))
+    set_learning_rate(network.optimizer, learning_rate(step, config.optim))
     values = train_step(
         network.model,
         network.optimizer,
@@ -96,32 +88,14 @@ def take_step(run: Run, step: int) -> StepValues:
     return values
 
 
-def recover(run: Run, taken: Taken, following: int) -> int:
-    """Follow the config's policy for a step that was not finite: note it in its row, say it; the step to go on with, or ``following``."""
-    action = run.guard.decide(taken.overflow)
-    if action == "rollback":
-        back = roll_back(run, taken.step)
-        action, following = ("stop", following) if back is None else (action, back)
-    taken.row["nonfinite"] = action
-    if action == "rollback":
-        taken.row["went_back_to"] = following
+def follow_policy(run: Run, taken: Taken) -> None:
+    """What the config's policy says about a step that was not finite, into its row and to the terminal."""
+    action = taken.row["nonfinite"] = run.guard.decide(taken.overflow)
     what = {
         "overflow": f"float16 overflow, {run.guard.overflow_steps} so far; update skipped",
         "skip": "not finite; update skipped",
         "continue": "not finite; going on as if it were",
-        "rollback": f"not finite; back to step {following}, the data goes on behind this batch",
         "stop": f"not finite; stopped. {run.checkpoints.said()}",
     }[action]
     where = f"step {taken.step}, batch {taken.row['batch']}"
     run.place.say(f"{where}: loss {taken.loss}, gradient norm {taken.grad_norm}: {what}")
-    return following
-
-
-def end_of_replay(run: Run, step: int, unsaved: bool) -> NoReturn:
-    """Save, if that is still to be done, where rollbacks make a replay end before the run does. Every rank must call it."""
-    if unsaved:
-        save(run, step)
-    passed_over = f"{run.batches.position - step} of its steps were passed over by rollbacks"
-    raise UserError(
-        f"{run.config.data.replay} ends at step {step} of this run, as {passed_over}; saved: --run.resume yes --run.steps {step} ends there"
-    )

@@ -25,7 +25,7 @@ from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
 from training.intervention import INTERVENTIONS_FILE, made_before
-from training.metrics import METRICS_FILE, WANDB_ID_FILE, Reached, read_lines, text_of
+from training.metrics import METRICS_FILE, WANDB_ID_FILE, read_lines, text_of
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
@@ -150,11 +150,14 @@ def check_logs(folder: Path) -> None:
 
 def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
     """What the run in ``folder`` had logged when it wrote the checkpoint, by name of the file. Lines that are gone are a warning."""
-    reached = Reached(loaded.step, loaded.position)
+
+    def before(line: dict[str, Any]) -> bool:
+        return bool(line["step"] < loaded.step)
+
     kept: dict[str, Callable[[dict[str, Any]], bool]] = {
-        METRICS_FILE: reached.after,
-        TELEMETRY_FILE: reached.after,
-        INTERVENTIONS_FILE: lambda line: made_before(line, reached, loaded.extra.get("switches", ())),
+        METRICS_FILE: before,
+        TELEMETRY_FILE: before,
+        INTERVENTIONS_FILE: lambda line: made_before(line, loaded.step, loaded.extra.get("switches", ())),
     }
     logs = {name: [*filter(kept[name], read_lines(folder / name))] for name in LOGS if (folder / name).is_file()}
     gone = loaded.extra.get("lines", 0) - len(logs.get(METRICS_FILE, ()))

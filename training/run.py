@@ -1,4 +1,4 @@
-"""A run: built from its config or gone on with, saved, taken back, closed. Functions over one record of its parts."""
+"""A run: built from its config or gone on with, saved, closed. Functions over one record of its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from training.alarm import Watch
 from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
 from training.intervention import INTERVENTIONS_FILE, Interventions, parse_switch
-from training.metrics import Metrics, Reached, import_wandb, read_lines, start_wandb
+from training.metrics import Metrics, import_wandb, read_lines, start_wandb
 from training.nonfinite import NonFiniteGuard, Withholding
 from training.optim import build_optimizer, learning_rate
 from training.qk_clip import forget_logits
@@ -104,13 +104,12 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         loaded = checkpoint_to_resume(config, place, folder, checkpoints, held) if goes_on else None
         if not goes_on and folder.exists():
             raise record.taken(folder)
-        resumed = None if loaded is None else Reached(loaded.step, loaded.position)
         interventions = Interventions(
             plans,
             [parse_switch(text) for text in config.alarm.switches],
             check,
             folder if place.is_main else None,
-            resumed=resumed,
+            resumed=None if loaded is None else loaded.step,
             known=() if loaded is None else loaded.extra.get("switches", ()),
         )
         for switch in map(parse_switch, config.alarm.switches):
@@ -209,11 +208,8 @@ def open_data(
         source = "replay" if config.data.replay else "dataset"
         expected = f"the data that {loaded.path} was trained on: this gives other batches"
         raise invalid(f"data.{source}", getattr(config.data, source), expected)
-    # After a rollback a step's row is not the step's number.
-    ahead = 0 if loaded is None else loaded.position - loaded.step
-    if batches.steps_available is not None and batches.steps_available - ahead < config.run.steps:
-        longest = batches.steps_available - ahead
-        expected = f"at most {longest}: {config.data.replay} ends there; or record a longer one"
+    if batches.steps_available is not None and batches.steps_available < config.run.steps:
+        expected = f"at most {batches.steps_available}: {config.data.replay} ends there; or record a longer one"
         raise invalid("run.steps", config.run.steps, expected)
     return batches
 
@@ -377,29 +373,6 @@ def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, load
         optimizer.load_state_dict(loaded.optimizer_state)
         scaler.load_state_dict(loaded.scaler_state)
         set_rng_state(loaded.rng[place.rank], place.device)
-
-
-def roll_back(run: Run, bad_step: int) -> int | None:
-    """Restore the newest checkpoint that is intact and finite, keeping the place in the data; its step, or None where there is none.
-
-    Where ``bad_step`` is the one that the last rollback went back to, the weights of that checkpoint are finite and give what is not: it
-    is passed over for one before it, if there is one.
-    """
-    try:
-        again = bad_step == run.guard.went_back_to
-        loaded = (run.checkpoints.load_newest(before=bad_step) if again else None) or run.checkpoints.load_newest()
-        # Weights that an update broke are saved before the next loss shows it.
-        while loaded is not None and not all(bool(t.isfinite().all()) for t in loaded.model_state.values()):
-            loaded = run.checkpoints.load_newest(before=loaded.step)
-    except UserError as damage:
-        run.place.say(str(damage))
-        return None
-    if loaded is None:
-        run.place.say("no checkpoint to roll back to")
-        return None
-    restore(run.network.raw, run.network.optimizer, run.network.scaler, loaded, run.place)
-    run.guard.rolled_back(loaded.step)
-    return loaded.step
 
 
 def close(run: Run, *, finished: bool) -> None:
