@@ -36,7 +36,6 @@ def test_an_option_that_there_is_not_is_one_line(script: str, refused: Callable[
         ("bench_train", [DEBUG, "--nanogpt", "nowhere"], "--nanogpt nowhere: no model.py in it"),
         ("bench_train", [DEBUG, "--variants", "plain", "x=optim.lr=1"], "'x=optim.lr=1': expected NAME, or"),
         ("bench_train", [DEBUG, "--json", "nowhere/b.json"], "nowhere/b.json: no folder nowhere"),
-        ("branch_run", ["run"], "the following arguments are required: out"),
         (
             "bench_attention",
             ["--json", BELOW_A_FILE],

@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         (place.folder / "recipe.py").write_text("x = 1\n")
         for name, fields in (("new", {}), ("init", {"model.bias": True, "model.activation": "gelu_tanh"})):
             place.preset_file(place.config(name, fields))
-        for script in ("autopsy", "figures", "compare_runs", "branch_run"):
+        for script in ("autopsy", "figures", "compare_runs"):
             importlib.import_module(f"scripts.{script}")  # for once, before the forks
         importlib.import_module("figures.courses")
         yield place
@@ -196,7 +196,7 @@ READ: list[tuple[str, str, dict[str, Spoil]]] = [
     (RESUME, "runs/run/checkpoints/*/state.json", STATE),
     (RESUME, "runs/run/checkpoints/*/optimizer.safetensors", BINARY),
     (RESUME, "runs/run/checkpoints/*/rng.safetensors", BINARY),
-    ("branch_run {at}/run {at}/branch", "runs/run/checkpoints/*/state.json", ANY),
+    (NEW + " --run.init-from {at}/run", "runs/run/checkpoints/*/state.json", ANY),
     (EXAMINE, "runs/run/checkpoints/*/model.safetensors", TENSORS | {"a tensor, signed": signed(a_wrong_tensor)}),
     (DRAW, "runs/run/checkpoints/*/model.safetensors", TENSORS | {"a tensor, signed": signed(a_wrong_tensor)}),
     ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/config.json", ANY),

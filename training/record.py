@@ -51,6 +51,8 @@ _FREE_ON_RESUME = (
     "nonfinite",
     "wandb",
 )
+# A new run that begins at a checkpoint may differ in these, too. Its batches must be the same ones, which their digest shows.
+_FREE_IN_A_BRANCH = ("run.name", "run.init_from", "attention", "data.record", "data.replay")
 _ROOT = Path(__file__).resolve().parent.parent
 _CODE = ("attention", "training", "data", "probes", "configs", "fused", "scripts")
 
@@ -101,37 +103,18 @@ def code_changed(of_run: list[dict[str, Any]]) -> str:
     return "" if before == now else f"its code has changed, from source_sha256 {before} to {now}: {apart}"
 
 
-def branched(folder: Path, step: int, config_json: dict[str, Any], came_from: dict[str, Any]) -> dict[str, Any]:
-    """The record of a new run with ``config_json`` that goes on from the checkpoint of ``step`` of the run in ``folder``.
-
-    It has that run's sessions up to there, and one with ``came_from`` as its ``branched_from``. Raises ``UserError`` for a folder without
-    a record.
-    """
-    made_with = environment(torch.device("cpu"), 1)
-    *earlier, own = sessions(folder, step, made_with)
-    # One that was resumed from this very checkpoint, or from a later one, is no part of what led to it; a branch there is.
-    led_to_it = [
-        session
-        for session in earlier
-        if not session["from_step"]
-        or session["from_step"] < step
-        or ("branched_from" in session and session["from_step"] == step)
-    ]
-    content = _read_record(folder / "config.json") | made_with | {"config": config_json}
-    return content | {"sessions": [*led_to_it, own | {"branched_from": came_from}]}
-
-
 def check_restart(folder: Path, checkpoints: Path) -> None:
-    """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start from step 0."""
+    """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start again."""
     path = folder / "config.json"
     if not path.is_file():
         first = f"remove {folder} and " if folder.exists() else ""
         raise invalid(
             "run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {first}start the run again"
         )
-    config = _read_record(path)["config"]
+    content = _read_record(path)
+    steps, every = content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
     # The line of a step follows its checkpoint.
-    due = min(config["checkpoint"]["every"] or config["run"]["steps"], config["run"]["steps"])
+    due = min((content["sessions"][0]["from_step"] // every + 1) * every, steps) if every else steps
     metrics = folder / METRICS_FILE
     last = max((row["step"] for row in read_lines(metrics)), default=0) if metrics.exists() else 0
     if last >= due:
@@ -260,15 +243,16 @@ def lock_everywhere(folder: Path, is_main: bool) -> AbstractContextManager[objec
     return locked
 
 
-def check_settings(saved: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], checkpoint: Path) -> None:
-    """Raise ``UserError`` for the first setting that must be as in ``checkpoint`` (``saved``) and is not."""
-    for name, before, value in differences(saved, now, defaults):
-        if not name.startswith(_FREE_ON_RESUME):
+def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any], *, branch: bool) -> None:
+    """Raise ``UserError`` for a setting that must be as in the checkpoint and is not; ``branch``: for a new run that begins there."""
+    free = _FREE_ON_RESUME + (_FREE_IN_A_BRANCH if branch else ())
+    for name, before, value in differences(loaded.config_json, now, defaults):
+        if not name.startswith(free):
             on_the_way = (
                 "; --alarm.switches STEP:LAYER:PRESET changes it on the way" if name.startswith("attention") else ""
             )
             expected = "none" if before in ("", None) else repr(before)
-            raise invalid(name, value, f"{expected}, as in the checkpoint {checkpoint}{on_the_way}")
+            raise invalid(name, value, f"{expected}, as in the checkpoint {loaded.path}{on_the_way}")
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

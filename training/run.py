@@ -33,7 +33,7 @@ from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
 from training.step import Pending, rounding_seed, throwaway_backward
 from training.telemetry import Telemetry, probe_batch
-from training.weights import load_weights
+from training.weights import is_checkpoint, load_weights, read_checkpoint
 
 
 @dataclass
@@ -104,22 +104,27 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         loaded = checkpoint_to_resume(config, place, folder, checkpoints, held) if goes_on else None
         if not goes_on and folder.exists():
             raise record.taken(folder)
+        # Where it begins: its own checkpoint, or the one of another run that it branches off from.
+        start = loaded or checkpoint_to_branch_from(config, place)
         interventions = Interventions(
             plans,
             [parse_switch(text) for text in config.alarm.switches],
             check,
             folder if place.is_main else None,
-            resumed=None if loaded is None else loaded.step,
-            known=() if loaded is None else loaded.extra.get("switches", ()),
+            resumed=None if start is None else start.step,
+            known=() if start is None else start.extra.get("switches", ()),
         )
         for switch in map(parse_switch, config.alarm.switches):
             if switch.step >= config.run.steps:
                 place.say(f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}")
         if config.alarm.response == "switch":
             check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
-        batches = open_data(config, place, goes_on, loaded, undo)
-        network = build_network(config, place, interventions.plans, loaded)
-        wandb_run = open_folder(config, place, folder, plans, batches, checkpoints, goes_on, loaded, held, undo)
+        batches = open_data(config, place, goes_on, start, undo)
+        network = build_network(config, place, interventions.plans, start)
+        start_step = 0 if start is None else start.step
+        wandb_run = open_folder(
+            config, place, folder, plans, batches, checkpoints, goes_on, loaded, start_step, held, undo
+        )
         run = Run(
             config=config,
             place=place,
@@ -133,13 +138,13 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
             metrics=Metrics(folder, wandb_run, enabled=place.is_main),
             telemetry=None,
             watch=Watch(config.alarm, config.optim.warmup_steps),
-            start_step=0 if loaded is None else loaded.step,
-            began=time.monotonic() - (0.0 if loaded is None else loaded.extra["seconds"]),
+            start_step=start_step,
+            began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
             peak_flops=throughput.peak_flops(place.device, config.run.peak_tflops),
             held=held,
         )
-        if loaded is not None:
-            run.guard.load_state(loaded.extra["guard"])
+        if start is not None:
+            run.guard.load_state(start.extra["guard"])
         open_telemetry(run)
         undo.pop_all()
     return run
@@ -175,26 +180,47 @@ def checkpoint_to_resume(
     if loaded is None:
         record.check_restart(folder, checkpoints.folder)
         return None
-    record.check_settings(loaded.config_json, to_json(config), to_json(TrainConfig()), loaded.path)
+    check_start(config, place, loaded, branch=False)
+    return loaded
+
+
+def checkpoint_to_branch_from(config: TrainConfig, place: Distributed) -> Loaded | None:
+    """The checkpoint that ``run.init_from`` names: its weights, optimizer, step and position in the data; None where it names none."""
+    path = Path(config.run.init_from)
+    if not config.run.init_from or not is_checkpoint(path):
+        return None
+    loaded = read_checkpoint(path)
+    check_start(config, place, loaded, branch=True)
+    if config.data.record:
+        expected = (
+            f"none with run.init_from = {str(path)!r}: the recording would lack the {loaded.step} steps before it"
+        )
+        raise invalid("data.record", config.data.record, expected)
+    return loaded
+
+
+def check_start(config: TrainConfig, place: Distributed, loaded: Loaded, *, branch: bool) -> None:
+    """Raise ``UserError`` where ``config`` does not fit the checkpoint at which the run begins."""
+    record.check_settings(loaded, to_json(config), to_json(TrainConfig()), branch=branch)
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)
     if len(loaded.rng) != place.world_size:
-        raise UserError(f"run.resume: {loaded.path} is of {len(loaded.rng)} processes, not {place.world_size}")
-    return loaded
+        field = "init_from" if branch else "resume"
+        raise UserError(f"run.{field}: {loaded.path} is of {len(loaded.rng)} processes, not {place.world_size}")
 
 
 def open_data(
-    config: TrainConfig, place: Distributed, goes_on: bool, loaded: Loaded | None, undo: contextlib.ExitStack
+    config: TrainConfig, place: Distributed, goes_on: bool, start: Loaded | None, undo: contextlib.ExitStack
 ) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
     # At 0 a recording that this run had begun is begun again; a new run has none, and leaves that of another alone.
-    resume_at = loaded.position if loaded is not None else 0 if goes_on else None
+    resume_at = start.position if start is not None else 0 if goes_on else None
     new_recording = place.is_main and config.data.record and not Path(config.data.record).exists()
     batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
     if new_recording:
         undo.callback(shutil.rmtree, config.data.record)
-    gpt2 = config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
+    gpt2 = start is None and config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
     if gpt2 and batches.header.vocabulary != "gpt2":
         wanted = (
             f"a data set of gpt2 tokens, as {config.run.init_from} was trained on: this has {batches.header.vocabulary}"
@@ -204,9 +230,9 @@ def open_data(
         raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
     if place.is_main and config.telemetry.every:
         probe_batch(batches, config.telemetry.sequences)
-    if loaded is not None and batches.digest() != loaded.extra["data_digest"]:
+    if start is not None and batches.digest() != start.extra["data_digest"]:
         source = "replay" if config.data.replay else "dataset"
-        expected = f"the data that {loaded.path} was trained on: this gives other batches"
+        expected = f"the data that {start.path} was trained on: this gives other batches"
         raise invalid(f"data.{source}", getattr(config.data, source), expected)
     if batches.steps_available is not None and batches.steps_available < config.run.steps:
         expected = f"at most {batches.steps_available}: {config.data.replay} ends there; or record a longer one"
@@ -215,21 +241,21 @@ def open_data(
 
 
 def build_network(
-    config: TrainConfig, place: Distributed, plans: tuple[LayerPlan, ...], loaded: Loaded | None
+    config: TrainConfig, place: Distributed, plans: tuple[LayerPlan, ...], start: Loaded | None
 ) -> Network:
     """The model with its weights, from the checkpoint, a folder or drawn, and its optimizer."""
     device = place.device
     # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
     torch.manual_seed(config.run.seed)
     raw = GPT(config.model, plans, speed.operators(config.speed, config.model, config.precision, device))
-    if loaded is None and config.run.init_from:
+    if start is None and config.run.init_from:
         gpt2_weights.load_weights(raw, Path(config.run.init_from))
-    elif loaded is None:
+    elif start is None:
         initialize(raw, config.run.seed)
     raw.to(device)
     optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
-    if loaded is not None:
-        restore(raw, optimizer, scaler, loaded, place)
+    if start is not None:
+        restore(raw, optimizer, scaler, start, place)
     model, evaluated = speed.wrapped(raw, config.precision.compile, place)
     shape, autocast = (config.data.micro_batch, config.data.sequence_length), config.precision.autocast
     distributed.settle(model, lambda: throwaway_backward(model, shape, device, lambda: autocast(device)))
@@ -246,6 +272,7 @@ def open_folder(
     checkpoints: Checkpoints,
     goes_on: bool,
     loaded: Loaded | None,
+    start_step: int,
     held: contextlib.ExitStack,
     undo: contextlib.ExitStack,
 ) -> Any:
@@ -260,7 +287,7 @@ def open_folder(
             record.make_folder(folder)
             held.enter_context(record.lock(folder))
             undo.callback(shutil.rmtree, folder)
-        content["sessions"] = record.sessions(folder, 0 if loaded is None else loaded.step, made_with)
+        content["sessions"] = record.sessions(folder, start_step, made_with)
         if loaded is not None and (changed := record.code_changed(content["sessions"])):
             place.say(f"{folder}: {changed}")
     # What may fail to start comes before anything that is there is changed.
@@ -282,7 +309,7 @@ def open_folder(
         if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
             checkpoints.prune(loaded.step, kept_for_alarm(config, folder))
         if loaded is None:
-            place.say(f"{folder}: no checkpoint yet; starting from step 0")
+            place.say(f"{folder}: no checkpoint yet; starting from step {start_step}")
         elif loaded.step == config.run.steps:
             place.say(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
     return wandb_run

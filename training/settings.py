@@ -45,7 +45,8 @@ class RunConfig:
     resume: Resume = "no"
     """no: a new run; yes: go on from the newest intact checkpoint; auto: yes where a run is there, else no."""
     init_from: str = ""
-    """Local Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt, to start from, in place of random weights."""
+    """Where a new run begins, in place of random weights: a checkpoint of another run (weights, optimizer, step and position in the data;
+    attention may differ), or weights alone: a local Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt."""
     log_every: int = 1
     """Steps between two lines of metrics."""
     peak_tflops: float = 0.0

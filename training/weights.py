@@ -11,6 +11,11 @@ from model import GPT
 from training.checkpoint import Checkpoints, Loaded, found_in
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a checkpoint's folder or a run's, rather than weights from elsewhere."""
+    return (path / "SHA256SUMS").is_file() or (path / "checkpoints").is_dir()
+
+
 def read_checkpoint(path: Path) -> Loaded:
     """The checkpoint at ``path``; of a run's folder, the newest. Raises ``UserError`` for what is neither, and for a damaged one."""
     if not path.is_dir():
