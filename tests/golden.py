@@ -27,6 +27,8 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +74,43 @@ TILES = ("tile_q=16", "tile_k=32")
 
 
 def machine() -> dict[str, str]:
-    """What decides the last bits of sums: two machines that agree here are held to equality."""
+    """What decides the last bits of sums: two machines that agree here are held to equality.
+
+    NumPy's BLAS chooses its kernels apart from torch's vectors (by ``OPENBLAS_CORETYPE``, too), and oneDNN and MKL choose theirs by
+    variables that nothing reports. So the names stand beside a digest of products, which all of these change.
+    """
     import numpy
     import torch
+    from threadpoolctl import threadpool_info
 
     model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    blas = {f"{x['internal_api']} {x['version']} {x.get('architecture', '')}".strip() for x in threadpool_info()}
     return {
         "cpu": model[0] if model else platform.processor(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
+        "triton": metadata.version("triton") if find_spec("triton") else "",
+        "blas": ", ".join(sorted(blas)),
+        "products": _products(),
     }
+
+
+def _products() -> str:
+    """Digest of products and sums on one thread, in the shapes and types of the cases below."""
+    import numpy
+    import torch
+
+    torch.set_num_threads(1)
+    found = hashlib.sha256()
+    generator = torch.Generator().manual_seed(3)
+    for m, k, n in ((48, 16, 48), (32, 48, 16), (256, 128, 384)):
+        a, b = (torch.randn(shape, generator=generator) for shape in ((m, k), (k, n)))
+        found.update(numpy.matmul(a.numpy(), b.numpy()).tobytes())
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            found.update(digest(a.to(dtype) @ b.to(dtype)).encode())
+        found.update(digest(torch.stack([a.sum(1), a.exp().sum(1), a.softmax(1)[:, 0]])).encode())
+    return found.hexdigest()[:16]
 
 
 def _lines(path: str) -> list[str]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import golden
 import pytest
 
@@ -15,3 +19,18 @@ def test_values_are_those_recorded(part: str) -> None:
 @pytest.mark.parametrize("part", ["losses", "interpreter"])
 def test_all_values_are_those_recorded(part: str) -> None:
     assert golden.in_a_process(part, "--check") == 0
+
+
+def test_what_changes_products_changes_the_fingerprint() -> None:
+    """BLAS of NumPy and vectors of torch: equal CPU names do not give equal last bits."""
+
+    def fingerprint(**variables: str) -> str:
+        code = "import sys; sys.path.insert(0, 'tests'); import golden; print(golden.machine())"
+        command = [sys.executable, "-c", code]
+        return subprocess.check_output(command, cwd=golden.ROOT, env={**os.environ, **variables}, text=True)
+
+    assert (
+        len({fingerprint(OPENBLAS_CORETYPE=core, ATEN_CPU_CAPABILITY="default") for core in ("Nehalem", "Haswell")})
+        == 2
+    )
+    assert fingerprint(ATEN_CPU_CAPABILITY="default") != fingerprint(ATEN_CPU_CAPABILITY="avx2")
