@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attention import LayerPlan, dispatch
-from attention.measures import largest_logits
+from attention.watching.measure import largest_logits
 from errors import check_memory, check_size, invalid
 from fused import quack_kernels
 from fused.embedding import lookup

@@ -77,7 +77,7 @@ def loop(run: Run, leaving: Leaving) -> None:
             # Behind the checkpoint, where a resumed run comes in: it probes as the uninterrupted one does.
             if due(step, config.telemetry.every, last):
                 row |= probe(run, step)
-            if step == last or row.get("alarm") == "stop":
+            if step == last:
                 break
             row |= {"batch": run.batches.position, "lr": learning_rate(step, config.optim)}
             taken = Taken(step, row, time.perf_counter())
@@ -91,10 +91,6 @@ def loop(run: Run, leaving: Leaving) -> None:
             bar.update(step - bar.n)
     run.metrics.log(step, **row)
     run.place.say(line(step, row))
-    if row.get("alarm") == "stop":
-        further = "--run.resume yes --alarm.response log goes on from the checkpoint of this step"
-        run.place.say(f"step {step}: stopped by the alarm; {further}")
-        raise SystemExit(1)
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:

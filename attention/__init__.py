@@ -12,7 +12,7 @@ from .presets import PRESETS, RECOMMENDED
 if TYPE_CHECKING:
     from .dispatch import run
     from .functional import replace_sdpa, scaled_dot_product_attention
-    from .watching import watch
+    from .watching.watch import watch
 
 __all__ = [
     "PRESETS",
@@ -35,7 +35,7 @@ _NEED_TORCH = {
     "run": "dispatch",
     "scaled_dot_product_attention": "functional",
     "replace_sdpa": "functional",
-    "watch": "watching",
+    "watch": "watching.watch",
 }
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from attention.growth import FMA_LOGIT, GrowthRule, Probe, growth
+from attention.watching.growth import FMA_LOGIT, GrowthAlarm, GrowthRule
 from errors import UserError
 
 SMALL_LOGIT, LARGE_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1000.0, 1.0, 3
@@ -70,7 +70,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         return [no, largest, *broken, f"It says nothing of steps after {records[-1]['step']}."]
     advice = "Run the control." if tops[top] >= LARGE_LOGIT else "Go on watching."
     if tops[top] > FMA_LOGIT:
-        advice = f"Past {FMA_LOGIT:,.0f}: go back to a checkpoint from before, and switch there."
+        advice = f"Past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that."
     elif (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
         advice += f" The clock grew {grown:.2f} times, and {GrowthRule().window} are needed to tell whether a layer runs away."
     if records[-1] not in finite:
@@ -116,19 +116,10 @@ def _rounded(record: dict[str, Any]) -> list[int]:
 
 def leaving(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Step at which each layer ran away, by the alarm's rule."""
-    import torch
-
-    left: dict[int, int] = {}
-    for layer in range(len(records[-1]["max_logit"])):
-        probes: list[Probe] = []
-        for record in records:
-            logit_1H = torch.tensor([record["max_logit"][layer]], dtype=torch.float64)
-            probes.append(Probe(record["step"], record["clock"], logit_1H, logit_1H))
-            found = growth(probes, GrowthRule())
-            if found is not None and found.layers():
-                left[layer] = record["step"]
-                break
-    return left
+    alarm = GrowthAlarm()
+    for record in records:
+        alarm.update(record["step"], record["clock"], dict(enumerate(record["max_logit"])))
+    return alarm.left
 
 
 def _size(value: float) -> float:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attention.measures import largest_logits
 from attention.numerics import numerics_from_key
 from attention.plan import HeadGroup, LayerPlan
 from attention.presets import RECOMMENDED
 from attention.reference.tiles import FORMAT_OF
+from attention.watching.measure import largest_logits
 from errors import UserError
 from probes.capture import LayerCapture
 from probes.delta_error import delta_errors, high_outputs, row_residuals, summarize

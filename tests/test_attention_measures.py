@@ -1,4 +1,4 @@
-"""attention.measures.py against a plain float64 computation, and on attentions whose statistics are known."""
+"""attention.watching.measure.py against a plain float64 computation, and on attentions whose statistics are known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.measures import attention_statistics
 from attention.rounding import round_to
+from attention.watching.measure import attention_statistics
 
 B, T, H, D = 2, 37, 3, 8
 SCALE = D**-0.5

@@ -163,8 +163,7 @@ checkpoint: every=-1 keep_last=0 keep_every=-5
 telemetry: every=-1 sequences=0
 evaluation: every=-1
 wandb: mode='sometimes' project=''
-alarm: response='shout' switch_to='' switch_to='flsh' switch_to='flash:flsh' switches=('5:1',) switches=('5:1:flash','5:1:standard')
-alarm: growth_exponent=-1.0 growth_window=1.0 growth_probes=0 growth_share=1.5 warm_up=-2
+alarm: switches=('5:1',) switches=('5:1:flash','5:1:standard') warm_up=-2
 """
 VALUES = [
     (line.partition(":")[0], word)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec
-from attention.measures import QUERY_CHUNK, largest_logits
+from attention.watching.measure import QUERY_CHUNK, largest_logits
 from model import GPT, ModelConfig, initialize
 from training import qk_clip
 from training.qk_clip import clip_qk, forget_logits

@@ -32,7 +32,6 @@ import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from errors import UserError
 from training import distributed, record
-from training.alarm import AlarmConfig
 from training.distributed import Distributed
 from training.run import Run
 
@@ -73,7 +72,6 @@ MIXED = AttentionConfig(
     default=AttentionSpec(preset="flash_stochastic_p_o"),
     rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_o_nearest_delta_stochastic")),),
 )
-TOUCHY = AlarmConfig(growth_exponent=1e-6, growth_window=1.01, growth_logit=0.0, growth_probes=1, warm_up=3)
 LATER = {**BF16, "alarm.switches": ("10:1:flash_delta_from_p",)}
 COURSES = {
     "stochastic roundings": Course({**BF16, "attention": MIXED}, "dies at 13"),
@@ -92,13 +90,6 @@ COURSES = {
     "into a later switch": Course(LATER, first={"alarm.switches": ()}),
     "switches are in the checkpoint": Course({**BF16, "alarm.switches": ("7:1:flash_fp32_o",)}, rest={"alarm.switches": ()}),
     "a switch at the checkpoint's step": Course(LATER, "dies at 14"),
-    "switches of an alarm": Course(
-        {**BF16, "telemetry.every": 3, "alarm": TOUCHY, "alarm.response": "switch", "alarm.switch_to": "flash_delta_from_p"},
-        "dies at 14",
-    ),
-    "a checkpoint of an alarm": Course(
-        {**BF16, "telemetry.every": 3, "alarm": TOUCHY, "alarm.response": "checkpoint", "checkpoint.every": 0}, "dies at 8"
-    ),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""attention/watching.py: what it measures of anyone's model, that it changes nothing, and what it says."""
+"""attention/watching/: what it measures of anyone's model, that it changes nothing, and what it says."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import attention
-from attention import watch, watch_log
-from attention.call_measures import COLUMNS
-from attention.growth import GrowthRule, Probe, growth
+from attention import watch
+from attention.watching import log as watch_log
+from attention.watching.growth import GrowthRule, Probe, growth
+from attention.watching.measure import COLUMNS
 from autopsy.log import answer as log_answer
 from errors import UserError
 
@@ -305,7 +306,7 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
         for _ in range(40):
             model(data().view(B, T, H, D).transpose(1, 2)).backward()
     assert list(seen.left) == [0] * leaves
-    assert len(seen._probes[0]) < 15  # of 40: those behind the window are dropped
+    assert len(seen._alarm._probes[0]) < 15  # of 40: those behind the window are dropped
     *warned, last = said
     assert len(warned) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)

@@ -88,9 +88,8 @@ class Checkpoints:
         config_json: dict[str, Any],
         extra: dict[str, Any],
         prune: bool = True,
-        keep: int | None = None,
     ) -> Path:
-        """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps, but ``keep``; returns its folder.
+        """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps; returns its folder.
 
         ``optimizer_state`` is a torch optimizer's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
         other dicts must be plain JSON. One of the same step is replaced. Those of later steps are damaged ones that a resume
@@ -133,7 +132,7 @@ class Checkpoints:
                 raise self._refused(step, needed, error) from error
             raise
         if prune:
-            self.prune(step, keep)
+            self.prune(step)
         return path
 
     def load_newest(self) -> Loaded | None:
@@ -196,10 +195,10 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
         return path
 
-    def prune(self, newest: int, keep: int | None = None) -> None:
-        """Delete what the policy no longer keeps beside the checkpoints of steps ``newest`` and ``keep``, and all of later steps."""
+    def prune(self, newest: int) -> None:
+        """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
         found = self._found()
-        kept = {*sorted(step for step in found if step <= newest and step != keep)[-self.config.keep_last :], keep}
+        kept = sorted(step for step in found if step <= newest)[-self.config.keep_last :]
         for step, path in found.items():
             for_good = self.config.keep_every > 0 and step % self.config.keep_every == 0
             if step > newest or not (step in kept or for_good):

@@ -1,4 +1,4 @@
-"""Switching a layer's attention during a run: scheduled, or as an alarm's response; recorded, so that a resume and a replay do the same.
+"""Scheduled switches of a layer's attention during a run, recorded, so that a resume and a replay do the same.
 
 Which plan a layer has is a pure function of the step: the config's plan, and every switch of that step or an earlier one after it. What
 happened is in ``interventions.jsonl`` of the run's folder, and in every checkpoint.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from attention.plan import LayerPlan, switched
 from errors import invalid
@@ -26,7 +26,8 @@ class Switch:
     layer: int
     preset: str
     backend: str = ""
-    cause: Literal["schedule", "alarm"] = "schedule"
+    cause: str = "schedule"
+    """Runs of before commit fbfd8cf could also switch because of an alarm."""
 
     def option(self) -> str:
         """As ``--alarm.switches`` takes it, for a replay."""
@@ -64,7 +65,7 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
 def made_before(line: dict[str, Any], resumed: int, known: Sequence[dict[str, Any]]) -> bool:
     """Whether a line of the record is from before the checkpoint of step ``resumed``: a run that goes on from it does not write it again.
 
-    ``known``: the checkpoint's ``state()``. A switch of its very step that it knows was made before it; an alarm is raised behind it.
+    ``known``: the checkpoint's ``state()``. A switch of its very step that it knows was made before it.
     """
     made = {Switch(**entry).option() for entry in known}
     there = line["step"] == resumed and line["kind"] == "switch" and line.get("option") in made
@@ -94,7 +95,7 @@ class Interventions:
         resumed: int | None = None,
         known: Sequence[dict[str, Any]] = (),
     ):
-        self._base, self._check, self._folder = base, check, folder
+        self._base, self._folder = base, folder
         self._switches = [Switch(**entry) for entry in known]
         # What the checkpoint knows was made, and recorded, before it was written.
         self.plans = base if resumed is None else plans_at(base, self._switches, resumed)
@@ -116,16 +117,6 @@ class Interventions:
             if plan != base:
                 layers.setdefault(_label(plan), []).append(str(plan.layer))
         return "".join(f"; layer {', '.join(names)} on {label}" for label, names in layers.items())
-
-    def add(self, switch: Switch) -> bool:
-        """Schedule one more; False where the layer has that attention then anyway. Raises ``UserError`` where it cannot be."""
-        before = plans_at(self._base, self._switches, switch.step)
-        after = plans_at(self._base, [*self._switches, switch], switch.step)
-        if before == after:
-            return False
-        self._check(after)
-        self._switches.append(switch)
-        return True
 
     def advance(self, step: int, batch: int) -> list[str]:
         """Bring ``plans`` to ``step``, which is to draw ``batch``; what changed, a sentence a layer, which is recorded."""
@@ -154,8 +145,8 @@ class Interventions:
             file.close()
 
     def state(self, step: int) -> list[dict[str, Any]]:
-        """What a checkpoint of ``step`` must know: switches made, and an alarm's that are still to come."""
-        return [asdict(switch) for switch in self._switches if switch.step <= step or switch.cause == "alarm"]
+        """What a checkpoint of ``step`` must know: the switches made."""
+        return [asdict(switch) for switch in self._switches if switch.step <= step]
 
 
 def _label(plan: LayerPlan) -> str:

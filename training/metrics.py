@@ -16,7 +16,6 @@ The columns a training run writes (each line carries ``step`` and whichever of t
     nonfinite          only where loss or gradient was not finite: overflow, skip, continue or stop
     w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest, in layer w_q_norm_layer
     max_logit_max ...  the extremes of a probe's other columns (training.telemetry.summary_columns), which are in telemetry.jsonl
-    alarm              only where a rule of training.alarm flagged a layer: log, checkpoint, stop or switch
 
 Strict JSON has no NaN and no infinity, and a failing run has both: they are written as the strings "nan", "inf" and "-inf",
 which ``read_metrics`` turns back into floats. Finite floats survive bit for bit, as Python writes the shortest decimal that

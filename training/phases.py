@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from training import distributed
-from training.alarm import Alarm
+from training import alarm
 from training.evaluate import evaluate
 from training.optim import learning_rate, set_learning_rate
 from training.qk_clip import clip_qk
-from training.run import Run, save
+from training.run import Run
 from training.step import StepValues, Taken, rounding_seed, train_step
 from training.telemetry import summary_columns
 
@@ -32,38 +31,14 @@ def validate(run: Run) -> float:
     return evaluate(run.network.evaluated, run.batches, device, run.config.precision.autocast(device), seed)
 
 
-def probe(run: Run, step: int) -> dict[str, float | str]:
-    """Telemetry of the weights as they are, by the main process (the others hold the same weights); what an alarm asks for is done.
-
-    The columns for ``metrics.jsonl``; where there was an alarm, ``alarm`` is the response, on all processes unless it is log.
-    """
-    columns: dict[str, float | str] = {}
-    alarms: list[Alarm] = []
-    if run.telemetry is not None:
-        measured = run.telemetry.probe(step, run.batches.position)
-        columns |= summary_columns(measured)
-        alarms = run.watch.update(measured)
-    for alarm in alarms:
-        run.place.say(alarm.sentence())
-        run.interventions.record(step, run.batches.position, **alarm.record())
-    return columns | respond(run, step, {alarm.layer for alarm in alarms})
-
-
-def respond(run: Run, step: int, flagged: set[int]) -> dict[str, str]:
-    """Do what ``alarm.response`` says about the flagged layers. All processes take part unless it is log."""
-    response = run.config.alarm.response
-    if response != "log":
-        flags_L = torch.zeros(run.config.model.n_layer, device=run.place.device)
-        flags_L[sorted(flagged)] = 1.0
-        flagged = set(distributed.all_reduce_max(flags_L).nonzero().flatten().tolist())
-    if not flagged:
+def probe(run: Run, step: int) -> dict[str, float | int]:
+    """Telemetry of the weights as they are, by the main process (the others hold the same weights): the columns for ``metrics.jsonl``."""
+    if run.telemetry is None:
         return {}
-    if response == "switch":
-        for layer in sorted(flagged):
-            run.interventions.add(run.config.alarm.switch(step + 1, layer))
-    elif response != "log":
-        save(run, step)
-    return {"alarm": response}
+    measured = run.telemetry.probe(step, run.batches.position)
+    for named in alarm.update(run.alarm, measured):
+        run.place.say(f"ALARM: {named}")
+    return summary_columns(measured)
 
 
 def take_step(run: Run, step: int) -> StepValues:

@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 import attention
 import files
 from attention.plan import LayerPlan, describe
+from attention.watching.growth import GrowthAlarm
 from data.batches import Batches, open_batches
 from data.tokenizers import GPT2Tokenizer
 from errors import UserError, check_memory, invalid, reading
 from model import GPT, initialize
-from training import distributed, gpt2_weights, record, speed, throughput
-from training.alarm import Watch
+from training import alarm, distributed, gpt2_weights, record, speed, throughput
 from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
-from training.intervention import INTERVENTIONS_FILE, Interventions, parse_switch
-from training.metrics import Metrics, import_wandb, read_lines, start_wandb
+from training.intervention import Interventions, parse_switch
+from training.metrics import Metrics, import_wandb, start_wandb
 from training.nonfinite import NonFiniteGuard, Withholding
 from training.optim import build_optimizer, learning_rate
 from training.qk_clip import forget_logits
@@ -67,7 +67,7 @@ class Run:
     metrics: Metrics
     telemetry: Telemetry | None
     """On the main process, where probes are asked for."""
-    watch: Watch
+    alarm: GrowthAlarm
     start_step: int
     began: float
     """When it would have begun (``time.monotonic``) had it never been interrupted."""
@@ -117,8 +117,6 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
         for switch in map(parse_switch, config.alarm.switches):
             if switch.step >= config.run.steps:
                 place.say(f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}")
-        if config.alarm.response == "switch":
-            check(tuple(config.alarm.switch(0, 0).applied(plan) for plan in interventions.plans))
         batches = open_data(config, place, goes_on, start, undo)
         network = build_network(config, place, interventions.plans, start)
         start_step = 0 if start is None else start.step
@@ -137,7 +135,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
             checkpoints=checkpoints,
             metrics=Metrics(folder, wandb_run, enabled=place.is_main),
             telemetry=None,
-            watch=Watch(config.alarm, config.optim.warmup_steps),
+            alarm=config.alarm.open(config.optim.warmup_steps),
             start_step=start_step,
             began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
             peak_flops=throughput.peak_flops(place.device, config.run.peak_tflops),
@@ -307,7 +305,7 @@ def open_folder(
         checkpoints.clear()
         # A kill may have come before the ones that are no longer kept had gone.
         if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
-            checkpoints.prune(loaded.step, kept_for_alarm(config, folder))
+            checkpoints.prune(loaded.step)
         if loaded is None:
             place.say(f"{folder}: no checkpoint yet; starting from step {start_step}")
         elif loaded.step == config.run.steps:
@@ -316,7 +314,7 @@ def open_folder(
 
 
 def open_telemetry(run: Run) -> None:
-    """Make the probes, on the main process, and show the alarm what they have measured before."""
+    """Make the probes, on the main process, and show the alarm what they have measured before: it says nothing twice."""
     config = run.config
     if not run.place.is_main or not config.telemetry.every:
         return
@@ -331,30 +329,10 @@ def open_telemetry(run: Run) -> None:
         rate=functools.partial(learning_rate, config=config.optim),
     )
     for earlier in run.telemetry.earlier():
-        run.watch.update(earlier)
-    # An alarm of a rule, or an answer to it, that this session is the first to have has not been given yet.
-    path = run.folder / INTERVENTIONS_FILE
-    lines = read_lines(path) if path.exists() else []
-    if config.alarm.response == "switch":
-        done = {line["layer"] for line in lines if line["kind"] == "switch" and line["cause"] == "alarm"}
-        # A layer that has that attention anyway is flagged, and has no line of a switch.
-        done |= {
-            plan.layer for plan in run.interventions.plans if config.alarm.switch(0, plan.layer).applied(plan) == plan
-        }
-    else:
-        done = {line["layer"] for line in lines if line["kind"] == "alarm"}
-    run.watch.keep_raised(done)
+        alarm.update(run.alarm, earlier)
 
 
 # ---- checkpoints
-
-
-def kept_for_alarm(config: TrainConfig, folder: Path) -> int | None:
-    """The step whose checkpoint the alarm's response asked for, the first: the state before whatever follows."""
-    path = folder / INTERVENTIONS_FILE
-    if config.alarm.response != "checkpoint" or not path.is_file():
-        return None
-    return min((line["step"] for line in read_lines(path) if line["kind"] == "alarm"), default=None)
 
 
 def save(run: Run, step: int) -> None:
@@ -384,7 +362,6 @@ def save(run: Run, step: int) -> None:
                 },
                 # While every step is skipped, the weights may be what is wrong: those from before stay.
                 prune=not run.guard.skips_in_a_row,
-                keep=kept_for_alarm(run.config, run.folder),
             )
     except UserError as error:
         failure = error

@@ -88,10 +88,6 @@ class TrainConfig:
             raise invalid(
                 "data.sequence_length", self.data.sequence_length, f"at most model.block_size = {self.model.block_size}"
             )
-        if self.alarm.response != "log" and not self.telemetry.every:
-            raise invalid(
-                "alarm.response", self.alarm.response, "log while telemetry.every = 0: nothing would raise an alarm"
-            )
         own = Path(self.run.folder, self.run.name)
         if self.data.record and Path(self.data.record).resolve().is_relative_to(own.resolve()):
             # Made first, it would stand where the run is to be new.

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from attention.heads import head_index
-from attention.measures import attention_statistics
 from attention.plan import HeadGroup, LayerPlan
 from attention.reference.exact import exact_float32
 from attention.reference.tiles import FORMAT_OF, Sites
+from attention.watching.measure import attention_statistics
 from data.batches import Batches
 from errors import check_size, invalid
 from model import GPT

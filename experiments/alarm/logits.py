@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from attention.growth import GrowthRule, Probe, growth
+from attention.watching.growth import GrowthRule, Probe, growth
 
 HERE = Path(__file__).resolve().parent
 

@@ -11,13 +11,13 @@ Legend: L layers, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from .user_error import invalid
+from ..user_error import invalid
 
 FMA_LOGIT = 2**16 * math.log(2)
 """From here on an exponent by one multiply-add is off by more than BF16 rounds away: docs/results.md, step two."""
@@ -126,3 +126,93 @@ def _exponent(before: Probe, after: Probe, of: str = "norm_LH") -> Tensor:
     """d ln norm / d ln clock between two probes, [L, H], or that of the logits; +inf where norm or logit is no longer finite."""
     exponent = (getattr(after, of) / getattr(before, of)).log() / math.log(after.clock / before.clock)
     return torch.where(after.norm_LH.isfinite() & after.logit_LH.isfinite(), exponent, math.inf)
+
+
+RATES = (
+    "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs; "
+    "later it flagged 28 runs that did not fail"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsAway:
+    """A layer that runs away, at the probe of ``step``."""
+
+    step: int
+    layer: int
+    heads: tuple[int, ...]
+    """The fastest first."""
+    exponent: float
+    logit: float
+    """Both of the fastest head."""
+    large: int
+    """Heads with logits above ``threshold``, of ``n_head``."""
+    threshold: float
+    n_head: int
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: attention layer {self.layer} runs away: largest logit {self.logit:.4g} in head {self.heads[0]}, "
+            f"growing like the summed learning rate to the power {self.exponent:.1f}; {self.large} of {self.n_head} heads above "
+            f"{self.threshold:g}"
+        )
+
+
+class GrowthAlarm:
+    """The rule over the probes of one run, in order; it names a layer once. ``warm_up``: steps at the start that it does not look at."""
+
+    def __init__(self, rule: GrowthRule | None = None, warm_up: int = 0):
+        self.rule, self.warm_up = rule or GrowthRule(), warm_up
+        self.left: dict[int, int] = {}
+        """Step at which a layer ran away."""
+        self._probes: dict[int, list[Probe]] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._probes)
+
+    def update(
+        self,
+        step: int,
+        clock: float,
+        logits: Mapping[int, Sequence[float]],
+        norms: Mapping[int, Sequence[float]] | None = None,
+    ) -> list[RunsAway]:
+        """Take in a probe; the layers that it names.
+
+        Args:
+            clock: sum of the learning rates of the steps so far, in any unit.
+            logits: largest logit of each head, by layer. A probe with one that is not finite is passed over.
+            norms: ||W_Q^T W_K|| of each head, where that is known; without it the logits stand for it.
+        """
+        if step < self.warm_up or not all(math.isfinite(logit) for logit_H in logits.values() for logit in logit_H):
+            return []
+        named = []
+        for layer, logit_H in logits.items():
+            logit_1H = torch.tensor([logit_H], dtype=torch.float64)
+            norm_1H = logit_1H if norms is None else torch.tensor([norms[layer]], dtype=torch.float64)
+            probes = self._probes.setdefault(layer, [])
+            if probes and probes[-1].logit_LH.shape != logit_1H.shape:  # another layer has this number now
+                probes.clear()
+            probes.append(Probe(step, clock, norm_1H, logit_1H))
+            found = growth(probes, self.rule)
+            # No later probe measures from before this one's window.
+            past = window_start(probes, max(0, len(probes) - self.rule.probes), self.rule.window) or 0
+            del probes[: min(past, len(probes) - self.rule.probes)]
+            if found is None or not found.layers() or layer in self.left:
+                continue
+            self.left[layer] = step
+            heads = found.heads(0)
+            named.append(
+                RunsAway(
+                    step=step,
+                    layer=layer,
+                    heads=heads,
+                    exponent=found.exponent_LH[0, heads[0]].item(),
+                    logit=logit_H[heads[0]],
+                    large=int(large_logits(logit_1H, self.rule).sum()),
+                    threshold=self.rule.logit,
+                    n_head=len(logit_H),
+                )
+            )
+        return named

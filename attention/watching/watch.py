@@ -31,17 +31,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .call_measures import Call, as_lists, measure
-from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
-from .growth import FMA_LOGIT, Growth, GrowthRule, Probe, growth, large_logits, window_start
-from .plan import AttentionSpec
-from .reference.tiles import TORCHS
-from .user_error import invalid
-from .watch_log import close_log, open_log, read_log, strict, table_of
+from ..functional import refuse, scaled_dot_product_attention, spec_of, stochastic
+from ..plan import AttentionSpec
+from ..reference.tiles import TORCHS
+from ..user_error import invalid
+from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule, RunsAway
+from .log import close_log, open_log, read_log, strict, table_of
+from .measure import Call, as_lists, measure
 
 STEPS, RATE = "steps", "summed learning rate"
 """What a log's clock is."""
-RATES = "on GPT-2 124M, judged on layer 1, this rule warned of 16 of 19 explosions and flagged 1 of 15 stable runs"
 _COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
 
 
@@ -66,12 +65,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._model = model
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
-        self._switch, self._wandb, self._rule, self._say = (
-            chosen["switch"],
-            chosen["wandb"],
-            chosen["rule"],
-            chosen["say"],
-        )
+        self._switch, self._wandb, self._say = chosen["switch"], chosen["wandb"], chosen["say"]
         optimizer, earlier = chosen["optimizer"], chosen["earlier"]
         rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
@@ -79,14 +73,14 @@ class Watch(TorchFunctionMode):
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
         self._log = open_log(Path(chosen["log"]), chosen["cut"], chosen["say"]) if chosen["log"] else None
         self.record: dict[str, Any] = {}
-        self.left: dict[int, int] = {}
+        self._alarm = GrowthAlarm(chosen["rule"], self._warm_up)
+        self.left = self._alarm.left
         """Step at which a layer ran away."""
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
         self._not_finite = self._warned = False
         self._due, self._inside, self._looked_at, self._seen, self._hidden = False, False, -1, 0, 0
         self._look: Look | None = None
-        self._probes: dict[int, list[Probe]] = {}
         self._recall(earlier)
         self._pass = ExitStack()
         self._hooks: list[Any] = [
@@ -120,7 +114,7 @@ class Watch(TorchFunctionMode):
             logit, step, layer = self._largest
             meaning = "; above 1,000 is a warning" if logit > 1000 else ""
             if logit > FMA_LOGIT:
-                meaning = f"; past {FMA_LOGIT:,.0f}: go back to a checkpoint from before, and switch there"
+                meaning = f"; past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that"
             seen = len(self.record["max_logit"])
             where = f"at step {step} in attention layer {layer} of layers 0 to {seen - 1}"
             self._say(f"watch: largest logit {logit:.4g}, {where}{meaning}")
@@ -374,8 +368,8 @@ class Watch(TorchFunctionMode):
             say(f"watch: by the log attention layers {layers} ran away before step {self._first}: they run {now}")
         if earlier and self._first - earlier[-1]["step"] > 2 * self._every:
             say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
-        if self._first > self._warm_up and not self._probes:
-            from_step = math.ceil(self._first * self._rule.window)
+        if self._first > self._warm_up and not self._alarm.has_begun:
+            from_step = math.ceil(self._first * self._alarm.rule.window)
             say(
                 f"watch: started at step {self._first}, it can tell of a layer that runs away from about step {from_step:,} on"
             )
@@ -391,29 +385,12 @@ class Watch(TorchFunctionMode):
         self._not_finite = False
         largest = max((max(logit_H), step, layer) for layer, logit_H in enumerate(logits))
         self._largest = max(self._largest or largest, largest)
-        for layer, logit_H in enumerate(logits):
-            logit_1H = torch.tensor([logit_H], dtype=torch.float64)
-            probes = self._probes.setdefault(layer, [])
-            if probes and probes[-1].logit_LH.shape != logit_1H.shape:  # another layer has this place in the pass now
-                probes.clear()
-            probes.append(Probe(step, clock, logit_1H, logit_1H))
-            found = growth(probes, self._rule)
-            # No later look measures from before this one's window.
-            past = window_start(probes, max(0, len(probes) - self._rule.probes), self._rule.window) or 0
-            del probes[: min(past, len(probes) - self._rule.probes)]
-            if found is not None and found.layers() and layer not in self.left:
-                self.left[layer] = step
-                self._say(self._sentence(step, layer, found, logit_1H))
+        for found in self._alarm.update(step, clock, dict(enumerate(logits))):
+            self._say(self._sentence(found))
 
-    def _sentence(self, step: int, layer: int, found: Growth, logit_1H: Tensor) -> str:
-        head = found.heads(0)[0]
-        large = int(large_logits(logit_1H, self._rule).sum())
-        then = "" if self._switch is None else f"; from now on it runs {self._name()}"
-        return (
-            f"step {step}: attention layer {layer} runs away: largest logit {logit_1H[0, head]:.4g} in head {head}, growing "
-            f"like the summed learning rate to the power {found.exponent_LH[0, head]:.1f}; {large} of {logit_1H.shape[1]} heads above "
-            f"{self._rule.logit:g} ({RATES}){then}"
-        )
+    def _sentence(self, found: RunsAway) -> str:
+        then = "run the control" if self._switch is None else f"from now on it runs {self._name()}"
+        return f"{found} ({RATES}); {then}"
 
     def _name(self) -> str:
         return self._switch.label() if isinstance(self._switch, AttentionSpec) else str(self._switch)
@@ -522,4 +499,4 @@ def watch(
         _require(rate > 0, "learning rate", rate, loaded)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
     more = {"sequences": sequences, "start": start, "earlier": earlier, "cut": cut, "say": say}
-    return Watch(model, **chosen, **more, rule=rule or GrowthRule())
+    return Watch(model, **chosen, **more, rule=rule)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from .call_measures import COLUMNS
-from .user_error import invalid
+from ..user_error import invalid
+from .measure import COLUMNS
 
 try:
     import fcntl
