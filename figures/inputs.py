@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import files
-from autopsy import subjects
 from config import TrainConfig
 from errors import UserError, invalid
 from figures import curves
+from figures.checkpoints import build, fp16_scale, read_tokens, spread
 from figures.delta import choose_head
 from figures.over_steps import RunCurves
 from model import GPT
@@ -61,7 +61,7 @@ def load_run(folder: Path) -> RunCurves:
 def open_checkpoint(folder: Path, device: torch.device) -> Opened:
     """The model of a checkpoint, or of the newest one of a run's folder. Raises ``UserError`` as ``read_checkpoint`` does."""
     loaded = read_checkpoint(folder)
-    model, config, replaced = subjects.build(loaded, device)
+    model, config, replaced = build(loaded, device)
     if replaced:
         print(f"{folder}: computed by flash_reference in place of {', '.join(replaced)}, which cannot run here")
     return Opened(model.eval(), config, f"{config.run.name} step {loaded.step:,}")
@@ -71,8 +71,8 @@ def validation_tokens(
     folder: Path, length: int, count: int, vocabulary: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """``count`` sequences spread over the validation tokens: tokens and targets [B, T]. Raises ``UserError``."""
-    tokens = subjects.read_tokens(folder, vocabulary)
-    ((tokens_BT, targets_BT),) = subjects.spread(tokens, 1, count, length, str(folder))
+    tokens = read_tokens(folder, vocabulary)
+    ((tokens_BT, targets_BT),) = spread(tokens, 1, count, length, str(folder))
     return tokens_BT.to(device), targets_BT.to(device)
 
 
@@ -173,7 +173,7 @@ class Inputs:
                 for sequence in range(count)
             ]
 
-        scale = subjects.fp16_scale(look) if config.precision.dtype == "float16" else 1.0
+        scale = fp16_scale(look) if config.precision.dtype == "float16" else 1.0
         return joined(look(scale)), scale
 
     def head(self) -> int:

@@ -1,7 +1,7 @@
 """The error of delta, token by token: delta_lp - delta_hp of arXiv 2510.04212, Figure 5, and whether it is biased.
 
 delta[T] = sum_d dO[T, d] O[T, d]. The backward pass forms dS = P * (dP - delta), so an error of delta adds
--scale * error[T] * (P K)[T] to dQ[T] (``probes.low_rank`` has that equation). High precision is O = P V
+-scale * error[T] * (P K)[T] to dQ[T] (``probes.low_rank`` has what that makes of dW_Q). High precision is O = P V
 in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The error is then what makes dS
 inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it is all of attention in FP32 from the same q, k and v,
 which leaves out what FP32 does to L at large logits: that P sums to 1 + y, |y| up to |L| 2^-24, a factor common to a row.

@@ -1,15 +1,13 @@
-"""The gradient error that an error of delta makes: a sum of rank-1 matrices, and whether they pull in one direction.
+"""What the gradient error of an error of delta is a sum of, and whether it pulls in one direction.
 
-arXiv 2510.04212, equations 2 and 3. With error[T] = (delta_lp - delta_hp)[T], everything else equal,
+arXiv 2510.04212, equation 3, with error[T] = (delta_lp - delta_hp)[T] and everything else equal:
 
-    dQ(hp)[T] - dQ(lp)[T]   = scale * error[T] * (P K)[T]
-    dW_Q(hp) - dW_Q(lp)     = scale * sum_T error[T] * (P K)[T]^T X[T]
+    dW_Q(hp) - dW_Q(lp) = scale * sum_T error[T] * (P K)[T]^T X[T]
 
-The sum grows in one direction if the outer products (P K)[T]^T X[T] are alike across tokens and steps *and* error[T] has a
-sign of its own. With a soft-cap c each P[T, t] carries the factor 1 - (S[T, t] / c)^2 of the gradient. With QK-norm the same holds
-for the gradient with respect to the normed q, and W_Q lies behind the norm: "dW_Q" below is then not W_Q's.
+The sum grows in one direction if the outer products (P K)[T]^T X[T] are alike across tokens and steps *and* error[T] has a sign of its own.
+With a soft-cap c each P[T, t] carries the factor 1 - (S[T, t] / c)^2 of the gradient.
 
-Legend: B batch, T positions, H heads, D head width, C width of X, N = B * T tokens.
+Legend: B batch, T positions, H heads, D head width, C width of X.
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ from torch import Tensor
 from attention.plan import HeadGroup
 from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of, probabilities, saved_rows
-from attention.reference.tiles import FORMAT_OF
 from probes.capture import LayerCapture
 from probes.delta_error import (
     effective_numerics,
     forward_pass,
-    high_output,
     over_groups,
     problem_of,
 )
@@ -54,43 +50,6 @@ def _weighted_keys(layer: LayerCapture, group: HeadGroup) -> Tensor:
                 total += p @ problem.k[:, :, columns]
             sums.append(total)
         return torch.cat(sums, dim=2)
-
-
-def predicted_dw_q_error(error_BHT: Tensor, pk_BHTD: Tensor, x_BTC: Tensor, scale: float) -> Tensor:
-    """dW_Q(hp) - dW_Q(lp) of each head by equation 3, [H, D, C] float32 (rows as in ``c_attn.weight``)."""
-    with exact_float32(x_BTC.device):
-        weighted_BHTD = scale * error_BHT[..., None].float() * pk_BHTD
-        return _outer_sum(weighted_BHTD, x_BTC)
-
-
-def high_dw_q(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Tensor:
-    """dW_Q of each head with delta from the high-precision O, [H, D, C] float32: what an error is to be compared with.
-
-    ``high_BHTD``: that O, where it is known (``delta_error.high_outputs``).
-    """
-
-    def dq(group: HeadGroup) -> Tensor:
-        o_BHTD = high_output(layer, group) if high_BHTD is None else high_BHTD[:, list(group.heads)]
-        return _dq(layer, group, o_BHTD.transpose(1, 2))
-
-    with exact_float32(layer.x_BTC.device):
-        return _outer_sum(over_groups(layer, dq), layer.x_BTC)
-
-
-@torch.no_grad()
-def _dq(layer: LayerCapture, group: HeadGroup, o_BTHD: Tensor) -> Tensor:
-    """dQ of a group [B, H, T, D] float32, with this O inside delta = rowsum(dO * O) and dS unrounded, so that equation 3 is exact."""
-    numerics = effective_numerics(group)
-    saved = forward_pass(layer, group, numerics)[2]
-    # FP32 tensors with the input's format at the sites: dQ comes back in the dtype of q, and is not to be rounded.
-    sites = numerics.with_sites({"delta": "rowsum_do_o", "delta_output": "output", "score_gradients": "fp32"})
-    key = sites.concrete(FORMAT_OF[layer.q_BTHD.dtype]).key()
-    q, k, v, _, do = (x.float() for x in layer.heads(group))
-    operator = torch.ops.attention.flash_reference_backward
-    o_BTHD = o_BTHD.float().contiguous()
-    return operator(do, q, k, v, o_BTHD, o_BTHD.new_empty(0), saved, key, layer.scale, True, layer.softcap)[
-        0
-    ].transpose(1, 2)
 
 
 def _outer_sum(rows_BHTD: Tensor, x_BTC: Tensor) -> Tensor:

@@ -68,8 +68,7 @@ REGISTRY: dict[int, Entry] = {
 }
 GONE = {
     **dict.fromkeys((2, 7), "scripts/compare_runs.py draws losses"),
-    3: "scripts/autopsy.py has the norm of every head's W_Q",
-    **dict.fromkeys((6, 8, 9, 12), "commit c487be1 draws it"),
+    **dict.fromkeys((3, 6, 8, 9, 12), "commit c487be1 draws it"),
 }
 """What replaced figures that were drawn here."""
 

@@ -7,13 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from planted_models import data, healthy
 from torch import Tensor
 from torch.nn import functional
 
+from attention import AttentionConfig
+from model import GPT, ModelConfig, initialize
 from training.evaluate import evaluate
 
 CPU = torch.device("cpu")
+SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1)
+
+
+def model_of() -> GPT:
+    """With weights of 1, so that losses of batches differ."""
+    model = GPT(SHAPE, AttentionConfig(flash_backend="flash_reference").resolve(SHAPE.n_layer, SHAPE.n_head))
+    initialize(model, 0)
+    with torch.no_grad():
+        model.transformer.wte.weight *= 50
+    return model
 
 
 class Batches:
@@ -21,12 +32,12 @@ class Batches:
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         for size in (1, 2, 3):
-            tokens, targets = (x[:size] for x in data(0, size, 0.5))
+            tokens, targets = torch.randint(64, (2, size, 16), generator=torch.Generator().manual_seed(size))
             yield tokens, targets.index_fill(1, torch.arange(5 * size - 5), -1)
 
 
 def test_the_mean_is_over_targets_not_over_batches() -> None:
-    model = healthy(0).eval()
+    model = model_of().eval()
     pairs = [(model(tokens)[0].double().flatten(0, 1), targets.flatten()) for tokens, targets in Batches().validation()]
     logits, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     expected = functional.cross_entropy(logits, targets, ignore_index=-1).item()
@@ -36,7 +47,7 @@ def test_the_mean_is_over_targets_not_over_batches() -> None:
 
 
 def test_modes_are_eval_and_put_back_module_by_module() -> None:
-    model, seen = healthy(0).train(), []
+    model, seen = model_of().train(), []
     model.transformer.ln_f.eval()
     model.register_forward_pre_hook(lambda model, _: seen.append(model.training))
     evaluate(model, Batches(), CPU, contextlib.nullcontext())

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = [
     "scripts",
     "figures",
-    "autopsy",
     "train",
     "configs",
     "config",

@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         (place.folder / "recipe.py").write_text("x = 1\n")
         for name, fields in (("new", {}), ("init", {"model.bias": True, "model.activation": "gelu_tanh"})):
             place.preset_file(place.config(name, fields))
-        for script in ("autopsy", "figures", "compare_runs"):
+        for script in ("figures", "compare_runs"):
             importlib.import_module(f"scripts.{script}")  # for once, before the forks
         importlib.import_module("figures.courses")
         yield place
@@ -182,9 +182,7 @@ TENSORS = ANY | {"a tensor": a_wrong_tensor}
 STATE = ANY | {"a field, signed": signed(a_wrong_field)}
 RECIPE = NO_FILE | RECIPES
 NEW = "train {place}/new.py --run.name other"
-AUTOPSY = "--batches 1 --sequences 1 --length 8"
 RESUME = "train {place}/new.py --run.folder {at} --run.name run --run.resume yes --run.steps 40 --data.record {place}/recordings/run"
-EXAMINE = f"autopsy {{at}}/run {AUTOPSY}"
 DRAW = "figures 5 --checkpoint {at}/run --out {at}/out"
 READ: list[tuple[str, str, dict[str, Spoil]]] = [
     (NEW + " --data.replay {at}/run", "recordings/run/header.json", JSON),
@@ -197,12 +195,9 @@ READ: list[tuple[str, str, dict[str, Spoil]]] = [
     (RESUME, "runs/run/checkpoints/*/optimizer.safetensors", BINARY),
     (RESUME, "runs/run/checkpoints/*/rng.safetensors", BINARY),
     (NEW + " --run.init-from {at}/run", "runs/run/checkpoints/*/state.json", ANY),
-    (EXAMINE, "runs/run/checkpoints/*/model.safetensors", TENSORS | {"a tensor, signed": signed(a_wrong_tensor)}),
     (DRAW, "runs/run/checkpoints/*/model.safetensors", TENSORS | {"a tensor, signed": signed(a_wrong_tensor)}),
     ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/config.json", ANY),
     ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/model.safetensors", TENSORS),
-    (f"autopsy --hf {{at}}/hf --data {{place}}/data {AUTOPSY}", "hf/config.json", ANY),
-    (f"autopsy --hf {{at}}/hf --data {{place}}/data {AUTOPSY}", "hf/model.safetensors", ANY),
     ("compare_runs {at}/run {place}/runs/second --out {at}/compare.png", "runs/run/metrics.jsonl", LOG),
     ("figures 11 --runs {at}/run --out {at}/out", "runs/run/telemetry.jsonl", LOG),
     ("train {at}/recipe.py --run.name other", "recipe.py", RECIPE),

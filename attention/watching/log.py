@@ -31,7 +31,7 @@ def read_log(log: Path) -> list[dict[str, Any]]:
     try:
         content = log.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        records = [json.loads(line) for line in whole.splitlines()]
+        records = [_loose(json.loads(line)) for line in whole.splitlines()]
         if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
             raise ValueError
         if content and not records:
@@ -102,14 +102,28 @@ def strict(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
+def _loose(value: Any) -> Any:
+    """What ``strict`` was given."""
+    if isinstance(value, dict):
+        return {name: _loose(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_loose(one) for one in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def layers_of(record: dict[str, Any]) -> list[int]:
+    """The numbers of the layers that the lists of a record are of."""
+    return record.get("layers") or list(range(len(record["max_logit"])))
+
+
 def table_of(record: dict[str, Any]) -> dict[str, Any]:
     """For W&B: a table with a row for each head."""
     import wandb
 
     names = [name for name in COLUMNS if name in record]
     rows = [
-        [record["step"], layer, head, *(record[name][layer][head] if record[name][layer] else None for name in names)]
-        for layer, heads in enumerate(record["max_logit"])
-        for head in range(len(heads))
+        [record["step"], number, head, *(record[name][layer][head] if record[name][layer] else None for name in names)]
+        for layer, number in enumerate(layers_of(record))
+        for head in range(len(record["max_logit"][layer]))
     ]
     return {"attention": wandb.Table(columns=["step", "layer", "head", *names], data=rows)}

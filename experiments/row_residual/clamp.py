@@ -26,8 +26,8 @@ from torch import Tensor
 
 from attention.numerics import BASES, Numerics
 from attention.presets import PRESETS
-from autopsy.subjects import build, read_tokens, spread
 from errors import OneLineParser, exit_on_user_error
+from figures.checkpoints import build, read_tokens, spread
 from probes.capture import LayerCapture, capture
 from probes.delta_error import forward_pass
 from training.weights import read_checkpoint

@@ -36,9 +36,9 @@ from torch import Tensor
 from attention import AttentionConfig, HeadGroup, LayerPlan
 from attention.reference.exact import exact_float32
 from attention.reference.tiles import FORMAT_OF, delta_operands
-from autopsy.subjects import build, read_tokens, spread
 from config import TrainConfig, from_json
 from errors import OneLineParser, UserError, exit_on_user_error
+from figures.checkpoints import build, read_tokens, spread
 from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.delta_error import effective_numerics, over_groups, row_residuals

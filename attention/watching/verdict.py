@@ -1,4 +1,9 @@
-"""What a file of ``attention.watch`` says: attention's rounding, a kernel's NaN, or neither. The decision table of docs/diagnosis.md."""
+"""What a file of ``watch`` says: attention's rounding, a kernel's NaN, or neither. The decision table of docs/diagnosis.md.
+
+    python -m low_precision_attention.watching watch.jsonl
+
+It exits with 0 whatever the verdict, and with 2 for what is no such file.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from attention.watching.growth import FMA_LOGIT, GrowthAlarm, GrowthRule
-from errors import UserError
+from ..user_error import UserError
+from .growth import FMA_LOGIT, GrowthAlarm, GrowthRule
+from .log import layers_of, read_log
 
 SMALL_LOGIT, LARGE_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1000.0, 1.0, 3
 """Logits below have not been seen to do harm; from here on a control is due; dQ's error in parts of dQ; fewer records say nothing."""
@@ -17,21 +24,30 @@ HARMLESS = 2e-5
 """Of delta: FP32 attention is off by 1e-7, and no run with an error up to 1.1e-5 grew (experiments/row_residual/README.md)."""
 
 
+def main(arguments: Sequence[str]) -> None:
+    """The command. Raises ``UserError``."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError("usage: python -m low_precision_attention.watching FILE, a file that watch(log=FILE) wrote")
+    path = Path(arguments[0])
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; expected one that watch(log=...) wrote")
+    print("\n".join(answer(read_log(path))))
+
+
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     """The verdict, then what it rests on; a sentence a line. Raises ``UserError`` for another file."""
     if not records:
         raise UserError("the log has no record yet")
-    if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
-        raise UserError("this file is not one that attention.watch wrote (of this trainer's runs, name a checkpoint)")
     for before, after in itertools.pairwise(records):
         if after["step"] <= before["step"]:
             steps = f"step {after['step']} follows step {before['step']}"
             raise UserError(f"this file holds more than one run: {steps}; expected a file of its own for each")
         if _heads(before) != _heads(after):
             heads = f"heads by layer are {_heads(before)} at step {before['step']} and {_heads(after)} at step {after['step']}"
-            raise UserError(f"{heads}: expected the same, as layers are told apart by their place in a forward pass")
+            raise UserError(f"{heads}: expected the same, as layers are told apart by their number")
+    layers = layers_of(records[0])
     for record in records:
-        made = [layer for layer, heads in enumerate(record.get("nan_made", [])) if heads and any(heads)]
+        made = [layer for layer, heads in zip(layers, record.get("nan_made", []), strict=False) if heads and any(heads)]
         if made:
             where = f"at step {record['step']} attention's backward pass made a NaN of finite q, k, v and dO in layer {made[0]}"
             return [f"KERNEL: {where}.", "Name the backend with torch.nn.attention.sdpa_kernel."]
@@ -40,36 +56,35 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if not finite:
         return ["UNCLEAR: no record has finite logits. Watch from an earlier checkpoint.", *broken]
     tops = [max(layer) for layer in zip(*map(_tops, finite), strict=True)]
-    top = tops.index(max(tops))
-    largest = (
-        f"The largest logit of steps {finite[0]['step']} to {finite[-1]['step']} is {tops[top]:.4g}, in layer {top}."
-    )
+    top = max(tops)
+    span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
+    largest = f"The largest logit of {span} is {top:.4g}, in layer {layers[tops.index(top)]}."
     often = Counter(layer for record in finite for layer in _rounded(record))
     rounded = sorted(
         layer for layer, times in often.items() if 2 * times >= len(finite) or layer in _rounded(finite[-1])
     )
-    gone = [f"Layer {layer} ran away at step {step}." for layer, step in leaving(finite).items()]
+    gone = [f"Layer {layer} ran away at step {step}." for layer, step in _ran_away(finite).items()]
     if moved := [record for record in records if record.get("switched")]:
         last = moved[-1]
         gone.append(f"By step {last['step']} watch had moved layers {_names(last['switched'])} to {last['switch']}.")
     if gone or rounded:
         errors = [f"The error of dQ's sum is at least the sum in layers {_names(rounded)}."] if rounded else []
-        control = "Run the control. If this is the control, look at the recipe. For yes or no give scripts/autopsy.py a checkpoint."
+        control = "Run the control. If this is the control, look at the recipe."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
     measured = [record for record in finite if all(record.get("dq_error", [None]))]
-    if tops[top] < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
+    if top < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
         few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
-        why = "Activation checkpointing needs use_reentrant=False; a frozen layer and one with dropout show none."
+        why = "Activation checkpointing needs use_reentrant=False; a frozen layer, one with dropout and look() without o show none."
         return [few, why, largest, *broken]
-    hidden = max(record.get("hidden", 0) for record in records)
-    if hidden and tops[top] < SMALL_LOGIT:
-        why = "torch.nn.MultiheadAttention needs need_weights=False."
-        return [f"UNCLEAR: {hidden} attention layer(s) of this model were not seen. {why}", largest, *broken]
-    if tops[top] < SMALL_LOGIT and len(finite) >= FEW and not _unseen(records, finite):
+    unseen = max(record.get("hidden", 0) for record in records)
+    if unseen and top < SMALL_LOGIT:
+        why = "nn.MultiheadAttention needs need_weights=False, attention of another kind look()."
+        return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *broken]
+    if top < SMALL_LOGIT and len(finite) >= FEW and not _unseen(records, finite):
         no = f"NO: in the {len(tops)} layers seen attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *broken, f"It says nothing of steps after {records[-1]['step']}."]
-    advice = "Run the control." if tops[top] >= LARGE_LOGIT else "Go on watching."
-    if tops[top] > FMA_LOGIT:
+    advice = "Run the control." if top >= LARGE_LOGIT else "Go on watching."
+    if top > FMA_LOGIT:
         advice = f"Past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that."
     elif (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
         advice += f" The clock grew {grown:.2f} times, and {GrowthRule().window} are needed to tell whether a layer runs away."
@@ -94,31 +109,33 @@ def _names(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers))
 
 
-def _heads(record: dict[str, Any]) -> list[int]:
-    return [len(heads) for heads in record["max_logit"]]
+def _heads(record: dict[str, Any]) -> dict[int, int]:
+    return dict(zip(layers_of(record), map(len, record["max_logit"]), strict=True))
 
 
 def _rounded(record: dict[str, Any]) -> list[int]:
-    """Layers whose dQ has an error as large as itself, over all heads, as the autopsy of a checkpoint judges dW_Q.
+    """Layers whose dQ has an error as large as itself, over all heads.
 
     Where all rows are one-hot, dQ cancels to nothing and FP32's rounding is as large, also where O is exactly a row of V in BF16. So delta
     must have an error, too.
     """
-    deltas = record.get("delta_error", [None] * len(record["max_logit"]))
+    layers = layers_of(record)
+    errors = record.get("dq_error", [None] * len(layers))
+    deltas = record.get("delta_error", [None] * len(layers))
     return [
         layer
-        for layer, heads in enumerate(record.get("dq_error", []))
+        for layer, heads, delta in zip(layers, errors, deltas, strict=True)
         if heads
         and math.hypot(*map(_size, heads)) >= MADE_BY_ROUNDING
-        and (deltas[layer] is None or max(map(_size, deltas[layer])) >= HARMLESS)
+        and (delta is None or max(map(_size, delta)) >= HARMLESS)
     ]
 
 
-def leaving(records: Sequence[dict[str, Any]]) -> dict[int, int]:
+def _ran_away(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Step at which each layer ran away, by the alarm's rule."""
     alarm = GrowthAlarm()
     for record in records:
-        alarm.update(record["step"], record["clock"], dict(enumerate(record["max_logit"])))
+        alarm.update(record["step"], record["clock"], dict(zip(layers_of(record), record["max_logit"], strict=True)))
     return alarm.left
 
 
