@@ -1,0 +1,84 @@
+"""One text of the Python sources in wheels, the same bytes from the same wheels on any machine.
+
+    pip download --no-deps --require-hashes --dest build/public --requirement data/public_text.txt
+    python scripts/make_text.py build/public/*.whl --out build/public.txt
+
+A document is a file ending in .py, without a byte order mark and without line ends behind its last line. Documents are ordered by the
+SHA-256 of their bytes, each once however many wheels hold it. Files of less than 200 bytes, with byte 0, with a separator, or not in
+UTF-8 are left out. ``scripts/prepare_data.py text`` reads the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import _root  # noqa: F401
+
+from errors import OneLineParser, UserError, exit_on_user_error
+
+SEPARATOR = b"<|endoftext|>"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LEAST = 200
+"""Bytes: shorter files are mostly empty packages."""
+
+
+def documents(wheels: Iterable[Path]) -> dict[str, bytes]:
+    """Documents by their SHA-256. Raises ``UserError`` for a file that is no wheel."""
+    found: dict[str, bytes] = {}
+    for wheel in wheels:
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                contents = [archive.read(name) for name in archive.namelist() if name.endswith(".py")]
+        except (OSError, zipfile.BadZipFile) as error:
+            raise UserError(f"{wheel}: cannot be read as a wheel ({error})") from None
+        for content in filter(is_wanted, contents):
+            document = content.removeprefix(BYTE_ORDER_MARK).rstrip(b"\r\n")
+            found[hashlib.sha256(document).hexdigest()] = document
+    return found
+
+
+def is_wanted(content: bytes) -> bool:
+    if len(content) < LEAST or b"\0" in content or SEPARATOR in content:
+        return False
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def write(found: dict[str, bytes], path: Path) -> str:
+    """Write the text; its SHA-256."""
+    digest = hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        for key in sorted(found):
+            entry = found[key] + b"\n" + SEPARATOR + b"\n"
+            digest.update(entry)
+            file.write(entry)
+    return digest.hexdigest()
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """Print one line: what was written, and its hash."""
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheels", type=Path, nargs="+", help="wheels, in any order")
+    parser.add_argument("--out", type=Path, required=True, help="text file to write")
+    arguments = parser.parse_args(argv)
+    found = documents(arguments.wheels)
+    if not found:
+        raise UserError(f"no Python source in {', '.join(map(str, arguments.wheels))}")
+    try:
+        digest = write(found, arguments.out)
+    except OSError as error:
+        raise UserError(f"--out {arguments.out}: cannot be written ({error.strerror})") from None
+    print(f"{arguments.out}: {len(found):,} documents, {arguments.out.stat().st_size:,} bytes, sha256 {digest}")
+
+
+if __name__ == "__main__":
+    main()
