@@ -23,7 +23,7 @@ from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .backends import BACKENDS, Call, obstacle
-from .mask import NO_MASK, Mask
+from .mask import NO_MASK, Mask, split
 from .numerics import BASES, numerics_from_key
 from .plan import AttentionConfig, AttentionSpec
 from .presets import PRESETS, RECOMMENDED, today
@@ -55,10 +55,11 @@ def scaled_dot_product_attention(
     Args:
         query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, D], any strides; G = H, or a divisor of H with ``enable_gqa``.
         attn_mask: bool, broadcast to [B, H, T, S] and alike for all heads, True where a query may see a key; also beside
-            ``is_causal``. Or floating, 0 there and -inf (or the dtype's lowest number) elsewhere. [B, 1, 1, S] may hide any keys.
-            Otherwise each query sees one run of keys, and later queries no earlier run, as with padding, windows, packing and prefixes;
-            the host waits to look once a mask, so that CUDA graphs cannot hold it. It looks again after an in-place edit, but not one
-            through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
+            ``is_causal``. Or floating, 0 there and -inf (or the dtype's lowest number) elsewhere. Each query sees a range of keys less
+            padding: no end of a range goes back from one query to the next, and padding is hidden from all queries of a batch entry. So
+            are causal masks, windows, packing and prefixes, with padding anywhere, and with a cache (T < S). The host waits to look once
+            a mask, so that CUDA graphs cannot hold it; [B, 1, 1, S], padding alone, is not looked at. It looks again after an in-place
+            edit, but not one through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
         is_causal: query t sees keys up to t.
         scale: of Q K^T; default 1 / sqrt(D).
         numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
@@ -235,24 +236,25 @@ def _mask(mask: Tensor | None, B: int, T: int, S: int) -> Mask:
     """A checked ``attn_mask`` as the backends take it."""
     if mask is None:
         return NO_MASK
-    own = mask
+    own, compiling = mask, torch.compiler.is_compiling()
     if mask.ndim > 2 and mask.stride(-3) == 0:
         mask = mask.narrow(-3, 0, 1)
     if mask.dtype != torch.bool or (mask.ndim > 2 and mask.shape[-3] != 1):
-        mask = _seen(mask) if torch.compiler.is_compiling() else _known("seen", own, mask, _seen)
+        mask = _visible(mask) if compiling else _known("visible", own, mask, _visible)
     while mask.ndim < 4:
         mask = mask[None]
     if mask.shape[2] == 1:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and mask.is_inference():
+        if torch.is_grad_enabled() and not compiling and mask.is_inference():
             mask = mask.clone()  # autograd keeps nothing that was made in inference mode
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
-    runs = _runs(mask) if torch.compiler.is_compiling() else _known("runs", own, mask, _runs)
-    return Mask(keys=runs.expand(B, 2, T))
+    # Whether keys are hidden inside of ranges, only the host can ask, and compiled code asks no host.
+    ranges, keys = _split(mask) if compiling else _known("split", own, mask, _without_idle_keys)
+    return Mask(ranges=ranges.expand(B, 2, T), keys=None if keys is None else keys.expand(B, S))
 
 
-def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
     """``make(mask)``, once for all layers that get one and the same tensor: the caller's ``own``, which alone decides ``mask``."""
     if own.is_inference():  # counts no versions
         return make(mask)
@@ -264,57 +266,57 @@ def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Tensor
     return known[own][1]
 
 
-_KNOWN = {"seen": WeakTensorKeyDictionary(), "runs": WeakTensorKeyDictionary()}
+_KNOWN = {"visible": WeakTensorKeyDictionary(), "split": WeakTensorKeyDictionary()}
 
 
-@torch.library.custom_op(f"{NAMESPACE}::seen_of_mask", mutates_args=())
-def _seen(mask: Tensor) -> Tensor:
+@torch.library.custom_op(f"{NAMESPACE}::visible_of_mask", mutates_args=())
+def _visible(mask: Tensor) -> Tensor:
     """The bool mask with one head that a floating one, or one with many heads, stands for."""
     capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     refuse(capturing, "attn_mask in a CUDA graph: expected bool of shape [batch, 1, 1, keys], or is_causal")
-    seen = mask
+    visible = mask
     if mask.is_floating_point():
-        seen = mask == 0
-        additive = not bool((seen | (mask <= torch.finfo(mask.dtype).min)).all())
+        visible = mask == 0
+        additive = not bool((visible | (mask <= torch.finfo(mask.dtype).min)).all())
         refuse(additive, f"attn_mask is {mask.dtype}: expected bool, or 0 and -inf; it has no additive masks")
     if mask.ndim > 2:
-        first = seen.narrow(-3, 0, 1)
-        alike = bool((seen == first).all())
+        first = visible.narrow(-3, 0, 1)
+        alike = bool((visible == first).all())
         refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
-        seen = first
-    return seen.clone()
+        visible = first
+    return visible.clone()
 
 
-@_seen.register_fake
+@_visible.register_fake
 def _(mask: Tensor) -> Tensor:
     shape = list(mask.shape)
     shape[-3:-2] = [1] * len(shape[-3:-2])
     return torch.empty(shape, dtype=torch.bool, device=mask.device)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::runs_of_mask", mutates_args=())
-def _runs(mask: Tensor) -> Tensor:
-    """First key that each query sees and the one after its last, int32 [B, 2, T], of a mask [B, H or 1, T, S]; B may be 1."""
+def _without_idle_keys(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Ranges and padding of a mask [B, H or 1, T, S]; None where there is no padding that ranges do not tell."""
     capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     refuse(capturing, "attn_mask in a CUDA graph: expected one of shape [batch, 1, 1, keys], or is_causal")
-    seen = mask[:, 0].contiguous()
-    S = seen.shape[2]
-    first = seen.view(torch.uint8).argmax(dim=-1)
-    last = S - seen.view(torch.uint8).flip(-1).argmax(dim=-1)
-    empty = ~seen.any(dim=-1)
-    last = last.masked_fill(empty, 0).cummax(dim=-1).values
-    first = torch.where(empty, last, first)
-    keys = torch.arange(S, device=mask.device)
-    runs = (keys >= first[..., None]) & (keys < last[..., None])
-    in_order = (first[:, 1:] >= first[:, :-1]).all()
-    served = bool((runs == seen).all() & in_order)
-    refuse(not served, "attn_mask: expected one run of keys for each query, and no earlier run for later queries")
-    return torch.stack((first, last), dim=1).int()
+    try:
+        ranges, keys, has_holes = split(mask[:, 0])
+    except ValueError as error:
+        expected = "a range of keys for each query, neither end going back, less padding, keys hidden from all queries"
+        refuse(True, f"attn_mask: {error}: expected {expected}; use torch's own function for other masks")
+    return ranges, keys if has_holes else None
 
 
-@_runs.register_fake
-def _(mask: Tensor) -> Tensor:
-    return torch.empty((mask.shape[0], 2, mask.shape[2]), dtype=torch.int32, device=mask.device)
+@torch.library.custom_op(f"{NAMESPACE}::split_of_mask", mutates_args=())
+def _split(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Ranges [B, 2, T] and padding [B, S] of a mask [B, H or 1, T, S]; B may be 1."""
+    ranges, keys = _without_idle_keys(mask)
+    return ranges, torch.ones_like(mask[:, 0, 0]) if keys is None else keys
+
+
+@_split.register_fake
+def _(mask: Tensor) -> tuple[Tensor, Tensor]:
+    B, _, T, S = mask.shape
+    return mask.new_empty((B, 2, T), dtype=torch.int32), mask.new_empty((B, S))
 
 
 @torch.compiler.assume_constant_result

@@ -34,6 +34,7 @@ FEATURES = {
     "window": "sliding window",
     "keys": "mask of keys",
     "cu_seqlens": "packing of sequences",
+    "ranges": "range of keys for each query",
 }
 """What a call may ask for besides causal or full attention, in words. A backend lacks it (``backends.Backend``), or a site excludes it
 (``Site.without``), where its declaration says so."""
@@ -338,7 +339,7 @@ class Numerics:
         acts_in=(FORWARD,),
         backends=FLASH,
         without=dict.fromkeys(
-            ("bottom_right", "window", "keys", "cu_seqlens"), "the published code is causal, and no more"
+            ("bottom_right", "window", "keys", "cu_seqlens", "ranges"), "the published code is causal, and no more"
         ),
     )
     """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilized`` takes their

@@ -95,6 +95,9 @@ MASKS = {
     "window": ((S <= T) & (S > T - 8)).expand(1, 1, 40, 40),
     "packed": (S <= T) & ((S + BATCH) // 16 == (T + BATCH) // 16),
     "prefix": (S <= T) | (S < BATCH),
+    "padding in the middle": (S <= T) & ((S < 9) | (S >= 9 + BATCH)),
+    "a window on padding alone": (S <= T) & (S > T - 8) & ((S < 9) | (S >= 9 + BATCH)),
+    "packed, with padding in the middle": (S <= T) & (S // 16 == T // 16) & ((S < 9) | (S >= 9 + BATCH)),
 }
 
 
@@ -107,6 +110,22 @@ def test_boolean_masks(mask: str, device: torch.device) -> None:
     assert_as_exact_as_torch((*inputs, do * seen), attn_mask=allowed)
     found = results(scaled_dot_product_attention, inputs, do, attn_mask=allowed)
     assert all(x[~seen[..., 0].expand(2, 4, 40)].count_nonzero() == 0 for x in found[:2])
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if "middle" in name])
+def test_what_padding_holds_is_never_read(mask: str, device: torch.device) -> None:
+    q, k, v, do = tensors(device=device)
+    allowed = MASKS[mask].to(device)
+    hidden = ~allowed.any(dim=2)[..., None].expand(2, 1, 40, 1)
+    expected = results(scaled_dot_product_attention, (q, k, v), do, attn_mask=allowed)
+    poisoned = (q, k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.inf))
+    found = results(scaled_dot_product_attention, poisoned, do, attn_mask=allowed)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_second_turn_on_a_cache_with_padding_between_the_turns(device: torch.device) -> None:
+    seen = (T[:12] + 28 >= S) & ~((S >= 20) & (S < 20 + BATCH))
+    assert_as_exact_as_torch(tensors(queries=12, device=device), attn_mask=seen.to(device))
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding on the left", "window"])
@@ -154,7 +173,7 @@ def test_autocast_casts_as_torchs_function_does() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_as_one_graph_gives_the_same_bits(autocast: bool, device: torch.device) -> None:
     *inputs, do = tensors(groups=2, dtype=torch.float32 if autocast else torch.bfloat16, device=device)
-    mask = MASKS["packed"].to(device)
+    mask = MASKS["packed, with padding in the middle"].to(device)
     backend = "aot_eager" if device.type == "cpu" else "inductor"
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend=backend)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
@@ -192,8 +211,8 @@ def test_a_flag_and_a_seed_that_a_compiler_does_not_know_are_taken() -> None:
 
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
 def test_a_mask_is_looked_at_once_for_all_layers(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Mock(side_effect=attention.functional._runs)
-    monkeypatch.setattr(attention.functional, "_runs", looks)
+    looks = Mock(side_effect=attention.functional.split)
+    monkeypatch.setattr(attention.functional, "split", looks)
     mask = torch.ones((1, 1, 40, 40)[4 - dimensions :], dtype=torch.bool).tril()
     *inputs, _ = tensors()
     for _ in range(2):
@@ -288,8 +307,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of another shape": ({"attn_mask": torch.ones(8, 7, dtype=torch.bool)}, r"attn_mask has shape \[8, 7\]"),
     "a mask on another device": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool, device="meta")}, "on meta"),
     "a mask for each head": ({"attn_mask": torch.tril(torch.ones(2, 4, 8, 8)).cumsum(1) > 1}, "one mask for all heads"),
-    "a mask with holes": ({"attn_mask": torch.eye(8).bool() | (torch.arange(8) == 0)}, "one run of keys"),
-    "a mask that goes back": ({"attn_mask": torch.eye(8).bool().flip(0)}, "no earlier run"),
+    "a mask with holes": (
+        {"attn_mask": torch.eye(8).bool() | (torch.arange(8) == 0)},
+        "batch entry 0: query 2 sees keys 0 and 2, not 1, which query 1 sees: expected a range of keys",
+    ),
+    "a mask that goes back": (
+        {"attn_mask": torch.eye(8).bool().flip(0)},
+        "query 0 sees keys 7 to 7, query 1 keys 6 to 6: expected",
+    ),
+    "a mask that hides queries between others": (
+        {"attn_mask": torch.ones(8, 8).tril().bool() & (torch.arange(8) != 3)[:, None]},
+        "query 2 sees keys 0 to 2, query 4 keys 0 to 4, and query 3 between them none",
+    ),
     "a mask of one dimension": ({"attn_mask": torch.ones(8, dtype=torch.bool)}, "2 dimensions or more"),
     "a sparse mask": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool).to_sparse()}, "attn_mask is torch.sparse_coo"),
     "is_causal of no flag": ({"is_causal": "False"}, "is_causal = 'False': expected True or False"),

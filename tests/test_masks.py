@@ -313,7 +313,7 @@ MISFITS = {
     "keys of another length": (Mask(keys=torch.ones(1, 39, dtype=torch.bool)), "shape (1, 39): expected bool [B, S]"),
     "lengths of another batch": (
         Mask(keys=torch.tensor([3, 4])),
-        "expected bool [B, S] or integers [B] or [B, 2, T] with B = 1",
+        "expected bool [B, S] or integers [B] with B = 1",
     ),
     "bounds of nothing": (Mask(cu_seqlens=torch.tensor([0])), "expected integers [N + 1], N >= 1"),
     "bounds beside keys": (Mask(cu_seqlens=torch.tensor([0, 40]), keys=torch.tensor([40])), "and no mask.keys"),
