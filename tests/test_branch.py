@@ -88,3 +88,8 @@ def test_what_does_not_fit_the_checkpoint_is_refused(place: Place, changes: dict
     with pytest.raises(UserError, match=message):
         place.train("refused", fields_of(place, **changes))
     assert not (place.runs / "refused").exists()
+
+
+def test_a_run_s_folder_stands_for_its_newest_checkpoint(place: Place) -> None:
+    run = place.train("newest", fields_of(place, run__init_from=str(place.runs / "old"), run__steps=LAST + 1))
+    assert [line["step"] for line in lines(run)] == [LAST, LAST + 1]

@@ -30,7 +30,8 @@ from errors import UserError, check_size
 from files import open_file, read_json, sha256_file, sync_folder
 
 FORMAT_VERSION = 1
-_FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
+MODEL_FILE = "model.safetensors"
+_FILES = (MODEL_FILE, "optimizer.safetensors", "rng.safetensors", "state.json")
 _FOLDER = re.compile(r"(?:step_(\d{8,})|\.step_(\d{8,})\.old)")
 
 

@@ -23,7 +23,7 @@ from data.tokenizers import GPT2Tokenizer
 from errors import UserError, check_memory, invalid, reading
 from model import GPT, initialize
 from training import alarm, distributed, gpt2_weights, record, speed, throughput
-from training.checkpoint import Checkpoints, Loaded, rng_state, set_rng_state
+from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import Distributed
 from training.intervention import Interventions, parse_switch
 from training.metrics import Metrics, import_wandb, start_wandb
@@ -119,10 +119,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
                 place.say(f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}")
         batches = open_data(config, place, goes_on, start, undo)
         network = build_network(config, place, interventions.plans, start)
-        start_step = 0 if start is None else start.step
-        wandb_run = open_folder(
-            config, place, folder, plans, batches, checkpoints, goes_on, loaded, start_step, held, undo
-        )
+        wandb_run = open_folder(config, place, folder, plans, batches, checkpoints, goes_on, loaded, start, held, undo)
         run = Run(
             config=config,
             place=place,
@@ -136,7 +133,7 @@ def open_run(config: TrainConfig, place: Distributed) -> Run:
             metrics=Metrics(folder, wandb_run, enabled=place.is_main),
             telemetry=None,
             alarm=config.alarm.open(config.optim.warmup_steps),
-            start_step=start_step,
+            start_step=0 if start is None else start.step,
             began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
             peak_flops=throughput.peak_flops(place.device, config.run.peak_tflops),
             held=held,
@@ -270,14 +267,16 @@ def open_folder(
     checkpoints: Checkpoints,
     goes_on: bool,
     loaded: Loaded | None,
-    start_step: int,
+    start: Loaded | None,
     held: contextlib.ExitStack,
     undo: contextlib.ExitStack,
 ) -> Any:
     """The run's folder, locked, with its config.json; the W&B run where one is asked for, else None."""
+    start_step = 0 if start is None else start.step
     made_with = record.environment(place.device, place.world_size)
     if config.run.init_from and loaded is None and place.is_main:
-        made_with["init_sha256"] = files.sha256_file(gpt2_weights.weights_file(Path(config.run.init_from)))
+        source = gpt2_weights.weights_file(Path(config.run.init_from)) if start is None else start.path / MODEL_FILE
+        made_with["init_sha256"] = files.sha256_file(source)
     content = {"config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     if place.is_main:
