@@ -26,7 +26,7 @@ from .backends import BACKENDS, Call, obstacle
 from .mask import NO_MASK, Mask, split
 from .numerics import BASES, numerics_from_key
 from .plan import AttentionConfig, AttentionSpec
-from .presets import PRESETS, RECOMMENDED, today
+from .presets import PRESETS, RECOMMENDED, unaliased
 from .reference.tiles import FORMAT_OF, NAMESPACE
 from .triton.block_sizes import head_dim_above
 from .user_error import invalid, one_line
@@ -156,10 +156,10 @@ def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
     if isinstance(numerics, AttentionSpec):
         return numerics
     refuse(not isinstance(numerics, str), f"numerics = {numerics!r}: expected the name of a preset or an AttentionSpec")
-    if today(numerics) in BASES:
+    if numerics in BASES:
         spec = f'AttentionSpec(preset="flash", numerics={numerics!r})'
         refuse(True, f"numerics = {numerics!r}: expected a preset; this is a base of roundings: pass {spec}")
-    if today(numerics) not in PRESETS:
+    if unaliased(numerics) not in PRESETS:
         raise invalid("low-precision attention: numerics", numerics, ("robust", *PRESETS))
     return AttentionSpec(preset=numerics)
 

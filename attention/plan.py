@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .backends import BACKENDS, Call, obstacle
 from .numerics import BASES, FLASH, Numerics, numerics_from_key, parse_site
-from .presets import PRESETS, today
+from .presets import PRESETS, unaliased
 from .user_error import UserError, invalid
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         for name in ("preset", "numerics"):
             _require(f"attention {name}", getattr(self, name), str, "a name")
-            object.__setattr__(self, name, today(getattr(self, name)))
         if not isinstance(self.sites, tuple | list) or not all(isinstance(site, str) for site in self.sites):
             raise invalid("attention sites", self.sites, "a tuple of site=value, for example ('output=bf16',)")
-        object.__setattr__(self, "sites", tuple(today(site) for site in self.sites))
+        object.__setattr__(self, "preset", unaliased(self.preset))
+        object.__setattr__(self, "sites", tuple(self.sites))
         names = [site.partition("=")[0] for site in self.sites]
         if twice := [name for name in names if names.count(name) > 1]:
             raise invalid("attention sites", " ".join(self.sites), f"{twice[0]} once")
@@ -173,7 +173,7 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
     Raises ``UserError`` for an unknown preset or backend, and where the base does not suit them.
     """
 
-    preset = today(preset)
+    preset = unaliased(preset)
 
     def moved(spec: AttentionSpec) -> AttentionSpec:
         if preset not in PRESETS:

@@ -7,7 +7,7 @@
     python tests/golden.py --gpu                300 steps of fast_failure on a GPU against the published run flash
                                                 (needs data/tokens/corpus; further options go to train.py)
 
-What is checked is what was recorded: new presets, bases and sites need no entry. Old names are those of ``attention.presets.RENAMED``.
+What is checked is what was recorded: new presets, bases and sites need no entry.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def cases(part: str) -> Iterator[str]:
             yield f"{preset}|{base}||bf16|"
         for site in SITES:
             yield f"flash|hardware|{','.join((site, *TILES))}|bf16|"
-        yield from ("flash|hardware||fp32|", "flash|paper||fp16|", "flash|hardware||bf16|softcap")
+        yield from ("flash|hardware||fp32|", "flash|rounded_forward||fp16|", "flash|hardware||bf16|softcap")
 
 
 def compute(part: str, key: str) -> dict[str, Any] | None:

@@ -9,20 +9,12 @@ import pytest
 
 from attention.numerics import HARDWARE, Numerics
 from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe
-from attention.presets import RENAMED
+from attention.presets import RECOMMENDED
 from errors import UserError
 
 
-@pytest.mark.parametrize("old", [name for name in RENAMED if "=" not in name])
-def test_an_old_name_is_todays(old: str) -> None:
-    field = "numerics" if old == "paper" else "preset"
-    assert AttentionSpec(**{field: old}) == AttentionSpec(**{field: RENAMED[old]})
-    assert getattr(AttentionSpec(**{field: old}), field) == RENAMED[old]
-
-
-@pytest.mark.parametrize("old", [name for name in RENAMED if "=" in name])
-def test_an_old_value_is_todays(old: str) -> None:
-    assert AttentionSpec(sites=(old,)) == AttentionSpec(sites=(RENAMED[old],))
+def test_an_alias_is_the_preset_that_it_stands_for() -> None:
+    assert AttentionSpec(preset="robust").preset == RECOMMENDED
 
 
 def test_single_sites_override_the_preset() -> None:
