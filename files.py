@@ -9,11 +9,12 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from errors import UserError
 
@@ -60,6 +61,26 @@ def aside(folder: Path) -> Iterator[Path]:
             shutil.rmtree(hidden, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def lock(path: Path, mode: str, busy: str) -> FileIO:
+    """``path``, opened unbuffered in ``mode``, which no other process has while this one has it open; a kill lets go of it.
+
+    ``mode`` is one that writes, as NFS locks no other. Raises ``UserError(busy)`` where another process has it, or another file
+    went in its place meanwhile, and ``OSError`` where it cannot be opened. A file system without locks is a warning.
+    """
+    file: Any = open(path, mode, buffering=0)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise FileNotFoundError
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        file.close()
+        raise UserError(busy) from None
+    except OSError as error:
+        what = "nothing keeps a second process from writing it at the same time"
+        print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
+    return cast(FileIO, file)
 
 
 def check_writable(path: Path) -> None:

@@ -214,10 +214,15 @@ class Batches:
         if self._recorder is not None:
             self._recorder.flush()
 
-    def close(self) -> None:
-        """Finish the recording."""
+    def close(self, *, complete: bool = True) -> None:
+        """Close the recording; ``complete``: as one that is finished."""
         if self._recorder is not None:
-            self._recorder.close()
+            self._recorder.close(complete=complete)
+
+    def discard(self) -> None:
+        """Remove the recording that this start has made."""
+        if self._recorder is not None:
+            self._recorder.discard()
 
 
 def _ended(folder: str, steps: int) -> UserError:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -30,6 +29,8 @@ from errors import UserError, check_size
 FORMAT_VERSION = 1
 HEAD_BYTES = 128
 CHECKSUM_BYTES = 8
+HEADER, OFFSETS = "header.json", "offsets.npy"
+_OWN_FILES = {HEADER, OFFSETS, f"{HEADER}.tmp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,44 +82,47 @@ def npy_head(rows: int, numbers: int) -> bytes:
 class Recorder:
     """Writes a recording, one row an optimizer step; build it with ``create`` or ``resume``.
 
-    A row is written first and counted second, so that it is there whole or not at all.
+    A row is written first and counted second, so that it is there whole or not at all. From the first moment to ``close`` the file of
+    offsets is locked: a second run cannot begin or go on with the recording of one that is alive.
     """
 
-    def __init__(self, folder: Path, header: RecordingHeader, steps: int, checksum: bytes):
+    def __init__(self, folder: Path, header: RecordingHeader, steps: int, checksum: bytes, file: FileIO):
         self.folder, self.header, self.steps, self.checksum = folder, header, steps, checksum
         self._numbers = header.global_batch + 1
-        self._file: FileIO | None = None
+        self._file = file
+        self._changed = False
 
     @classmethod
     def create(cls, folder: Path, header: RecordingHeader) -> Recorder:
-        """Start an empty recording; it appears under its name only when whole, in place of one that a killed start left without a step.
+        """Start an empty recording; it appears under its name only when whole, in place of one that a killed start of this run left.
 
-        Raises ``UserError`` when the folder holds anything else or cannot be made.
+        Raises ``UserError`` when the folder holds anything else, when another process records there, or when it cannot be made.
         """
-        begun = _begun(folder)
-        if os.path.lexists(folder) and not begun:
-            raise UserError(f"{folder} exists: record under another name, resume the run that wrote it, or remove it")
-        aside = folder.with_name(f".{folder.name}.tmp")
-        try:
-            if aside.exists():
-                shutil.rmtree(aside)
-            aside.mkdir(parents=True)
-            cls(aside, header, 0, header.chain_start())._finish(complete=False)
-            if begun:
-                shutil.rmtree(folder)
-            os.replace(aside, folder)
-            files.sync_folder(folder.parent)
-        except (OSError, UserError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise UserError(f"{folder}: cannot record there: {getattr(error, 'strerror', error)}") from None
-        return cls(folder, header, 0, header.chain_start())
+        with contextlib.ExitStack() as left:
+            if os.path.lexists(folder):
+                left.enter_context(_empty_recording(folder, header.source_run))
+            hidden = left.enter_context(files.aside(folder))
+            aside = hidden / folder.name
+            try:
+                aside.mkdir()
+                file = files.lock(aside / OFFSETS, "x+b", _busy(folder))
+                recorder = cls(aside, header, 0, header.chain_start(), file)
+                recorder._sync(complete=False)
+                if os.path.lexists(folder):
+                    _remove(folder)
+                os.rename(aside, folder)
+                files.sync_folder(folder.parent)
+            except (OSError, UserError) as error:
+                raise UserError(f"{folder}: cannot record there: {getattr(error, 'strerror', error)}") from None
+        recorder.folder = folder
+        return recorder
 
     @classmethod
     def resume(cls, folder: Path, header: RecordingHeader, steps: int) -> Recorder:
         """Go on after ``steps`` rows of a recording with the same header; later rows, of steps that are to be done again, are cut.
 
         Nothing is changed before the first ``append`` or ``close``: what is checked after this may still refuse the resume.
-        Raises ``UserError`` when there are fewer rows, when they are damaged, or when another run wrote them.
+        Raises ``UserError`` when there are fewer rows, when they are damaged, when another run wrote them, or one is writing them.
         """
         written, _, _ = read_header(folder)
         for name, value in asdict(written).items():
@@ -126,14 +130,25 @@ class Recorder:
                 raise UserError(
                     f"{folder}: its {name} is {value!r}, this run's is {getattr(header, name)!r}: not this run's recording"
                 )
-        found = Recording.open(folder, limit=steps)
-        if found.steps < steps:
-            raise UserError(
-                f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: resume from an earlier checkpoint"
-            )
-        for name in ("header.json", "offsets.npy"):
-            files.check_writable(folder / name)
-        return cls(folder, written, steps, found.checksum)
+        files.check_writable(folder / HEADER)
+        try:
+            file = files.lock(folder / OFFSETS, "r+b", _busy(folder))
+        except OSError as error:
+            raise UserError(f"{folder / OFFSETS}: cannot be written ({error.strerror})") from None
+        with contextlib.ExitStack() as on_error:
+            on_error.enter_context(file)
+            found = Recording.open(folder, limit=steps)
+            if found.steps < steps:
+                raise UserError(
+                    f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: resume from an earlier checkpoint"
+                )
+            on_error.pop_all()
+        return cls(folder, written, steps, found.checksum, file)
+
+    def discard(self) -> None:
+        """Remove the recording: of a start that is refused after all."""
+        _remove(self.folder)
+        self._file.close()
 
     def append(self, offsets_G: np.ndarray) -> None:
         """Add one step: offsets [G]. Raises ``UserError`` when the disk takes no more; the rows before stay valid."""
@@ -141,9 +156,9 @@ class Recorder:
             raise ValueError(f"offsets of shape {offsets_G.shape}, expected ({self.header.global_batch},)")
         checksum = next_checksum(self.checksum, offsets_G)
         try:
-            file = self._open()
-            self._put(file, self._start(self.steps), stored(offsets_G) + checksum)
-            self._put(file, 0, npy_head(self.steps + 1, self._numbers))
+            self._cut()
+            self._put(self._start(self.steps), stored(offsets_G) + checksum)
+            self._put(0, npy_head(self.steps + 1, self._numbers))
         except OSError as error:
             self._refuse(error)
         self.checksum = checksum
@@ -151,41 +166,38 @@ class Recorder:
 
     def flush(self) -> None:
         """Bring every row so far to the disk and promise it in the header; nothing where none has been added."""
-        if self._file is not None:
+        if self._changed:
             self._sync(complete=False)
 
-    def close(self) -> None:
-        """Flush and mark the recording as finished. Closing twice is harmless."""
-        if self._file is None or not self._file.closed:
-            self._finish(complete=True)
+    def close(self, *, complete: bool = True) -> None:
+        """Flush and let go of it; ``complete``: marked as finished. Closing twice is harmless."""
+        try:
+            if not self._file.closed and (complete or self._changed):
+                self._sync(complete=complete)
+        finally:
+            self._file.close()
 
-    def _open(self) -> FileIO:
-        """The file of offsets, opened at the first use; rows behind ``steps`` are cut then."""
-        if self._file is None:
+    def _cut(self) -> None:
+        """Cut the rows behind ``steps``, at the first change."""
+        if not self._changed:
             # Before any row goes: a kill between the cut and this would leave fewer rows than the header promises.
             _write_header(self.folder, self.header, self.steps, complete=False)
-            path = self.folder / "offsets.npy"
-            self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)  # noqa: SIM115
-            self._put(self._file, 0, npy_head(self.steps, self._numbers))
+            self._put(0, npy_head(self.steps, self._numbers))
             self._file.truncate(self._start(self.steps))
-        return self._file
+            self._changed = True
 
     def _start(self, row: int) -> int:
         return HEAD_BYTES + row * 8 * self._numbers
 
-    @staticmethod
-    def _put(file: FileIO, position: int, content: bytes) -> None:
-        file.seek(position)
+    def _put(self, position: int, content: bytes) -> None:
+        self._file.seek(position)
         while content:
-            content = content[file.write(content) :]
-
-    def _finish(self, *, complete: bool) -> None:
-        self._sync(complete=complete)
-        self._open().close()
+            content = content[self._file.write(content) :]
 
     def _sync(self, *, complete: bool) -> None:
         try:
-            os.fsync(self._open().fileno())
+            self._cut()
+            os.fsync(self._file.fileno())
             _write_header(self.folder, self.header, self.steps, complete=complete)
         except OSError as error:
             self._refuse(error)
@@ -210,20 +222,43 @@ def whole_recording(name: Path) -> Iterator[Path]:
     files.sync_folder(name.parent)
 
 
-def _begun(folder: Path) -> bool:
-    """Whether an unfinished recording without a step is there."""
+def _busy(folder: Path) -> str:
+    return f"{folder}: another process is recording there: record under another name, or wait for its end"
+
+
+@contextlib.contextmanager
+def _empty_recording(folder: Path, source_run: str) -> Iterator[None]:
+    """Hold what a killed start of the run ``source_run`` left at ``folder``: a recording without a step and nothing beside it.
+
+    Raises ``UserError`` for anything else, and where a process is recording there.
+    """
+    taken = UserError(f"{folder} exists: record under another name, resume the run that wrote it, or remove it")
     try:
         header, promised, complete = read_header(folder)
-        return not (complete or promised or len(_open_rows(folder / "offsets.npy", header.global_batch + 1, None)))
     except UserError:
-        return False
+        raise taken from None
+    try:
+        with files.lock(folder / OFFSETS, "r+b", _busy(folder)):
+            rows = len(_open_rows(folder / OFFSETS, header.global_batch + 1, None))
+            foreign = {path.name for path in folder.iterdir()} - _OWN_FILES
+            if complete or promised or rows or foreign or header.source_run != source_run:
+                raise taken
+            yield
+    except OSError:
+        raise taken from None
+
+
+def _remove(folder: Path) -> None:
+    """Remove a recording: the files that this module makes, and the folder if it holds nothing else."""
+    for name in _OWN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _write_header(folder: Path, header: RecordingHeader, steps: int, *, complete: bool) -> None:
     start = header.chain_start().hex()
-    files.write_json(
-        folder / "header.json", asdict(header) | {"chain_start": start, "steps": steps, "complete": complete}
-    )
+    files.write_json(folder / HEADER, asdict(header) | {"chain_start": start, "steps": steps, "complete": complete})
 
 
 def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
@@ -231,7 +266,7 @@ def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
 
     Raises ``UserError`` when there is none, when it is of another format version, or when it was altered.
     """
-    path = folder / "header.json"
+    path = folder / HEADER
     try:
         content = files.read_json(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -289,7 +324,7 @@ class Recording:
         bad step).
         """
         header, promised, complete = read_header(folder)
-        table = _open_rows(folder / "offsets.npy", header.global_batch + 1, promised if complete else None)
+        table = _open_rows(folder / OFFSETS, header.global_batch + 1, promised if complete else None)
         if len(table) < promised:
             raise UserError(f"{folder}: truncated: {len(table)} of {promised} steps are there")
         table = table if limit is None else table[:limit]

@@ -172,6 +172,7 @@ def digests(batches: Batches, steps: int) -> list[str]:
     for _ in range(steps):
         batches.next()
         found.append(batches.digest())
+    batches.close(complete=False)
     return found
 
 

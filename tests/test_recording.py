@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import resource
 import shutil
 import struct
@@ -272,3 +273,57 @@ def test_a_step_that_failed_can_be_written_again(tmp_path, monkeypatch):
     recorder.append(offsets[2])
     recorder.close()
     assert contents(tmp_path / "r") == contents(tmp_path / "straight")
+
+
+def test_nobody_begins_or_goes_on_with_the_recording_of_a_run_that_is_alive(tmp_path):
+    alive = Recorder.create(tmp_path / "r", make_header())
+    for begin in (Recorder.create, lambda *args: Recorder.resume(*args, 0)):
+        with pytest.raises(UserError, match="another process is recording there"):
+            begin(tmp_path / "r", make_header())
+    alive.append(make_rows(1)[0])
+    alive.close()
+    assert Recording.open(tmp_path / "r").complete
+
+
+def test_what_a_killed_start_left_is_begun_again_by_its_own_run_alone(tmp_path):
+    Recorder.create(tmp_path / "r", make_header()).close(complete=False)
+    with pytest.raises(UserError, match="exists: record under another name"):
+        Recorder.create(tmp_path / "r", make_header(source_run="another"))
+    again = Recorder.create(tmp_path / "r", make_header())
+    again.append(make_rows(1)[0])
+    again.close()
+    assert Recording.open(tmp_path / "r").steps == 1
+
+
+def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
+    Recorder.create(tmp_path / "r", make_header()).close(complete=False)
+    (tmp_path / "r" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists"):
+        Recorder.create(tmp_path / "r", make_header())
+    Recorder.resume(tmp_path / "r", make_header(), 0).discard()
+    assert contents(tmp_path / "r") == {"notes.txt": b"mine"}
+
+
+def begin_at_once(folder: Path, name: str) -> None:
+    """One of several processes that begin a recording at one moment; exit code 0 for the one that has it."""
+    try:
+        recorder = Recorder.create(folder, make_header(source_run=name))
+    except UserError:
+        raise SystemExit(1) from None
+    for offsets in make_rows(20):
+        recorder.append(offsets)
+    recorder.close()
+
+
+def test_of_several_that_begin_at_once_one_records(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        processes = [context.Process(target=begin_at_once, args=(folder, str(i))) for i in range(4)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        winners = [str(i) for i, process in enumerate(processes) if process.exitcode == 0]
+        found = Recording.open(folder)
+        assert (winners, found.steps) == ([found.header.source_run], 20)

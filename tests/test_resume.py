@@ -205,10 +205,10 @@ def with_a_bad_first_line(name: str) -> Callable[[Place, Path, Patch], object]:
 
 
 def that_cannot_be_opened(refused: str, reason: int, *modes: str) -> Callable[[Place, Path, Patch], object]:
-    def refuses(path: Any, *mode: Any) -> Any:
+    def refuses(path: Any, *mode: Any, **options: Any) -> Any:
         if Path(path).name == refused and (not modes or mode == modes):
             raise OSError(reason, "not today", str(path))
-        return open(path, *mode)
+        return open(path, *mode, **options)
 
     return lambda place, run, patch: patch.setattr(files, "open", refuses, raising=False)
 

@@ -213,8 +213,7 @@ def open_data(
     resume_at = start.position if start is not None else 0 if goes_on else None
     new_recording = place.is_main and config.data.record and not Path(config.data.record).exists()
     batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
-    if new_recording:
-        undo.callback(shutil.rmtree, config.data.record)
+    undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
     gpt2 = start is None and config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
     if gpt2 and batches.header.vocabulary != "gpt2":
         wanted = (
@@ -386,7 +385,7 @@ def close(run: Run, *, finished: bool) -> None:
         else:
             # What stopped the run is the news, not that a full disk takes no flush either: the rows so far stay valid.
             with contextlib.suppress(UserError):
-                run.batches.flush()
+                run.batches.close(complete=False)
     finally:
         run.metrics.close(exit_code=0 if finished else 1)
         if run.telemetry is not None:
