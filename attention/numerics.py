@@ -462,8 +462,7 @@ PUBLISHED = Numerics(
 )
 """Our closest emulation of the published code of arXiv 2510.04212 as its authors ran it: compiled, forward and backward pass under CUDA's
 BF16 autocast, where exp, log and sum give FP32. S, the tile products and dP are stored in BF16 between kernels; O_bar, L and delta never
-are, as torch.compile fuses what makes them. l is, of some rows. ``experiments/published_fix/check_published.py`` holds it against that
-code."""
+are, as torch.compile fuses what makes them. l is, of some rows. experiments/published_fix holds it against that code."""
 
 FP32 = Numerics(
     exponent="subtract_first",

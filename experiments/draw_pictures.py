@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of the studies from their CSVs: ``python experiments/draw_pictures.py``."""
+"""Draw the pictures of the README and of docs/results.md from the CSVs of studies: ``python experiments/draw_pictures.py``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 EXPERIMENTS = Path(__file__).resolve().parent
-FAST_FAILURE, LATE_SWITCHES = EXPERIMENTS / "fast_failure", EXPERIMENTS / "late_switches"
-PAPER_FIGURES = EXPERIMENTS / "paper_figures"
+FAST_FAILURE = EXPERIMENTS / "fast_failure"
 RUNS = FAST_FAILURE / "runs"
 # Okabe and Ito, "Color Universal Design" (2008).
 ORANGE, BLUE, GREEN, PINK, BLACK, GRAY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#6F6F6F"
@@ -191,235 +190,6 @@ def gradient_norms(folder: Path) -> pd.DataFrame:
     return probes(folder).set_index("step")[["max_logit_1"]].join(medians, how="inner").loc[1000:]
 
 
-def late_switches() -> Figure:
-    """The largest logit and the gradient norm of ``flash`` and of nine branches whose layer 1 was switched."""
-    figure, [[left, right]] = page(4.4, 1, 2)
-    colors = {"delta_from_p_subtracted": GREEN, "subtracted": BLUE, "delta_from_p": BLACK}
-    folders = [RUNS / "flash", *sorted((LATE_SWITCHES / "runs").iterdir())]
-    for folder in folders:
-        at, color = 1000, ORANGE
-        if folder.name != "flash":  # switch_at_STEP_PRESET, of which delta_from_p is left out
-            _, _, step, *preset = folder.name.split("_", 3)
-            at, color = int(step), colors[preset[0] if preset else "delta_from_p"]
-        rows, table = probes(folder), metrics(folder).dropna(subset=["grad_norm"])
-        rows = rows[rows["step"] >= at]
-        norms = table.groupby(table["step"] // 50)["grad_norm"].median()
-        norms = norms.set_axis(norms.index * 50 + 25).loc[at:]
-        left.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
-        right.plot(norms.index, norms, color=color, linewidth=1.5)
-    left.set(yscale="log", xlim=(1000, 7200))
-    right.set(yscale="log", xlim=(1000, 7200))
-    left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
-    right.set_title("gradient norm", fontsize=12, loc="left")
-    left.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
-    write(left, (4300, 9e5, "flash", ORANGE), (4870, 1.32e5, "subtract first", BLUE), (5560, 6.5e4, "both", GREEN))
-    write(left, (2650, 1.7e3, "delta from P", BLACK), (5560, 2.7e5, "delta from P", BLACK))
-    write(right, (4400, 5e3, "flash", ORANGE), (5560, 1.5e2, "delta from P\nat 4,000", BLACK))
-    for axis in (left, right):
-        count_steps(axis, range(2000, 7000, 2000))
-    return figure
-
-
-def heads() -> Figure:
-    """Figure 3 of the paper: the spectral norm of W_Q of the heads of layer 1."""
-    figure, [[left, right]] = page(3.4, 1, 2, sharey=True)
-    for axis, run, step in ((left, "flash", 3000), (right, "paper", 2500)):
-        table = pd.read_csv(PAPER_FIGURES / f"figure_03_{run}_step{step}.csv")
-        axis.bar(table["head"], table["w_q_head_norm"], color=np.where(table["outlier"], ORANGE, "#BBBBBB"))
-        axis.set_title(f"{run}, step {step:,}", fontsize=12, loc="left")
-        axis.set_xticks(table["head"])
-        axis.set_xlabel("head of layer 1", fontsize=11)
-    left.set_ylabel("spectral norm of $W_Q$", fontsize=11)
-    write(right, (1, 28, "orange: 1.5 times the\nmedian or more", ORANGE))
-    return figure
-
-
-def ties() -> Figure:
-    """Figure 13 of the paper: how many rows have two scores within 1e-3 of their maximum."""
-    figure, [[left, right]] = page(3.8, 1, 2)
-    table = pd.read_csv(PAPER_FIGURES / "figure_13.csv")
-    colors = {"delta_from_p": GREEN, "fp32_o": BLUE, "fp32_pv": BLACK, "flash": ORANGE, "paper": PINK}
-    for axis, column, title in (
-        (left, "ties_1e3_mean", "rows with a tied maximum, all heads"),
-        (right, "ties_1e3_max", "the same, largest of all heads"),
-    ):
-        for run, color in colors.items():
-            rows = table[(table["run"] == run) & (table["column"] == column)]
-            axis.plot(rows["step"], 100 * rows["value"], color=color, linewidth=1.5)
-        axis.set_title(title, fontsize=12, loc="left")
-        axis.set(yscale="log", ylim=(0.05, 150))
-        axis.yaxis.set_major_formatter("{x:g} %")
-        count_steps(axis, range(0, 13_000, 4000))
-    write(left, (5000, 12, "paper", PINK), (3800, 0.45, "flash", ORANGE), (6000, 0.065, "FP32 O in delta", BLUE))
-    write(left, (6500, 0.27, "P V in FP32", BLACK), (6000, 0.11, "delta from P", GREEN))
-    return figure
-
-
-def norms() -> Figure:
-    """Figure 11 of the paper: the spectral norm of W_Q, layer by layer."""
-    figure, panels = page(4.6, 2, 2, sharex=True, sharey=True)
-    titles = {"flash": "flash", "paper": "paper", "fp32_o": "FP32 O in delta", "delta_from_p": "delta from P"}
-    for axis, (run, title) in zip(panels.flat, titles.items(), strict=True):
-        table = probes(RUNS / run).set_index("step").filter(regex=r"^w_q_norm_\d+$").dropna()
-        mesh = axis.pcolormesh(
-            table.index, range(12), table.to_numpy().T, norm="log", vmin=1, vmax=200, cmap="cividis", shading="nearest"
-        )
-        axis.set_title(title, fontsize=12, loc="left")
-        axis.set(xlim=(0, 13_000), yticks=range(0, 12, 2))
-    for axis in panels[1]:
-        count_steps(axis, range(0, 13_000, 4000))
-    figure.supylabel("layer", fontsize=12)
-    figure.colorbar(mesh, ax=panels, label="spectral norm of $W_Q$")
-    return figure
-
-
-def published_fix() -> Figure:
-    """Left the largest logit of layer 1, right the validation loss: above published numerics and their fix, below what repairs delta.
-
-    Dashed: the second order of batches. Of a seed that ran twice, the longer run.
-    """
-    figure, panels = page(8.4, 2, 2)
-    study = EXPERIMENTS / "published_fix" / "runs"
-    seeds = ("", "_seed_1", "_seed_2")
-    from_p, fp32, second = "published_delta_from_p", "_fp32_statistics", "_second_order"
-    above: tuple[Any, ...] = (  # name, color, runs, height of the name on the left, on the right
-        ("flash", BLACK, [RUNS / "flash"], 3e5, 4.95),
-        ("published", GRAY, [study / f"published{seed}" for seed in ("_long", *seeds[1:], second)], 5e4, 4.78),
-        (
-            "Algorithm 3, beta 2",
-            ORANGE,
-            [study / f"published_stable{seed}" for seed in ("_long", *seeds[1:])],
-            6e3,
-            4.62,
-        ),
-        ("its floor alone", PINK, [study / "published_scaled"], 1.1e3, None),
-        (
-            "Algorithm 3, beta 7",
-            GREEN,
-            [study / f"published_stable_exact_ties{run}" for run in ("_13000", "_seed_1", "_13000_seed_2", second)],
-            33,
-            4.24,
-        ),
-        (
-            "its floor alone",
-            "#56B4E9",
-            [study / f"published_scaled_beta_7{run}" for run in ("", "_seed_1_long", "_seed_2_long")],
-            15,
-            None,
-        ),
-        (
-            "flash_consistent",
-            BLUE,
-            [EXPERIMENTS / "consistent" / "runs" / f"flash_consistent{run}_long" for run in ("", second)],
-            80,
-            4.13,
-        ),
-    )
-    below: tuple[Any, ...] = (
-        (
-            "l in FP32",
-            GRAY,
-            [study / f"published{fp32}{run}" for run in ("_seed_1", "_long", "_seed_2_long")],
-            2.5e5,
-            4.4,
-        ),
-        (
-            "l in FP32, bounded shift",
-            "#CCAA00",
-            [study / f"published_stable_safe_beta_7{fp32}{run}" for run in ("_seed_2_long", "", "_seed_1_long")],
-            3.2e4,
-            4.32,
-        ),
-        (
-            "FP32 O in delta",
-            BLACK,
-            [study / f"published_fp32_o{run}" for run in ("_long", "_seed_1_long", "_seed_2")],
-            9e4,
-            4.25,
-        ),
-        (
-            "delta from P",
-            PINK,
-            [
-                study / f"{from_p}{run}"
-                for run in ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4", second)
-            ],
-            4e3,
-            4.85,
-        ),
-        (
-            "delta*",
-            "#56B4E9",
-            [
-                study / f"published_delta_normalized{run}"
-                for run in ("_13000", "_seed_1_long", "_13000_seed_2", "_seed_3", "_seed_4", second)
-            ],
-            40,
-            4.17,
-        ),
-        (
-            "delta from P, l in FP32",
-            BLUE,
-            [study / f"{from_p}{fp32}{run}" for run in ("_seed_1_long", "_long", "_seed_2")],
-            120,
-            4.11,
-        ),
-    )
-    last = 5500
-    for (left, right), arms in zip(panels, (above, below), strict=True):
-        for words, color, runs, *heights in arms:
-            for folder in runs:
-                logits = probes(folder).set_index("step")["max_logit_1"].loc[:last]
-                losses = metrics(folder).set_index("step")["val_loss"].dropna().loc[:last]
-                style = "--" if second in folder.name else "-"
-                left.plot(logits.index, logits, color=color, linewidth=1.5, linestyle=style)
-                right.plot(losses.index, losses, color=color, linewidth=1.5, linestyle=style, marker="o", markersize=3)
-            for axis, height in zip((left, right), heights, strict=True):
-                if height:
-                    own = int(probes(runs[0])["step"].iloc[-1])
-                    end = last if 2 * own > last else own  # a short run has its name at its own end
-                    write(axis, (1.02 * end, height, words, color))
-        left.set(yscale="log", ylim=(1, 1e6), xlim=(0, 1.65 * last))
-        right.set(ylim=(4.05, 5.1), xlim=(950, 1.5 * last))
-        left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
-        right.set_title("validation loss", fontsize=12, loc="left")
-        count_steps(left, range(0, last, 2000))
-        count_steps(right, range(1000, last, 1500))
-    return figure
-
-
-def consistent() -> Figure:
-    """Largest logit of layer 1 of ``flash``, delta from P and ``flash_consistent``: a line a run, dashed on the second order of batches."""
-    figure, [[axis]] = page(4.6, 1, 1)
-    seeds = ("", "_seed_1", "_seed_2")
-    arms = {"flash": (ORANGE, seeds), "delta_from_p": (GRAY, seeds)}
-    arms["flash_consistent"] = (
-        BLUE,
-        ("_long", "_seed_1_long", "_seed_2_long", "_seed_3", "_seed_4_again", "_second_order_long"),
-    )
-    study = EXPERIMENTS / "consistent" / "runs"
-    lines = [
-        (color, (study if arm == "flash_consistent" else RUNS) / f"{arm}{run}")
-        for arm, (color, runs) in arms.items()
-        for run in runs
-    ]
-    second = ((ORANGE, study / "flash_second_order"), (GRAY, study / "delta_from_p_second_order"))
-    for color, folder in (*lines, *second):
-        rows = probes(folder)
-        rows = rows[rows["step"] <= 13_000]
-        style = "--" if "second_order" in folder.name else "-"
-        axis.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5, linestyle=style)
-    write(axis, (6200, 2e6, "flash", ORANGE), (8500, 330, "delta from P", GRAY), (8500, 12, "flash_consistent", BLUE))
-    axis.set(yscale="log", ylim=(1, 2e7), xlim=(0, 13_000))
-    axis.set_title(
-        "largest attention logit of layer 1, a line a seed; dashed: a second order of batches",
-        fontsize=12,
-        loc="left",
-    )
-    count_steps(axis, range(0, 13_001, 2000))
-    return figure
-
-
 def public_recipe() -> Figure:
     """``flash`` and ``flash_consistent`` on the same batches of the public text: training loss and largest logit of layer 1."""
     figure, left, right = loss_and_logits(3900, 0, 4, range(0, 3001, 1000))
@@ -434,39 +204,11 @@ def public_recipe() -> Figure:
     return figure
 
 
-def medium() -> Figure:
-    """Gated GPT-2 medium with ``flash`` and ``flash_consistent``: largest logit of layer 1, median gradient norm of each 200 steps."""
-    figure, [[left, right]] = page(4.2, 1, 2)
-    for run, color in (("", ORANGE), ("_consistent", BLUE)):
-        folder = EXPERIMENTS / "other_recipes" / "runs" / f"gated_gpt2_medium_lr_1e-3{run}"
-        rows, table = probes(folder), metrics(folder).dropna(subset=["grad_norm"])
-        norms = table.groupby(table["step"] // 200)["grad_norm"].median()
-        left.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
-        right.plot(norms.index * 200 + 100, norms, color=color, linewidth=1.5)
-    left.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
-    right.set_title("gradient norm", fontsize=12, loc="left")
-    left.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
-    write(left, (100, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY), (4900, 3e5, "flash", ORANGE))
-    write(left, (3300, 1.1e3, "flash_consistent", BLUE))
-    write(right, (4500, 6, "flash", ORANGE), (3600, 0.26, "flash_consistent", BLUE))
-    for axis, limits in ((left, (1, 2e6)), (right, (0.1, 50))):
-        axis.set(yscale="log", xlim=(0, 7200), ylim=limits)
-        count_steps(axis, range(0, 7000, 2000))
-    return figure
-
-
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
     save(layers(), FAST_FAILURE / "layers.png")
     save(large_logits(), FAST_FAILURE / "large_logits.png")
-    save(heads(), PAPER_FIGURES / "figure_03.png")
-    save(norms(), PAPER_FIGURES / "figure_11.png", colors=256)
-    save(ties(), PAPER_FIGURES / "figure_13.png")
-    save(published_fix(), EXPERIMENTS / "published_fix" / "curves.png")
-    save(consistent(), EXPERIMENTS / "consistent" / "curves.png")
     save(public_recipe(), EXPERIMENTS / "public_recipe" / "curves.png")
-    save(medium(), EXPERIMENTS / "other_recipes" / "medium.png")
-    save(late_switches(), LATE_SWITCHES / "late_switches.png")
 
 
 if __name__ == "__main__":
