@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from . import huggingface_models
 from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
 from .plan import AttentionSpec
 from .presets import RECOMMENDED
@@ -19,14 +23,14 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     attention of transformers have, as models look it up at each call, for one with "flash" in it, which transformers takes for a
     flash-attention package, and for numerics that are unknown or stochastic.
 
-    A model's call raises ``ValueError`` for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for sinks,
-    position biases, paged caches and ``output_attentions``. GPT-2 does not hand the last on: there ``attentions`` comes back empty, as with
-    transformers' own SDPA.
+    A model whose attention code is its own, and never calls ours, raises ``ValueError`` when it is made and when it is switched.
+    A model's call raises it for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for each keyword that
+    is not known to be harmless: sinks, position biases, indices of sparse attention, paged caches, ``output_attentions``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
-    refuse(not (isinstance(name, str) and name), f"name = {name!r}: expected a name of one letter or more")
+    plain = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)
+    refuse(not plain, f"name = {name!r}: expected one of letters, digits, '_', '-' and '.'")
     refuse("flash" in name, f"name = {name!r}: expected one without 'flash', which transformers reserves")
     spec = spec_of(numerics)
     refuse(
@@ -51,18 +55,12 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        for lacking in ("s_aux", "position_bias", "cache"):
-            refuse(others.get(lacking) is not None, f"{type(module).__name__}: it has no {lacking}")
-        wanted = bool(others.get("output_attentions"))
-        refuse(wanted, f"{type(module).__name__}: it keeps no P (output_attentions); 'eager' attention does")
+        _refuse_others(module, others)
         cure = "make or load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         refuse(dropout != 0, f"{type(module).__name__}: dropout = {dropout}: expected 0, it has no dropout; {cure}")
-        lengths = query.shape[2], key.shape[2]
-        # As transformers' own for SDPA: a mask says everything, and the one query of a decoding step sees all that the cache holds.
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = lengths[0] > 1 and attention_mask is None and causal
-        if causal and lengths[1] > lengths[0]:  # a static cache that is still empty
-            key, value = key[:, :, : lengths[0]], value[:, :, : lengths[0]]
+        causal = False
+        if attention_mask is None:
+            causal, attention_mask = _without_mask(module, query, key, is_causal, others.get("sliding_window"))
         o = scaled_dot_product_attention(
             query,
             key,
@@ -79,7 +77,69 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
 
     # Told by the function itself, as this module may be there twice: installed, and in a checkout as ``attention``.
     forward.rounded_as = spec.label()  # type: ignore[attr-defined]
+    huggingface_models.guard()
     AttentionInterface.register(name, forward)
     # transformers makes no mask, not even for padding, for a name that this registry does not hold.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, _mask)
     return name
+
+
+HARMLESS = {
+    "sliding_window": "the mask has it; looked at where there is none",
+    "position_ids": "queries and keys are rotated by then, and the mask is made of them",
+    "position_embeddings": "the same",
+    "cache_position": "the same",
+    "past_key_values": "keys and values come from it already",
+    "use_cache": "the same",
+    "max_length_q": "a size, of what cu_seq_lens_q says",
+    "max_length_k": "the same",
+    "deterministic": "every call is",
+    "seq_idx": "of layers without attention",
+    "num_items_in_batch": "of the loss",
+    "output_hidden_states": "of the model's output",
+    "output_router_logits": "the same",
+    "return_dict": "the same",
+    "logits_to_keep": "the same",
+}
+"""Keywords that say nothing of which keys a query sees or how it weighs them, and why. All others are refused unless they are None."""
+
+
+def _refuse_others(module: nn.Module, others: dict[str, Any]) -> None:
+    what = type(module).__name__
+    refuse(bool(others.get("output_attentions")), f"{what}: it keeps no P (output_attentions); 'eager' attention does")
+    for name, value in others.items():
+        if value is not None and name not in HARMLESS and name != "output_attentions":
+            refuse(True, f"{what}: it has no {name}, which the model hands to its attention; 'eager' attention may")
+
+
+def _without_mask(
+    module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, window: int | None
+) -> tuple[bool, Tensor | None]:
+    """What "no mask" stands for: ``is_causal`` and ``attn_mask`` of our function."""
+    what, T, S = type(module).__name__, query.shape[2], key.shape[2]
+    refuse(
+        window is not None and window < S, f"{what}: sliding_window = {window} of {S} keys: expected a mask that has it"
+    )
+    if T == 1:  # a step of decoding sees all that the cache holds
+        return False, None
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+        # "sdpa" takes it for causal, "eager" for full attention.
+        refuse(is_causal is None, f"{what}: no attention mask and no is_causal: expected one of them")
+    if not is_causal or T == S:
+        return bool(is_causal), None
+    # Our masks are not left out for a static cache that is still empty, so these queries are the last of the sequence.
+    refuse(T > S, f"{what}: {T} causal queries, {S} keys, no attention mask: expected one")
+    return False, torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
+
+
+def _mask(*arguments: Any, **settings: Any) -> Tensor | None:
+    """transformers' bool mask, or None: T causal queries of T keys, one query that sees all keys, or nothing is hidden at all."""
+    from transformers.masking_utils import sdpa_mask
+
+    asked = inspect.signature(sdpa_mask).bind(*arguments, **settings).arguments
+    place = asked.get("cache_position")  # before transformers 5
+    queries = asked["q_length"] if place is None else place.shape[0]
+    if queries not in (1, asked["kv_length"]):
+        settings["allow_is_causal_skip"] = False
+    return sdpa_mask(*arguments, **settings)

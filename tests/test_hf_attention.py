@@ -209,7 +209,7 @@ def test_output_attentions_is_refused(ours: str) -> None:
     )
     model = transformers.LlamaForCausalLM(config)
     model.set_attn_implementation(ours)
-    with pytest.raises(ValueError, match="LlamaAttention: it keeps no P"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: output_attentions: expected False"):
         model(torch.zeros(1, 4, dtype=torch.int64), output_attentions=True)
 
 

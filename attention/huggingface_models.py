@@ -1,0 +1,257 @@
+"""Models of transformers that cannot have our attention, refused when they are made and when they are switched.
+
+transformers takes any registered name for any model. A model with attention code of its own never calls what stands for the name, but gets
+the mask that was made for it. So each module under one of our names is looked at: what its code calls says whether it computes attention
+itself, and whether it asks transformers' registry for it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .functional import refuse
+
+_REGISTRY = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "get_interface"}
+_SOFTMAXES = {"softmax", "Softmax", "log_softmax", "logsumexp"}
+_PRODUCTS = {"@", "matmul", "bmm", "baddbmm", "einsum", "tensordot"}
+_FUSED = (
+    "scaled_dot_product",
+    "flash_attn_",
+    "flash_attention_forward",
+    "efficient_attention",
+    "head_attention_forward",
+    "flex_attention",
+)
+
+
+class Traits(NamedTuple):
+    """What the code of a class of modules calls."""
+
+    registry: bool
+    """transformers' registry of attention functions."""
+    own: bool
+    """A fused attention, or a softmax beside a matrix product; and no registry."""
+    named: bool
+    """Its name says that it is attention."""
+
+
+def guard() -> None:
+    """Have transformers' models looked at from now on; again changes nothing."""
+    from transformers import PreTrainedModel
+
+    if hasattr(PreTrainedModel.post_init, "looks_at_attention"):
+        return
+    post_init, switch = (getattr(PreTrainedModel, name) for name in ("post_init", "set_attn_implementation"))
+
+    @functools.wraps(post_init)
+    def checked_post_init(model: Any, *arguments: Any, **settings: Any) -> Any:
+        check(model)
+        watch_outputs(model)
+        return post_init(model, *arguments, **settings)
+
+    @functools.wraps(switch)
+    def checked_switch(model: Any, attn_implementation: Any, *arguments: Any, **settings: Any) -> None:
+        if not any(map(is_ours, _values(attn_implementation))):
+            return switch(model, attn_implementation, *arguments, **settings)
+        configs = [config for config, _ in _configs(model)]
+        before = [config._attn_implementation for config in configs]
+        try:
+            switch(model, attn_implementation, *arguments, **settings)
+            check_switched(model, attn_implementation)
+            for part in model.modules():
+                watch_outputs(part)
+        except Exception:
+            for config, name in zip(configs, before, strict=True):
+                config._attn_implementation_internal = name
+            raise
+
+    def with_message(make: Any) -> Any:
+        @functools.wraps(make)
+        def made(model_class: Any, *arguments: Any, **settings: Any) -> Any:
+            try:
+                return make(model_class, *arguments, **settings)
+            except KeyError as error:  # of a model that keeps a table of its own classes by name
+                name = error.args[0] if error.args else None
+                refuse(
+                    is_ours(name), f"{model_class.__name__}: it has attention code of its own, and none for {name!r}"
+                )
+                raise
+
+        return classmethod(made)
+
+    checked_post_init.looks_at_attention = True  # type: ignore[attr-defined]
+    new = {"post_init": checked_post_init, "set_attn_implementation": checked_switch}
+    new |= {name: with_message(vars(PreTrainedModel)[name].__func__) for name in ("_from_config", "from_pretrained")}
+    for name, function in new.items():
+        setattr(PreTrainedModel, name, function)
+
+
+def is_ours(name: object) -> bool:
+    """Whether ``name`` stands for an attention of ours, which another copy of this package may have put there."""
+    from transformers import AttentionInterface
+
+    return isinstance(name, str) and hasattr(AttentionInterface._global_mapping.get(name), "rounded_as")
+
+
+def check(model: Any) -> None:
+    """``ValueError`` where attention code under one of our names never calls ours."""
+    governed = [(module, config) for module, config in _governed(model) if is_ours(_name(config))]
+    traits = [traits_of(module) for module, _ in governed]
+    for (module, config), own in zip(governed, traits, strict=True):
+        if own.own:
+            _refuse(model, module, config, _name(config))
+    if not any(own.registry for own in traits):
+        for (module, config), own in zip(governed, traits, strict=True):
+            if own.named:
+                _refuse(model, module, config, _name(config))
+
+
+def watch_outputs(model: Any) -> None:
+    """Have calls of a model under one of our names refuse ``output_attentions``, which many models do not hand to their attention."""
+    config = getattr(model, "config", None)
+    if is_ours(_name(config)) and refuse_attentions not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
+
+
+def refuse_attentions(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
+    asked = settings.get("output_attentions")
+    if (getattr(model.config, "output_attentions", False) if asked is None else asked) and is_ours(_name(model.config)):
+        refuse(
+            True, f"{type(model).__name__}: output_attentions: expected False, it keeps no P; 'eager' attention does"
+        )
+
+
+def check_switched(model: Any, asked: Any) -> None:
+    """``ValueError`` where ``model`` has not become what ``set_attn_implementation(asked)`` says: transformers only logs that."""
+    check(model)
+    reached = [(module, config, traits_of(module)) for module, config in _governed(model)]
+    if isinstance(asked, str):
+        left = [(module, config, traits) for module, config, traits in reached if _name(config) != asked]
+        for module, config, traits in left:
+            if traits.own:
+                _refuse(model, module, config, asked)
+        for module, _, traits in left:
+            what = f"{type(model).__name__}: transformers does not switch its {type(module).__name__}"
+            refuse(traits.registry, f"{what}: expected the model to be made or loaded with {asked!r}")
+    else:
+        for config, key in _configs(model):
+            wanted = asked
+            for part in key.split(".") if key else ():
+                wanted = wanted.get(part) if isinstance(wanted, dict) else None
+            wanted = wanted.get("") if isinstance(wanted, dict) else wanted
+            missed = is_ours(wanted) and _name(config) != wanted
+            refuse(missed, f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}")
+    none = not any(traits.registry and is_ours(_name(config)) for _, config, traits in reached)
+    refuse(none, f"{type(model).__name__}: no part of it has attention that can be switched")
+
+
+def _refuse(model: Any, module: nn.Module, config: Any, name: str) -> None:
+    key = next((key for one, key in _configs(model) if one is config and key), None)
+    here = {"": name, key or "KEY_OF_ITS_CONFIG": "eager"}
+    cure = here if key else f"'eager' (as a part of another model: {here})"
+    message = f"its {type(module).__name__} has attention code of its own, which never calls {name!r}"
+    refuse(True, f"{type(model).__name__}: {message}: expected attn_implementation = {cure}")
+
+
+def _governed(module: nn.Module, config: Any = None) -> Iterator[tuple[nn.Module, Any]]:
+    """Each module with the nearest config that names an attention."""
+    own = getattr(module, "config", None)
+    config = own if hasattr(own, "_attn_implementation") else config
+    yield module, config
+    for child in module.children():
+        yield from _governed(child, config)
+
+
+def _name(config: Any) -> Any:
+    return getattr(config, "_attn_implementation", None)
+
+
+def _values(asked: Any) -> Iterator[Any]:
+    if isinstance(asked, dict):
+        for value in asked.values():
+            yield from _values(value)
+    else:
+        yield asked
+
+
+def _configs(model: Any) -> Iterator[tuple[Any, str]]:
+    """Configs of a model and of its parts, each once, with its key in the model's own config, "" where it has none."""
+    found: dict[int, tuple[Any, str]] = {}
+
+    def add(config: Any, key: str) -> None:
+        if hasattr(config, "_attn_implementation") and id(config) not in found:
+            found[id(config)] = config, key
+            for part in getattr(config, "sub_configs", ()):
+                add(getattr(config, part, None), f"{key}.{part}" if key else part)
+
+    add(model.config, "")
+    for module in model.modules():
+        add(getattr(module, "config", None), "")
+    yield from found.values()
+
+
+def traits_of(module: nn.Module) -> Traits:
+    """What the methods of its class, and the functions that they call, use by name. torch's own classes use nothing."""
+    module_class: Any = type(module)
+    return _traits(module_class)
+
+
+@functools.cache
+def _traits(module_class: Any) -> Traits:
+    seen: set[FunctionType] = set()
+    names: set[str] = set()
+    left = [
+        function for base in module_class.__mro__ if not _torchs(base) for function in _functions(vars(base).values())
+    ]
+    while left:
+        function = left.pop()
+        if function not in seen:
+            seen.add(function)
+            here, outer = _names(function.__code__), function.__globals__
+            names |= here
+            left += _functions(outer[name] for name in here if name in outer)
+    registry = bool(names & _REGISTRY)
+    fused = any(part in name for name in names for part in _FUSED)
+    own = not registry and (fused or bool(names & _SOFTMAXES and names & _PRODUCTS))
+    name = module_class.__name__.lower()
+    return Traits(registry, own, "attention" in name or "attn" in name)
+
+
+def _torchs(thing: Any) -> bool:
+    """torch's, or what all models of transformers share."""
+    module = f"{thing.__module__}."
+    shared = (
+        "modeling_utils",
+        "generation",
+        "utils",
+        "integrations.peft",
+        "modeling_flash_attention_utils",
+        "masking_utils",
+        "cache_utils",
+    )
+    return module.startswith(("torch.", "builtins.", *(f"transformers.{part}." for part in shared)))
+
+
+def _functions(values: Any) -> list[FunctionType]:
+    """The functions of Python among ``values``, without their decorators."""
+    found = []
+    for value in values:
+        value = getattr(value, "__func__", getattr(value, "fget", value))
+        while hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
+        if isinstance(value, FunctionType) and not _torchs(value):
+            found.append(value)
+    return found
+
+
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
+    names = set(code.co_names)
+    names |= {"@" for step in dis.get_instructions(code) if step.argrepr in ("@", "@=")}
+    return frozenset(names.union(*(_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))))

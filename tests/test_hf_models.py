@@ -1,0 +1,245 @@
+"""Which models of transformers may have our attention: those that call it, as they call "eager"; all others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention.huggingface import register
+
+transformers = pytest.importorskip("transformers", minversion="4.54")
+
+OURS = "low_precision_attention"
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = SMALL | {"intermediate_size": 48, "max_position_embeddings": 64}
+OWN: dict[str, Callable[[], Any]] = {
+    "bloom": lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": lambda: transformers.FalconConfig(**SMALL),
+    "gptj": lambda: transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+    "mpnet": lambda: transformers.MPNetConfig(**SIZES),
+    "deberta": lambda: transformers.DebertaConfig(**SIZES),
+    "xlnet": lambda: transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48),
+    "wavlm": lambda: transformers.WavLMConfig(**SIZES),
+    "rwkv, no attention in its sense": lambda: transformers.RwkvConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    assert register() == OURS
+
+
+def randomized(model: Any) -> Any:
+    """The same weights for the same model, with logits that are not all alike."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_with_attention_of_its_own_is_not_made(family: str) -> None:
+    with pytest.raises(ValueError, match=r"^low-precision attention: \w+: it.* attention code of its own, .*$"):
+        transformers.AutoModel.from_config(OWN[family](), attn_implementation=OURS)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_it_is_not_switched_either_and_stays_what_it_was(family: str) -> None:
+    model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
+    with pytest.raises(ValueError, match=rf"^low-precision attention: {type(model).__name__}: "):
+        model.set_attn_implementation(OURS)
+    assert model.config._attn_implementation == "eager"
+
+
+class OwnAttention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(width, 3 * width)
+        self.weigh = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.projection(x).chunk(3, dim=-1)
+        return self.weigh(q @ k.transpose(-1, -2) + (0 if mask is None else mask)) @ v
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class FusedAttention(OwnAttention):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return weighted(*self.projection(x).chunk(3, dim=-1))
+
+
+class LinearMixer(nn.Linear):
+    """A layer that is no attention, as in hybrid models."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+
+
+def remote(part: Callable[[int], nn.Module]) -> Any:
+    """A model such as a repository brings along: a Llama with a part that transformers does not know."""
+
+    class RemoteModel(transformers.LlamaModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.extra = part(config.hidden_size)
+            self.post_init()
+
+    return RemoteModel
+
+
+@pytest.mark.parametrize("part", [OwnAttention, FusedAttention])
+def test_code_that_transformers_does_not_have_is_refused_too(part: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
+        remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
+    model = remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
+        model.set_attn_implementation(OURS)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("part", [LinearMixer, lambda width: nn.MultiheadAttention(width, 4)])
+def test_layers_without_attention_and_torchs_own_change_nothing(part: Any) -> None:
+    remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
+
+
+def llava(vision: Any, **settings: Any) -> Any:
+    config = transformers.LlavaConfig(vision_config=vision, text_config=transformers.LlamaConfig(**SIZES))
+    return transformers.LlavaForConditionalGeneration._from_config(config, **settings)
+
+
+def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -> None:
+    own = transformers.VitDetConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    with pytest.raises(ValueError, match=r"VitDetModel: its VitDetAttention .* 'KEY_OF_ITS_CONFIG': 'eager'"):
+        llava(own, attn_implementation=OURS)
+    use = {"": OURS, "text_config": OURS, "vision_config": "eager"}
+    made, switched = llava(own, attn_implementation=use), llava(own, attn_implementation="eager")
+    with pytest.raises(ValueError, match=r"its VitDetAttention .*'vision_config': 'eager'"):
+        switched.set_attn_implementation(OURS)
+    assert switched.config.text_config._attn_implementation == "eager"
+    switched.set_attn_implementation(use)
+    for model in (made, switched):
+        assert model.config.text_config._attn_implementation == OURS
+        assert model.config.vision_config._attn_implementation == "eager"
+
+
+def test_a_part_that_can_have_it_has_it() -> None:
+    clip = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    model = llava(clip, attn_implementation="eager")
+    model.set_attn_implementation(OURS)
+    assert {model.config.vision_config._attn_implementation, model.config.text_config._attn_implementation} == {OURS}
+
+
+@pytest.mark.parametrize("name", ["flash_like", "a/b", "paged|x", "eager", ""])
+def test_names_that_transformers_reads_another_way_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        register(name=name)
+
+
+def call(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool | None = True, **others: Any) -> Tensor:
+    module = nn.Module()
+    if causal is not None:
+        module.is_causal = causal  # type: ignore[assignment]
+    return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[OURS](module, q, k, k, mask, **others)[0]
+
+
+@pytest.mark.parametrize("keyword", ["indices", "block_indices", "sinks", "s_aux", "position_bias", "head_mask", "any"])
+def test_a_keyword_that_may_change_attention_is_refused(keyword: str) -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=f"^low-precision attention: Module: it has no {keyword}"):
+        call(q, q, **{keyword: q})
+    assert call(q, q, **{keyword: None}).shape == (1, 4, 1, 8)
+
+
+def test_a_window_without_a_mask_is_refused_unless_it_holds_all_keys() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="sliding_window = 3 of 4 keys"):
+        call(q, q, sliding_window=3)
+    assert torch.equal(call(q, q, sliding_window=4), call(q, q))
+
+
+def test_without_a_mask_somebody_must_say_whether_it_is_causal() -> None:
+    """transformers' "sdpa" takes it for causal, "eager" for full attention."""
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="no attention mask and no is_causal"):
+        call(q, q, causal=None)
+    call(q[:, :, :1], q, causal=None)
+
+
+def test_fewer_causal_queries_than_keys_without_a_mask_are_the_last_ones() -> None:
+    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    torch.testing.assert_close(call(q[:, :, 6:], k), call(q, k)[:, 6:])
+    with pytest.raises(ValueError, match="9 causal queries, 6 keys"):
+        call(q, k[:, :, :6])
+
+
+def gemma4() -> Any:
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    shared = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8}
+    return transformers.Gemma4TextConfig(**(SIZES | layers | shared | heads | {"sliding_window": 5, "pad_token_id": 0}))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_gemma_4_that_drops_queries_before_its_shared_layers(keep: int) -> None:
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    tokens = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = (
+            randomized(transformers.Gemma4ForCausalLM._from_config(gemma4(), attn_implementation=name))(
+                input_ids=tokens, logits_to_keep=keep
+            ).logits
+            for name in ("eager", OURS)
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_sparse_attention_that_hands_indices_over_is_refused() -> None:
+    if not hasattr(transformers, "GlmMoeDsaConfig"):
+        pytest.skip("this transformers has no GLM-5")
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    index = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "moe_intermediate_size": 16}
+    config = transformers.GlmMoeDsaConfig(**(SIZES | ranks | experts | index))
+    model = transformers.GlmMoeDsaForCausalLM._from_config(config, attn_implementation=OURS)
+    with pytest.raises(ValueError, match="GlmMoeDsaAttention: it has no indices"):
+        model(input_ids=torch.zeros(1, 24, dtype=torch.int64))
+
+
+GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+ATTENTIONS = {
+    "Llama": lambda: transformers.LlamaConfig(**SIZES),
+    "OPT": lambda: transformers.OPTConfig(
+        **(SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0})
+    ),
+    "GPT2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, **GPT2),
+}
+
+
+@pytest.mark.parametrize("family", ATTENTIONS)
+def test_output_attentions_is_refused_also_where_the_model_hides_it(family: str) -> None:
+    """transformers' "sdpa" gives an empty tuple."""
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    made = transformers.AutoModelForCausalLM.from_config(ATTENTIONS[family](), attn_implementation=OURS)
+    switched = transformers.AutoModelForCausalLM.from_config(ATTENTIONS[family](), attn_implementation="eager")
+    switched.set_attn_implementation(OURS)
+    for model in (made, switched):
+        with pytest.raises(ValueError, match=f"{family}.*: output_attentions: expected False"):
+            model(tokens, output_attentions=True)
+    switched.set_attn_implementation("eager")
+    assert len(switched(tokens, output_attentions=True).attentions) == 2
