@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from .numerics import Numerics
-from .plan import AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan, check
+from .plan import AttentionConfig, AttentionRule, AttentionSpec, HeadGroup, LayerPlan, check_plans
 from .presets import PRESETS, RECOMMENDED
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = [
     "HeadGroup",
     "LayerPlan",
     "Numerics",
-    "check",
+    "check_plans",
     "replace_sdpa",
     "run",
     "scaled_dot_product_attention",

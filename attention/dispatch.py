@@ -39,7 +39,7 @@ def run(
         q_BTHD, k_BTHD, v_BTHD: one dtype of float32, bfloat16 and float16; any strides (views of a fused projection need no copy). Keys may
             be more or fewer than queries; with ``causal`` query t sees keys up to t. Heads of k and v may be fewer, HK: head h of q then
             reads head h // (H // HK).
-        plan: which heads use what; ``attention.check`` says before whether this machine can run it.
+        plan: which heads use what; ``attention.check_plans`` says before whether this machine can run it.
         rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so that
             it should be another one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.

@@ -227,7 +227,7 @@ def _plan_layer(layer: int, specs: list[AttentionSpec], flash_backend: str) -> L
     return LayerPlan(layer, len(specs), tuple(made), flash_backend)
 
 
-def check(
+def check_plans(
     plans: Iterable[LayerPlan],
     *,
     device: torch.device | str,

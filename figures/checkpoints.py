@@ -51,7 +51,9 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
     """The plan; where its backend cannot run here, with ``flash_reference`` at the same numerics. The page says so."""
     model, dtype = config.model, config.precision.torch_dtype
     try:
-        attention.check([plan], device=device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap)
+        attention.check_plans(
+            [plan], device=device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap
+        )
     except UserError:
         groups = tuple(dataclasses.replace(group, backend="flash_reference") for group in plan.groups)
         return dataclasses.replace(plan, groups=groups)

@@ -216,7 +216,7 @@ def compute(part: str, key: str) -> dict[str, Any] | None:
         config = AttentionConfig(flash_backend="flash" if part == "interpreter" else "flash_reference", default=spec)
         plan = config.resolve(2, q.shape[2])[1]
         softcap = 5.0 if variant == "softcap" else 0.0
-        attention.check((plan,), device="cpu", dtype=dtype, head_dim=q.shape[3], softcap=softcap)
+        attention.check_plans((plan,), device="cpu", dtype=dtype, head_dim=q.shape[3], softcap=softcap)
     except UserError:
         return None
     seed = torch.tensor(11)

@@ -55,7 +55,7 @@ def test_flash_presets_are_as_exact_as_standard_attention_of_the_same_precision(
 def test_matrix_backends_agree_with_fp64(preset: str, dtype: torch.dtype, device: torch.device) -> None:
     plan = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset=preset)).resolve(1, 3)
     try:
-        attention.check(plan, device=device, dtype=dtype, head_dim=16)
+        attention.check_plans(plan, device=device, dtype=dtype, head_dim=16)
     except UserError as reason:
         pytest.skip(str(reason))
     for case in CASES:
@@ -188,7 +188,9 @@ def test_what_this_machine_cannot_run_is_refused_with_the_reason(
 ) -> None:
     plans = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(**spec)).resolve(2, 2)
     with pytest.raises(UserError) as error:
-        attention.check(plans, **{"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 16, **settings})
+        attention.check_plans(
+            plans, **{"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 16, **settings}
+        )
     assert reason in str(error.value)
     able = str(error.value).partition("backends that can: ")[2].split(", ")
     assert set(can.split(", ")) <= set(able)
@@ -200,7 +202,7 @@ def test_what_this_machine_cannot_run_is_refused_with_the_reason(
 def test_a_dtype_without_roundings_is_refused(dtype: Any) -> None:
     plans = AttentionConfig().resolve(1, 1)
     with pytest.raises(UserError, match=f"^dtype = {dtype!r}: expected float32, bfloat16 or float16$"):
-        attention.check(plans, device="cpu", dtype=dtype, head_dim=16)
+        attention.check_plans(plans, device="cpu", dtype=dtype, head_dim=16)
 
 
 @pytest.mark.parametrize("seed", [0, torch.tensor([0]), torch.tensor(0, dtype=torch.int32)], ids=str)

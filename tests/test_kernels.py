@@ -123,7 +123,7 @@ def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
 ) -> None:
     monkeypatch.setattr(attention.backends, "_interprets", lambda: "CUDA" not in reason)
     with pytest.raises(UserError) as error:
-        attention.check(
+        attention.check_plans(
             AttentionConfig(default=asked).resolve(1, 2), device="cpu", dtype=torch.bfloat16, head_dim=head_dim
         )
     assert reason in str(error.value)

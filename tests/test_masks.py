@@ -343,7 +343,7 @@ def test_what_excludes_a_feature_says_so_before_anything_runs(spec: AttentionSpe
     with pytest.raises(UserError, match=reason):
         attention.run(q, k, v, plans[0], rounding_seed=torch.tensor(0), mask=Mask(window=3))
     with pytest.raises(UserError, match=reason):
-        attention.check(plans, device="cpu", dtype=torch.float32, head_dim=16, features=Mask(window=3).features())
+        attention.check_plans(plans, device="cpu", dtype=torch.float32, head_dim=16, features=Mask(window=3).features())
 
 
 def test_rules_that_part_heads_of_one_key_head_are_refused() -> None:

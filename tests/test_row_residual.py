@@ -91,6 +91,6 @@ def test_a_soft_cap_refuses_it(chosen: str) -> None:
     spec = AttentionSpec(sites=(f"row_residual={chosen}",), backend="flash_reference")
     plans = AttentionConfig(default=spec).resolve(1, 2)
     settings = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 16}
-    attention.check(plans, **settings)
+    attention.check_plans(plans, **settings)
     with pytest.raises(UserError, match=f"row_residual = '{chosen}', expected kept with a soft-cap"):
-        attention.check(plans, **settings, softcap=30.0)
+        attention.check_plans(plans, **settings, softcap=30.0)

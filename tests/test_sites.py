@@ -114,7 +114,9 @@ def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: 
     beside = () if case.site in ("exponent", "delta", "delta_output") else case.row.beside
     spec = AttentionSpec(preset="standard", sites=(*beside, site), backend=backend)
     with pytest.raises(UserError) as error:
-        attention.check(AttentionConfig(default=spec).resolve(1, 2), device="cpu", dtype=torch.float32, head_dim=16)
+        attention.check_plans(
+            AttentionConfig(default=spec).resolve(1, 2), device="cpu", dtype=torch.float32, head_dim=16
+        )
     assert "\n" not in str(error.value)
     assert f"backend {backend} cannot do this: " in str(error.value)
     assert "standard" not in str(error.value).partition("backends that can: ")[2]

@@ -78,7 +78,7 @@ class Interventions:
     Args:
         base: the config's plans.
         scheduled: the config's switches.
-        check: raises ``UserError`` for plans that this machine cannot run (``attention.check``); every state to come is checked.
+        check: raises ``UserError`` for plans that this machine cannot run (``attention.check_plans``); every state to come is checked.
         folder: the run's; None on all processes but the first, which write nothing.
         resumed, known: step and ``state()`` of the checkpoint that the run goes on from.
 
