@@ -11,7 +11,8 @@ from .presets import PRESETS, RECOMMENDED
 
 if TYPE_CHECKING:
     from .dispatch import run
-    from .functional import replace_sdpa, scaled_dot_product_attention
+    from .functional import scaled_dot_product_attention
+    from .replace import replace_sdpa
     from .watching.watch import watch
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 _NEED_TORCH = {
     "run": "dispatch",
     "scaled_dot_product_attention": "functional",
-    "replace_sdpa": "functional",
+    "replace_sdpa": "replace",
     "watch": "watching.watch",
 }
 

@@ -1,4 +1,4 @@
-"""torch's ``scaled_dot_product_attention`` with the roundings chosen by name, and what puts it in place of torch's.
+"""torch's ``scaled_dot_product_attention`` with the roundings chosen by name.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dim.
 """
@@ -9,9 +9,7 @@ import functools
 import math
 import operator
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -95,55 +93,6 @@ def scaled_dot_product_attention(
         q, k, v, sites, seed=rounding_seed, scale=scale, causal=is_causal, softcap=softcap, mask=mask
     )
     return o.transpose(1, 2)[..., :D]
-
-
-def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContextManager[None]:
-    """In a ``with`` block ours replaces torch's ``scaled_dot_product_attention``, also where modules have it by name.
-
-    Put the backward pass inside as well: activation checkpointing calls attention there again. What ours cannot do is a ``ValueError``, as
-    in ``scaled_dot_product_attention``. A function that an object keeps, as ``self.sdpa``, stays torch's. Warns where no call was made, as
-    by a model with attention of another kind.
-    """
-    spec = spec_of(numerics)
-    refuse(
-        stochastic(spec),
-        f"replace_sdpa: numerics = {numerics!r}: expected none that rounds stochastically, as no seed reaches it",
-    )
-    return _replaced(numerics)
-
-
-@contextmanager
-def _replaced(numerics: str | AttentionSpec) -> Iterator[None]:
-    torchs, called = functional.scaled_dot_product_attention, list[bool]()
-
-    # While it traces, the compiler calls it; a note in what it traces, it would refuse within activation checkpointing.
-    @torch.compiler.assume_constant_result
-    def note() -> None:
-        if not called:
-            called.append(True)
-            if callable(outer := getattr(torchs, "note", None)):  # an outer block, of which nothing is called now
-                outer()
-
-    def replacement(*arguments: Any, **settings: Any) -> Tensor:
-        note()
-        return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
-
-    replacement.note = note  # type: ignore[attr-defined]
-
-    def put(old: object, new: object) -> None:
-        own = ("torch.", f"{NAMESPACE}.")
-        modules = (module for name, module in list(sys.modules.items()) if module and not f"{name}.".startswith(own))
-        for names in (vars(functional), *map(vars, modules)):
-            for name in [name for name, value in names.items() if value is old]:
-                names[name] = new
-
-    put(torchs, replacement)
-    try:
-        yield
-    finally:
-        put(replacement, torchs)  # also where a module has been imported meanwhile
-    if not called:
-        warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=3)
 
 
 def refuse(wrong: bool, message: str) -> None:

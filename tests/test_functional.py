@@ -6,7 +6,9 @@ import copy
 import math
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention import AttentionSpec, replace_sdpa, scaled_dot_product_attention
+from attention.reference import tiles
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -385,9 +388,10 @@ def called(how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["plain", "compiled", "checkpointed"])
-def test_replaced_in_a_model_that_cannot_be_edited(how: str) -> None:
+def test_replaced_in_a_model_that_cannot_be_edited(how: str, device: torch.device) -> None:
+    """On a GPU the checkpointed one attends again in a thread of autograd's."""
     torch.compiler.reset()
-    *inputs, do = tensors()
+    *inputs, do = tensors(device=device)
     model = called(how)
     coarse = AttentionSpec(sites=("probabilities=m1",))
 
@@ -465,6 +469,81 @@ def test_blocks_inside_one_another_do_not_say_that_nothing_was_called(inner: boo
                 inside = functional.scaled_dot_product_attention(*inputs)
     assert inside.shape == inputs[0].shape
     assert outside is None or outside.shape == inside.shape
+
+
+COARSE, COARSER = (AttentionSpec(sites=(f"probabilities=m{bits}",)) for bits in (2, 1))
+
+
+def assert_attends(spec: AttentionSpec | None, attend: Any = None) -> None:
+    """The function that stands for torch's gives the bits of ``spec``, and torch's own without one."""
+    *inputs, _ = tensors()
+    outputs = [tiles.TORCHS(*inputs), *(scaled_dot_product_attention(*inputs, numerics=x) for x in (COARSE, COARSER))]
+    found = (attend or (lambda *qkv: functional.scaled_dot_product_attention(*qkv)))(*inputs)
+    assert [torch.equal(found, x) for x in outputs] == [spec is x for x in (None, COARSE, COARSER)]
+
+
+def test_nested_blocks_end_in_order_and_one_can_be_entered_again() -> None:
+    outer, inner = replace_sdpa(COARSE), replace_sdpa(COARSER)
+    for _ in range(2):
+        with outer:
+            assert_attends(COARSE)
+            with inner, outer:
+                assert_attends(COARSE)
+            with inner:
+                assert_attends(COARSER)
+            assert_attends(COARSE)
+    assert functional.scaled_dot_product_attention is torchs
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_that_overlap_in_threads_are_each_threads_own(compiled: bool) -> None:
+    """Opened and closed as 1, 2, 1, 2, beside a thread without one. Compiled: one function, which all threads call."""
+    torch.compiler.reset()
+    step = threading.Barrier(3, timeout=60)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(*qkv)
+
+    shared = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+
+    def first() -> None:
+        with replace_sdpa(COARSE):
+            step.wait()
+            step.wait()
+            assert_attends(COARSE, shared)
+        step.wait()
+        assert_attends(None, shared)
+        step.wait()
+
+    def second() -> None:
+        step.wait()
+        with replace_sdpa(COARSER):
+            step.wait()
+            assert_attends(COARSER, shared)
+            step.wait()
+            assert_attends(COARSER, shared)
+        step.wait()
+
+    def bystander() -> None:
+        for _ in range(4):
+            step.wait()
+            assert_attends(None, shared)
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(work) for work in (first, second, bystander)]:
+            done.result()
+    assert functional.scaled_dot_product_attention is torchs
+
+
+def test_compiled_code_that_a_block_uses_again_is_not_said_to_call_nothing() -> None:
+    torch.compiler.reset()
+    *inputs, _ = tensors()
+    compiled = torch.compile(lambda *qkv: functional.scaled_dot_product_attention(*qkv), backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="replace_sdpa")
+        for _ in range(2):
+            with replace_sdpa("flash"):
+                compiled(*inputs)
 
 
 def test_it_replaces_within_a_compiled_model_with_activation_checkpointing() -> None:

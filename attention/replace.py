@@ -1,0 +1,173 @@
+"""What stands in for torch's ``scaled_dot_product_attention``, for each thread by itself: ``replace_sdpa``, and what others build on.
+
+While any block of any thread is open, one function, ``_dispatch``, is in the place of torch's. It calls what the innermost open block of
+its own thread says; in a thread without one, torch's.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
+from .plan import AttentionSpec
+from .presets import RECOMMENDED
+from .reference.tiles import NAMESPACE, TORCHS
+
+Attend = Callable[..., Tensor]
+
+
+def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> StandIn:
+    """In a ``with`` block ours replaces torch's ``scaled_dot_product_attention``, also where modules have it by name.
+
+    The block is the thread's own: other threads keep torch's function, or their own block's. Blocks may be nested, and the result may be
+    entered again. Put the backward pass inside as well: activation checkpointing calls attention there again (around code that is
+    compiled, in one thread at a time). What ours cannot do is a ``ValueError``, as in ``scaled_dot_product_attention``. What stays torch's:
+    a function that an object keeps, as ``self.sdpa``, and what ``torch.jit.script`` has compiled; inside the block ``torch.jit.script`` of
+    code that calls attention raises torch's ``NotSupportedError``. Warns where no call was made, as by a model with attention of another
+    kind.
+    """
+    spec = spec_of(numerics)
+    refuse(
+        stochastic(spec),
+        f"replace_sdpa: numerics = {numerics!r}: expected none that rounds stochastically, as no seed reaches it",
+    )
+    name = spec.label()
+
+    def make(beneath: Attend) -> Attend:
+        def attend(*arguments: Any, **settings: Any) -> Tensor:
+            _note(name if torch.compiler.is_compiling() else "")
+            return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
+
+        return attend
+
+    return _Replacement(make, name)
+
+
+class StandIn(ContextDecorator):
+    """In its ``with`` block, in this thread, ``make(beneath)`` is called for torch's function.
+
+    ``beneath`` is what was called before: torch's function, or that of the block around this one.
+    """
+
+    def __init__(self, make: Callable[[Attend], Attend], name: str = ""):
+        self._make, self._name = make, name
+
+    def __enter__(self) -> None:
+        beneath = _install(self._name)
+        stack = _THREAD.stack
+        _keep((*stack, _Block(self, self._make(stack[-1].attend if stack else beneath))))
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> _Block:
+        stack = _THREAD.stack
+        block = next((block for block in reversed(stack) if block.owner is self), None)
+        if block is None:
+            raise ValueError(
+                "replace_sdpa: this thread has no such block: expected it to be closed where it was opened"
+            )
+        _keep(tuple(other for other in stack if other is not block))
+        _uninstall(self._name)
+        return block
+
+
+class _Replacement(StandIn):
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # What an earlier block's trace has compiled runs without this module.
+        if not self._close().called and error is None and self._name not in _TRACED:
+            warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=2)
+
+
+class _Block:
+    """A ``with`` block that is open."""
+
+    def __init__(self, owner: StandIn, attend: Attend):
+        self.owner, self.attend, self.called = owner, attend, False
+
+
+class _Thread(threading.local):
+    """Of each thread; a compiler guards what it reads here."""
+
+    def __init__(self) -> None:
+        self.stack: tuple[_Block, ...] = ()
+        self.is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        """Not made by Python, as those in which autograd runs the backward pass on a GPU."""
+
+
+_THREAD, _LOCK = _Thread(), threading.Lock()
+_TRACED: set[str] = set()
+_OPEN: list[str] = []
+"""Names of all open blocks of all threads."""
+_OPEN_NAMES, _TORCHS = "", TORCHS
+_KEY = f"{NAMESPACE}.replace"
+
+
+def _dispatch(*arguments: Any, **settings: Any) -> Tensor:
+    stack = _THREAD.stack
+    if not stack and _THREAD.is_foreign:
+        stack = _of_caller(_OPEN_NAMES)
+    if stack:
+        return stack[-1].attend(*arguments, **settings)
+    return _TORCHS(*arguments, **settings)
+
+
+@torch.compiler.assume_constant_result
+def _of_caller(open_names: str) -> tuple[_Block, ...]:
+    """The blocks of the thread that called ``backward``. A compiler traces this anew where ``open_names`` differ."""
+    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else ()
+
+
+@torch.compiler.assume_constant_result  # in activation checkpointing a compiler would refuse a note in what it traces
+def _note(traced: str) -> None:
+    if traced:
+        _TRACED.add(traced)
+    for block in _THREAD.stack or _of_caller(""):
+        block.called = True
+
+
+def _keep(stack: tuple[_Block, ...]) -> None:
+    _THREAD.stack = stack
+    # Autograd hands torch's own thread-local objects on to the threads of a backward pass, and no others.
+    if stack or not hasattr(torch._C, "_remove_obj_from_tls"):  # torch < 2.13
+        torch._C._stash_obj_in_tls(_KEY, stack)
+    else:
+        torch._C._remove_obj_from_tls(_KEY)
+
+
+def _install(name: str) -> Attend:
+    global _OPEN_NAMES, _TORCHS
+    with _LOCK:
+        if not _OPEN:
+            _TORCHS = functional.scaled_dot_product_attention
+            _put(_TORCHS, _dispatch)
+        _OPEN.append(name)
+        _OPEN_NAMES = " ".join(sorted(set(_OPEN)))
+        return _TORCHS
+
+
+def _uninstall(name: str) -> None:
+    global _OPEN_NAMES
+    with _LOCK:
+        _OPEN.remove(name)
+        _OPEN_NAMES = " ".join(sorted(set(_OPEN)))
+        if not _OPEN:
+            _put(_dispatch, _TORCHS)  # also where a module has been imported meanwhile
+
+
+def _put(old: object, new: object) -> None:
+    own = ("torch.", f"{NAMESPACE}.")
+    modules = (module for name, module in list(sys.modules.items()) if module and not f"{name}.".startswith(own))
+    for names in (vars(functional), *map(vars, modules)):
+        for name in [name for name, value in list(names.items()) if value is old]:
+            names[name] = new
