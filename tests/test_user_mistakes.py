@@ -88,7 +88,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--data.record {place}/runs/new/recording",
         r"data\.record = '.*/runs/new/recording': expected a folder outside of the run's own, .*/runs/new$",
     ),
-    "record_in_a_file": ("--data.record {place}/a_file/r", r"a_file/r: cannot record there: Not a directory"),
+    "record_in_a_file": ("--data.record {place}/a_file/r", r"a_file/r: cannot be written \(Not a directory\)"),
     "replay_missing": (
         "--data.replay {place}/nowhere",
         r"data\.replay = '.*nowhere': expected the folder of a recording",
@@ -137,7 +137,7 @@ def test_mistake_is_one_line_and_writes_nothing(
     [
         ([], r"usage: python train\.py configs/RECIPE\.py"),
         (["configs/nope.py"], r"config file = 'configs/nope\.py': .*expected one of .*configs/debug\.py"),
-        ([DEBUG, ABLATIONS / "outlier_heads.py"], r"attention\.rules\.0\.heads = 6: expected 0 to 3"),
+        ([DEBUG, ABLATIONS / "outlier_heads.py"], r"attention\.rules\.0\.heads = 4: expected 0 to 3"),
         (
             [DEBUG, ABLATIONS / "only_layer_1.py", "--model.n-layer", "1"],
             r"attention\.rules\.0\.layers = 1: expected 0 to 0, counted from 0",

@@ -1,11 +1,11 @@
-"""All layers but the paper's layer 2 (index 1) use flash attention.
+"""All layers but layer 1 (the paper's layer 2) make delta from the rounded O; that one makes delta from P.
 
-Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/all_but_layer_1.py --data.replay RECORDING_OF_THE_FAILING_RUN
+Put it after a recipe: python train.py configs/fast_failure.py configs/ablations/all_but_layer_1.py
 """
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 
 attention = AttentionConfig(
-    default=AttentionSpec(preset="flash", numerics="published"),
-    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="standard")),),
+    default=AttentionSpec(preset="flash"),
+    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash_delta_from_p")),),
 )

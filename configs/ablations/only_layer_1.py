@@ -1,11 +1,11 @@
-"""Only the paper's layer 2 (index 1) uses flash attention; all others use standard attention.
+"""Only layer 1 (the paper's layer 2) makes delta from the rounded O; all others take delta from P.
 
-Put it behind a recipe: train.py configs/gpt2_paper.py configs/ablations/only_layer_1.py --data.replay RECORDING_OF_THE_FAILING_RUN
+Put it after a recipe: python train.py configs/fast_failure.py configs/ablations/only_layer_1.py
 """
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 
 attention = AttentionConfig(
-    default=AttentionSpec(preset="standard"),
-    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash", numerics="published")),),
+    default=AttentionSpec(preset="flash_delta_from_p"),
+    rules=(AttentionRule(layers=(1,), attention=AttentionSpec(preset="flash")),),
 )
