@@ -1,6 +1,6 @@
 """Every file that a command reads, spoilt in every way: one line on stderr, exit code 2, no file changed, nothing waited for.
 
-Each is read by a fork of this process, which has imported everything and trained once. ``-m slow`` reads all of them.
+Each is read by a fork of this process, which has imported everything and trained once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from tiny_runs import Place, new_place, tree
 
 import train
@@ -68,21 +66,15 @@ def written(content: Callable[[bytes, random.Random], bytes]) -> Spoil:
 
 
 NO_FILE: dict[str, Spoil] = {
-    "missing": replaced(lambda path: None),
     "FIFO": replaced(os.mkfifo),
     "folder": replaced(Path.mkdir),
-    "loop": replaced(lambda path: path.symlink_to(path)),
     "dangling": replaced(lambda path: path.symlink_to(path.with_name("nowhere"))),
 }
 NO_CONTENT: dict[str, Spoil] = {
     "empty": written(lambda content, choice: b""),
     "noise": written(lambda content, choice: choice.randbytes(choice.randrange(1, 4096))),
-    "zeros": written(lambda content, choice: bytes(len(content))),
     "not UTF-8": written(lambda content, choice: b"\xff\xfe" + content),
     "deep list": written(lambda content, choice: b"[" * 100_000 + b"]" * 100_000 + b"\n"),
-    "deep object": written(lambda content, choice: b'{"a":' * 1_000 + b"1" + b"}" * 1_000 + b"\n"),
-    "digits": written(lambda content, choice: b"9" * 10_000 + b"\n"),
-    "a line": written(lambda content, choice: b"hello\n"),
 }
 CUT: dict[str, Spoil] = {
     "cut short": written(lambda content, choice: content[: choice.randrange(1, len(content) - 1)]),
@@ -108,20 +100,6 @@ def a_bit(path: Path, choice: random.Random) -> None:
     content = bytearray(path.read_bytes())
     content[choice.randrange(len(content))] ^= 1 << choice.randrange(8)
     path.write_bytes(content)
-
-
-def a_wrong_tensor(path: Path, choice: random.Random) -> None:
-    tensors = load_file(path)
-    name = choice.choice(sorted(tensors))
-    tensor = tensors.pop(name)
-    changes: list[dict[str, torch.Tensor]] = [
-        {},
-        {name: tensor, f"{name}x": tensor.clone()},
-        {name: tensor.index_fill(0, torch.tensor([0]), float("nan"))},
-        {name: tensor.flatten()[:-1].clone()},
-        {name: tensor[:0].clone()},
-    ]
-    save_file(tensors | choice.choice(changes), path, metadata={"format": "pt"})
 
 
 def a_wrong_line(path: Path, choice: random.Random) -> None:
@@ -151,63 +129,36 @@ RECIPES: dict[str, Spoil] = {
     content[:24]: written(lambda _, choice, content=content: content.encode())  # type: ignore[misc]
     for content in (
         "raise OSError('a\\nb')",
-        "raise RecursionError('a')",
-        "raise StopIteration",
-        "import sys; sys.exit()",
         "raise SystemExit(3)",
-        "class Odd(BaseException): pass\nraise Odd('x')",
         "def f(): f()\nf()",
         "config = (",
-        "config = " + "(" * 500 + ")" * 500,
-        "config = 1\0",
         "config = type",
-        "import no_such_module",
-        "raise ValueError('x' * 100_000)",
         "from config import TrainConfig, RunConfig\nconfig = TrainConfig(run=RunConfig(steps='9'))",
-        "from config import TrainConfig\nconfig = TrainConfig(run=3, model=None)",
     )
 }
-SIZES = (
-    *("model.n-layer", "model.n-embd", "model.block-size", "model.vocab-size", "model.vocab-multiple"),
-    *("data.sequence-length", "data.global-batch", "data.validation-sequences", "run.steps", "telemetry.sequences"),
-    *("checkpoint.every", "evaluation.every"),
-)
 
 # ---- what reads which files. {at} is the folder that the spoilt copy lies in, {place} that of what is right.
 
 ANY = NO_FILE | NO_CONTENT | CUT
-JSON, BINARY = ANY | {"a field": a_wrong_field}, ANY | {"a bit": a_bit}
-LOG = {**NO_CONTENT, "FIFO": NO_FILE["FIFO"], "folder": NO_FILE["folder"], "a number": a_wrong_line}
-TENSORS = ANY | {"a tensor": a_wrong_tensor}
-STATE = ANY | {"a field, signed": signed(a_wrong_field)}
-RECIPE = NO_FILE | RECIPES
+LOG = {"FIFO": NO_FILE["FIFO"], "a number": a_wrong_line}
 NEW = "train {place}/new.py --run.name other"
 RESUME = "train {place}/new.py --run.folder {at} --run.name run --run.resume yes --run.steps 40 --data.record {place}/recordings/run"
 DRAW = "figures 5 --checkpoint {at}/run --out {at}/out"
 READ: list[tuple[str, str, dict[str, Spoil]]] = [
-    (NEW + " --data.replay {at}/run", "recordings/run/header.json", JSON),
-    (NEW + " --data.replay {at}/run", "recordings/run/offsets.npy", BINARY),
-    (NEW + " --data.dataset {at}/data", "data/train.json", JSON),
-    (NEW + " --data.dataset {at}/data", "data/val.json", JSON),
-    (NEW + " --data.dataset {at}/data", "data/train.bin", BINARY),
-    (NEW + " --data.dataset {at}/data", "data/val.bin", BINARY),
-    (RESUME, "runs/run/checkpoints/*/state.json", STATE),
-    (RESUME, "runs/run/checkpoints/*/optimizer.safetensors", BINARY),
-    (RESUME, "runs/run/checkpoints/*/rng.safetensors", BINARY),
-    (NEW + " --run.init-from {at}/run", "runs/run/checkpoints/*/state.json", ANY),
-    (DRAW, "runs/run/checkpoints/*/model.safetensors", TENSORS | {"a tensor, signed": signed(a_wrong_tensor)}),
-    ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/config.json", ANY),
-    ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/model.safetensors", TENSORS),
+    (NEW + " --data.replay {at}/run", "recordings/run/header.json", ANY | {"a field": a_wrong_field}),
+    (NEW + " --data.replay {at}/run", "recordings/run/offsets.npy", {"FIFO": NO_FILE["FIFO"], "a bit": a_bit}),
+    (NEW + " --data.dataset {at}/data", "data/train.json", {"noise": NO_CONTENT["noise"], "a field": a_wrong_field}),
+    (NEW + " --data.dataset {at}/data", "data/val.bin", CUT | {"a bit": a_bit}),
+    (RESUME, "runs/run/checkpoints/*/state.json", {"folder": NO_FILE["folder"], "a field, signed": signed(a_wrong_field)}),
+    (RESUME, "runs/run/checkpoints/*/optimizer.safetensors", {"cut short, signed": signed(CUT["cut short"]), "a bit": a_bit}),
+    (NEW + " --run.init-from {at}/run", "runs/run/checkpoints/*/state.json", {"dangling": NO_FILE["dangling"]}),
+    (DRAW, "runs/run/checkpoints/*/model.safetensors", {"noise, signed": signed(NO_CONTENT["noise"])}),
+    ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/config.json", NO_CONTENT),
+    ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/model.safetensors", {"FIFO": NO_FILE["FIFO"], **CUT}),
     ("compare_runs {at}/run {place}/runs/second --out {at}/compare.png", "runs/run/metrics.jsonl", LOG),
     ("figures 11 --runs {at}/run --out {at}/out", "runs/run/telemetry.jsonl", LOG),
-    ("train {at}/recipe.py --run.name other", "recipe.py", RECIPE),
-    ("make_recording {at}/recipe.py --steps 3 --out {at}/out", "recipe.py", RECIPE),
-    *(
-        (f"{NEW} --{name} {value}", "recipe.py", {value[:9]: lambda path, choice: None})
-        for name in SIZES
-        for value in (str(2**63), "9" * 5000)
-    ),
-]
+    ("train {at}/recipe.py --run.name other", "recipe.py", RECIPES),
+]  # fmt: skip
 CASES = [(line, path, kind, spoil) for line, path, kinds in READ for kind, spoil in kinds.items()]
 
 
@@ -246,18 +197,15 @@ def read(words: Sequence[str], to: Path) -> int | None:
     return os.waitstatus_to_exitcode(status) if not os.WIFSIGNALED(status) else None
 
 
-def complaints(place: Place, at: Path, case: tuple[str, str, str, Spoil], seed: int = 0) -> Iterator[str]:
+def complaints(place: Place, at: Path, case: tuple[str, str, str, Spoil]) -> Iterator[str]:
     """What is wrong with how a spoilt file was refused."""
     line, path, kind, spoil = case
     source = place.folder / path.partition("/checkpoints/")[0]
     top = source if source.name in ("run", "recipe.py") else source.parent
     (shutil.copytree if top.is_dir() else shutil.copy)(top, at / top.name)
-    for spoilt in sorted(
-        (at / top.name).parent.glob(f"{top.name}{path.removeprefix(str(top.relative_to(place.folder)))}")
-    ):
-        spoil(
-            spoilt, random.Random(f"{path} {kind} {seed}")
-        )  # alike in all checkpoints: one damaged one is passed over
+    inside = path.removeprefix(str(top.relative_to(place.folder)))
+    for spoilt in sorted((at / top.name).parent.glob(f"{top.name}{inside}")):
+        spoil(spoilt, random.Random(f"{path} {kind}"))  # alike in all checkpoints: one damaged one is passed over
     before, told = (tree(at), tree(place.folder)), at.with_suffix(".stderr")
     code = read(line.format(at=at, place=place.folder).split(), told)
     said = told.read_text(errors="replace")
@@ -269,35 +217,20 @@ def complaints(place: Place, at: Path, case: tuple[str, str, str, Spoil], seed: 
         yield "files were changed"
 
 
-def refuse_all(
-    place: Place, folder: Path, cases: Sequence[tuple[str, str, str, Spoil]], seeds: range = range(1)
-) -> None:
+def test_spoilt_files_are_refused_in_one_line(place: Place, tmp_path: Path) -> None:
     wrong = []
-    for number, case in enumerate(case for _ in seeds for case in cases):
-        (folder / str(number)).mkdir()
-        found = list(complaints(place, folder / str(number), case, number))
+    for number, case in enumerate(CASES):
+        (tmp_path / str(number)).mkdir()
+        found = list(complaints(place, tmp_path / str(number), case))
         wrong += [f"{case[0]}: {case[1]}: {case[2]}: {'; '.join(found)}"] if found else []
-        shutil.rmtree(folder / str(number))
+        shutil.rmtree(tmp_path / str(number))
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_few_dozen_spoilt_files_are_refused_in_one_line(place: Place, tmp_path: Path) -> None:
-    """Those of a kind that nothing else tests, and every ninth."""
-    fifos = [case for case in CASES if case[2] == "FIFO"]
-    exits = [case for case in CASES if "Exit" in case[2] or "exit" in case[2]]
-    refuse_all(place, tmp_path, [*fifos, *exits, *CASES[::9]])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("line", sorted({line for line, _, kinds in READ if kinds is not RECIPE and len(kinds) > 1}))
+@pytest.mark.parametrize("line", sorted({line for line, _, kinds in READ if kinds is not RECIPES}))
 def test_what_is_right_is_read(place: Place, tmp_path: Path, line: str) -> None:
     """Else a command that refuses everything would pass."""
     path = next(path for of, path, _ in READ if of == line)
     assert next(complaints(place, tmp_path, (line, path, "", lambda path, choice: None)), None) == "exit code 0"
     shutil.rmtree(place.runs / "other", ignore_errors=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_every_spoilt_file_is_refused_in_one_line(place: Place, tmp_path: Path) -> None:
-    refuse_all(place, tmp_path, CASES, seeds=range(3))

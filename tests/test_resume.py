@@ -266,17 +266,14 @@ REFUSED = {
     "a_switch_in_the_past": Refusal(
         r"7:1:flash_delta_from_p.*a step from 10 on", {"alarm.switches": ("7:1:flash_delta_from_p",)}
     ),
-    **{
-        f"a_damaged_line_of_{name}": Refusal(
-            rf"{name}: line 1 is not a record with a step", spoil=with_a_bad_first_line(name)
-        )
-        for name in record.LOGS
-    },
+    "a_damaged_line": Refusal(
+        r"telemetry\.jsonl: line 1 is not a record with a step", spoil=with_a_bad_first_line("telemetry.jsonl")
+    ),
     **{
         f"{name}_takes_no_line": Refusal(
             rf"{name}: cannot be written \(not today\)", spoil=that_cannot_be_opened(name, errno.EPERM, "r+b"), mended=True
         )
-        for name in ("metrics.jsonl", "telemetry.jsonl", "offsets.npy")
+        for name in ("metrics.jsonl", "offsets.npy")
     },
     **{
         f"a_full_disk_at_{name}_from_step_{dies_at}": Refusal(
@@ -285,7 +282,7 @@ REFUSED = {
             spoil=that_cannot_be_opened(f"{name}.tmp", errno.ENOSPC),
             mended=True,
         )
-        for dies_at, name in (*((14, name) for name in ("config.json", *record.LOGS)), (5, "config.json"))
+        for dies_at, name in ((14, "metrics.jsonl"), (5, "config.json"))
     },
     "wandb": Refusal(
         r"^wandb\.mode = 'online': .*no route to host", {"wandb.mode": "online"}, spoil=by_a_wandb_out_of_reach, mended=True
