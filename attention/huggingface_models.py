@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -30,6 +31,10 @@ _FUSED = (
 )
 
 
+# A model that declares none of them may use its mask for more than attention, in the form that "eager" has (NLLB-MoE's router).
+_DECLARED = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+
+
 class Traits(NamedTuple):
     """What the code of a class of modules calls."""
 
@@ -39,6 +44,8 @@ class Traits(NamedTuple):
     """A fused attention, or a softmax beside a matrix product; and no registry."""
     named: bool
     """Its name says that it is attention."""
+    masks: frozenset[str]
+    """Functions of transformers that it makes masks with."""
 
 
 def guard() -> None:
@@ -100,12 +107,26 @@ def is_ours(name: object) -> bool:
 
 
 def check(model: Any) -> None:
-    """``ValueError`` where attention code under one of our names never calls ours."""
+    """``ValueError`` where attention code under one of our names never calls ours, or may read masks in another way."""
+    import transformers
+
     governed = [(module, config) for module, config in _governed(model) if is_ours(_name(config))]
     traits = [traits_of(module) for module, _ in governed]
     for (module, config), own in zip(governed, traits, strict=True):
         if own.own:
             _refuse(model, module, config, _name(config))
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel) and is_ours(_name(part.config)):
+            calls = [module for module in _own_modules(part) if traits_of(module).registry]
+            declared = any(getattr(part, flag, False) for flag in _DECLARED)
+            why = "declares support of no attention but 'eager' (_supports_sdpa and others): expected 'eager'"
+            refuse(bool(calls) and not declared, f"{type(part).__name__}: it {why}")
+            causal = [type(module).__name__ for module in calls if getattr(module, "is_causal", False) is True]
+            masks = traits_of(part).masks
+            # Such a mask is left out where nothing is hidden, and the module would then take it for a causal one.
+            wrong = causal and masks and all("bidirectional" in mask for mask in masks)
+            why = f"makes no causal mask, but its {', '.join(causal[:1])} has is_causal = True: expected 'eager'"
+            refuse(bool(wrong), f"{type(part).__name__}: it {why}")
     if not any(own.registry for own in traits):
         for (module, config), own in zip(governed, traits, strict=True):
             if own.named:
@@ -168,6 +189,16 @@ def _governed(module: nn.Module, config: Any = None) -> Iterator[tuple[nn.Module
         yield from _governed(child, config)
 
 
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules of a model, but not those of models in it."""
+    from transformers import PreTrainedModel
+
+    for child in module.children():
+        if not isinstance(child, PreTrainedModel):
+            yield child
+            yield from _own_modules(child)
+
+
 def _name(config: Any) -> Any:
     return getattr(config, "_attn_implementation", None)
 
@@ -220,7 +251,8 @@ def _traits(module_class: Any) -> Traits:
     fused = any(part in name for name in names for part in _FUSED)
     own = not registry and (fused or bool(names & _SOFTMAXES and names & _PRODUCTS))
     name = module_class.__name__.lower()
-    return Traits(registry, own, "attention" in name or "attn" in name)
+    masks = frozenset(name for name in names if re.fullmatch(r"create_.*masks?(_for_generate)?", name))
+    return Traits(registry, own, "attention" in name or "attn" in name, masks)
 
 
 def _torchs(thing: Any) -> bool:

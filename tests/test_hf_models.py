@@ -113,6 +113,14 @@ def test_layers_without_attention_and_torchs_own_change_nothing(part: Any) -> No
     remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
 
 
+def test_a_model_that_declares_no_attention_but_eager_is_refused() -> None:
+    """It may use its mask for more than attention, as the router of NLLB-MoE does."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    config = transformers.NllbMoeConfig(vocab_size=64, num_experts=4, **sizes)
+    with pytest.raises(ValueError, match=r"NllbMoe.*: it declares support of no attention but 'eager'"):
+        transformers.NllbMoeModel._from_config(config, attn_implementation=OURS)
+
+
 def llava(vision: Any, **settings: Any) -> Any:
     config = transformers.LlavaConfig(vision_config=vision, text_config=transformers.LlamaConfig(**SIZES))
     return transformers.LlavaForConditionalGeneration._from_config(config, **settings)
