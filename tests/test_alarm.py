@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_runs import Place, weights
 
-from attention.watching.growth import GrowthRule, RunsAway
+from attention.watching.growth import GrowthRule, Probe, RunsAway, growth
+from errors import UserError
 from training.alarm import AlarmConfig, update
 from training.telemetry import read_telemetry
 
@@ -114,6 +117,44 @@ def test_a_probe_that_is_not_finite_is_passed_over(value: float) -> None:
     broken = {**records[41], "max_logit": [[value] * H] * L}
     assert alarms([*records[:41], broken, *records[42:]], AlarmConfig(), WARM_UP) == [expected]
     assert expected.step > 41 * EVERY
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("probes", 1.5), ("window", 1.0), ("exponent", math.nan), ("logit", "500")],
+)
+def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^GrowthRule {field} = {value!r}: expected .+"):
+        GrowthRule(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("logit", "exponent", "leaves"), [(2500.0, 9.0, True), (1900.0, 9.0, False), (2500.0, 7.0, False)]
+)
+def test_a_head_whose_logits_grow_by_far_too_fast_leaves_alone_and_at_once(
+    logit: float, exponent: float, leaves: bool
+) -> None:
+    """One head of twelve, at the first probe, where half of the heads would be late."""
+    logits = torch.full((2, 1, 12), 50.0, dtype=torch.float64)
+    logits[1, 0, 3], logits[0, 0, 3] = logit, logit / 1.5**exponent
+    flat = Probe(70, 70.0, logits[0], logits[0])
+    probes = [flat, replace(flat, step=100, clock=100.0), Probe(150, 150.0, logits[1], logits[1])]
+    found = growth(probes, GrowthRule())
+    assert found is not None
+    assert found.leaves_LH.nonzero().tolist() == [[0, 3]] * leaves
+
+
+def test_a_sudden_layer_leaves_at_the_first_probe_with_another_far_enough_before_it() -> None:
+    grown = [
+        Probe(step, clock, torch.full((1, 1), logit).double(), torch.full((1, 1), logit).double())
+        for step, (clock, logit) in enumerate([(1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0)])
+    ]
+    assert growth(grown[:3], GrowthRule()) is None
+    found = growth(grown, GrowthRule())
+    assert found is not None
+    assert found.layers() == [0]
+    # The other part of the rule needs its number of probes.
+    assert not growth(grown, GrowthRule(sudden_logit=1e9, share=0.0)).leaves_LH.any()
 
 
 # ---- in a run

@@ -57,10 +57,38 @@ def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(
     monkeypatch.chdir(tmp_path)
     model = OneCall()
     names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "train": train}
-    (example,) = (text for text in blocks(ROOT / "docs" / "diagnosis.md", "python") if "watch(" in text)
+    example = next(text for text in blocks(ROOT / "docs" / "diagnosis.md", "python") if "watch(" in text)
     exec(compile(example.replace("low_precision_attention", "attention"), "diagnosis.md", "exec"), names)
     visible = [
         max((q[0, h, i] @ k[0, h // 2, j] / 8**0.5).item() for i in range(5) for j in range(i + 1)) for h in range(4)
     ]
     measured = json.loads(Path("watch.jsonl").read_text())["max_logit"][0]
     torch.testing.assert_close(torch.tensor(measured), torch.tensor(visible))
+
+
+def test_the_example_for_attention_of_another_kind_measures_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from attention import watch
+
+    handed, loop = (text for text in blocks(ROOT / "docs" / "diagnosis.md", "python") if "watcher" in text)
+    q, k = torch.randn(1, 5, 4, 8, requires_grad=True), torch.randn(1, 5, 2, 8)
+
+    class Own(torch.nn.Module):
+        def forward(self) -> torch.Tensor:
+            s = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) / 8**0.5
+            self.largest = s.tril().masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).amax(dim=(0, 2, 3))
+            p = s.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
+            o = torch.einsum("bhts,bshd->bthd", p, k.repeat_interleave(2, 2))
+            exec(handed, {}, {"self": self, "q": q, "k": k, "v": k, "o": o})
+            return o.square().sum()
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model().backward()
+        optimizer.step()
+
+    monkeypatch.chdir(tmp_path)
+    model = Own()
+    model.layers = [model]  # type: ignore[assignment]
+    exec(loop, {"model": model, "optimizer": torch.optim.SGD([q], lr=0.1), "train": train, "watch": watch})
+    record = json.loads(Path("watch.jsonl").read_text())
+    torch.testing.assert_close(torch.tensor(record["max_logit"][0]), model.largest)
+    assert max(record["dq_error"][0]) < 1e-5

@@ -181,7 +181,8 @@ class Call:
     q_BHTD: Tensor
     k_BHSD: Tensor
     v_BHSD: Tensor
-    o_BHTD: Tensor
+    o_BHTD: Tensor | None
+    """None where it is not known: then there are no gradients either."""
     mask_BHTS: Tensor | None
     causal: bool
     scale: float
@@ -194,7 +195,8 @@ class Call:
 @torch.no_grad()
 def measure(call: Call) -> dict[str, Tensor]:
     """``COLUMNS`` of one call, each [H]; those from gradients only where there are gradients."""
-    q, k, v, o = (x.float() for x in (call.q_BHTD, call.k_BHSD, call.v_BHSD, call.o_BHTD))
+    q, k, v = (x.float() for x in (call.q_BHTD, call.k_BHSD, call.v_BHSD))
+    o = q if call.o_BHTD is None else call.o_BHTD.float()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     do = None if call.do_BHTD is None or call.dropout else call.do_BHTD.float()
     rows: dict[str, list[Tensor]] = {}
@@ -210,7 +212,7 @@ def measure(call: Call) -> dict[str, Tensor]:
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
-                ds = round_to(p * (dp - from_o[..., None]), FORMAT_OF.get(call.o_BHTD.dtype, "fp32"))
+                ds = round_to(p * (dp - from_o[..., None]), FORMAT_OF.get(call.q_BHTD.dtype, "fp32"))
                 found |= {"delta": delta, "error": from_o - delta, "r": ds.sum(dim=-1)}
                 slope = (1 - (s / call.softcap).square()).masked_fill(s == -math.inf, 0.0) if call.softcap else 1.0
                 dq[:, :, chosen] = call.scale * (p * (dp - delta[..., None]) * slope) @ k[:, :, : s.shape[-1]]

@@ -3,69 +3,67 @@
     with watch(model, every=100, log="watch.jsonl", optimizer=optimizer):
         ...  # any training loop
 
-It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager". Every
-n-th step one forward and backward pass is looked at; the others pay for two hooks. Training is not changed, unless ``switch`` is given.
+It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager"; other
+attention hands over its tensors with ``look``. Every n-th step one forward and backward pass is looked at; the others pay for two hooks.
+Training is not changed, unless ``switch`` is given. A failure of the watch itself is one warning.
 
-A layer runs away by the rule of ``growth.py``, on largest logits. On 56 runs of GPT-2 124M, a probe every 100 steps, that rule on layer 1
-warned of 16 of 19 explosions and flagged 1 of 15 stable runs (experiments/alarm/README.md).
+A layer runs away by the rule of ``growth.py``, on largest logits.
 
-Legend: B batch, H heads, T queries, S keys, D head dim, R some of the queries.
+Legend: B batch, H heads, G key heads, T queries, S keys, D head dim.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import json
 import math
+import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from ..functional import refuse, scaled_dot_product_attention, spec_of, stochastic
 from ..plan import AttentionSpec
-from ..reference.tiles import TORCHS
 from ..user_error import invalid
 from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule, RunsAway
-from .log import close_log, open_log, read_log, strict, table_of
-from .measure import Call, as_lists, measure
+from .log import close_log, layers_of, open_log, read_log, strict, table_of
+from .look import Look
+from .measure import as_lists
+from .passes import COMPILED, Hook, Pass, current, plain_mask
 
 STEPS, RATE = "steps", "summed learning rate"
 """What a log's clock is."""
-_COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
+SHOWN = 8
+"""Modules named in a line."""
 
 
 @dataclass
-class Look:
-    """A forward pass that is looked at. Its hooks hold it, as its gradients may come late, twice or never."""
+class _Forward:
+    """A forward pass of the watched model that is on its way."""
 
-    step: int
-    clock: float
-    calls: list[Call] = field(default_factory=list)
-    found: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    hidden: int = 0
-    """Calls of attention that could not be seen."""
-    awaited: set[int] = field(default_factory=set)
-    """Calls whose gradients have not come; none once the look is written."""
+    frame: FrameType
+    """The call of the model: gone from the stack, where torch ran no hook at its end, as after Ctrl-C."""
+    counts: bool
+    """Whether it is one of training."""
+    seeing: Pass | None = None
+    """Where its calls are looked at, or moved."""
 
 
-class Watch(TorchFunctionMode):
+class Watch:
     """Made by ``watch``. As a context manager it is closed with the block. Rows of the last look: ``record``."""
 
     def __init__(self, model: nn.Module, **chosen: Any):
-        super().__init__()
         self._model = model
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
-        self._switch, self._wandb, self._say = chosen["switch"], chosen["wandb"], chosen["say"]
+        self._switch, self._wandb, self._say_to = chosen["switch"], chosen["wandb"], chosen["say"]
         optimizer, earlier = chosen["optimizer"], chosen["earlier"]
         rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
@@ -78,290 +76,352 @@ class Watch(TorchFunctionMode):
         """Step at which a layer ran away."""
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
-        self._not_finite = self._warned = False
-        self._due, self._inside, self._looked_at, self._seen, self._hidden = False, False, -1, 0, 0
+        self._not_finite = False
+        self._warned: set[str] = set()
+        """What of the watch itself has failed."""
+        self._hidden: list[str] | None = None
+        """Modules that hide their attention; None before the first look."""
+        self._looked_at = -1
         self._look: Look | None = None
         self._recall(earlier)
-        self._pass = ExitStack()
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._local = threading.local()
+        self._seeing: set[Pass] = set()
+        """Of all threads."""
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end, always_call=True),
+            model.register_forward_pre_hook(Hook(self._begin)),
+            model.register_forward_hook(Hook(self._end), always_call=True),
         ]
         if optimizer is not None:
-            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+            self._hooks.append(optimizer.register_step_post_hook(Hook(self._stepped)))
 
-    def __enter__(self) -> Watch:  # the model's passes enter the mode, not the block
+    def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def __deepcopy__(self, _: Any) -> Watch:  # a copy of the model has the hooks too, which serve this model alone
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("watch: a watched model has hooks: save its state_dict(), or close() the watch first")
+    def __reduce__(self) -> Any:  # a model may keep it, for ``look``
+        return Unwatched, ()
 
     def close(self) -> None:
         """Take the hooks away and close the file."""
-        self._pass.close()  # torch runs no hook at its end where a pass was interrupted
-        self._write()
-        if self._hooks and self._passes and not self.record and self._warm_up < sys.maxsize:
+        if not self._hooks or os.getpid() != self._process:
+            return
+        self._leave()
+        if self._passes and not self.record and self._warm_up < sys.maxsize:
             self._say(f"watch: no step was looked at (every = {self._every})")
-        if self._hooks and self._largest is None and self._not_finite:
+        if self._largest is None and self._not_finite:
             self._say("watch: no look had finite logits")
-        if self._hooks and self._largest is not None:
+        if self._largest is not None:
             logit, step, layer = self._largest
             meaning = "; above 1,000 is a warning" if logit > 1000 else ""
             if logit > FMA_LOGIT:
                 meaning = f"; past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that"
-            seen = len(self.record["max_logit"])
-            where = f"at step {step} in attention layer {layer} of layers 0 to {seen - 1}"
+            names = layers_of(self.record)
+            of = f"0 to {len(names) - 1}" if names == list(range(len(names))) else ", ".join(map(str, names))
+            where = f"at step {step} in attention layer {layer} of layers {of}"
             self._say(f"watch: largest logit {logit:.4g}, {where}{meaning}")
-        if self._hooks and not self._passes:
+        if not self._passes:
             warnings.warn(
                 "watch: the model made no forward pass in training mode: expected what the loop calls", stacklevel=2
             )
-        if self._hooks and self._passes > 1 and not self._counts and self._step == self._first:
+        if self._passes > 1 and not self._counts and self._step == self._first:
             warnings.warn(
                 f"watch: the optimizer made no step in {self._passes} forward passes: expected the one that the loop steps",
                 stacklevel=2,
             )
+
+    def _leave(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        if self._log is not None:
-            close_log(self._log)
+        with self._lock:
+            while self._seeing:
+                self._cut_short(self._seeing.pop())
+            self._write()
+            self._close_log()
+
+    def _close_log(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            with contextlib.suppress(OSError):
+                close_log(log)
+
+    # ---- failures, which are the watch's own and not the training's
+
+    def _guard(self, run: Callable[[], object], what: str = "measuring") -> None:
+        try:
+            run()
+        except Exception as error:
+            self._warn(what, f"{what} failed, and the training goes on: {type(error).__name__}: {error}")
+
+    def _warn(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(" ".join(f"watch: {message}".split()), stacklevel=3)
+
+    def _refuse(self, what: str, message: str) -> None:
+        """``ValueError`` in the first pass; later, where a run would be lost by it, a warning."""
+        if self._passes <= 1:
+            self._leave()
+            raise ValueError(f"watch: {message}")
+        self._warn(what, message)
+
+    def _say(self, line: str) -> None:
+        self._guard(lambda: self._say_to(line), "say")
 
     # ---- when
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._write()
-        self._step += 1
-        self._clock += float(optimizer.param_groups[0]["lr"])
+        with self._lock:
+            self._write()
+            self._step += 1
+            self._clock += float(optimizer.param_groups[0]["lr"])
 
     def _begin(self, model: nn.Module, _: Any) -> None:
-        if model is not self._model:
-            return
         if torch.compiler.is_compiling():
-            raise ValueError(_COMPILED)
-        if not (model.training and torch.is_grad_enabled()):
+            raise ValueError(COMPILED)
+        if model is not self._model or os.getpid() != self._process:
             return
-        self._seen, self._hidden = 0, 0
-        self._passes += 1
-        self._due = self._step % self._every == 0 and self._step != self._looked_at
-        if self._due:
-            self._write()
-            self._look = Look(self._step, self._clock)
-        if self._due or (self._switch is not None and self.left):
-            # What is compiled hides its calls. Nothing is compiled before this module is there, and it takes seconds to import.
-            if "torch._dynamo" in sys.modules:
-                try:
-                    self._pass.enter_context(torch.compiler.set_stance("force_eager"))
-                except RuntimeError:  # its own pass is compiled around this hook
-                    self._due, self._look = False, None
-                    raise ValueError(_COMPILED) from None
-            self._register()
-            super().__enter__()
-            self._pass.callback(super().__exit__, None, None, None)
+        running = self._running()
+        # Activation checkpointing calls the model again in the backward pass.
+        again = torch._C._current_graph_task_id() != -1
+        forward = _Forward(_call_of_module(), model.training and torch.is_grad_enabled() and not again)
+        running.append(forward)
+        if not forward.counts:
+            return
+        with self._lock:
+            self._passes += 1
+            due = self._step % self._every == 0 and self._step != self._looked_at
+            if due:
+                self._write()
+                self._looked_at = self._step
+                self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
+        if not due and (self._switch is None or not self.left):
+            return
+        forward.seeing = Pass(self._look if due else None, self._attend)
+        with self._lock:
+            self._seeing.add(forward.seeing)
+        forward.seeing.open(model, names=due and self._hidden is None)
+
+    def _running(self) -> list[_Forward]:
+        """Passes of this thread, the innermost last, without those that were interrupted."""
+        running: list[_Forward] = self._local.__dict__.setdefault("running", [])
+        stack, frame = set(), sys._getframe()
+        while running and frame is not None:
+            stack.add(id(frame))
+            frame = frame.f_back  # type: ignore[assignment]
+        while running and id(running[-1].frame) not in stack:
+            interrupted = running.pop()
+            if interrupted.seeing is not None:
+                self._cut_short(interrupted.seeing)
+        return running
+
+    def _cut_short(self, seeing: Pass) -> None:
+        """A pass did not come to its end, and may be tried again."""
+        seeing.close()
+        with self._lock:
+            self._seeing.discard(seeing)
+            if seeing.look is not None and seeing.look is self._look:
+                self._looked_at, self._look = -1, None
 
     def _end(self, model: nn.Module, _: Any, output: Any) -> None:
-        if model is not self._model or not (model.training and torch.is_grad_enabled()):
+        if model is not self._model or os.getpid() != self._process or not (running := self._running()):
             return
-        self._pass.close()
-        if output is None and sys.exc_info()[1] is not None:  # the pass failed, and may be tried again
-            self._due, self._look = False, None
+        forward = running.pop()
+        if not forward.counts:
             return
-        if self._due and not self._seen:
-            self.close()
-            raise ValueError(
-                "watch: this forward pass made no call of scaled_dot_product_attention that it can see (in Hugging Face: "
-                'attn_implementation="sdpa"; torch.nn.MultiheadAttention with need_weights=False)'
+        failed = output is None and sys.exc_info()[1] is not None
+        if (seeing := forward.seeing) is not None and failed:
+            self._cut_short(seeing)
+        elif seeing is not None:
+            seeing.close()
+            with self._lock:
+                self._seeing.discard(seeing)
+            if seeing.look is not None:
+                self._saw(seeing)
+        if self._counts and not failed:
+            with self._lock:
+                self._step, self._clock = self._step + 1, self._clock + 1
+
+    def _saw(self, seeing: Pass) -> None:
+        """The forward pass of a look is over."""
+        look: Look = seeing.look  # type: ignore[assignment]
+        names = ", ".join(self._kinds(seeing.hidden)) if seeing.hidden else "no module looks like it"
+        if not seeing.seen:
+            self._refuse(
+                "nothing seen",
+                "this forward pass made no call of scaled_dot_product_attention that it can see (in Hugging Face: "
+                'attn_implementation="sdpa"; torch.nn.MultiheadAttention with need_weights=False; attention of another kind '
+                f"calls look(), docs/diagnosis.md); attention that was not seen: {names}",
             )
-        if self._due and self._hidden and not self._warned:
-            self._warned = True
-            self._say(
-                f"watch: {self._hidden} of {self._seen + self._hidden} attention layers are not seen: "
-                "torch.nn.MultiheadAttention needs need_weights=False"
-            )
-        if self._due:
-            self._looked_at, self._due = self._step, False
-            if self._look is not None:
-                self._look.hidden = self._hidden
-                if not self._look.awaited:  # as in reentrant checkpointing
-                    self._write()
-        if self._counts:
-            self._step, self._clock = self._step + 1, self._clock + 1
+        if self._hidden is None:
+            self._hidden = seeing.hidden
+            if self._hidden:
+                self._say(
+                    f"watch: attention of {len(self._hidden)} module(s) is not seen: {names}: torch.nn.MultiheadAttention needs "
+                    "need_weights=False, another kind calls look() (docs/diagnosis.md)"
+                )
+        if not look.awaited:  # as in reentrant checkpointing
+            self._complete(look)
+
+    def _kinds(self, names: Sequence[str]) -> list[str]:
+        shown = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in names[:SHOWN]]
+        return shown + ([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])
 
     # ---- what
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.multi_head_attention_forward:
-            return self._torchs_module(lambda: func(*args, **(kwargs or {})))
-        if func not in (TORCHS, scaled_dot_product_attention) or self._inside:
-            return func(*args, **(kwargs or {}))
-        return self._attend(lambda: func(*args, **(kwargs or {})), **_named(*args, **(kwargs or {})))
+    def look(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None = None,
+        *,
+        layer: int | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        mask: Tensor | None = None,
+        layout: Literal["BHTD", "BTHD"] = "BHTD",
+    ) -> None:
+        """Hand over a call of attention that ``watch`` does not see, from inside the model. Outside of a look it does nothing.
 
-    def _torchs_module(self, run: Callable[[], Any]) -> Any:
-        """Run the attention of ``nn.MultiheadAttention``. It calls torch's function where no mode sees it, or, for weights, none at all."""
-        before, function = self._seen, functional.scaled_dot_product_attention
+        Args:
+            q, k, v: as attention reads them: [B, H, T, D], [B, G, S, D], [B, G, S, D], or as flash_attn has them
+                (``layout="BTHD"``); G divides H.
+            o: the tensor that attention returned, and that the model goes on with: without it nothing is measured of gradients.
+            layer: its number; by default the calls of a pass are counted.
+            causal: query t sees keys up to t.
+            scale: of Q K^T; default 1 / sqrt(D).
+            softcap: c > 0: the scores are c tanh(S / c).
+            mask: as torch's ``attn_mask``.
 
-        def attend(*args: Any, **settings: Any) -> Tensor:
-            return self._attend(lambda: function(*args, **settings), **_named(*args, **settings))
-
-        functional.scaled_dot_product_attention = attend
-        try:
-            return run()
-        finally:
-            functional.scaled_dot_product_attention = function
-            self._hidden += self._seen == before
-
-    def _register(self) -> None:
-        """For this pass, stand in for the attention function of a Hugging Face model that is not torch's."""
-        library: Any = sys.modules.get("transformers.modeling_utils")
-        configs = (getattr(module, "config", None) for module in self._model.modules())
-        name = next((c._attn_implementation for c in configs if c and hasattr(c, "_attn_implementation")), None)
-        if library is None or name in (None, "sdpa", "eager"):
+        Raises ``ValueError`` for what cannot be, in the first pass; later that is one warning.
+        """
+        if torch.compiler.is_compiling():
             return
-        functions = library.ALL_ATTENTION_FUNCTIONS
-        function = functions[name]
-
-        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Any:
-            def run() -> Tensor:
-                return function(module, q, k, v, mask, **more)[0].transpose(1, 2)
-
-            padding = mask
-            if mask is not None and mask.ndim == 2:  # flash kernels' own: which keys are no padding
-                padding = mask[:, None, None, : k.shape[2]].bool()
-            causal = mask is None and q.shape[2] > 1 and more.get("is_causal", getattr(module, "is_causal", True))
-            named = _named(q, k, v, padding, more.get("dropout", 0.0), causal, more.get("scaling"), True)
-            window, named["softcap"] = more.get("sliding_window"), more.get("softcap") or 0.0
-            if causal and window and window < k.shape[2]:
-                named["attn_mask"] = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(
-                    1 - window
-                )
-            return self._attend(run, **named).transpose(1, 2), None
-
-        functions[name] = attend
-
-        def undo() -> None:
-            del functions[name]
-            if name not in functions or functions[name] is not function:
-                functions[name] = function
-
-        self._pass.callback(undo)
-
-    def _attend(self, run: Callable[[], Tensor], **named: Any) -> Tensor:
-        layer, self._seen = self._seen, self._seen + 1
-        self._inside = True
+        seeing = current()
+        if seeing is None or seeing not in self._seeing:
+            return
+        number, seeing.seen = seeing.seen, seeing.seen + 1
+        seeing.mark()
+        if (taken := seeing.look) is None:
+            return
         try:
-            moved = self._switch if layer in self.left else None
-            if self._switch is not None and (moved is not None or (self._due and not self.record)):
-                try:  # in the first pass, so that what it refuses is known before it is needed
-                    _refuse_checkpointing()
-                    if moved is None:
-                        with torch.no_grad():
-                            scaled_dot_product_attention(**named, numerics=self._switch)
-                except ValueError as error:
-                    raise ValueError(f"watch: switch = {self._switch!r} cannot serve layer {layer}: {error}") from None
-            o = run() if moved is None else scaled_dot_product_attention(**named, numerics=moved)
-        finally:
-            self._inside = False
+            _check_look(q, k, v, o, layer, layout)
+            if layer is not None and layer in taken:
+                raise ValueError(f"layer = {layer}: expected each layer once in a forward pass")
+        except ValueError as error:
+            return self._refuse("look", f"look: {error}")
+        number = taken.number(number) if layer is None else layer
+        flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap}
+        heads_at = -3 if layout == "BHTD" else -2
+        self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
+
+    def _attend(self, number: int, run: Callable[[], Tensor], named: dict[str, Any]) -> Tensor:
+        """A call that was seen, ``number`` in its pass: computed as it is, or moved; and kept."""
+        look = None if (seeing := current()) is None else seeing.look
+        moved = self._switch if number in self.left else None
+        if self._switch is not None and look is not None and moved is None and not self.record:
+            # In the first pass, so that what it refuses is known before it is needed.
+            try:
+                _refuse_checkpointing()
+                with torch.no_grad():
+                    scaled_dot_product_attention(**named, numerics=self._switch)
+            except ValueError as error:
+                raise ValueError(self._cannot(number, error)) from None
+        o = None
+        if moved is not None:
+            try:
+                _refuse_checkpointing()
+                o = scaled_dot_product_attention(**named, numerics=moved)
+            except ValueError as error:
+                self._warn("switch", f"{self._cannot(number, error)}; it runs as it did")
+        o = run() if o is None else o
+        if look is None:
+            return o
         if o.numel() == 0:  # a batch of nothing has nothing to measure
-            self._look = None
-        if self._due and self._look is not None:
-            self._keep(self._look, layer, named, o)
+            return o
+        kept, layer = o, look.number(number)
+
+        def keep() -> None:
+            q, k, v = (named[name] for name in ("query", "key", "value"))
+            causal, mask = bool(named["is_causal"]), plain_mask(named["attn_mask"], q.device)
+            flags = {name: named[name] for name in ("scale", "softcap")}
+            look.keep(layer, q, k, v, kept, mask=mask, causal=causal, dropout=named["dropout_p"], **flags)
+
+        self._guard(keep)
         return o
 
-    def _keep(self, look: Look, layer: int, named: dict[str, Any], o: Tensor) -> None:
-        # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
-        q, mask, dtype, sequences, differentiated = (
-            named["query"],
-            named["attn_mask"],
-            o.dtype,
-            self._sequences,
-            named["query"].requires_grad,
-        )
-
-        def few(x: Tensor) -> Tensor:
-            return x.detach().reshape(-1, *x.shape[-3:])[:sequences].to(dtype, copy=True)
-
-        if mask is not None:
-            mask = mask.detach().reshape(-1, *(1,) * (3 - mask.ndim), *mask.shape[-3:])[: self._sequences].clone()
-        call = Call(
-            q_BHTD=few(q),
-            k_BHSD=few(named["key"]),
-            v_BHSD=few(named["value"]),
-            o_BHTD=few(o),
-            mask_BHTS=mask,
-            causal=bool(named["is_causal"]),
-            scale=q.shape[-1] ** -0.5 if named["scale"] is None else named["scale"],
-            softcap=named["softcap"],
-            dropout=named["dropout_p"],
-        )
-        look.calls.append(call)
-
-        def output_gradient(do: Tensor) -> None:
-            came("do_BHTD", do)
-            if not differentiated:
-                finish()
-
-        def query_gradient(dq: Tensor) -> None:
-            came("dq_BHTD", dq)
-            finish()
-
-        def came(name: str, gradient: Tensor) -> None:
-            if layer in look.awaited:
-                changes: dict[str, Any] = {name: few(gradient)}
-                look.calls[layer] = replace(look.calls[layer], **changes)
-
-        def finish() -> None:
-            if layer in look.awaited:
-                look.found[layer] = measure(look.calls[layer])
-                look.awaited.remove(layer)
-                if not look.awaited:
-                    self._write()
-
-        if o.requires_grad:
-            look.awaited.add(layer)
-            o.register_hook(output_gradient)
-            if differentiated:
-                q.register_hook(query_gradient)
+    def _cannot(self, number: int, error: ValueError) -> str:
+        return f"watch: switch = {self._switch!r} cannot serve layer {number}: {error}"
 
     # ---- what is said
 
+    def _complete(self, look: Look) -> None:
+        """All gradients of a look have come."""
+        with self._lock:
+            if look is self._look:
+                self._write()
+
     def _write(self) -> None:
-        """Bring a look to the host and the file. Calls whose gradient never came are measured without one."""
+        """Bring a look to the host and the file."""
         look, self._look = self._look, None
-        if look is None or not look.calls:
+        if look is not None:
+            self._guard(lambda: self._record(look, look.finish()))
+
+    def _record(self, look: Look, found: dict[int, dict[str, Tensor]]) -> None:
+        if not found:
             return
-        found = [look.found.get(layer) or measure(call) for layer, call in enumerate(look.calls)]
-        look.awaited.clear()
-        look.calls.clear()
-        lists = as_lists(found)
+        lists = as_lists(list(found.values()))
         more: dict[str, Any] = {"clock_is": STEPS if self._counts else RATE}
-        if look.hidden:
-            more["hidden"] = look.hidden
+        if list(found) != list(range(len(found))):
+            more["layers"] = list(found)
+        if self._hidden:
+            more["hidden"] = len(self._hidden)
         if self._switch is not None and self.left:
             more |= {"switched": sorted(self.left), "switch": self._name()}
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
-        if self._log is not None:
-            self._log.write(json.dumps(strict(self.record)) + "\n")
-            self._log.flush()
+        self._write_log()
         if self._wandb is not None:
-            self._wandb.log(table_of(self.record))
-        self._judge(look.step, look.clock, lists["max_logit"])
-        for layer, made in enumerate(lists.get("nan_made", [])):
+            self._write_wandb()
+        self._judge(look.step, look.clock, dict(zip(found, lists["max_logit"], strict=True)))
+        for layer, made in zip(found, lists.get("nan_made", []), strict=False):
             if made and any(made):
                 self._say(f"step {look.step}: attention layer {layer}: its kernel made a NaN of finite q, k, v and dO")
 
+    def _write_log(self) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(json.dumps(strict(self.record)) + "\n")
+            self._log.flush()
+        except OSError as error:
+            self._close_log()
+            step = self.record["step"]
+            self._warn("log", f"the log ends before step {step}, and the training goes on: {error}")
+
+    def _write_wandb(self) -> None:
+        try:
+            # Not committed, it goes into the loop's own next row: W&B's step is the loop's.
+            self._wandb.log(table_of(self.record), commit=False)
+        except Exception as error:
+            self._wandb = None
+            step = self.record["step"]
+            self._warn(
+                "W&B",
+                f"W&B gets no table from step {step} on, and the training goes on: {type(error).__name__}: {error}",
+            )
+
     def _recall(self, earlier: Sequence[dict[str, Any]]) -> None:
         """Go on from a file's records: which layers ran away, and what growth is measured from."""
-        say, self._say = self._say, lambda line: None
+        say, self._say_to = self._say_to, lambda line: None
         for record in earlier:
-            self._judge(record["step"], record["clock"], [list(map(float, heads)) for heads in record["max_logit"]])
+            self._judge(record["step"], record["clock"], dict(zip(layers_of(record), record["max_logit"], strict=True)))
             for layer in record.get("switched", ()):  # also where this watch has another rule
                 self.left.setdefault(layer, record["step"])
-        self._say, self._largest, self._not_finite = say, None, False
+        self._say_to, self._largest, self._not_finite = say, None, False
         if self.left:
             layers = ", ".join(map(str, sorted(self.left)))
             now = "the model's own attention, as switch= is not given" if self._switch is None else self._name()
@@ -374,18 +434,18 @@ class Watch(TorchFunctionMode):
                 f"watch: started at step {self._first}, it can tell of a layer that runs away from about step {from_step:,} on"
             )
 
-    def _judge(self, step: int, clock: float, logits: list[list[float]]) -> None:
+    def _judge(self, step: int, clock: float, logits: dict[int, list[float]]) -> None:
         if step < self._warm_up:
             return
-        if not all(math.isfinite(logit) for logit_H in logits for logit in logit_H):
+        if not all(math.isfinite(logit) for logit_H in logits.values() for logit in logit_H):
             if not self._not_finite:
                 self._say(f"step {step}: attention's logits are not finite; the alarm waits until they are")
             self._not_finite = True
             return
         self._not_finite = False
-        largest = max((max(logit_H), step, layer) for layer, logit_H in enumerate(logits))
+        largest = max((max(logit_H), step, layer) for layer, logit_H in logits.items())
         self._largest = max(self._largest or largest, largest)
-        for found in self._alarm.update(step, clock, dict(enumerate(logits))):
+        for found in self._alarm.update(step, clock, logits):
             self._say(self._sentence(found))
 
     def _sentence(self, found: RunsAway) -> str:
@@ -396,22 +456,52 @@ class Watch(TorchFunctionMode):
         return self._switch.label() if isinstance(self._switch, AttentionSpec) else str(self._switch)
 
 
+class Unwatched:
+    """What a copy of a ``Watch`` is, as in a copy of the model that keeps it: it looks at nothing."""
+
+    def look(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _call_of_module() -> FrameType:
+    """The outermost frame of the call of the module whose hook this is called from."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        frame = frame.f_back
+    while frame.f_back is not None and frame.f_back.f_code.co_filename == nn.modules.module.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> None:
+    """``ValueError`` for what ``look`` cannot take."""
+    if layout not in ("BHTD", "BTHD"):
+        raise ValueError(f"layout = {layout!r}: expected one of BHTD, BTHD")
+    if layer is not None and (type(layer) is not int or layer < 0):
+        raise ValueError(f"layer = {layer!r}: expected a whole number of 0 or more")
+    heads, length = (1, 2) if layout == "BHTD" else (2, 1)
+    for name, x in (("q", q), ("k", k), ("v", v), ("o", q if o is None else o)):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} = {shape}: expected a tensor [{', '.join(layout)}]")
+    B, H, T, S = q.shape[0], q.shape[heads], q.shape[length], k.shape[length]
+    fits = {
+        "k": k.shape[0] == B and k.shape[3] == q.shape[3] and H % max(k.shape[heads], 1) == 0,
+        "v": v.shape[0] == B and v.shape[length] == S and v.shape[heads] == k.shape[heads],
+        "o": o is None or (o.shape[0], o.shape[heads], o.shape[length], o.shape[3]) == (B, H, T, v.shape[3]),
+    }
+    for name, right in fits.items():
+        if not right:
+            wrong = {"k": k, "v": v, "o": q if o is None else o}[name]
+            raise ValueError(f"{name} = {list(wrong.shape)}: expected a shape that fits q {list(q.shape)}, {layout}")
+
+
 def _refuse_checkpointing() -> None:
     """``ValueError`` within activation checkpointing: it calls attention again in the backward pass, where ``watch`` does not see it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     recomputed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
     if recomputed or not torch.is_grad_enabled():
         raise ValueError("expected no activation checkpointing; put replace_sdpa around the training loop")
-
-
-_SIGNATURE = inspect.signature(scaled_dot_product_attention)
-
-
-def _named(*args: Any, **more: Any) -> dict[str, Any]:
-    """The arguments of a call by name, without what ours has beyond torch's but the soft-cap."""
-    bound = _SIGNATURE.bind(*args, **more)
-    bound.apply_defaults()
-    return {name: value for name, value in bound.arguments.items() if name not in ("numerics", "rounding_seed")}
 
 
 def _require(right: bool, name: str, value: object, expected: str) -> None:

@@ -1,0 +1,124 @@
+"""What is kept of the calls of attention in one forward pass, until their gradients come.
+
+Legend: B batch, H heads, T queries, S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+
+from .measure import Call, measure
+
+
+class Look:
+    """A forward pass that is looked at. Hooks of its tensors hold it, as their gradients may come late, twice or never.
+
+    Args:
+        sequences: of a batch that are kept, the first ones.
+        guard: runs a function; where that raises, it says so once, and the training goes on.
+        done: called when the last gradient has come.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        clock: float,
+        sequences: int,
+        guard: Callable[[Callable[[], object]], None],
+        done: Callable[[Look], None],
+    ):
+        self.step, self.clock = step, clock
+        self._sequences, self._guard, self._done = sequences, guard, done
+        self._lock = threading.RLock()  # autograd has a thread for each GPU
+        self._calls: dict[int, Call] = {}
+        self._found: dict[int, dict[str, Tensor]] = {}
+        self.awaited: set[int] = set()
+        """Layers whose gradients have not come; none once the look is over."""
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._calls
+
+    def number(self, wanted: int) -> int:
+        """``wanted``, or the next number that is free."""
+        return next(layer for layer in itertools.count(wanted) if layer not in self._calls)
+
+    def keep(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        softcap: float,
+        dropout: float = 0.0,
+        heads_at: int = -3,
+    ) -> None:
+        """Copy a call; ``heads_at``: which dimension of q, k, v and o the heads are, -3 or -2."""
+        # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
+        sequences, dtype = self._sequences, (q if o is None else o).dtype
+
+        def few(x: Tensor) -> Tensor:
+            x = x.detach().transpose(heads_at, -3)
+            return x.reshape(-1, *x.shape[-3:])[:sequences].to(dtype, copy=True)
+
+        if mask is not None:
+            mask = mask.detach().reshape(-1, *(1,) * (3 - mask.ndim), *mask.shape[-3:])[:sequences].clone()
+        self._calls[layer] = Call(
+            q_BHTD=few(q),
+            k_BHSD=few(k),
+            v_BHSD=few(v),
+            o_BHTD=None if o is None else few(o),
+            mask_BHTS=mask,
+            causal=causal,
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            softcap=float(softcap),
+            dropout=dropout,
+        )
+        if o is None or not o.requires_grad:
+            return
+        self.awaited.add(layer)
+        differentiated = q.requires_grad
+
+        @unserializable_hook
+        def output_gradient(do: Tensor) -> None:
+            self._guard(lambda: self._came(layer, "do_BHTD", few(do), last=not differentiated))
+
+        @unserializable_hook
+        def query_gradient(dq: Tensor) -> None:
+            self._guard(lambda: self._came(layer, "dq_BHTD", few(dq), last=True))
+
+        o.register_hook(output_gradient)
+        if differentiated:
+            q.register_hook(query_gradient)
+
+    def _came(self, layer: int, name: str, gradient: Tensor, *, last: bool) -> None:
+        with self._lock:
+            if layer not in self.awaited:
+                return
+            changes: dict[str, Any] = {name: gradient}
+            self._calls[layer] = replace(self._calls[layer], **changes)
+            if last:
+                self.awaited.remove(layer)
+                self._found[layer] = measure(self._calls[layer])
+            over = not self.awaited
+        if over:
+            self._done(self)
+
+    def finish(self) -> dict[int, dict[str, Tensor]]:
+        """The columns of ``measure`` by layer, in order; of calls whose gradient never came without it. Only the first time."""
+        with self._lock:
+            found = {layer: self._found.get(layer) or measure(call) for layer, call in sorted(self._calls.items())}
+            for kept in (self._calls, self._found, self.awaited):
+                kept.clear()
+            return found

@@ -1,0 +1,311 @@
+"""A forward pass that is looked at: how its calls of attention are seen, in its own thread alone, and which modules hide theirs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
+
+from ..functional import scaled_dot_product_attention
+from ..reference.tiles import TORCHS
+from .look import Look
+
+COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
+Attend = Callable[[int, Callable[[], Tensor], dict[str, Any]], Tensor]
+_LOCK = threading.RLock()
+
+
+class Hook:
+    """A hook of a watched model. In a copy of the model, or in a pickle, a function that does nothing stands in its place."""
+
+    def __init__(self, run: Callable[..., None]):
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        self._run(*arguments)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # of Python's own: it loads where this package is not
+
+
+class Pass(TorchFunctionMode):
+    """A forward pass of a model from ``open`` to ``close``.
+
+    Args:
+        look: takes its calls; None where they are only to be moved.
+        attend: given the number of a call in the pass, what computes it, and its arguments by name; gives O.
+    """
+
+    def __init__(self, look: Look | None, attend: Attend):
+        super().__init__()
+        self.look, self._attend, self._inside = look, attend, False
+        self.seen = 0
+        """Calls so far."""
+        self.hidden: list[str] = []
+        """Modules that look like attention, ran, and made no call that was seen."""
+        self._around: list[str] = []
+        """Such modules that are running, the innermost last."""
+        self._saw: set[str] = set()
+        self.over = False
+        self._thread, self._of_process, self._of_thread = threading.get_ident(), ExitStack(), ExitStack()
+
+    def open(self, model: nn.Module, *, names: bool) -> None:
+        """``names``: find out which modules hide their attention. Raises ``ValueError`` where the pass is being compiled."""
+        try:
+            if (
+                "torch._dynamo" in sys.modules
+            ):  # what is compiled hides its calls; nothing is before this module is there
+                self._of_process.enter_context(_uncompiled())
+            self._of_process.enter_context(_hugging_face(model))
+            if names:
+                self._of_process.callback(self._name_hidden)
+                for name, module in model.named_modules():
+                    if name and _is_like_attention(module):
+                        for hook in (
+                            module.register_forward_pre_hook(Hook(self._entered(name))),
+                            module.register_forward_hook(Hook(self._left), always_call=True),
+                        ):
+                            self._of_process.callback(hook.remove)
+            self._of_thread.callback(_CURRENT.set, _CURRENT.get())
+            _CURRENT.set(self)
+            super().__enter__()
+            self._of_thread.callback(super().__exit__, None, None, None)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take all of it back; from another thread what is not this one's own, where nothing is looked at any more."""
+        self.over = True
+        if threading.get_ident() == self._thread:
+            self._of_thread.close()
+        self._of_process.close()
+
+    # ---- calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.multi_head_attention_forward and not self.over:
+            return self._torchs_module(func, args, kwargs)
+        if func not in (TORCHS, scaled_dot_product_attention):
+            return func(*args, **kwargs)
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        """A call of torch's function, or of one with its signature."""
+        try:
+            arguments = named(*args, **kwargs)
+        except TypeError:  # ``func`` says what is wrong
+            return func(*args, **kwargs)
+        return self.attend(lambda: func(*args, **kwargs), arguments)
+
+    def attend(self, run: Callable[[], Tensor], arguments: dict[str, Any]) -> Tensor:
+        """A call of attention was made, with these arguments: let ``run`` or another compute it."""
+        if self._inside or self.over:
+            return run()
+        number, self.seen = self.seen, self.seen + 1
+        self.mark()
+        self._inside = True
+        try:
+            return self._attend(number, run, arguments)
+        finally:
+            self._inside = False
+
+    def mark(self) -> None:
+        """What runs now is seen."""
+        self._saw.update(self._around)
+
+    def _torchs_module(self, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run the attention of ``nn.MultiheadAttention``, with other names in a copy of it: no mode sees the call that it makes.
+
+        For weights it makes none.
+        """
+
+        def attend(*args: Any, **settings: Any) -> Tensor:
+            return self.call(functional.scaled_dot_product_attention, args, settings)
+
+        if not isinstance(forward, types.FunctionType):
+            return forward(*args, **kwargs)
+        names = {**forward.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
+        copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        return copy(*args, **kwargs)
+
+    # ---- modules
+
+    def _entered(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if current() is self:
+                self._around.append(name)
+
+        return hook
+
+    def _left(self, *_: Any) -> None:
+        if current() is self and self._around:
+            name = self._around.pop()
+            if name not in self._saw and not any(other.startswith(f"{name}.") for other in self.hidden):
+                self.hidden.append(name)
+
+    def _name_hidden(self) -> None:
+        # Names around one whose call was seen were marked with it; of nested ones that saw nothing the innermost stays.
+        self.hidden = [name for name in dict.fromkeys(self.hidden) if name not in self._saw]
+
+
+_CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)
+
+
+def current() -> Pass | None:
+    """The pass of this thread."""
+    return _CURRENT.get()
+
+
+_SIGNATURE = inspect.signature(scaled_dot_product_attention)
+
+
+def named(*args: Any, **more: Any) -> dict[str, Any]:
+    """The arguments of a call by name, without what ours has beyond torch's but the soft-cap."""
+    bound = _SIGNATURE.bind(*args, **more)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name not in ("numerics", "rounding_seed")}
+
+
+def plain_mask(mask: Any, device: torch.device) -> Tensor | None:
+    """The mask of a call as a plain tensor. Raises ``ValueError`` for one that cannot be read."""
+    if isinstance(mask, CausalBias):  # its own storage is never written
+        return mask._materialize(device)
+    if mask is not None and type(mask) is not Tensor:
+        raise ValueError(f"attn_mask is a {type(mask).__name__}: expected a plain tensor")
+    return mask
+
+
+_PROJECTIONS = (
+    {"q_proj", "k_proj"},
+    {"query", "key"},
+    {"q_proj", "kv_proj"},
+    {"to_q", "to_k"},
+    {"to_q", "to_kv"},
+    {"q", "k"},
+    {"wq", "wk"},
+    {"qkv"},
+    {"qkv_proj"},
+    {"wqkv"},
+    {"c_attn"},
+    {"in_proj"},
+    {"query_key_value"},
+)
+
+
+def _is_like_attention(module: nn.Module) -> bool:
+    """By its class's name, or what it projects to; it must have a matrix."""
+    children = {name.lower() for name, _ in module.named_children()}
+    if not re.search("attention|attn", type(module).__name__, re.IGNORECASE):
+        return any(names <= children for names in _PROJECTIONS)
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+# ---- what torch and transformers keep once for all threads
+
+
+_stances: list[Any] = []
+_uncompiled_passes = 0
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """What is compiled runs uncompiled, in all threads, as torch has one stance for the process: until the last pass is over."""
+    global _uncompiled_passes
+    with _LOCK:
+        try:
+            stance = torch.compiler.set_stance("force_eager")
+        except RuntimeError:  # the pass is compiled around its own hooks
+            raise ValueError(COMPILED) from None
+        if not _uncompiled_passes:
+            _stances.append(stance)
+        _uncompiled_passes += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _uncompiled_passes -= 1
+            if not _uncompiled_passes:
+                _stances.pop().__exit__(None, None, None)
+
+
+_replaced: dict[str, tuple[int, Callable[..., Any]]] = {}
+"""By name of an attention function of transformers: how many passes look at it, and the function itself."""
+
+
+@contextmanager
+def _hugging_face(model: nn.Module) -> Iterator[None]:
+    """Stand in for the attention function of a Hugging Face model, if that is not torch's. Other threads get the function itself."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    configs = (getattr(module, "config", None) for module in model.modules())
+    name = next((c._attn_implementation for c in configs if c and hasattr(c, "_attn_implementation")), None)
+    if library is None or name in (None, "sdpa", "eager"):
+        yield
+        return
+    functions = library.ALL_ATTENTION_FUNCTIONS
+    with _LOCK:
+        passes, function = _replaced.get(name, (0, None))
+        if function is None:
+            function = functions[name]
+            functions[name] = _dispatching(function)
+        _replaced[name] = passes + 1, function
+    try:
+        yield
+    finally:
+        with _LOCK:
+            passes, function = _replaced.pop(name)
+            if passes > 1:
+                _replaced[name] = passes - 1, function
+            else:
+                del functions[name]
+                if name not in functions or functions[name] is not function:
+                    functions[name] = function
+
+
+_KNOWN = {
+    *("dropout", "scaling", "is_causal", "sliding_window", "softcap"),
+    *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+}
+"""What is handed to an attention function and is either read here or changes nothing; a call with more is not measured."""
+
+
+def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *more: Any, **named_too: Any) -> Any:
+        looking = current()
+        unknown = {key for key, value in named_too.items() if value is not None} - _KNOWN
+        if looking is None or more or unknown or not isinstance(mask, Tensor | None):
+            return function(module, q, k, v, mask, *more, **named_too)
+        weights: list[Any] = []
+
+        def run() -> Tensor:
+            o, *rest = function(module, q, k, v, mask, **named_too)
+            weights.extend(rest)
+            return o.transpose(1, 2)
+
+        padding = mask
+        if isinstance(mask, Tensor) and mask.ndim == 2:  # flash kernels' own: which keys are no padding
+            padding = mask[:, None, None, : k.shape[2]].bool()
+        causal = mask is None and q.shape[2] > 1 and named_too.get("is_causal", getattr(module, "is_causal", True))
+        dropout, scale = named_too.get("dropout", 0.0), named_too.get("scaling")
+        call = named(q, k, v, padding, dropout, bool(causal), scale, True)
+        window, call["softcap"] = named_too.get("sliding_window"), named_too.get("softcap") or 0.0
+        if causal and window and window < k.shape[2]:
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            call["attn_mask"] = seen.triu(1 - window)
+        return looking.attend(run, call).transpose(1, 2), *(weights or [None])
+
+    return attend

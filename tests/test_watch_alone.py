@@ -1,0 +1,587 @@
+"""attention/watching/: what is beside a watch stays as it was - threads, copies, other logs - and no failure of its own ends a training."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import multiprocessing
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_watching import B, C, D, H, T, TorchsLayer, data, records, train
+from test_watching import Model as Seen
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from attention import watch
+from attention.watching import passes
+
+
+class Model(Seen):
+    """It keeps no tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        for block in self.blocks:
+            block.seen = ()
+        return loss
+
+
+def state_of_the_process() -> tuple[Any, ...]:
+    import torch._dynamo.eval_frame
+
+    modes = torch.overrides._get_current_function_mode_stack()
+    return torch._dynamo.eval_frame._stance, modes, functional.scaled_dot_product_attention, dict(passes._replaced)
+
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    before = state_of_the_process()
+    yield
+    assert state_of_the_process() == before
+
+
+def in_threads(*jobs: Callable[[], object]) -> None:
+    """Run them at once; the first failure is raised."""
+    failed: list[BaseException] = []
+
+    def run(job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+class Meets(nn.Module):
+    """A model that waits within its forward pass, so that passes of two threads overlap as told."""
+
+    def __init__(self, inner: nn.Module, inside: threading.Event, go: threading.Event) -> None:
+        super().__init__()
+        self.inner, self.inside, self.go = inner, inside, go
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.inside.set()
+        assert self.go.wait(20)
+        return self.inner(y) if y.ndim else y
+
+
+# ---- threads
+
+
+def test_the_first_of_two_overlapping_passes_ends_first() -> None:
+    """Whatever order they end in, torch's compiler is then as before."""
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    rows: list[int] = []
+
+    def first() -> None:
+        model = Meets(Model(), first_in, second_in)
+        with watch(model, every=1, say=lambda line: None) as seen:
+            model(data()).backward()
+            rows.append(len(seen.record["max_logit"]))
+            first_out.set()
+
+    def second() -> None:
+        assert first_in.wait(20)
+        model = Meets(Model(), second_in, first_out)
+        with watch(model, every=1, say=lambda line: None) as seen:
+            model(data()).backward()
+            rows.append(len(seen.record["max_logit"]))
+
+    in_threads(first, second)
+    assert rows == [2, 2]
+
+
+class TorchsLayers(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TorchsLayer(weights=False) for _ in range(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_torchs_module_in_many_threads_gives_each_watch_its_own_rows() -> None:
+    models = {n: TorchsLayers(n) for n in (1, 2, 3)}
+    seen = {}
+    for n, model in models.items():
+        with watch(model, every=1, say=lambda line: None) as alone:
+            model(data()).backward()
+        seen[n] = alone.record["max_logit"]
+
+    def watched(n: int) -> None:
+        for step in range(8):
+            with watch(models[n], every=1, say=lambda line: None) as now:
+                models[n](data()).backward()
+            assert now.record["max_logit"] == seen[n], (n, step)
+
+    in_threads(*(lambda n=n: watched(n) for n in models))  # type: ignore[misc]
+
+
+def test_one_model_trained_by_many_threads_is_looked_at_once_a_step(tmp_path: Path) -> None:
+    model = Model()
+    with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
+        in_threads(*[lambda: model(data()).backward()] * 4)
+    steps = [record["step"] for record in records(tmp_path / "log")]
+    assert steps == sorted(set(steps))
+    assert all(len(record["max_logit"]) == 2 for record in records(tmp_path / "log"))
+
+
+@pytest.mark.parametrize("implementation", ["mine", "sdpa"])
+def test_hugging_face_models_in_two_threads(implementation: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    transformers.AttentionInterface.register("mine", lambda *args, **more: sdpa_attention_forward(*args, **more))
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    before = dict(functions)
+    shape = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 50}
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def watched(layers: int) -> None:
+        config = transformers.LlamaConfig(**shape, num_hidden_layers=layers)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+        for _ in range(4):
+            with watch(model, every=1, say=lambda line: None) as seen:
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            assert len(seen.record["max_logit"]) == layers
+
+    in_threads(lambda: watched(1), lambda: watched(3))
+    assert dict(functions) == before
+
+
+def test_a_watch_closed_during_another_threads_pass_lets_it_finish() -> None:
+    inside, go = threading.Event(), threading.Event()
+    model = Meets(Model(), inside, go)
+    seen = watch(model, every=1, say=lambda line: None)
+
+    def close() -> None:
+        assert inside.wait(20)
+        seen.close()
+        go.set()
+
+    in_threads(lambda: model(data()).backward(), close)
+    assert not model._forward_hooks
+
+
+# ---- copies
+
+
+def same_object(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def as_a_mean(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+@pytest.mark.parametrize("way", [same_object, through_pickle, through_a_file, as_a_mean])
+def test_a_copy_of_a_watched_model_is_an_unwatched_model(way: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = Model()
+    with watch(model, every=1, log=tmp_path / "log", say=lambda line: None) as seen:
+        model.watcher = seen  # as a model does that calls look()
+        model(data()).backward()
+        before = records(tmp_path / "log")
+        other = through_pickle(way(model)).train()
+        other(data()).backward()
+        assert records(tmp_path / "log") == before
+        model(data()).backward()
+    assert len(records(tmp_path / "log")) == 2
+
+
+def test_a_pickled_copy_names_nothing_of_this_package() -> None:
+    with watch(model := nn.Linear(2, 2)):
+        content = pickle.dumps(model)
+        with pytest.raises(ValueError, match="no call"):
+            model(torch.ones(1, 2))
+    assert b"attention" not in content
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_another_process_gets_the_model_and_not_the_watch(method: str, tmp_path: Path) -> None:
+    model = Model()
+    with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
+        child = multiprocessing.get_context(method).Process(target=train, args=(model,))
+        child.start()
+        child.join(120)
+        assert child.exitcode == 0
+        train(model)
+    assert len(records(tmp_path / "log")) == 1
+
+
+# ---- inside of a forward pass
+
+
+class Meddles(Model):
+    """Does something to itself in the middle of its forward pass."""
+
+    def __init__(self, what: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        self.blocks[0].seen = ()
+        self.what(self)
+        x, self.blocks[1].seen = self.blocks[1](x), ()
+        return x.square().mean()
+
+
+INSIDE = {
+    "eval": lambda model: model.eval(),
+    "state_dict": lambda model: model.state_dict(),
+    "deepcopy": lambda model: copy.deepcopy(model),
+    "pickle": lambda model: pickle.dumps(model.blocks),
+    "no_grad": lambda model: torch.set_grad_enabled(True),
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_what_a_model_does_in_its_forward_pass_leaves_no_trace(what: str) -> None:
+    model = Meddles(INSIDE[what])
+    keys = list(model.state_dict())
+    with watch(model, every=1, say=lambda line: None) as seen:
+        for _ in range(2):
+            model.train()(data()).backward()
+            assert torch.overrides._get_current_function_mode_stack() == []
+    assert seen.record["step"] == 1
+    assert len(seen.record["max_logit"]) == 2
+    assert list(model.state_dict()) == keys
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_that_calls_itself_without_gradients_is_looked_at_once() -> None:
+    class Teaches(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self(x)
+            return super().forward(x)
+
+    with watch(model := Teaches(), every=1, say=lambda line: None) as seen:
+        model(data()).backward()
+    assert seen.record["step"] == 0
+    assert "dq_error" in seen.record
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_a_training_that_goes_on_after_an_interrupt_is_watched_on(error: type[BaseException], tmp_path: Path) -> None:
+    """At an interrupt torch runs no hook."""
+    due = [True]
+
+    def interrupt(_: nn.Module) -> None:
+        if due:
+            due.pop()
+            raise error
+
+    model = Meddles(interrupt)
+    with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
+        with pytest.raises(error):
+            model(data())
+        for _ in range(2):
+            model(data()).backward()
+            assert torch.overrides._get_current_function_mode_stack() == []
+    assert [len(record["max_logit"]) for record in records(tmp_path / "log")] == [2, 2]
+
+
+def test_a_checkpointed_model_is_one_pass_a_step(tmp_path: Path) -> None:
+    """Activation checkpointing calls it again in the backward pass."""
+    model = Model()
+    with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
+        for step in range(3):
+            checkpoint(model, data(step), use_reentrant=False).backward()
+    assert [record["step"] for record in records(tmp_path / "log")] == [0, 1, 2]
+    assert all("dq_error" in record for record in records(tmp_path / "log"))
+
+
+# ---- failures of its own
+
+
+def four_steps(settings: dict[str, Any]) -> list[str]:
+    """What is warned of in four steps that are looked at; their weights are those of an unwatched model."""
+    plain, watched = Model(), Model()
+    train(plain, 4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with watch(watched, **{"every": 1, "say": lambda line: None, **settings}):
+            train(watched, 4)
+    for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(one, other)
+    return [str(warning.message) for warning in found]
+
+
+def raises(*_: object, **__: object) -> None:
+    raise RuntimeError("planted")
+
+
+def test_a_full_disk_is_one_warning() -> None:
+    (warning,) = four_steps({"log": "/dev/full"})
+    assert "the log ends before step 0" in warning
+
+
+def test_a_disk_that_fills_keeps_the_records_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, looks = tmp_path / "log", []
+
+    def strict(record: Any) -> Any:
+        looks.append(record)
+        if len(looks) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return record
+
+    monkeypatch.setattr("attention.watching.watch.strict", strict)
+    assert len(four_steps({"log": log})) == 1
+    assert [record["step"] for record in records(log)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"wandb": type("Run", (), {"log": raises})()}, {"say": raises}], ids=["W&B", "say"]
+)
+def test_a_logger_that_raises_is_one_warning(settings: dict[str, Any]) -> None:
+    pytest.importorskip("wandb")
+    (warning,) = four_steps(settings)
+    assert "RuntimeError: planted" in warning
+
+
+@pytest.mark.parametrize("name", ["measure", "finish", "keep", "_came"])
+def test_a_measurement_that_fails_is_one_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the memory of a GPU does not suffice."""
+    from attention.watching import look
+
+    monkeypatch.setattr(look if name == "measure" else look.Look, name, raises)
+    (warning,) = [line for line in four_steps({}) if "planted" in line]
+    assert "measuring failed, and the training goes on" in warning
+
+
+def test_attention_that_ceases_to_be_seen_is_one_warning() -> None:
+    class Changes(Model):
+        seen_steps = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen_steps -= 1
+            return super().forward(x) if self.seen_steps >= 0 else self.blocks[0].qkv(x).square().mean()
+
+    model = Changes()
+    with watch(model, every=1, say=lambda line: None):
+        train(model)
+        with pytest.warns(UserWarning, match="made no call of scaled_dot_product_attention") as found:
+            train(model, 3)
+    assert len(found) == 1
+
+
+def test_what_a_moved_layer_cannot_do_later_runs_as_it_did() -> None:
+    from attention.watching.growth import GrowthRule
+
+    class Drops(nn.Module):
+        p = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, dropout_p=self.p).sum()
+
+    model, x = Drops(), torch.randn(B, H, T, D, requires_grad=True)
+    rule = GrowthRule(exponent=0.0, logit=0.0, window=1.1, probes=1, share=0.0)
+    with watch(model, every=1, switch="flash", rule=rule, say=lambda line: None) as seen:
+        for _ in range(4):
+            model(x).backward()
+        assert 0 in seen.left
+        model.p = 0.5
+        with pytest.warns(UserWarning, match="cannot serve layer 0.*it runs as it did"):
+            model(x).backward()
+        model(x).backward()  # without another warning
+
+
+# ---- W&B
+
+
+@pytest.mark.parametrize(("every", "row"), [(1, 1), (2, 1), (5, 5), (1, 7)])
+def test_no_row_of_the_loop_is_lost_in_wandb(
+    every: int, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = wandb.init(project="x", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    steps = []
+    with watch(model, every=every, optimizer=optimizer, wandb=run, say=lambda line: None):
+        for step in range(10):
+            train(model, 1, optimizer)
+            if (step + 1) % row == 0:
+                run.log({"row": step // row}, step=step // row)
+                steps.append(run.step)
+    run.log({}, commit=True)
+    kept = run.summary.get("row")
+    table = run.summary["attention"]
+    run.finish()
+    assert kept == max(10 // row - 1, 0)
+    assert steps == list(range(10 // row))
+    assert table["nrows"] == 2 * H
+
+
+# ---- attention that hands itself over
+
+
+class Own(nn.Module):
+    """Two key heads, and a softmax that no one sees; tensors [B, T, H, D] as flash_attn has them, or [B, H, T, D]."""
+
+    def __init__(self, number: int, layout: str = "BTHD") -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.q_proj, self.kv_proj, self.out = nn.Linear(C, H * D), nn.Linear(C, H * D), nn.Linear(H * D, C)
+        self.number, self.layout, self.watcher = number, layout, None
+
+    def operands(self, x: Tensor) -> list[Tensor]:
+        """[B, H, T, D]"""
+        q = self.q_proj(x).view(B, T, H, D)
+        return [y.transpose(1, 2) for y in (q, *self.kv_proj(x).view(B, T, 2, H // 2, D).unbind(2))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        if self.layout == "BTHD":
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        heads = self.layout.index("H")
+        axes = self.layout.lower()
+        s = torch.einsum(f"{axes},{axes.replace('t', 's')}->bhts", q, k.repeat_interleave(2, heads)) * D**-0.5
+        p = s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        o = torch.einsum(f"bhts,{axes.replace('t', 's')}->{axes}", p, v.repeat_interleave(2, heads))
+        if self.watcher is not None:
+            self.watcher.look(q, k, v, o, layer=self.number, causal=True, layout=self.layout)
+        o = o if self.layout == "BTHD" else o.transpose(1, 2)
+        return x + self.out(o.reshape(B, T, C))
+
+
+class Torchs(Own):
+    """The same by torch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(o.transpose(1, 2).reshape(B, T, C))
+
+
+def looked_at(model: nn.Module, every: int = 1, **settings: Any) -> tuple[dict[str, Any], list[str]]:
+    said: list[str] = []
+    with watch(model, every=every, say=said.append, **settings) as seen:
+        for layer in model.modules():
+            if isinstance(layer, Own):
+                layer.watcher = seen
+        model(data()).square().mean().backward()
+    return seen.record, said
+
+
+@pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_that_is_handed_over_is_measured_as_torchs(layout: str, compiled: bool) -> None:
+    torch.compiler.reset()
+    own, torchs = nn.Sequential(Own(3, layout), Own(7, layout)), nn.Sequential(Torchs(3), Torchs(7))
+    called: Any = torch.compile(own, backend="eager", fullgraph=True) if compiled else own
+    found, said = looked_at(called)
+    expected, _ = looked_at(torchs)
+    assert found.pop("layers") == [3, 7]
+    assert "of layers 3, 7" in said[-1]
+    assert set(found) == set(expected)
+    for name in found:
+        if isinstance(found[name], list):
+            # Gradients of two formulas, which differ by FP32's rounding.
+            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_modules_whose_attention_is_not_seen_are_named() -> None:
+    model = nn.Sequential(Torchs(0), nn.Sequential(Own(1)), nn.Linear(C, C))
+    said: list[str] = []
+    with watch(model, every=1, say=said.append) as seen:
+        for _ in range(2):
+            model(data()).sum().backward()
+    assert ["not seen: 1.0 (Own)" in line for line in said] == [True, False]
+    assert seen.record["hidden"] == 1
+    with watch(alone := nn.Sequential(Own(0))), pytest.raises(ValueError, match=r"not seen: 0 \(Own\)"):
+        alone(data())
+
+
+def test_without_o_only_logits_are_measured() -> None:
+    class Softmax(Own):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.operands(x)
+            if self.watcher is not None:
+                self.watcher.look(q, k, v, scale=1.0)
+            return x + q.sum() * k.sum() + v.sum()
+
+    model = Softmax(0)
+    found, _ = looked_at(nn.Sequential(model))
+    q, k, _ = (y[:1] for y in model.operands(data()))
+    expected = (q @ k.repeat_interleave(2, 1).mT).amax(dim=(0, 2, 3))
+    torch.testing.assert_close(torch.tensor(found["max_logit"][0]), expected.detach())
+    assert {name for name, value in found.items() if isinstance(value, list)} == {"max_logit", "entropy", "one_hot"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.ones(B, T, 3, D)}, r"k = \[3, 24, 3, 16\]: expected a shape that fits q \[3, 24, 4, 16\], BTHD"),
+        ({"v": torch.ones(B, T - 1, 2, D)}, "v = .*: expected a shape"),
+        ({"o": torch.ones(B, H, T, D)}, "o = .*: expected a shape"),
+        ({"q": torch.ones(B, T, C)}, r"q = \[3, 24, 64\]: expected a tensor \[B, T, H, D\]"),
+        ({"q": 3}, "q = int: expected a tensor"),
+        ({"layout": "TBHD"}, "layout = 'TBHD': expected one of BHTD, BTHD"),
+        ({"layer": -1}, "layer = -1: expected a whole number"),
+        ({"layer": 0}, "layer = 0: expected each layer once"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_refused_in_the_first_pass_and_warned_of_later(
+    change: dict[str, Any], message: str
+) -> None:
+    class Hands(nn.Module):
+        right, watcher = True, None
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = x * torch.ones(B, T, H, D), x * torch.ones(B, T, 2, D)
+            good = {"q": q, "k": k, "v": k, "o": q * 1.0, "layout": "BTHD", "layer": 1}
+            self.watcher.look(**{**good, "layer": 0})
+            if not self.right:
+                self.watcher.look(**{**good, **change})
+            return good["o"].sum()
+
+    for first in (True, False):
+        model, x = Hands(), torch.ones((), requires_grad=True)
+        with watch(model, every=1, say=lambda line: None) as model.watcher:
+            if first:
+                model.right = False
+                with pytest.raises(ValueError, match=f"^watch: look: {message}"):
+                    model(x)
+                continue
+            model(x).backward()
+            model.right = False
+            with pytest.warns(UserWarning, match=f"^watch: look: {message}"):
+                model(x).backward()
+            model(x).backward()  # without another
