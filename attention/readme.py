@@ -16,6 +16,7 @@ from .plan import AttentionSpec
 from .presets import PRESETS
 
 README = Path(__file__).parent / "README.md"
+_TORCHS = ", ".join(f"`{backend}`" for backend in BACKENDS if backend.startswith("sdpa_"))
 
 
 def tables() -> dict[str, list[str]]:
@@ -37,8 +38,9 @@ def _sites() -> Iterator[tuple[str, ...]]:
 
 def _features() -> Iterator[tuple[str, ...]]:
     for name, words in FEATURES.items():
-        lacking = (f"`{backend}`" for backend, declared in BACKENDS.items() if name not in declared.features)
-        yield f"`{name}`", words, ", ".join(lacking), _listed(tuple(s for s, d in SITES.items() if name in d.without))
+        lacking = ", ".join(f"`{backend}`" for backend, declared in BACKENDS.items() if name not in declared.features)
+        kept = _listed(tuple(site for site, declared in SITES.items() if name in declared.without))
+        yield f"`{name}`", words, lacking.replace(_TORCHS, "`sdpa_*`"), kept
 
 
 def _bases() -> Iterator[tuple[str, ...]]:
