@@ -43,7 +43,14 @@ def operator(
     schema = f"({', '.join(f'Tensor {x}' for x in names)}, {SETTINGS}) -> {returns}"
     made = torch.library.custom_op(f"{NAMESPACE}::{name}", call, mutates_args=(), schema=schema)
     made.register_fake(fake)
+    if names[0] == "do":
+        made.register_autograd(_refuse_second)
     return made
+
+
+def _refuse_second(*_: Any) -> Any:
+    instead = "use torch's function there, within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    raise ValueError(f"low-precision attention: it has no second derivatives, as of a gradient penalty; {instead}")
 
 
 def differentiable(

@@ -26,6 +26,12 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
+def refuse(wrong: bool, message: str) -> None:
+    """``ValueError`` in one line, for callers of the package, where something is wrong."""
+    if wrong:
+        raise ValueError(one_line(f"low-precision attention: {message}"))
+
+
 def invalid(
     field: str, value: object, expected: str | Iterable[object], *, typed: object = None, meant: str = ""
 ) -> UserError:

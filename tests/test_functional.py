@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
 from torch.utils.checkpoint import checkpoint
 
-import attention
+import attention.attn_mask
 from attention import AttentionSpec, replace_sdpa, scaled_dot_product_attention
 from attention.reference import tiles
 
@@ -214,8 +214,8 @@ def test_a_flag_and_a_seed_that_a_compiler_does_not_know_are_taken() -> None:
 
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
 def test_a_mask_is_looked_at_once_for_all_layers(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Mock(side_effect=attention.functional.split)
-    monkeypatch.setattr(attention.functional, "split", looks)
+    looks = Mock(side_effect=attention.attn_mask.split)
+    monkeypatch.setattr(attention.attn_mask, "split", looks)
     mask = torch.ones((1, 1, 40, 40)[4 - dimensions :], dtype=torch.bool).tril()
     *inputs, _ = tensors()
     for _ in range(2):
@@ -322,21 +322,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"attn_mask": torch.ones(8, 8).tril().bool() & (torch.arange(8) != 3)[:, None]},
         "query 2 sees keys 0 to 2, query 4 keys 0 to 4, and query 3 between them none",
     ),
-    "a mask of one dimension": ({"attn_mask": torch.ones(8, dtype=torch.bool)}, "2 dimensions or more"),
-    "a sparse mask": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool).to_sparse()}, "attn_mask is torch.sparse_coo"),
+    "a mask of one dimension": ({"attn_mask": torch.ones(8, dtype=torch.bool)}, "as many dimensions as the query"),
+    "a mask of five": ({"attn_mask": torch.ones(1, 1, 1, 8, 8).bool()}, "as many dimensions as the query"),
+    "a sparse mask": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool).to_sparse()}, "attn_mask is nested or sparse"),
     "is_causal of no flag": ({"is_causal": "False"}, "is_causal = 'False': expected True or False"),
     "enable_gqa of no flag": ({"enable_gqa": "no"}, "enable_gqa = 'no'"),
     "scale of no number": ({"scale": "1"}, "scale = '1'"),
     "scale inf": ({"scale": math.inf}, "scale = inf"),
+    "scale True": ({"scale": True}, "scale = True: expected a finite number"),
+    "a learned scale": (
+        {"scale": torch.tensor(0.3, requires_grad=True)},
+        "scale is a learned tensor: expected a number",
+    ),
+    "scale on another device": ({"scale": torch.tensor(0.3, device="meta")}, "scale is a tensor on meta: expected"),
+    "many scales": ({"scale": torch.ones(4)}, r"scale = tensor\(\[1., 1., 1., 1.\]\): expected a finite number"),
     "softcap": ({"softcap": -1.0}, "softcap = -1.0"),
-    "three dimensions": ({"query": X[0]}, r"query has shape \[4, 8, 16\]"),
-    "nested": ({"query": torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)}, "query is nested"),
+    "one dimension": ({"query": X[0, 0, 0]}, r"query has shape \[16\]"),
+    "five dimensions that do not broadcast": (
+        {"query": X[None].expand(3, -1, -1, -1, -1), "key": X[None].expand(2, -1, -1, -1, -1)},
+        "expected batches that broadcast",
+    ),
+    "nested": ({"query": torch.nested.nested_tensor([X[0], X[1]])}, "query is nested or sparse"),
     "sparse": ({"value": X.to_sparse()}, "value is nested or sparse"),
-    "no batch": ({"query": X[:0], "key": X[:0], "value": X[:0]}, "no empty dimension"),
+    "no heads of keys": ({"key": X[:, :0], "value": X[:, :0], "enable_gqa": True}, "expected heads of keys"),
     "integers": ({"key": X.long()}, "key is torch.int64"),
     "dtypes that differ": ({"key": X.bfloat16()}, "expected one"),
     "devices that differ": ({"key": X.to("meta")}, "key is on meta: expected cpu"),
-    "batches that differ": ({"query": X[:1]}, "one batch size and head dim"),
+    "batches that differ": ({"query": X.repeat(2, 1, 1, 1)}, "expected one batch size, or 1"),
+    "head dims that differ": ({"query": X[..., :8]}, "expected one head dim"),
+    "heads of key and value that differ": ({"key": X[:, :2], "enable_gqa": True}, "key and value of the same heads"),
     "values of another width": ({"value": X[..., :8]}, "key has shape"),
     "fewer key heads": ({"key": X[:, :2], "value": X[:, :2]}, "enable_gqa=True"),
     "no divisor": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, "a divisor of 4"),

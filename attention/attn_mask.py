@@ -1,0 +1,117 @@
+"""torch's ``attn_mask`` as a ``Mask``: bool or floating, for each query and key, or torch's ``CausalBias``.
+
+Legend: B batch, H query heads, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .mask import Mask, split
+from .reference.tiles import NAMESPACE
+from .user_error import refuse
+
+
+def is_causal_bias(mask: object) -> bool:
+    """Whether a mask is torch's ``CausalBias``, a tensor whose storage is never written; its attributes alone are to be read.
+
+    By name, as importing its class takes seconds.
+    """
+    kind = type(mask)
+    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
+
+
+def is_bottom_right(bias: Any, T: int, S: int) -> bool:
+    """Whether a ``CausalBias`` is ``causal_lower_right``, and not ``causal_upper_left``. ``ValueError`` if it is not of T and S."""
+    # The class is a prototype; and what torch makes of one, as by .to(), has no variant.
+    variant: Any = getattr(bias, "variant", None)
+    name = "" if variant is None else variant.name
+    made = "causal_upper_left or causal_lower_right as made"
+    refuse(name not in ("UPPER_LEFT", "LOWER_RIGHT"), f"attn_mask is a CausalBias of no known variant: expected {made}")
+    sizes = bias.seq_len_q, bias.seq_len_kv
+    refuse(sizes != (T, S), f"attn_mask is a CausalBias of {sizes[0]} queries, {sizes[1]} keys: expected {T}, {S}")
+    return bool(name == "LOWER_RIGHT")
+
+
+def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
+    """A checked ``attn_mask`` [B or 1, H or 1, T or 1, S or 1] as the backends take it; ``own``: the caller's, of which it is a view."""
+    compiling = torch.compiler.is_compiling()
+    if mask.stride(1) == 0:
+        mask = mask.narrow(1, 0, 1)
+    if mask.dtype != torch.bool or mask.shape[1] != 1:
+        mask = _visible(mask) if compiling else _known("visible", own, mask, _visible)
+    if mask.shape[2] == 1:
+        if torch.is_grad_enabled() and not compiling and mask.is_inference():
+            mask = mask.clone()  # autograd keeps nothing that was made in inference mode
+        return Mask(keys=mask[:, 0, 0].expand(B, S))
+    if mask.shape[3] != S:
+        mask = mask.expand(-1, -1, -1, S)
+    # Whether keys are hidden inside of ranges, only the host can ask, and compiled code asks no host.
+    ranges, keys = _split(mask) if compiling else _known("split", own, mask, _without_idle_keys)
+    return Mask(ranges=ranges.expand(B, 2, T), keys=None if keys is None else keys.expand(B, S))
+
+
+def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
+    """``make(mask)``, once for all layers that get one and the same tensor: the caller's ``own``, which alone decides ``mask``."""
+    if own.is_inference():  # counts no versions
+        return make(mask)
+    state = own._version, mask.shape
+    known = _KNOWN[what]
+    if own not in known or known[own][0] != state:
+        with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
+            known[own] = state, make(mask)
+    return known[own][1]
+
+
+_KNOWN = {"visible": WeakTensorKeyDictionary(), "split": WeakTensorKeyDictionary()}
+
+
+@torch.library.custom_op(f"{NAMESPACE}::visible_of_mask", mutates_args=())
+def _visible(mask: Tensor) -> Tensor:
+    """The bool mask with one head that a floating one, or one with many heads, stands for."""
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    refuse(capturing, "attn_mask in a CUDA graph: expected bool of shape [batch, 1, 1, keys], or is_causal")
+    visible = mask
+    if mask.is_floating_point():
+        visible = mask == 0
+        additive = not bool((visible | (mask <= torch.finfo(mask.dtype).min)).all())
+        refuse(additive, f"attn_mask is {mask.dtype}: expected bool, or 0 and -inf; it has no additive masks")
+    first = visible.narrow(1, 0, 1)
+    alike = bool((visible == first).all())
+    refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
+    return first.clone(memory_format=torch.contiguous_format)
+
+
+@_visible.register_fake
+def _(mask: Tensor) -> Tensor:
+    return torch.empty_like(mask.narrow(1, 0, 1), dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
+def _without_idle_keys(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Ranges and padding of a mask [B, H or 1, T, S]; None where there is no padding that ranges do not tell."""
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    refuse(capturing, "attn_mask in a CUDA graph: expected one of shape [batch, 1, 1, keys], or is_causal")
+    try:
+        ranges, keys, has_holes = split(mask[:, 0])
+    except ValueError as error:
+        expected = "a range of keys for each query, neither end going back, less padding, keys hidden from all queries"
+        refuse(True, f"attn_mask: {error}: expected {expected}; use torch's own function for other masks")
+    return ranges, keys if has_holes else None
+
+
+@torch.library.custom_op(f"{NAMESPACE}::split_of_mask", mutates_args=())
+def _split(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Ranges [B, 2, T] and padding [B, S] of a mask [B, H or 1, T, S]; B may be 1."""
+    ranges, keys = _without_idle_keys(mask)
+    return ranges, torch.ones_like(mask[:, 0, 0]) if keys is None else keys
+
+
+@_split.register_fake
+def _(mask: Tensor) -> tuple[Tensor, Tensor]:
+    B, _, T, S = mask.shape
+    return mask.new_empty((B, 2, T), dtype=torch.int32), mask.new_empty((B, S))
