@@ -1,0 +1,153 @@
+"""Classes of inputs on which attention kernels differ, each with its reason.
+
+In every class the last feature of K is 1 and that of Q is 0. Logits do not change, and the last column of dQ is scale * rowsum(dS), which
+so is measured from outside. dO has four significant bits, so that its multiples by 9 to 15 are exact in BF16.
+
+Legend: B batch, H query heads, G key heads, T length, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    B: int = 2
+    H: int = 4
+    G: int = 4
+    T: int = 256
+    D: int = 64
+
+    def __str__(self) -> str:
+        return f"B {self.B} H {self.H} G {self.G} T {self.T} D {self.D}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q, dO [B, H, T, D], k, v [B, G, T, D]; scale of the logits."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    scale: float
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class InputClass:
+    """``make`` changes normal q, k, v, dO in FP32, given a generator; ``shape`` changes the shape that is asked for."""
+
+    reason: str
+    make: Callable[[list[Tensor], torch.Generator], list[Tensor]] = lambda x, _: x
+    shape: Callable[[Shape], Shape] = lambda x: x
+    causal: bool = True
+
+
+def _common(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    return [t + 2 * torch.randn(t.shape[-1], generator=generator) if i < 3 else t for i, t in enumerate(x)]
+
+
+def _shared_direction(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    q, k, v, do = x
+    direction = torch.nn.functional.normalize(torch.randn(q.shape[-1], generator=generator), dim=0)
+    push = 3 * q.shape[-1] ** 0.25 * direction
+    v = 0.3 * v + torch.randn(q.shape[-1], generator=generator)
+    do = 0.2 * do + torch.randn(q.shape[-1], generator=generator)
+    return [0.5 * q + push, 0.5 * k + push, v, do]
+
+
+def _peaked(logit: float) -> Callable[[list[Tensor], torch.Generator], list[Tensor]]:
+    """q and k are scaled so that the largest logit is about this."""
+
+    def make(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
+        q, k, v, do = x
+        k_H = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        largest = (q[..., :-1] @ k_H[..., :-1].mT).amax().item() / math.sqrt(q.shape[-1])
+        factor = math.sqrt(logit / largest)
+        return [q * factor, k * factor, v, do]
+
+    return make
+
+
+def _ties(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
+    q, k, v, do = x
+    T = k.shape[2]
+    return [q, k[:, :, : max(1, T // 32)].repeat(1, 1, 33, 1)[:, :, :T], v, do]
+
+
+def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    q, k, v, do = x
+    T, D = k.shape[2], k.shape[3]
+    direction, shared = torch.randn(2, D, generator=generator)
+    slope = torch.linspace(-1, 1, T)[:, None] * direction
+    return [0.1 * q, 0.3 * k + 2 * shared, 0.1 * v + slope, 0.2 * do + direction]
+
+
+CLASSES: dict[str, InputClass] = {
+    "gaussian": InputClass("what most tests of kernels use; delta's error is small and has no direction here"),
+    "common_part": InputClass(
+        "keys, queries and values share a part, as behind biases and learned positions: it multiplies errors of delta", _common
+    ),
+    "shared_direction": InputClass(
+        "queries and keys along one direction, dO alike in all rows: as in the layer that fails (arXiv 2510.04212)",
+        _shared_direction,
+    ),
+    "values_of_one_sign": InputClass(
+        "the bias of O's rounding adds up (arXiv 2510.04212)", lambda x, _: [x[0], x[1], -x[2].abs() - 1, x[3]]
+    ),
+    "peaked_100": InputClass("largest logit 100: a late stage of training", _peaked(100)),
+    "peaked_1000": InputClass("largest logit 1,000: growth has begun", _peaked(1000)),
+    "ties": InputClass("each key returns 32 times: row maxima repeat, P_bar is 1 more than once", _ties),
+    "equal_keys": InputClass("all keys alike: O is a mean of values", lambda x, _: [x[0], x[1][:, :, :1].expand_as(x[1]), x[2], x[3]]),
+    "cancelling_tiles": InputClass(
+        "dS changes its sign midway along keys with a shared part: sums of dQ grow large before they cancel", _cancelling, causal=False
+    ),
+    "tiny": InputClass("values and dO of 1e-4, as under a small loss scale", lambda x, _: [x[0], x[1], x[2] * 1e-4, x[3] * 1e-4]),
+    "huge": InputClass("values and dO of 1e3", lambda x, _: [x[0], x[1], x[2] * 1e3, x[3] * 1e3]),
+    "odd_length": InputClass("a length that no tile divides", shape=lambda s: replace(s, T=s.T + 13)),
+    "grouped": InputClass("grouped queries: two query heads to a key head", shape=lambda s: replace(s, H=4, G=2)),
+    "full": InputClass("no causal mask", causal=False),
+}  # fmt: skip
+"""Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
+
+
+def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+    """The inputs of a class: the same numbers on every device."""
+    chosen = CLASSES[name]
+    shape = chosen.shape(shape)
+    generator = torch.Generator().manual_seed(list(CLASSES).index(name))
+    sizes = ((shape.H,), (shape.G,), (shape.G,), (shape.H,))
+    x = [torch.randn(shape.B, heads, shape.T, shape.D, generator=generator) for (heads,) in sizes]
+    q, k, v, do = chosen.make(x, generator)
+    q, k = q.clone(), k.clone()
+    q[..., -1], k[..., -1] = 0.0, 1.0
+    do = _to_four_bits(do)
+    q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
+    return Problem(q, k, v, do, 1 / math.sqrt(shape.D), chosen.causal)
+
+
+def _to_four_bits(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 16).round() / 16, exponent)
+
+
+def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+    """Rows that give all weight to their own key by a margin of ``logit``: O = V in exact arithmetic. No causal mask is needed."""
+    T = min(shape.T, shape.D - 1)
+    generator = torch.Generator().manual_seed(99)
+    size = math.sqrt(logit * math.sqrt(shape.D))
+    q = torch.zeros(shape.B, shape.H, T, shape.D)
+    q[:, :, range(T), range(T)] = size * (1 + 0.1 * torch.rand(T, generator=generator))
+    k = torch.zeros(shape.B, shape.G, T, shape.D)
+    k[:, :, range(T), range(T)] = size
+    v = torch.randn(shape.B, shape.G, T, shape.D, generator=generator)
+    do = torch.randn(shape.B, shape.H, T, shape.D, generator=generator)
+    q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
+    return Problem(q, k, v, do, 1 / math.sqrt(shape.D))

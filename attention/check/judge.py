@@ -1,0 +1,75 @@
+"""From measures to a verdict. The thresholds, and what they were calibrated on.
+
+A kernel fails in training here when rows of its dS do not sum to zero because delta, made from an O in 16 bits, disagrees with P. In the
+classes that show it, ``rows`` of ``flash``, whose runs explode, is 3.8e-3 or more on a CPU; of ``flash_fp32_o``, ``flash_delta_from_p`` and
+``flash_consistent``, of which no run failed to 13,000 steps, 1.1e-3 or less. The limit is 2^-9, half a unit in the last place of BF16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+SAFE, AT_RISK, WRONG, UNVERIFIED = "safe", "at risk", "wrong", "unverified"
+ORDER = (SAFE, UNVERIFIED, AT_RISK, WRONG)
+"""From the best to the worst."""
+
+ROWS_AT_RISK = 2.0**-9
+RATIO_AT_RISK = 3.0
+"""Of a tensor's error over that of plain attention; FlashAttention's own tests allow 2 of a formula with a BF16 softmax."""
+SIZE_WRONG = 2.0**-5
+"""Of an error over the size of the tensor without cancellation: no rounding to BF16 does that. Rows of dS likewise."""
+FMA_LIMIT = 4.6e4
+
+
+def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
+    """Verdict and its reason, "" where it is safe, of the measures of one class."""
+    if name == "one_hot":
+        if found["limit"] < 1e4:
+            return WRONG, "O of a one-hot row is not V"
+        below = found["limit"] < FMA_LIMIT
+        return (
+            (AT_RISK, f"exponent: one-hot rows have O = V to logits of {found['limit']:g} only")
+            if below
+            else (SAFE, "")
+        )
+    if name == "mask_edges":
+        leaks = [what for what in ("first_row", "future", "idle") if found[what] != 0]
+        return (WRONG, "mask: leaks at " + ", ".join(leaks)) if leaks else (SAFE, "")
+    if name == "last_key":
+        return (WRONG, "the last key of an odd length is lost") if not found["missed"] < SIZE_WRONG else (SAFE, "")
+    if name == "not_a_number":
+        return (
+            (AT_RISK, f"{found['spread']:.0f} numbers not finite where none depends on the NaN")
+            if found["spread"]
+            else (SAFE, "")
+        )
+    if name == "repeatability":
+        return (AT_RISK, "not deterministic: a run cannot be replayed") if not found["deterministic"] else (SAFE, "")
+    return _accuracy(found)
+
+
+def _accuracy(found: dict[str, float]) -> tuple[str, str]:
+    endless = [x for x in ("o", "dq", "dk", "dv") if math.isinf(found[f"error_{x}"])]
+    if endless:
+        return WRONG, f"{', '.join(endless)}: not finite"
+    if found["ratio_o"] > RATIO_AT_RISK and found["error_o"] < 2 * found["eager_o"]:
+        return AT_RISK, f"scores: O is off by {found['error_o']:.1e}, as where S is rounded to 16 bits"
+    beyond = [x for x in ("o", "dq", "dk", "dv") if found[f"size_{x}"] > SIZE_WRONG]
+    if beyond:
+        return WRONG, ", ".join(f"{x} off by {found[f'size_{x}']:.1e} of its size" for x in beyond)
+    if found["rows"] > SIZE_WRONG:
+        return WRONG, f"delta or P: rows of dS sum to {found['rows']:.1e} of their size"
+    if found["rows"] > ROWS_AT_RISK:
+        return (
+            AT_RISK,
+            f"delta or P: rows of dS sum to {found['rows']:.1e} of their size, dQ has {found['ratio_dq']:.1f} x plain's error",
+        )
+    coarse = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > RATIO_AT_RISK]
+    if coarse:
+        return AT_RISK, ", ".join(f"{x}: {found[f'ratio_{x}']:.1f} x the error of plain attention" for x in coarse)
+    return SAFE, ""
+
+
+def worst(verdicts: list[str]) -> str:
+    return max(verdicts, key=ORDER.index)

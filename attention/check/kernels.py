@@ -1,0 +1,183 @@
+"""Attention kernels by name, each as one call ``(q, k, v, causal, scale) -> o`` on [B, H, T, D]."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+from ..functional import scaled_dot_product_attention as ours
+from ..presets import ALIASES, PRESETS
+from ..user_error import UserError, invalid
+
+Call = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
+
+_TORCHS = {
+    "torch:flash": SDPBackend.FLASH_ATTENTION,
+    "torch:cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch:efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch:math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``missing``: why it cannot be called here; its cases are then unverified."""
+
+    name: str
+    call: Call | None
+    missing: str = ""
+
+
+def find(kernel: str | Callable[..., Any]) -> Kernel:
+    """The kernel of that name, or a user's function.
+
+    A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
+    with a parameter ``is_causal`` is called as torch's ``scaled_dot_product_attention``, any other as ``(q, k, v, causal, scale)``. It
+    gives o, or a tuple that begins with o. Raises ``UserError`` for a name that is none of these.
+    """
+    if callable(kernel):
+        return Kernel(getattr(kernel, "__qualname__", repr(kernel)), _called_as_it_asks(kernel))
+    if kernel in PRESETS or kernel in ALIASES:
+        return Kernel(
+            kernel, lambda q, k, v, c, s: ours(q, k, v, is_causal=c, scale=s, enable_gqa=True, numerics=kernel)
+        )
+    if kernel in KNOWN:
+        try:
+            return Kernel(kernel, KNOWN[kernel]())
+        except (ImportError, OSError, RuntimeError) as error:
+            return Kernel(kernel, None, f"cannot be imported: {type(error).__name__}: {_line(error)}")
+    module, colon, function = kernel.partition(":")
+    if not colon or not module or not function:
+        raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *PRESETS))
+    return Kernel(kernel, _called_as_it_asks(_imported(kernel, module, function)))
+
+
+def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in function.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"kernel = {kernel!r}: {_line(error)}") from None
+    if not callable(found):
+        raise UserError(f"kernel = {kernel!r}: {function} is a {type(found).__name__}, expected a function")
+    return found
+
+
+def _called_as_it_asks(function: Callable[..., Any]) -> Call:
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        names = {"is_causal": None, "enable_gqa": None}  # type: ignore[assignment]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        if "is_causal" not in names:
+            return _first(function(q, k, v, causal, scale))
+        grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] and "enable_gqa" in names else {}
+        return _first(function(q, k, v, is_causal=causal, scale=scale, **grouped))
+
+    return call
+
+
+def _first(found: Any) -> Tensor:
+    return found[0] if isinstance(found, tuple | list) else found
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _torchs(backend: SDPBackend) -> Call:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        with sdpa_kernel(backend):
+            return torchs(q, k, v, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+
+    return call
+
+
+def _flex() -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    @functools.lru_cache(maxsize=32)
+    def causal_mask(T: int, S: int, device: torch.device) -> Any:
+        return create_block_mask(lambda b, h, i, j: i >= j, None, None, T, S, device=device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        mask = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
+        return _first(compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]))
+
+    return call
+
+
+def _flash_attn(module: str, **settings: Any) -> Call:
+    """Tri Dao's packages: [B, T, H, D]."""
+    function = importlib.import_module(module).flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _first(function(q, k, v, softmax_scale=scale, causal=causal, **settings)).transpose(1, 2)
+
+    return call
+
+
+def _xformers() -> Call:
+    ops = importlib.import_module("xformers.ops")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        if k.shape[1] < q.shape[1]:
+            raise NotImplementedError("grouped queries: not tried here")
+        bias = ops.LowerTriangularMask() if causal else None
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return ops.memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale).transpose(1, 2)
+
+    return call
+
+
+def _te() -> Call:
+    DotProductAttention = importlib.import_module("transformer_engine.pytorch").DotProductAttention
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        B, H, T, D = q.shape
+        module = DotProductAttention(
+            H,
+            D,
+            num_gqa_groups=k.shape[1],
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal" if causal else "no_mask",
+            softmax_scale=scale,
+        )
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        return module(q, k, v).view(B, T, H, D).transpose(1, 2)
+
+    return call
+
+
+KNOWN: dict[str, Callable[[], Call]] = {
+    **{name: functools.partial(_torchs, backend) for name, backend in _TORCHS.items()},
+    "torch:flex": _flex,
+    "fa2": functools.partial(_flash_attn, "flash_attn"),
+    "fa2:deterministic": functools.partial(_flash_attn, "flash_attn", deterministic=True),
+    "fa3": functools.partial(_flash_attn, "flash_attn_interface"),
+    "fa3:deterministic": functools.partial(_flash_attn, "flash_attn_interface", deterministic=True),
+    "fa4": functools.partial(_flash_attn, "flash_attn.cute"),
+    "fa4:deterministic": functools.partial(_flash_attn, "flash_attn.cute", deterministic=True),
+    "xformers": _xformers,
+    "te": _te,
+}
+"""Public kernels. What is not installed is unverified."""

@@ -1,0 +1,221 @@
+"""What is measured of a kernel from outside. Legend: B batch, H query heads, T length, D head dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .classes import Problem, Shape, make, one_hot
+from .kernels import Call
+
+NAMES = ("o", "dq", "dk", "dv")
+FACTORS = (1, 9, 10, 11, 12, 13, 14, 15)
+"""Of dO; the rounding of dS differs from factor to factor, what delta and P leave in its rows does not."""
+ONE_HOT_LOGITS = (1e4, 4.6e4, 1e5, 1e6, 2.0**21)
+
+Results = tuple[Tensor, ...]
+
+
+def run(call: Call, p: Problem, do: Tensor | None = None) -> Results:
+    """O, dQ, dK, dV of a kernel."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
+    o = call(q, k, v, p.causal, p.scale)
+    if o.shape != p.q.shape:
+        raise RuntimeError(f"it gives O of shape {list(o.shape)} for q of shape {list(p.q.shape)}")
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), (p.do if do is None else do).to(o.dtype))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """The baseline, without tiles: softmax in FP32; P and dS in the dtype of v for their products, as any kernel has them."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q.float() @ k.float().mT * scale
+    if s.requires_grad:
+        s.register_hook(lambda ds: ds.to(q.dtype).float())
+    return (_masked(s, causal).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """O as eager PyTorch computes it in 16 bits: S rounded to the dtype of q."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = (q.float() @ k.float().mT * scale).to(q.dtype).float()
+    return (_masked(s, causal).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
+
+
+def exact(p: Problem) -> tuple[Results, Results, Tensor]:
+    """In FP64 from the same inputs: O, dQ, dK, dV; the size each would have if nothing cancelled; that of a row of dS [B, H, T].
+
+    The size is the natural unit of rounding errors, as dS = P (dP - delta) cancels.
+    """
+    q, k, v = (x.detach().double().requires_grad_() for x in (p.q, p.k, p.v))
+    n = q.shape[1] // k.shape[1]
+    k_H, v_H = (x.repeat_interleave(n, 1) for x in (k, v))
+    weights = _masked(q @ k_H.mT * p.scale, p.causal).softmax(-1)
+    o, do = weights @ v_H, p.do.double()
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    weights, o, k_H, v_H = (x.detach() for x in (weights, o, k_H, v_H))
+    dp, delta = do @ v_H.mT, (do * o).sum(-1, keepdim=True)
+    ds = weights * (dp - delta).abs() * p.scale
+    uncancelled = weights * (do.abs() @ v_H.abs().mT + (do * o).abs().sum(-1, keepdim=True)) * p.scale
+    to_groups = lambda x: x.unflatten(1, (-1, n)).sum(2)  # noqa: E731
+    sizes = (
+        weights @ v_H.abs(),
+        uncancelled @ k_H.abs(),
+        to_groups(uncancelled.mT @ q.detach().abs()),
+        to_groups(weights.mT @ do.abs()),
+    )
+    return (o, *gradients), sizes, ds.sum(-1)  # fmt: skip
+
+
+def _masked(s: Tensor, causal: bool) -> Tensor:
+    if not causal:
+        return s
+    return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
+
+
+def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Errors of a class of inputs, and what rows of dS sum to.
+
+    - ``error_X``: ||X - exact|| / ||exact||; ``ratio_X``: that over the baseline's, see ``plain``; ``size_X``: over X's norm without
+      cancellation
+    - ``eager_o``: the error that O has where S is rounded to the dtype of q, see ``eager``
+    - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
+      ``rows_raw``: of one pass; ``rows_mean``, ``rows_mean_se``: with sign, and its standard error
+    - ``coherence``: share of dQ's squared error that lies along its leading direction, mean of heads
+    - ``bias_o``, ``bias_o_se``: mean of (O - exact) sign(exact) in units of 2^-9 |exact|, each cut at 4, and its standard error
+    """
+    p = make(name, shape, dtype, device)
+    found, base = run(call, p), run(plain, p)
+    expected, sizes, row_size = exact(p)
+    measures: dict[str, float] = {}
+    for x, a, b, e, size in zip(NAMES, found, base, expected, sizes, strict=True):
+        if not bool(a.isfinite().all()):
+            measures[f"error_{x}"] = math.inf
+            continue
+        error, own = ((y.double() - e).norm().item() for y in (a, b))
+        measures[f"error_{x}"] = error / e.norm().item()
+        measures[f"ratio_{x}"] = error / max(own, 2.0**-24 * size.norm().item())
+        measures[f"size_{x}"] = error / size.norm().item()
+    measures["eager_o"] = (eager(p.q, p.k, p.v, p.causal, p.scale).double() - expected[0]).norm().item() / expected[
+        0
+    ].norm().item()
+    measures |= row_sums(call, p, found[1], row_size)
+    error = found[1].double() - expected[1]
+    if bool(error.isfinite().all()) and bool(error.any()):
+        spectrum = torch.linalg.svdvals(error.cpu()).square()
+        measures["coherence"] = (spectrum[..., 0] / spectrum.sum(-1).clamp(min=1e-300)).mean().item()
+    bias = (
+        (found[0].double() - expected[0]) * expected[0].sign() / (2.0**-9 * expected[0].abs().clamp(min=1e-300))
+    ).clamp(-4, 4)
+    return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}  # fmt: skip
+
+
+def row_sums(call: Call, p: Problem, dq: Tensor, row_size: Tensor) -> dict[str, float]:
+    """``rows_raw``, ``rows``, ``rows_mean``, ``rows_mean_se`` of ``accuracy``, from the last column of dQ [B, H, T, D]."""
+    columns = [dq[..., -1].double(), *(run(call, p, p.do * c)[1][..., -1].double() / c for c in FACTORS[1:])]
+    mean = torch.stack(columns).mean(0)
+    unit = row_size.square().mean().sqrt()
+    signed = mean / unit
+    return {
+        "rows_raw": (columns[0].square().mean().sqrt() / unit).item(),
+        "rows": (mean.square().mean().sqrt() / unit).item(),
+        "rows_mean": signed.mean().item(),
+        "rows_mean_se": (signed.std() / signed.numel() ** 0.5).item(),
+    }
+
+
+def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """``limit``: the largest logit of ``ONE_HOT_LOGITS`` up to which one-hot rows have O = V to the bit; 0 where none has."""
+    limit = 0.0
+    for logit in ONE_HOT_LOGITS:
+        p = one_hot(logit, shape, dtype, device)
+        n = p.q.shape[1] // p.k.shape[1]
+        with torch.no_grad():
+            o = call(p.q, p.k, p.v, True, p.scale)
+        if not torch.equal(o.to(dtype), p.v.repeat_interleave(n, 1)):
+            break
+        limit = logit
+    return {"limit": limit}
+
+
+def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """How much leaks over the causal mask's edge: all three are 0 for a right kernel.
+
+    ``first_row``: O of query 0, which sees key 0 alone, less V of key 0; ``future``: largest dK, dV of keys behind all rows that have a dO;
+    ``idle``: largest dQ of rows whose dO is 0.
+    """
+    p = make("gaussian", shape, dtype, device)
+    n, half = shape.H // shape.G, shape.T // 2 + 1
+    do = p.do.clone()
+    do[:, :, half:] = 0
+    o, dq, dk, dv = run(call, p, do)
+    first = (o[:, :, 0].double() - p.v[:, :, 0].repeat_interleave(n, 1).double()).abs().amax().item()
+    future = max(x[:, :, half:].double().abs().amax().item() for x in (dk, dv))
+    return {"first_row": first, "future": future, "idle": dq[:, :, half:].double().abs().amax().item()}
+
+
+def last_key(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """``missed``: error of the last row's O, relative, where the last key has nearly all of its weight: a dropped tile or key shows."""
+    p = make("odd_length", shape, dtype, device)
+    k = p.k.clone()
+    n = shape.H // shape.G
+    k[:, :, -1, :-1] = 3 * p.q[:, ::n, -1, :-1]
+    p = replace(p, k=k)
+    o, e = run(call, p)[0][:, :, -1].double(), exact(p)[0][0][:, :, -1]
+    return {"missed": ((o - e).norm() / e.norm()).item()}
+
+
+def not_a_number(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """``spread``: numbers that are not finite where they must be, when a query of head 0 is NaN and one of the last head infinite.
+
+    They may reach O and dQ of their own rows, and dK and dV of their own heads.
+    """
+    p = make("gaussian", shape, dtype, device)
+    q, t = p.q.clone(), shape.T // 3
+    q[:, 0, t, 0], q[:, -1, t, 0] = math.nan, math.inf
+    o, dq, dk, dv = run(call, replace(p, q=q))
+    rows = torch.ones(shape.H, shape.T, dtype=torch.bool, device=device)
+    rows[0, t] = rows[-1, t] = False
+    elsewhere = (o[:, rows], dq[:, rows], dk[:, 1:-1], dv[:, 1:-1])
+    return {"spread": float(sum(int((~x.isfinite()).sum()) for x in elsewhere))}
+
+
+def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """1 or 0: the same bits in five calls with other work on the device; alone as in a batch; in other strides."""
+    p = make("common_part", shape, dtype, device)
+    first = run(call, p)
+    again = []
+    noise = torch.randn(512, 512, device=device)
+    for i in range(4):
+        torch.mm(noise, noise * i)
+        again.append(run(call, p))
+    alone = run(call, replace(p, q=p.q[:1], k=p.k[:1], v=p.v[:1], do=p.do[:1]))
+    turned = replace(p, q=_in_other_strides(p.q), k=_in_other_strides(p.k), v=_in_other_strides(p.v))
+    return {
+        "deterministic": float(all(same(first, other) for other in again)),
+        "batch_invariant": float(same(tuple(x[:1] for x in first), alone)),
+        "strides": float(same(first, run(call, turned))),
+    }
+
+
+def _in_other_strides(x: Tensor) -> Tensor:
+    """The same values as [B, T, H, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def same(a: Results, b: Results) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
+    "one_hot": ("one key has all the weight: O = V; the FMA exponent loses this past 2^16 ln 2", one_hot_limit),
+    "mask_edges": ("nothing passes the causal mask, forward or backward", mask_edges),
+    "last_key": ("the last key of a length that no tile divides counts", last_key),
+    "not_a_number": ("a NaN or an infinite query stays in its own row and head", not_a_number),
+    "repeatability": ("five calls, a sequence alone, other strides: the same bits?", repeatability),
+}
+"""Classes that are compared with themselves or with zero."""

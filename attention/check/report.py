@@ -1,0 +1,155 @@
+"""The crash test of one kernel and its report."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..user_error import invalid
+from . import judge, measures
+from .classes import CLASSES, Shape
+from .kernels import Kernel, find
+
+SCHEMA = 1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LIMITS = (
+    "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
+    "the absence of the patterns that we know."
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One class of inputs in one shape; ``reason`` says what was seen, or why nothing could be."""
+
+    name: str
+    shape: str
+    verdict: str
+    reason: str
+    measures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """``verdict``: the worst of its cases, see ``judge.ORDER``."""
+
+    kernel: str
+    dtype: str
+    environment: dict[str, str]
+    cases: tuple[Case, ...]
+
+    @property
+    def verdict(self) -> str:
+        return judge.worst([case.verdict for case in self.cases])
+
+    def json(self) -> str:
+        """One document with ``schema``, the version of its form."""
+        content = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
+        return json.dumps(content, indent=1, allow_nan=True)
+
+    def markdown(self) -> str:
+        """A table, a row a case."""
+        head = [
+            "| class | verdict | rows of dS | dQ / plain | O / plain | why |",
+            "| --- | --- | ---: | ---: | ---: | --- |",
+        ]
+        return "\n".join([f"**{self.kernel}**, {self.dtype}: {self.verdict}", "", *head, *map(_row, self.cases)])
+
+    def text(self) -> str:
+        """Lines for a terminal."""
+        width = max(len(case.name) for case in self.cases)
+        lines = [f"{self.kernel}, {self.dtype}, {', '.join(self.environment.values())}"]
+        for case in self.cases:
+            numbers = (
+                f"rows {case.measures['rows']:.1e}  dq x {case.measures.get('ratio_dq', float('inf')):.1f}"
+                if "rows" in case.measures
+                else ""
+            )
+            lines.append(f"  {case.name:{width}}  {case.verdict:10}  {numbers:24}  {case.reason}".rstrip())
+        return "\n".join([*lines, f"verdict: {self.verdict}", LIMITS])
+
+
+def _row(case: Case) -> str:
+    numbers = [
+        f"{case.measures[name]:.2g}" if name in case.measures else "" for name in ("rows", "ratio_dq", "ratio_o")
+    ]
+    return "| " + " | ".join([case.name, case.verdict, *numbers, case.reason]) + " |"
+
+
+def check_attention(
+    kernel: str | Callable[..., Any],
+    *,
+    device: str | None = None,
+    dtype: str = "bf16",
+    shape: Shape | None = None,
+    classes: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Run every class of inputs, or ``classes``, through a kernel and judge what comes out.
+
+    Args:
+        kernel: a function or a name, see ``kernels.find``.
+        device: "cuda" where there is one, else "cpu".
+        dtype: of q, k, v: bf16, fp16 or fp32.
+        shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
+        progress: told the name of each class before it runs.
+
+    Raises ``UserError`` for names that do not exist. What a kernel raises makes a case unverified.
+    """
+    if dtype not in DTYPES:
+        raise invalid("dtype", dtype, tuple(DTYPES))
+    known = (*CLASSES, *measures.OWN)
+    for name in classes:
+        if name not in known:
+            raise invalid("class", name, known)
+    found = find(kernel)
+    there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    asked = shape or Shape(T=1024 if there.type == "cuda" else 256)
+    cases = []
+    for name in classes or known:
+        progress(name)
+        cases.append(_case(found, name, asked, DTYPES[dtype], there))
+    return Report(found.name, dtype, environment(there), tuple(cases))
+
+
+def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    used = CLASSES[name].shape(shape) if name in CLASSES else shape
+    if kernel.call is None:
+        return Case(name, str(used), judge.UNVERIFIED, kernel.missing, {})
+    try:
+        if name in CLASSES:
+            found = measures.accuracy(kernel.call, name, shape, dtype, device)
+        else:
+            found = measures.OWN[name][1](kernel.call, shape, dtype, device)
+    except Exception as error:  # whatever a foreign kernel raises: it could not be looked at
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        return Case(name, str(used), judge.UNVERIFIED, reason, {})
+    return Case(name, str(used), *judge.judge(name, found), found)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a report depends on beside the kernel."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{device.type} {name}",
+        "torch": f"torch {torch.__version__}",
+        "python": f"Python {platform.python_version()}",
+    }
+
+
+def assert_safe(kernel: str | Callable[..., Any], *, unverified: bool = False, **options: Any) -> None:
+    """For a test: ``AssertionError`` with the report unless every case is safe, or ``unverified`` where that is allowed."""
+    report = check_attention(kernel, **options)
+    allowed = (judge.SAFE, judge.UNVERIFIED) if unverified else (judge.SAFE,)
+    if any(case.verdict not in allowed for case in report.cases):
+        raise AssertionError(report.text())
+
+
+def reasons() -> dict[str, str]:
+    """Why each class is there."""
+    return {name: c.reason for name, c in CLASSES.items()} | {name: r for name, (r, _) in measures.OWN.items()}

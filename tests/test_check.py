@@ -1,0 +1,216 @@
+"""The crash test of attention kernels: kernels that are known to be good pass, sabotaged ones are found by the class made for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.check import assert_safe, check_attention
+from attention.check.__main__ import main
+from attention.check.classes import CLASSES, Shape, make
+from attention.check.measures import OWN, exact, plain, run
+from errors import UserError
+
+SMALL = Shape(B=2, H=4, G=4, T=96, D=32)
+CPU = torch.device("cpu")
+TILE = 32
+
+
+class _Tiled(torch.autograd.Function):
+    """Flash attention's formulas in PyTorch; ``fault`` names what is done wrong. Good otherwise: delta is made from an FP32 O."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, fault: str) -> Tensor:
+        ctx.n = q.shape[1] // k.shape[1]
+        keys, values = (x.repeat_interleave(ctx.n, 1) for x in (k, v))
+        s = q.float() @ keys.float().mT * scale
+        diagonal = 2 if fault == "mask off by one" else 1
+        if causal:
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(diagonal), -math.inf)
+        if fault == "last tile dropped":
+            s[..., s.shape[-1] // TILE * TILE :] = -math.inf
+        m = s.amax(-1, keepdim=True)
+        p = (s - m).exp()
+        if fault == "exponent rounded":  # P of a large maximum is more than 1
+            p = (s - m * (1 - 2.0**-23)).exp()
+        total = p.sum(-1, keepdim=True)
+        o = p.to(q.dtype).float() @ values.float() / total
+        ctx.save_for_backward(q, k, v, p / total, o.to(q.dtype).float() if fault == "delta from a rounded O" else o)
+        ctx.scale, ctx.fault = scale, fault
+        return o.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+        q, k, v, p, o = ctx.saved_tensors
+        keys, values = (x.repeat_interleave(ctx.n, 1).float() for x in (k, v))
+        delta = (do.float() * o).sum(-1, keepdim=True)
+        if ctx.fault == "delta of the next row":
+            delta = delta.roll(1, -2)
+        ds = (p * (do.float() @ values.mT - delta) * ctx.scale).to(q.dtype)
+        tiles = [ds[..., j : j + TILE].float() @ keys[..., j : j + TILE, :] for j in range(0, ds.shape[-1], TILE)]
+        dq = torch.zeros_like(q, dtype=q.dtype if ctx.fault == "dQ added in BF16" else torch.float32)
+        for tile in tiles:
+            dq = dq + tile.to(dq.dtype)
+        dk, dv = ds.float().mT @ q.float(), p.to(q.dtype).float().mT @ do.float()
+        dk, dv = (x.unflatten(1, (-1, ctx.n)).sum(2) for x in (dk, dv))
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
+
+
+def tiled(fault: str = "") -> Callable[..., Tensor]:
+    return lambda q, k, v, causal, scale: _Tiled.apply(q, k, v, causal, scale, fault)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kernel", ["torch:math", "flash_consistent", tiled()], ids=["math", "consistent", "own"])
+def test_kernels_whose_rows_of_ds_sum_to_zero_are_safe(kernel: Any) -> None:
+    assert_safe(kernel, device="cpu", shape=SMALL)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["flash", "torch:flash", tiled("delta from a rounded O")], ids=["ours", "torch", "own"]
+)
+def test_delta_from_a_rounded_o_is_at_risk_and_gaussian_inputs_do_not_tell(kernel: Any) -> None:
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes=("gaussian", "common_part", "shared_direction"))
+    assert [case.verdict for case in report.cases] == ["safe", "at risk", "at risk"]
+    assert report.cases[1].reason.startswith("delta or P: ")
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "verdict"),
+    [
+        ("delta of the next row", "gaussian", "wrong"),
+        ("dQ added in BF16", "cancelling_tiles", "at risk"),
+        ("last tile dropped", "last_key", "wrong"),
+        ("mask off by one", "mask_edges", "wrong"),
+        ("exponent rounded", "one_hot", "at risk"),
+    ],
+)
+def test_a_sabotaged_kernel_is_found(fault: str, name: str, verdict: str) -> None:
+    def cases(kernel: Any) -> Any:
+        return check_attention(kernel, device="cpu", shape=Shape(T=192), classes=(name,)).cases[0]
+
+    found, good = cases(tiled(fault)), cases(tiled())
+    assert (found.verdict, good.verdict) == (verdict, "safe"), (found, good)
+
+
+def test_scores_in_bf16_are_named() -> None:
+    report = check_attention("standard", device="cpu", shape=SMALL, classes=("peaked_1000",))
+    assert report.cases[0].reason.startswith("scores: ")
+
+
+def test_the_column_of_ones_measures_row_sums_of_ds() -> None:
+    """Against sums taken inside: in exact arithmetic they are 0, and with dO * O off by a known part they are known."""
+    p = make("gaussian", SMALL, torch.float32, CPU)
+
+    class OffBy(torch.autograd.Function):
+        """Delta is 1 % too large."""
+
+        @staticmethod
+        def forward(ctx: Any, s: Tensor) -> Tensor:
+            weights = s.softmax(-1)
+            ctx.save_for_backward(weights)
+            return weights
+
+        @staticmethod
+        def backward(ctx: Any, dp: Tensor) -> Tensor:  # type: ignore[override]
+            (weights,) = ctx.saved_tensors
+            return weights * (dp - 1.01 * (weights * dp).sum(-1, keepdim=True))  # type: ignore[no-any-return]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        s = (q @ k.mT * scale).masked_fill(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1), -math.inf)
+        return OffBy.apply(s) @ v  # type: ignore[no-any-return]
+
+    column = run(kernel, p)[1][..., -1]
+    o = exact(p)[0][0]
+    expected = -0.01 * (p.do.double() * o).sum(-1) * p.scale
+    assert torch.allclose(column.double(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_dq_of_the_baseline_is_that_of_torch_but_for_rounding() -> None:
+    p = make("grouped", CLASSES["grouped"].shape(SMALL), torch.float64, CPU)
+    for found, expected in zip(run(plain, p), exact(p)[0], strict=True):
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_what_is_missing_or_raises_is_unverified_and_never_safe() -> None:
+    def broken(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        raise NotImplementedError("no such shape")
+
+    report = check_attention(broken, device="cpu", shape=SMALL, classes=("gaussian",))
+    assert (report.verdict, report.cases[0].reason) == ("unverified", "NotImplementedError: no such shape")
+    assert check_attention("te", device="cpu", shape=SMALL, classes=("gaussian",)).verdict == "unverified"
+    with pytest.raises(AssertionError, match="no such shape"):
+        assert_safe(broken, device="cpu", shape=SMALL, classes=("gaussian",))
+
+
+def test_a_nan_that_spreads_is_found() -> None:
+    def spreads(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return plain(q, k, v, causal, scale) + 0 * q.sum()
+
+    assert check_attention(spreads, device="cpu", shape=SMALL, classes=("not_a_number",)).verdict == "at risk"
+
+
+def test_a_kernel_that_differs_from_call_to_call_is_found() -> None:
+    calls = iter(range(1000))
+
+    def differs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return plain(q, k, v, causal, scale) * (1 + 2.0**-7 * (next(calls) % 2))
+
+    (case,) = check_attention(differs, device="cpu", shape=SMALL, classes=("repeatability",)).cases
+    assert (case.verdict, case.measures["deterministic"]) == ("at risk", 0.0)
+
+
+KERNEL = """
+from torch.nn.functional import scaled_dot_product_attention as torchs
+def as_torch(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    return torchs(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+def bare(q, k, v, causal, scale):
+    return torchs(q, k, v, is_causal=causal, scale=scale), "statistics"
+"""
+COMMAND = ("--device", "cpu", "--T", "64", "--D", "32", "--class", "mask_edges")
+
+
+@pytest.mark.parametrize("function", ["as_torch", "bare"])
+def test_the_command_takes_a_kernel_of_ones_own(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"mine_{function}.py").write_text(KERNEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([f"mine_{function}:{function}", "--json", "report.json", *COMMAND]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["schema"], report["verdict"], len(report["cases"])) == (1, "safe", 1)
+    assert "verdict: safe" in capsys.readouterr().out
+
+
+def test_exit_codes() -> None:
+    risky = ("--device", "cpu", "--T", "64", "--class", "common_part")
+    assert [main([kernel, *risky]) for kernel in ("torch:math", "flash", "xformers")] == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["flahs"], "kernel = 'flahs': "),
+        (["no_such_module:f"], "kernel = 'no_such_module:f': No module named 'no_such_module'"),
+        (["math:pi"], "kernel = 'math:pi': pi is a float, expected a function"),
+        (["flash", "--H", "3", "--G", "2"], "expected H a multiple of G"),
+    ],
+)
+def test_a_wrong_name_is_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        main([*arguments, "--device", "cpu"])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_class_has_a_reason_and_the_report_names_the_shape() -> None:
+    report = check_attention("torch:math", device="cpu", shape=SMALL, classes=("odd_length",))
+    assert report.cases[0].shape == "B 2 H 4 G 4 T 109 D 32"
+    assert all(OWN[name][0] for name in OWN)
