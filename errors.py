@@ -128,7 +128,7 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2.
 
-    Ctrl-C is one line too, with a shell's code for it, 130.
+    Ctrl-C is one line too, the interrupt's own if it has one, with a shell's code for it, 130.
     Where the reader of its output has gone (``| head``), it leaves without a word and with a shell's code for that, 141.
     """
 
@@ -141,8 +141,8 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            print(str(interrupt) or "interrupted", file=sys.stderr)
             raise SystemExit(130) from None
         except BrokenPipeError:
             # What is still in the buffer would fail once more when the interpreter leaves.

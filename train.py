@@ -4,68 +4,95 @@
     torchrun --standalone --nproc_per_node=4 train.py configs/gpt2_paper.py --data.replay replay_batches/t
 
 Every field of the config is an option; ``--help`` lists them.
+
+Legend: B micro-batch, T sequence.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from errors import exit_on_user_error, trainer_packages
 
 with trainer_packages():
+    import torch
+    from torch import Tensor
     from tqdm import tqdm
 
     import config as configuration
     from config import TrainConfig
-    from training import distributed, throughput
-    from training.distributed import Distributed
-    from training.optim import learning_rate
-    from training.phases import follow_policy, probe, switch_attention, take_step, validate
+    from training import alarm, distributed, throughput
+    from training.distributed import DistContext
+    from training.evaluate import evaluate
+    from training.nonfinite import step_unless
+    from training.optim import clip_gradients, learning_rate, set_learning_rate
+    from training.precision import rounding_seed
+    from training.qk_clip import clip_qk
     from training.run import Run, close, open_run, save
-    from training.signals import EXIT_GO_ON, Leaving
-    from training.step import Taken
+    from training.signals import EXIT_RESUME, PreemptionHandler
+    from training.telemetry import summary_columns
 
 READ_EVERY = {"cpu": 1, "cuda": 16}
-"""Steps whose values are read together, by type of device: a GPU works on while nobody asks; a CPU is done when the step is."""
+"""Steps between two reads of metrics from the device, by type of device: a GPU then never waits for the host; a CPU has nothing to gain."""
+
+
+@dataclass
+class StepRecord:
+    """A step that was launched. Its metrics may still be unread on the device."""
+
+    step: int
+    row: dict[str, Any]
+    """Its line of metrics.jsonl so far."""
+    began: float
+    """``time.perf_counter`` before the step."""
+    unread: Tensor
+    """On the device: mean loss in nats a token, gradient norm before clipping, and 1.0 where float16's loss scale overflowed."""
 
 
 def train(config: TrainConfig) -> None:
-    """Run ``config`` to its last step. Raises ``UserError`` for what the user can mend."""
+    """Run ``config`` to its last step. Raises ``UserError`` for what the user can correct."""
     distributed.set_deterministic(config.precision.deterministic)
     distributed.set_tf32(config.precision.tf32)
-    place = distributed.start(config.run.device)
+    dist = distributed.start(config.run.device)
     try:
-        see_through(config, place)
+        build_and_loop(config, dist)
         distributed.barrier()
     except BaseException as error:
-        # Its frames hold the model, and DDP must be gone before the group that it talks through.
+        # Its frames hold the model, and DDP must be gone before the process group that it uses.
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
         distributed.stop()
 
 
-def see_through(config: TrainConfig, place: Distributed) -> None:
-    """Build the run and train it; its files are closed whatever happens, a recording as complete only at the end."""
-    run = open_run(config, place)
+def build_and_loop(config: TrainConfig, dist: DistContext) -> None:
+    """Build the run and train it. Its files are closed whatever happens; a recording is marked complete only at the end of the run."""
+    run = open_run(config, dist)
     try:
         announce(run)
-        with Leaving() as leaving:
-            loop(run, leaving)
+        with PreemptionHandler() as preemption:
+            loop(run, preemption)
+    except KeyboardInterrupt:
+        close(run, finished=False)
+        raise KeyboardInterrupt(f"interrupted: {run.checkpoints.how_to_resume()}") from None
     except BaseException:
         close(run, finished=False)
         raise
     close(run, finished=True)
 
 
-def loop(run: Run, leaving: Leaving) -> None:
-    """Train, measure and save, step by step; one extra pass measures and saves the end. Asked to leave, it saves and exits."""
-    config, last = run.config, run.config.run.steps
+def loop(run: Run, preemption: PreemptionHandler) -> None:
+    """Train, measure and save, step by step. One extra pass measures and saves the end. A preempted run saves and exits."""
+    config, dist, network, last = run.config, run.dist, run.network, run.config.run.steps
+    model, optimizer, scaler, device = network.model, network.optimizer, network.scaler, dist.device
     step = saved = run.start_step
-    with tqdm(total=last, initial=step, unit="step", disable=not (run.place.is_main and sys.stderr.isatty())) as bar:
+    records: list[StepRecord] = []
+    with tqdm(total=last, initial=step, unit="step", disable=not (dist.is_main and sys.stderr.isatty())) as bar:
         while True:
             row: dict[str, Any] = {}
             switch_attention(run, step)
@@ -74,23 +101,56 @@ def loop(run: Run, leaving: Leaving) -> None:
             if due(step, config.checkpoint.every, last, always_last=True) and step > saved:
                 save(run, step)
                 saved = step
-            # Behind the checkpoint, where a resumed run comes in: it probes as the uninterrupted one does.
+            # After the checkpoint, where a resumed run starts: it then probes as the uninterrupted one does.
             if due(step, config.telemetry.every, last):
                 row |= probe(run, step)
             if step == last:
                 break
+
+            began = time.perf_counter()
             row |= {"batch": run.batches.position, "lr": learning_rate(step, config.optim)}
-            taken = Taken(step, row, time.perf_counter())
-            run.pending.add(taken, take_step(run, step))  # the device works on it; nobody waits
-            taken.row["data_digest"] = run.batches.digest()
+            micro_batches = run.batches.next()
+            row["data_digest"] = run.batches.digest()
+            set_learning_rate(optimizer, row["lr"])
+
+            # Forward and backward. Nothing below waits for the device.
+            optimizer.zero_grad(set_to_none=True)
+            total_loss = torch.zeros((), device=device)
+            for index, (inputs_BT, targets_BT) in enumerate(micro_batches):
+                seed = rounding_seed(config.run.seed, step, dist.rank + index * dist.world_size)
+                seed_tensor = torch.full((), seed, dtype=torch.int64, device=device)  # a copy from the host would wait
+                # DDP exchanges gradients in the last backward pass; it decides that in the forward pass.
+                with distributed.no_sync(model, last=index == len(micro_batches) - 1):
+                    with config.precision.autocast(device):
+                        loss = model(to_device(inputs_BT, device), to_device(targets_BT, device), seed_tensor)[1]
+                        loss = loss / len(micro_batches)
+                    scaler.scale(loss).backward()
+                total_loss += loss.detach()
+
+            # Clip.
+            scaler.unscale_(optimizer)
+            loss = distributed.all_reduce_mean(total_loss)
+            grad_norm = clip_gradients(model, config.optim.grad_clip)
+
+            # Step, unless loss or gradient is not finite: the device decides that itself, as with a GradScaler.
+            loss_scale = scaler.scale(torch.ones((), device=device)) if scaler.is_enabled() else None
+            overflow, found_inf = run.found_inf(loss, grad_norm, loss_scale)
+            step_unless(found_inf, optimizer)
+            scaler.update()
+            if config.model.qk_clip_tau:
+                clip_qk(network.raw, found_inf)
             step += 1
-            if must_know(run, step) or (leaving.asked and run.place.world_size == 1):
-                report(run, bar)
-                if step < last and distributed.any_rank(bool(leaving.asked)):
-                    leave(run, step, step > saved)
+
+            # Log. On a GPU the metrics of several steps are read together.
+            records.append(StepRecord(step - 1, row, began, torch.stack([loss, grad_norm, overflow])))
+            if must_read(run, step) or (preemption.requested and dist.world_size == 1):
+                log(run, records, bar)
+                records = []
+                if step < last and distributed.any_rank(preemption.requested):
+                    save_and_exit(run, step, already_saved=step == saved)
             bar.update(step - bar.n)
     run.metrics.log(step, **row)
-    run.place.say(line(step, row))
+    dist.print0(line(step, row))
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
@@ -98,70 +158,112 @@ def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
     return (every > 0 and step % every == 0) or (step == last and (every > 0 or always_last))
 
 
-def must_know(run: Run, step: int) -> bool:
-    """Whether what the steps before this one gave is to be read: many of them wait, or what comes now depends on it."""
-    config = run.config
-    often = (
-        READ_EVERY[run.place.device.type],
-        config.evaluation.every,
-        config.checkpoint.every,
-        config.telemetry.every,
-    )
-    return any(due(step, one, config.run.steps, always_last=True) for one in often)
+def must_read(run: Run, step: int) -> bool:
+    """Whether to read the metrics of the steps before this one: enough of them are unread, or what comes now depends on them."""
+    config, device = run.config, run.dist.device
+    intervals = (READ_EVERY[device.type], config.evaluation.every, config.checkpoint.every, config.telemetry.every)
+    return any(due(step, every, config.run.steps, always_last=True) for every in intervals)
 
 
-def report(run: Run, bar: tqdm) -> None:
-    """Read and log what the steps since the last time gave, and follow the policy where it is not finite."""
-    steps, tokens = run.pending.read(), run.config.data.global_batch * run.config.data.sequence_length
-    rate = len(steps) * tokens / (time.perf_counter() - steps[0].began)
-    for taken in steps:
-        measured = {
-            "tokens": (taken.row["batch"] + 1) * tokens,
-            "train_loss": taken.loss,
-            "grad_norm": taken.grad_norm,
+def to_device(tokens_BT: Tensor, device: torch.device) -> Tensor:
+    """Tokens on the device; the host does not wait for the copy."""
+    return tokens_BT.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens_BT
+
+
+def log(run: Run, records: list[StepRecord], bar: tqdm) -> None:
+    """Read the metrics of these steps, which waits for the device, and log them. Follow the policy where they are not finite."""
+    values = torch.stack([record.unread for record in records]).tolist()
+    tokens = run.config.data.global_batch * run.config.data.sequence_length
+    rate = len(records) * tokens / (time.perf_counter() - records[0].began)
+    for record, (loss, grad_norm, overflow) in zip(records, values, strict=True):
+        step, row, finite = record.step, record.row, math.isfinite(loss) and math.isfinite(grad_norm)
+        special = row.keys() - {"batch", "lr", "data_digest"}
+        row |= {
+            "tokens": (step + 1) * tokens,
+            "train_loss": loss,
+            "grad_norm": grad_norm,
             "tokens_per_second": rate,
-            "mfu": throughput.mfu(rate, run.network.flops_per_token, run.place.world_size, run.peak_flops),
+            "mfu": throughput.mfu(rate, run.network.flops_per_token, run.dist.world_size, run.peak_flops),
             "seconds": run.seconds(),
         }
-        special = taken.row.keys() - {"batch", "lr", "data_digest"}
-        taken.row |= measured
-        if taken.finite():
+        if finite:
             run.guard.finite()
         else:
-            follow_policy(run, taken)
-        if special or not taken.finite() or taken.step % run.config.run.log_every == 0:
-            run.metrics.log(taken.step, **taken.row)
-            if bar.disable and taken.finite():  # follow_policy() has said the rest
-                run.place.say(line(taken.step, taken.row))
-        if taken.row.get("nonfinite") == "stop":
+            follow_policy(run, step, row, overflow=bool(overflow))
+        if special or not finite or step % run.config.run.log_every == 0:
+            run.metrics.log(step, **row)
+            if bar.disable and finite:  # otherwise follow_policy() has printed it
+                run.dist.print0(line(step, row))
+        if row.get("nonfinite") == "stop":
             raise SystemExit(1)
-    bar.set_postfix_str(f"loss {steps[-1].loss:.4f}")
+    bar.set_postfix_str(f"loss {values[-1][0]:.4f}")
 
 
-def leave(run: Run, step: int, unsaved: bool) -> NoReturn:
-    """Save, if that is still to be done, and exit with the code that says: start me again. Every rank must call it."""
-    if unsaved:
-        switch_attention(run, step)  # what the checkpoint says is done is then recorded, too
+def follow_policy(run: Run, step: int, row: dict[str, Any], *, overflow: bool) -> None:
+    """Write into the row what the policy does about a step that was not finite, and print it."""
+    action = row["nonfinite"] = run.guard.decide(overflow)
+    what = {
+        "overflow": f"float16 overflow, {run.guard.overflow_steps} so far; update skipped",
+        "skip": "not finite; update skipped",
+        "continue": "not finite; going on as if it were",
+        "stop": f"not finite; stopped: {run.checkpoints.how_to_resume()}",
+    }[action]
+    where = f"step {step}, batch {row['batch']}"
+    run.dist.print0(f"{where}: loss {row['train_loss']}, gradient norm {row['grad_norm']}: {what}")
+
+
+def switch_attention(run: Run, step: int) -> None:
+    """Give every layer the attention that it has in training step ``step``."""
+    changes = run.interventions.advance(step, run.batches.position)
+    if changes and run.config.precision.compile:
+        # Another plan is another graph, with and without gradients; past its limit dynamo would go on uncompiled.
+        torch._dynamo.config.recompile_limit += 2
+    run.network.raw.set_plans(run.interventions.plans)
+    for sentence in changes:
+        run.dist.print0(sentence)
+
+
+def validate(run: Run) -> float:
+    """Validation loss on the fixed batches, nats a token."""
+    device = run.dist.device
+    seed = torch.tensor(rounding_seed(run.config.run.seed, 0, 0), device=device)
+    return evaluate(run.network.evaluated, run.batches, device, run.config.precision.autocast(device), seed)
+
+
+def probe(run: Run, step: int) -> dict[str, float | int]:
+    """Measure the weights as they are, on the main process (the others hold the same weights): the columns for ``metrics.jsonl``."""
+    if run.telemetry is None:
+        return {}
+    measured = run.telemetry.probe(step, run.batches.position)
+    for named in alarm.update(run.alarm, measured):
+        run.dist.print0(f"ALARM: {named}")
+    return summary_columns(measured)
+
+
+def save_and_exit(run: Run, step: int, *, already_saved: bool) -> NoReturn:
+    """Save, and exit with the code that says: start me again. Every rank must call it."""
+    if not already_saved:
+        switch_attention(run, step)  # the checkpoint knows the switches of its step, so they are recorded, too
         save(run, step)
-    run.place.say(f"step {step}: asked to leave; saved, and --run.resume yes goes on from here")
-    raise SystemExit(EXIT_GO_ON)
+    run.dist.print0(f"step {step}: asked to leave; saved, and --run.resume yes goes on from here")
+    raise SystemExit(EXIT_RESUME)
 
 
 def announce(run: Run) -> None:
-    """Say once what runs."""
-    config, place, network = run.config, run.place, run.network
+    """Print once what runs."""
+    config, dist, network = run.config, run.dist, run.network
     attention = config.attention.label() + run.interventions.moved()
-    place.say(
+    dist.print0(
         f"{run.folder}: attention {attention}, {network.raw.num_parameters() / 1e6:.1f}M parameters, "
-        f"{place.world_size} process(es) on {place.device.type}, {run.batches.accumulation()} micro-step(s) of "
+        f"{dist.world_size} process(es) on {dist.device.type}, {run.batches.accumulation()} micro-step(s) of "
         f"{config.data.micro_batch} x {config.data.sequence_length} tokens each, from step {run.start_step}"
     )
-    if run.peak_flops is not None or place.device.type == "cuda":
-        place.say(throughput.explain(network.flops_per_token, run.peak_flops))
+    if run.peak_flops is not None or dist.device.type == "cuda":
+        dist.print0(throughput.explain(network.flops_per_token, run.peak_flops))
 
 
 def line(step: int, row: dict[str, Any]) -> str:
-    """One line for a terminal that is not interactive."""
+    """A step as one line for a terminal that is not interactive."""
     shown = ("train_loss", "val_loss", "grad_norm", "lr", "w_q_norm_max", "max_logit_max", "tokens_per_second", "mfu")
     parts = [f"{name} {row[name]:.4g}" for name in shown if row.get(name) is not None]
     return f"step {step}  " + "  ".join(parts)

@@ -42,9 +42,9 @@ with trainer_packages():
     from data.token_files import TokenWriter
     from model import GPT
     from training import distributed, throughput
-    from training.distributed import Distributed
+    from training.distributed import DistContext
     from training.run import open_run
-    from training.signals import Leaving
+    from training.signals import PreemptionHandler
 
 WARM_UP = 3
 QUIET = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint.every", "0", "--data.verify", "size"]
@@ -52,7 +52,7 @@ QUIET = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint.ever
 
 
 @dataclass
-class Contender:
+class Variant:
     """One that takes part: ``run(n)`` trains n steps, ``enter()`` sets its globals. ``times``: seconds a step, one a round."""
 
     name: str
@@ -69,7 +69,7 @@ class Contender:
     sensors: list[dict[str, float]] = field(default_factory=list)
     failed: str = ""
 
-    def attempt(self, function: Callable[[Contender, Any], None], argument: Any) -> None:
+    def attempt(self, function: Callable[[Variant, Any], None], argument: Any) -> None:
         """Call it; what it raises is noted, and the others go on."""
         try:
             function(self, argument)
@@ -98,7 +98,7 @@ def write_tokens(folder: Path, vocabulary: int, count: int) -> None:
             out.write(tokens)
 
 
-def variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainConfig, str]:
+def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainConfig, str]:
     """(name, config, flags) of a variant as typed; it writes into ``folder``, on the data set there unless it names another."""
     name, _, flags = (part.strip() for part in text.partition(":"))
     if "=" in name:
@@ -109,20 +109,20 @@ def variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainCon
     return name, configuration.override(recipe, [*QUIET, *typed, *shlex.split(flags)]), flags
 
 
-def prepare(contender: Contender, build: Callable[[], Callable[[int], None]]) -> None:
+def prepare(variant: Variant, build: Callable[[], Callable[[int], None]]) -> None:
     """Build it and train some steps, so that compilation falls into no round."""
-    contender.enter()
+    variant.enter()
     before, began = allocated(), time.perf_counter()
-    contender.run = build()
-    contender.run(WARM_UP)
+    variant.run = build()
+    variant.run(WARM_UP)
     synchronize()
-    contender.own_bytes = allocated() - before
-    print(f"{contender.name}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    variant.own_bytes = allocated() - before
+    print(f"{variant.name}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
 
-def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
+def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Variant:
     """A run of this repository, ready to train or failed."""
-    name, config, settings = variant(recipe, text, folder)
+    name, config, settings = parse_variant(recipe, text, folder)
 
     def enter() -> None:
         distributed.set_deterministic(config.precision.deterministic)
@@ -130,17 +130,17 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
 
     def build() -> Callable[[int], None]:
         built, said = open_run(config, distributed.start(config.run.device)), [""]
-        contender.flops_per_token, contender.peak = built.network.flops_per_token, built.peak_flops
+        variant.flops_per_token, variant.peak = built.network.flops_per_token, built.peak_flops
 
         def run(count: int) -> None:
             start = built.start_step
             built.config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=start + count))
             with (
-                mock.patch.object(Distributed, "say", lambda place, text: said.append(text)),
+                mock.patch.object(DistContext, "print0", lambda dist, text: said.append(text)),
                 mock.patch.object(train, "save", return_value=None),  # the loop saves its end, and every round has one
             ):
                 try:
-                    train.loop(built, Leaving())
+                    train.loop(built, PreemptionHandler())
                 except SystemExit as stop:
                     # The policy for a loss that is not finite: the end of a run, but of no other variant's.
                     raise RuntimeError(said[-1]) from stop
@@ -149,12 +149,12 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Contender:
         return run
 
     tokens = config.data.global_batch * config.data.sequence_length
-    contender = Contender(name, tokens, lambda count: None, enter, settings)
-    contender.attempt(prepare, build)
-    return contender
+    variant = Variant(name, tokens, lambda count: None, enter, settings)
+    variant.attempt(prepare, build)
+    return variant
 
 
-def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Contender:
+def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Variant:
     """nanoGPT's model and optimizer, stepped as in its bench.py, of the recipe's shape; ready to train or failed."""
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     B, T, shape = config.data.micro_batch, config.data.sequence_length, config.model
@@ -191,46 +191,46 @@ def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Contender:
 
         return run
 
-    contender = Contender("nanogpt", B * T, lambda count: None, enter, folder.name)
-    contender.attempt(prepare, build)
-    return contender
+    variant = Variant("nanogpt", B * T, lambda count: None, enter, folder.name)
+    variant.attempt(prepare, build)
+    return variant
 
 
-def one_round(contender: Contender, steps: int) -> None:
-    contender.enter()
-    others = allocated() - contender.own_bytes
+def one_round(variant: Variant, steps: int) -> None:
+    variant.enter()
+    others = allocated() - variant.own_bytes
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     synchronize()
     began = time.perf_counter()
-    contender.run(steps)
+    variant.run(steps)
     synchronize()
-    contender.times.append((time.perf_counter() - began) / steps)
-    contender.sensors.append(throughput.clock_and_power())
+    variant.times.append((time.perf_counter() - began) / steps)
+    variant.sensors.append(throughput.clock_and_power())
     if torch.cuda.is_available():
-        contender.peak_bytes = max(contender.peak_bytes, torch.cuda.max_memory_allocated() - others)
+        variant.peak_bytes = max(variant.peak_bytes, torch.cuda.max_memory_allocated() - others)
 
 
-def row_of(contender: Contender, nanogpt: Contender | None) -> dict[str, Any]:
-    if contender.failed:
-        return {"name": contender.name, "failed": contender.failed}
-    median = statistics.median(contender.times)
-    rate = contender.tokens_per_step / median
+def row_of(variant: Variant, nanogpt: Variant | None) -> dict[str, Any]:
+    if variant.failed:
+        return {"name": variant.name, "failed": variant.failed}
+    median = statistics.median(variant.times)
+    rate = variant.tokens_per_step / median
     ratios = []
     if nanogpt and not nanogpt.failed:
-        more = contender.tokens_per_step / nanogpt.tokens_per_step
-        ratios = [more * theirs / ours for theirs, ours in zip(nanogpt.times, contender.times, strict=True)]
+        more = variant.tokens_per_step / nanogpt.tokens_per_step
+        ratios = [more * theirs / ours for theirs, ours in zip(nanogpt.times, variant.times, strict=True)]
     return {
-        "name": contender.name,
-        "settings": contender.settings,
+        "name": variant.name,
+        "settings": variant.settings,
         "ms_per_step": 1000 * median,
-        "ms_all_rounds": [1000 * seconds for seconds in contender.times],
+        "ms_all_rounds": [1000 * seconds for seconds in variant.times],
         "tokens_per_second": rate,
         "of_nanogpt_all_rounds": ratios,
-        "flops_per_token": contender.flops_per_token,
-        "mfu": throughput.mfu(rate, contender.flops_per_token, 1, contender.peak),
-        "peak_gib": contender.peak_bytes / 2**30,
-        "clock_and_power_all_rounds": contender.sensors,
+        "flops_per_token": variant.flops_per_token,
+        "mfu": throughput.mfu(rate, variant.flops_per_token, 1, variant.peak),
+        "peak_gib": variant.peak_bytes / 2**30,
+        "clock_and_power_all_rounds": variant.sensors,
     }
 
 
@@ -257,7 +257,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     write_tokens(folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
     distributed.set_deterministic(True)  # cuBLAS hears of it before CUDA starts, whatever the first variant is
     torch._dynamo.config.recompile_limit = 256  # the variants share the code of one class
-    contenders = [of_variant(recipe, text, folder) for text in args.variants]
+    variants = [of_variant(recipe, text, folder) for text in args.variants]
     nanogpt = of_nanogpt(args.nanogpt, recipe, folder / "data") if args.nanogpt else None
     device = torch.device("cuda" if torch.cuda.is_available() and recipe.run.device != "cpu" else "cpu")
     peak = throughput.peak_flops(device, recipe.run.peak_tflops)
@@ -266,11 +266,11 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
         flops = GPT(recipe.model, plans).flops_per_token(recipe.data.sequence_length)
     if nanogpt:
         nanogpt.flops_per_token, nanogpt.peak = flops, peak
-        contenders.append(nanogpt)
+        variants.append(nanogpt)
     for _ in range(args.rounds):
-        for contender in contenders:
-            if not contender.failed:
-                contender.attempt(one_round, args.steps)
+        for variant in variants:
+            if not variant.failed:
+                variant.attempt(one_round, args.steps)
     print(throughput.explain(flops, peak))
     return {
         "command": [files.without_folders(word) for word in sys.argv],
@@ -281,7 +281,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "flops_per_token": flops,
-        "rows": [row_of(contender, nanogpt) for contender in contenders],
+        "rows": [row_of(variant, nanogpt) for variant in variants],
     }
 
 
@@ -293,7 +293,7 @@ def check(args: argparse.Namespace, flags: list[str]) -> TrainConfig:
     recipe = configuration.load([*args.recipe, *flags])
     if recipe.model.vocab_size > 2**16:
         raise invalid("model.vocab_size", recipe.model.vocab_size, f"at most {2**16}: token files are uint16")
-    names = [variant(recipe, text, Path("bench"))[0] for text in args.variants]
+    names = [parse_variant(recipe, text, Path("bench"))[0] for text in args.variants]
     if len(set(names)) < len(names) or "nanogpt" in names:
         raise invalid("--variants", " ".join(args.variants), "each name once, and not nanogpt")
     if args.nanogpt and not (args.nanogpt / "model.py").is_file():

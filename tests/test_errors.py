@@ -16,6 +16,7 @@ from errors import UserError, exit_on_user_error, trainer_packages
     [
         (UserError("x = 1"), 2, "error: x = 1\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("interrupted: saved"), 130, "interrupted: saved\n"),
         (ModuleNotFoundError(name="tyro.conf"), 2, "error: this needs the package tyro: pip install '.[train]'\n"),
     ],
 )

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TINY, TRAIN_TOKENS, Place, column, lines, new_place, weights
+from tiny_runs import TINY, TRAIN_TOKENS, Place, before_each_step, column, lines, new_place, weights
 from torch import Tensor
 
-import train
 from data.batches import random_offsets
 from data.recording import Recording
 from model import GPT
@@ -106,22 +105,15 @@ def test_continue_applies_the_update_all_the_same(place: Place) -> None:
     assert column(run, "w_q_norm_max")[-1] == "nan"
 
 
-def spoil(patch: pytest.MonkeyPatch, before: str, when: Callable[[Run, int], bool], value: float) -> None:
-    """Weights become ``value`` before ``take_step`` or ``save`` is called so: as an update can leave them whose gradient was finite."""
-    sound = getattr(train, before)
-
-    def spoiled(run: Run, step: int) -> Any:
-        if when(run, step):
-            run.network.raw.transformer.ln_f.weight.data.fill_(value)
-        return sound(run, step)
-
-    patch.setattr(train, before, spoiled)
-
-
 def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(monkeypatch, "take_step", lambda run, _: run.batches.position >= 5, math.nan)
+    def spoil(run: Run, step: int) -> None:
+        """As an update can leave weights whose gradient was finite."""
+        if step >= 5:
+            run.network.raw.transformer.ln_f.weight.data.fill_(math.nan)
+
+    before_each_step(monkeypatch, spoil)
     fields = {"nonfinite.policy": "skip", "nonfinite.max_skips": 6, "checkpoint.every": 1, "checkpoint.keep_last": 2}
     run = stopped(place, "skip_always", fields)
     assert events(run) == [(step, step, "skip") for step in range(5, 11)] + [(11, 11, "stop")]

@@ -19,6 +19,7 @@ from tiny_runs import (
     Course,
     Place,
     assert_equals_straight,
+    before_each_step,
     column,
     left,
     lines,
@@ -28,11 +29,10 @@ from tiny_runs import (
 )
 
 import files
-import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from errors import UserError
 from training import distributed, record
-from training.distributed import Distributed
+from training.distributed import DistContext
 from training.run import Run
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -214,7 +214,7 @@ def that_cannot_be_opened(refused: str, reason: int, *modes: str) -> Callable[[P
 
 
 def by_two_processes(place: Place, run: Path, patch: Patch) -> None:
-    two = Distributed(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+    two = DistContext(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
     patch.setattr(distributed, "start", lambda device: two)
 
 
@@ -345,16 +345,15 @@ def test_a_run_that_another_process_trains_is_left_alone(place: Place) -> None:
 
 
 def test_a_run_is_locked_from_its_first_step_to_its_end(place: Place, monkeypatch: Patch) -> None:
-    original, refusals = train.take_step, []
+    refusals = []
 
-    def meanwhile(run: Run, step: int) -> Any:
+    def meanwhile(run: Run, step: int) -> None:
         if step in (0, 15):
             with pytest.raises(UserError, match="another process is training"):
                 record.lock(run.folder)
             refusals.append(step)
-        return original(run, step)
 
-    monkeypatch.setattr(train, "take_step", meanwhile)
+    before_each_step(monkeypatch, meanwhile)
     place.train("held", {"run.steps": 10})
     run = place.train("held", RESUME)
     assert refusals == [0, 15]

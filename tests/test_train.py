@@ -10,12 +10,13 @@ import gc
 import json
 import math
 import shutil
+import time
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import TINY, Place, column, lines, preset, tree, weights
+from tiny_runs import TINY, Place, before_each_step, column, lines, preset, tree, weights
 
 import train
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -24,11 +25,7 @@ from data.batches import open_batches
 from data.recording import Recording
 from model import GPT, initialize
 from training import distributed
-from training.nonfinite import Withholding
-from training.optim import build_optimizer
-from training.precision import PrecisionConfig
 from training.run import Run
-from training.step import train_step
 
 TOKENS = TINY.data.global_batch * TINY.data.sequence_length
 NOISE = TOKENS * 2.0**-24
@@ -89,33 +86,30 @@ def test_loss_falls(place: Place, optimizer: str) -> None:
     assert validation[-1] < 0.5 * validation[0]
 
 
-def gradients(place: Place, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
-    """All gradients of one step over the same eight sequences, flat, computed in ``dtype``."""
-    config = place.config("unused", {"data.micro_batch": micro_batch, "attention": preset("sdpa_math")})
+def gradients(place: Place, micro_batch: int) -> torch.Tensor:
+    """All gradients of one step, flat, unclipped, which the loop leaves."""
+    runs: list[Run] = []
+    fields = {"run.steps": 1, "run.seed": 1, "optim.grad_clip": 0.0, "attention": preset("sdpa_math")}
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, lambda run, step: runs.append(run))
+        place.train(f"gradients_{time.monotonic_ns()}", {**fields, "data.micro_batch": micro_batch})
+    return torch.cat([p.grad.flatten() for p in runs[0].network.raw.parameters() if p.grad is not None]).double()
+
+
+def exact_gradients(place: Place) -> torch.Tensor:
+    """Of the mean over the whole batch, in float64."""
+    config = place.config("unused", {"data.micro_batch": TINY.data.global_batch, "attention": preset("sdpa_math")})
     model = GPT(config.model, config.attention.resolve(config.model.n_layer, config.model.n_head))
     initialize(model, seed=1)
-    model.to(dtype)
-    micro_batches = open_batches(config.data).next()
-    cpu = torch.device("cpu")
-    train_step(
-        model,
-        build_optimizer(model, config.optim, cpu),
-        PrecisionConfig(dtype="float32").scaler(cpu),
-        micro_batches,
-        [0] * len(micro_batches),
-        device=cpu,
-        autocast=lambda: PrecisionConfig(dtype="float32").autocast(cpu),
-        grad_clip=0.0,
-        withholding=Withholding("stop", cpu),
-    )
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+    ((inputs_BT, targets_BT),) = open_batches(config.data).next()
+    model.double()(inputs_BT, targets_BT)[1].backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_accumulated_gradients_are_as_exact_as_those_of_one_batch(place: Place, micro_batch: int) -> None:
     # GPT.loss is float32 by design, so even the float64 model is exact to about 2^-24 only, at the loss alone.
-    exact, whole = gradients(place, 8, torch.float64), gradients(place, 8, torch.float32)
-    accumulated = gradients(place, micro_batch, torch.float32)
+    exact, whole, accumulated = exact_gradients(place), gradients(place, 8), gradients(place, micro_batch)
     assert torch.linalg.norm(accumulated - exact) <= 2 * torch.linalg.norm(whole - exact)
 
 

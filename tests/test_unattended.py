@@ -6,17 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, command, environment, lines, optimizer, tree, weights
+from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, optimizer, tree, weights
 
-import train
 from data.recording import Recorder, Recording
 from errors import UserError
 from training.run import Run
-from training.signals import EXIT_GO_ON, SIGNALS
+from training.signals import EXIT_RESUME, SIGNALS
 
 AUTO = {"run.resume": "auto"}
 
@@ -64,7 +64,8 @@ def test_a_new_run_leaves_the_recording_of_another_alone_and_takes_one_over_that
         assert tree(Path(fields["data.record"])) == before
         # As a kill leaves it between the start of the recording and that of the run.
         begun = Path(place.recording(f"begun_{resume}"))
-        Recorder.create(begun, Recording.open(Path(fields["data.record"])).header)
+        header = replace(Recording.open(Path(fields["data.record"])).header, source_run=begun.name)
+        Recorder.create(begun, header).close(complete=False)
         place.train(f"begun_{resume}", {"run.resume": resume, "data.record": str(begun), "run.steps": 3})
         assert Recording.open(begun).steps == 3
 
@@ -94,23 +95,35 @@ def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: 
 # ---- asked to leave
 
 
+@pytest.mark.parametrize(("step", "message"), [(7, "no checkpoint yet; "), (13, "checkpoints/step_00000010; ")])
+def test_ctrl_c_names_the_checkpoint_and_how_to_resume(
+    place: Place, step: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(run: Run, at: int) -> None:
+        if at == step:
+            raise KeyboardInterrupt
+
+    before_each_step(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt, match=message) as stop:
+        place.train(f"interrupted_at_{step}", AUTO)
+    assert "--run.resume yes" in str(stop.value)
+
+
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_run_that_is_asked_to_leave_saves_and_goes_on_to_the_same_bits(
     place: Place, straight: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = {**fields_of(place, number.name), "telemetry.every": 0}
-    original = train.take_step
 
-    def asked(run: Run, step: int) -> Any:
+    def asked(run: Run, step: int) -> None:
         if step == 7:
             os.kill(os.getpid(), number)
-        return original(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "take_step", asked)
+        before_each_step(patch, asked)
         with pytest.raises(SystemExit) as left:
             place.train("run", fields)
-    assert left.value.code == EXIT_GO_ON == 75
+    assert left.value.code == EXIT_RESUME == 75
     run = place.folder / number.name / "run"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000008"]
     assert lines(run)[-1]["step"] == 7
@@ -123,15 +136,13 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_to_the_same_bits(
 
 def test_a_switch_of_the_step_that_it_leaves_before_is_recorded(place: Place) -> None:
     fields = {**AUTO, "alarm.switches": ("8:1:flash_fp32_o",)}
-    original = train.take_step
 
-    def asked(run: Run, step: int) -> Any:
+    def asked(run: Run, step: int) -> None:
         if step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "take_step", asked)
+        before_each_step(patch, asked)
         with pytest.raises(SystemExit):
             place.train("left_before_a_switch", fields)
     run = place.train("left_before_a_switch", fields)
@@ -141,10 +152,10 @@ def test_a_switch_of_the_step_that_it_leaves_before_is_recorded(place: Place) ->
 TWICE = """
 import os, signal
 from training import signals
-with signals.Leaving() as leaving:
+with signals.PreemptionHandler() as preemption:
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
-    print(leaving.asked, flush=True)
+    print(preemption.requested, flush=True)
     signals.ONE_REQUEST = 0.0
     os.kill(os.getpid(), signal.SIGTERM)
     print("never")
@@ -153,7 +164,7 @@ with signals.Leaving() as leaving:
 
 def test_a_second_signal_ends_at_once_if_it_is_not_the_first_one_handed_on() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, cwd=ROOT, env=environment())
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "SIGTERM\n")
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
 
 
 @pytest.fixture(scope="module")
@@ -164,20 +175,29 @@ def straight_of_two(place: Place) -> Path:
     return place.runs / "straight_of_two"
 
 
-ASKED = """
+HOOK = """
 import os, signal
 import train
 
-original = train.take_step
+open_run = train.open_run
 
-def asked(run, step):
-    if step == 7 and run.place.rank == 1:
+def hooked(config, dist):
+    run = open_run(config, dist)
+    draw = run.batches.next
+    def draw_after():
+        action(dist.rank, run.batches.position)
+        return draw()
+    run.batches.next = draw_after
+    return run
+
+train.open_run = hooked
+train.main()
+"""
+ASKED = """
+def action(rank, step):
+    if step == 7 and rank == 1:
         for _ in range(2):  # Slurm's, and torchrun's
             os.kill(os.getpid(), signal.SIGTERM)
-    return original(run, step)
-
-train.take_step = asked
-train.main()
 """
 
 
@@ -185,7 +205,7 @@ train.main()
 def test_all_processes_leave_after_the_same_step(place: Place, straight_of_two: Path, tmp_path: Path) -> None:
     """One of two is asked; the other learns of it."""
     config = place.config("asked_one", {"data.micro_batch": 2, **AUTO})
-    (tmp_path / "asked.py").write_text(ASKED)
+    (tmp_path / "asked.py").write_text(ASKED + HOOK)
     preset = str(place.preset_file(config))
     done = subprocess.run(
         command(tmp_path / "asked.py", [preset], 2), capture_output=True, text=True, env=environment(), timeout=120
@@ -201,25 +221,16 @@ def test_all_processes_leave_after_the_same_step(place: Place, straight_of_two: 
 
 
 DIES = """
-import os, signal
-import train
-
-original = train.take_step
-
-def dying(run, step):
-    if step == 13 and str(run.place.rank) == os.environ["TORCHELASTIC_RESTART_COUNT"]:
+def action(rank, step):
+    if step == 13 and str(rank) == os.environ["TORCHELASTIC_RESTART_COUNT"]:
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(run, step)
-
-train.take_step = dying
-train.main()
 """
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_that_goes_on(place: Place, straight_of_two: Path, tmp_path: Path) -> None:
     """First rank 0 dies, then rank 1."""
-    (tmp_path / "dies.py").write_text(DIES)
+    (tmp_path / "dies.py").write_text(DIES + HOOK)
     config = place.config("restarted", {"data.micro_batch": 2, **AUTO})
     launch = command(tmp_path / "dies.py", [str(place.preset_file(config))], 2)
     launch.insert(launch.index("--standalone"), "--max-restarts=2")

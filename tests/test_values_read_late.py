@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from test_nonfinite import BAD_BATCH, events, place, stopped  # noqa: F401  (place: data whose batch 14 gives a NaN)
-from tiny_runs import Place, lines, optimizer, start_train, weights
+from tiny_runs import Place, before_each_step, lines, optimizer, start_train, weights
 from torch import nn
 
 import train
-from training.nonfinite import Withholding
+from training.nonfinite import FoundInf, step_unless
 from training.run import Run
-from training.step import StepValues, step_unless
 
 FUSED = {"optim.fused": "on"}
 
@@ -56,19 +55,17 @@ def test_a_stop_that_is_found_late_leaves_the_weights_of_before(
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
     runs: list[Run] = []
-    sound = train.take_step
 
-    def watched(run: Run, step: int) -> StepValues:
+    def watched(run: Run, step: int) -> None:
         seen.append({name: tensor.clone() for name, tensor in run.network.raw.state_dict().items()})
         runs.append(run)
-        return sound(run, step)
 
     monkeypatch.setattr(train, "READ_EVERY", {"cpu": 9})
-    monkeypatch.setattr(train, "take_step", watched)
+    before_each_step(monkeypatch, watched)
     run = stopped(place, "late_stop", FUSED)
     assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
     assert "step 14, batch 14: loss nan" in capsys.readouterr().out
-    # The steps up to the next reading were taken, and their updates withheld: their losses are finite.
+    # The steps up to the next reading were taken, and their updates skipped: their losses are finite.
     assert len(seen) == 18
     final = runs[-1].network.raw.state_dict()
     assert all(torch.equal(final[name], seen[BAD_BATCH][name]) for name in final)
@@ -92,19 +89,19 @@ def test_two_processes_agree_on_what_was_not_finite(place: Place) -> None:  # no
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("policy", "moves"), [("stop", [0]), ("skip", [0, 2]), ("continue", [0, 1, 2])])
-def test_an_update_is_withheld_as_the_policy_says(
+def test_an_update_is_skipped_as_the_policy_says(
     policy: Any, moves: list[int], fused: bool, device: torch.device
 ) -> None:
     """Three steps, the second with a norm that is not finite."""
     weight = nn.Parameter(torch.ones(4, device=device))
     adamw = torch.optim.AdamW([weight], lr=0.1, fused=fused)
-    withholding = Withholding(policy, device)
+    found_inf_of = FoundInf(policy, device)
     moved = []
     for step, norm in enumerate((1.0, torch.inf, 1.0)):
         weight.grad = torch.ones_like(weight)
         before = weight.detach().clone()
-        overflow, withheld = withholding(torch.tensor(2.0, device=device), torch.tensor(norm, device=device), None)
-        step_unless(adamw, withheld)
+        overflow, found_inf = found_inf_of(torch.tensor(2.0, device=device), torch.tensor(norm, device=device), None)
+        step_unless(found_inf, adamw)
         assert not overflow.item()
         if not torch.equal(weight.detach(), before):
             moved.append(step)
@@ -120,9 +117,9 @@ def test_an_update_is_withheld_as_the_policy_says(
 def test_an_overflow_is_a_gradient_alone_that_the_loss_scale_enlarged(
     policy: Any, loss: float, norm: float, scale: float, overflow: float
 ) -> None:
-    withholding = Withholding(policy, torch.device("cpu"))
-    found, withheld = withholding(torch.tensor(loss), torch.tensor(norm), torch.tensor(scale))
-    assert (found.item(), withheld.item()) == (overflow, 1.0)
-    _, withheld = withholding(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(scale))
+    found_inf_of = FoundInf(policy, torch.device("cpu"))
+    found, found_inf = found_inf_of(torch.tensor(loss), torch.tensor(norm), torch.tensor(scale))
+    assert (found.item(), found_inf.item()) == (overflow, 1.0)
+    _, found_inf = found_inf_of(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(scale))
     # Only what the loss scale does not explain stops for good.
-    assert withheld.item() == float(policy == "stop" and not overflow)
+    assert found_inf.item() == float(policy == "stop" and not overflow)

@@ -28,6 +28,7 @@ from data.token_files import TokenWriter
 from files import sha256_file
 from model import ModelConfig
 from training.checkpoint import CheckpointConfig
+from training.distributed import DistContext
 from training.evaluate import EvaluationConfig
 from training.optim import OptimConfig
 from training.precision import PrecisionConfig
@@ -85,6 +86,24 @@ def preset(name: str, numerics: str = "hardware") -> AttentionConfig:
     return AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset=name, numerics=numerics))
 
 
+def before_each_step(patch: pytest.MonkeyPatch, action: Callable[[Run, int], object]) -> None:
+    """Call ``action`` with the run and the step before each training step's batch is drawn."""
+    open_run = train.open_run
+
+    def opened(config: TrainConfig, dist: DistContext) -> Run:
+        run = open_run(config, dist)
+        draw = run.batches.next
+
+        def draw_after() -> Any:
+            action(run, run.batches.position)
+            return draw()
+
+        patch.setattr(run.batches, "next", draw_after)
+        return run
+
+    patch.setattr(train, "open_run", opened)
+
+
 class Place:
     """A folder with a data set, in which runs are made."""
 
@@ -104,15 +123,13 @@ class Place:
 
     def train_until(self, step: int, name: str, fields: Mapping[str, Any] | None = None) -> Path:
         """A run whose machine is gone before this step."""
-        take_step = train.take_step
 
-        def dying(run: Run, at: int) -> Any:
+        def die(run: Run, at: int) -> None:
             if at == step:
                 raise OSError("the machine is gone")
-            return take_step(run, at)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "take_step", dying)
+            before_each_step(patch, die)
             with pytest.raises(OSError, match="the machine is gone"):
                 self.train(name, fields)
         return self.runs / name

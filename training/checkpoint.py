@@ -156,9 +156,11 @@ class Checkpoints:
             raise UserError("no intact checkpoint: " + "; ".join(damaged) + "; start a new run or restore one of them")
         return None
 
-    def said(self) -> str:
-        """What is left when a run stops between two checkpoints, as a sentence."""
-        return f"The checkpoints in {self.folder} are from before" if self._found() else "There is no checkpoint yet"
+    def how_to_resume(self) -> str:
+        """Where a run that stops between two checkpoints can go on, for the terminal."""
+        if found := self._found():
+            return f"the newest checkpoint is {found[max(found)]}; the same command with --run.resume yes goes on from there"
+        return "there is no checkpoint yet; the same command with --run.resume yes starts again"
 
     @staticmethod
     def load(path: Path) -> Loaded:

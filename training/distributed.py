@@ -28,7 +28,7 @@ _CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distributed:
+class DistContext:
     """Which of how many processes this one is, and the device it owns."""
 
     rank: int
@@ -41,14 +41,14 @@ class Distributed:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def say(self, text: str) -> None:
-        """Print on the main process, above a progress bar if there is one."""
+    def print0(self, text: str) -> None:
+        """Print on rank 0, above a progress bar if there is one."""
         if self.is_main:
             tqdm.write(text)
 
 
-def start(device: DeviceChoice) -> Distributed:
-    """Find this process's place and device, and join the others (gloo on CPU, NCCL on CUDA) when there are any.
+def start(device: DeviceChoice) -> DistContext:
+    """Find this process's rank and device, and join the others (gloo on CPU, NCCL on CUDA) when there are any.
 
     ``auto`` is CUDA where torch sees one. Started without torchrun, this is rank 0 of 1. Raises ``UserError`` where CUDA is asked for and
     absent, and for more processes on this host than it has GPUs.
@@ -60,7 +60,7 @@ def start(device: DeviceChoice) -> Distributed:
     rank, local_rank, world_size = (
         int(os.environ.get(*v)) for v in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
     )
-    place = torch.device("cpu")
+    owned = torch.device("cpu")
     if device == "cuda":
         if not torch.cuda.is_available():
             raise invalid("run.device", device, f"cpu or auto: torch {torch.__version__} finds no CUDA device here")
@@ -69,17 +69,17 @@ def start(device: DeviceChoice) -> Distributed:
                 f"torchrun --nproc_per_node: local rank {local_rank} has no GPU of its own; "
                 f"start at most {torch.cuda.device_count()} processes on this host"
             )
-        place = torch.device("cuda", local_rank)
-        torch.cuda.set_device(place)
+        owned = torch.device("cuda", local_rank)
+        torch.cuda.set_device(owned)
         # The host only moves batches. torch wakes all its threads for a copy of more than 32,768 elements, the one into pinned memory
         # too, and where they are more than the cores that costs milliseconds.
         torch.set_num_threads(1)
     if world_size > 1:
         # torchrun --max-restarts keeps its store: there the processes would find the addresses of those that have died.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
-        backend, device_id = ("nccl", place) if device == "cuda" else ("gloo", None)
+        backend, device_id = ("nccl", owned) if device == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
-    return Distributed(rank=rank, local_rank=local_rank, world_size=world_size, device=place)
+    return DistContext(rank=rank, local_rank=local_rank, world_size=world_size, device=owned)
 
 
 def stop() -> None:
@@ -162,19 +162,19 @@ def set_tf32(on: bool) -> None:
     torch.backends.cudnn.allow_tf32 = on
 
 
-def wrap(model: nn.Module, distributed: Distributed) -> nn.Module:
+def wrap(model: nn.Module, context: DistContext) -> nn.Module:
     """``model`` with its gradients averaged over processes in ``backward``; with one process, ``model`` itself.
 
     Compile first, wrap second. Buffers stay each process's own.
     """
-    if distributed.world_size == 1:
+    if context.world_size == 1:
         return model
     # torch 2.13 renamed the argument and warns at the old name; 2.11 knows the old one only.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     own_buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     return DistributedDataParallel(
         model,
-        device_ids=[distributed.device] if distributed.device.type == "cuda" else None,
+        device_ids=[context.device] if context.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **own_buffers,
     )

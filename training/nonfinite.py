@@ -1,4 +1,4 @@
-"""What happens when a loss or a gradient is not finite: a choice of the config, recorded with step and batch either way."""
+"""What happens when a loss or a gradient is not finite: a choice of the config, recorded with the step either way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from errors import check_size, invalid
 
@@ -30,11 +31,11 @@ class NonFiniteConfig:
         check_size("nonfinite.max_skips", self.max_skips, 0)
 
 
-class Withholding:
-    """Decides on the device which updates are left out, as a ``GradScaler`` does: nothing is read back.
+class FoundInf:
+    """Decides on the device which updates are skipped, as a ``GradScaler`` does: nothing is read back.
 
-    An update is left out where loss or gradient norm is not finite; with the policy ``continue``, in float16 only. With ``stop`` all later
-    ones are left out too: the host learns some steps later of the bad one, and the weights must be those from before it.
+    An update is skipped where loss or gradient norm is not finite; with the policy ``continue``, in float16 only. With ``stop`` all later
+    updates are skipped too: the host learns of the bad step some steps later, and the weights must be those from before it.
     """
 
     def __init__(self, policy: Policy, device: torch.device):
@@ -42,7 +43,10 @@ class Withholding:
         self._stopped = torch.zeros((), dtype=torch.bool, device=device)
 
     def __call__(self, loss: Tensor, norm: Tensor, loss_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(overflow, withheld) of a step, 0.0 or 1.0, float32 scalars on the device; ``loss_scale`` where there is one, as in float16."""
+        """(overflow, found_inf) of a step, 0.0 or 1.0, float32 scalars on the device; ``loss_scale`` where there is one, as in float16.
+
+        overflow: the gradient alone is not finite, and float16's loss scale is to blame. found_inf: the update is to be skipped.
+        """
         bad = ~(loss.isfinite() & norm.isfinite())
         overflow = torch.zeros_like(bad)
         if loss_scale is not None:
@@ -50,14 +54,26 @@ class Withholding:
             overflow = bad & loss.isfinite() & (loss_scale >= 1.0)
         if self._policy == "stop":
             self._stopped = self._stopped | (bad & ~overflow)
-        withheld = bad | self._stopped
+        found_inf = bad | self._stopped
         if self._policy == "continue" and loss_scale is None:
-            withheld = torch.zeros_like(bad)
-        return overflow.float(), withheld.float()
+            found_inf = torch.zeros_like(bad)
+        return overflow.float(), found_inf.float()
+
+
+def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
+    """One update of ``optimizer`` unless ``found_inf``, a scalar on its device, is 1.0.
+
+    A fused AdamW reads it on the device, as it does for a ``GradScaler``. For any other the host has to wait, as a ``GradScaler`` does.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not found_inf.item():
+        optimizer.step()
 
 
 class NonFiniteGuard:
-    """Counts what went wrong in a run; its state travels in checkpoints."""
+    """Counts the steps of a run that were not finite; its state is saved in checkpoints."""
 
     def __init__(self, config: NonFiniteConfig):
         self.config = config
@@ -65,7 +81,7 @@ class NonFiniteGuard:
         self.skips_in_a_row = 0
 
     def decide(self, overflow: bool) -> Action:
-        """Count a step that was not finite (``overflow``: merely a float16 gradient) and say what to do about it."""
+        """Count a step that was not finite (``overflow``: merely a float16 gradient); what is done about it."""
         if overflow:
             self.overflow_steps += 1
             return "overflow"
@@ -74,7 +90,7 @@ class NonFiniteGuard:
         return "stop" if policy == "skip" and skips >= self.config.max_skips else policy
 
     def finite(self) -> None:
-        """Note a step that was finite."""
+        """Count a step that was finite."""
         self.skips_in_a_row = 0
 
     def state(self) -> dict[str, int]:

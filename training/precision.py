@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -41,3 +42,9 @@ class PrecisionConfig:
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Loss scaling for float16 (Micikevicius et al. 2018, arXiv 1710.03740), otherwise one that does nothing."""
         return torch.amp.GradScaler(device.type, enabled=self.dtype == "float16")
+
+
+def rounding_seed(run_seed: int, step: int, micro_batch: int) -> int:
+    """Seed of stochastic rounding for one global micro-batch of a step, 63 bits: the same draws for any number of processes."""
+    digest = hashlib.sha256(f"rounding:{run_seed}:{step}:{micro_batch}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -31,11 +31,11 @@ def forget_logits(model: GPT) -> None:
 
 
 @torch.no_grad()
-def clip_qk(model: GPT, withheld: Tensor | None = None) -> None:
+def clip_qk(model: GPT, found_inf: Tensor | None = None) -> None:
     """Scale W_q and W_k back to ``model.config.qk_clip_tau``; call on the bare model after the optimizer's step.
 
     Every process must call it: each saw other sequences, and all clip by the maximum over processes. The maxima are then
-    forgotten. Nothing is read back to the CPU. Where ``withheld``, a scalar on the device, is not 0 the weights stay as they are.
+    forgotten. Nothing is read back to the CPU. Where ``found_inf``, a scalar on the device, is not 0 the weights stay as they are.
     Raises ``ValueError`` where qk_clip_tau is 0, since no logits were kept.
     """
     if model.config.qk_clip_tau <= 0:
@@ -43,8 +43,8 @@ def clip_qk(model: GPT, withheld: Tensor | None = None) -> None:
     C, D = model.config.n_embd, model.config.head_width
     max_logit_LH = all_reduce_max(torch.stack([attention.max_logit_H for attention in model.attentions()]))
     gamma_LH = clip_factors(max_logit_LH, model.config.qk_clip_tau)
-    if withheld is not None:
-        gamma_LH = torch.where(withheld > 0, 1.0, gamma_LH)
+    if found_inf is not None:
+        gamma_LH = torch.where(found_inf > 0, 1.0, gamma_LH)
     for attention, gamma_H in zip(model.attentions(), gamma_LH, strict=True):
         rows = gamma_H.sqrt().repeat_interleave(D).repeat(2)  # [2C]: the rows of W_q, then those of W_k
         attention.c_attn.weight[: 2 * C].mul_(rows[:, None])

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ from errors import UserError, check_memory, invalid, reading
 from model import GPT, initialize
 from training import alarm, distributed, gpt2_weights, record, speed, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
-from training.distributed import Distributed
+from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch
 from training.metrics import Metrics, import_wandb, start_wandb
-from training.nonfinite import NonFiniteGuard, Withholding
+from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate
+from training.precision import rounding_seed
 from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
-from training.step import Pending, rounding_seed, throwaway_backward
 from training.telemetry import Telemetry, probe_batch
 from training.weights import is_checkpoint, load_weights, read_checkpoint
 
@@ -56,13 +56,13 @@ class Run:
     """The parts of a run that is ready to train."""
 
     config: TrainConfig
-    place: Distributed
+    dist: DistContext
     folder: Path
     batches: Batches
     network: Network
     interventions: Interventions
     guard: NonFiniteGuard
-    withholding: Withholding
+    found_inf: FoundInf
     checkpoints: Checkpoints
     metrics: Metrics
     telemetry: Telemetry | None
@@ -74,7 +74,6 @@ class Run:
     peak_flops: float | None
     held: contextlib.ExitStack
     """The lock on its folder."""
-    pending: Pending = field(default_factory=Pending)
 
     def seconds(self) -> float:
         """Wall time so far, earlier sessions of a resumed run included."""
@@ -84,58 +83,60 @@ class Run:
 # ---- build and resume
 
 
-def open_run(config: TrainConfig, place: Distributed) -> Run:
+def open_run(config: TrainConfig, dist: DistContext) -> Run:
     """Build the run of ``config``, or go on with it; what is new on disk is taken back where it cannot start.
 
     Raises ``UserError`` when anything asked for is missing, foreign or impossible.
     """
-    check_fits(config, place.device)
+    check_fits(config, dist.device)
     folder = Path(config.run.folder) / config.run.name
     plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
-    check = functools.partial(check_plans, config, place.device)
+    check = functools.partial(check_plans, config, dist.device)
     check(plans)
     if config.wandb.mode != "disabled":
         import_wandb(config.wandb)  # its absence must show before anything is written
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     resume = config.run.resume
-    goes_on = record.exists(folder, place.is_main) if resume == "auto" else resume == "yes"
+    goes_on = record.exists(folder, dist.is_main) if resume == "auto" else resume == "yes"
     with contextlib.ExitStack() as undo:
         held = undo.enter_context(contextlib.ExitStack())
-        loaded = checkpoint_to_resume(config, place, folder, checkpoints, held) if goes_on else None
+        loaded = checkpoint_to_resume(config, dist, folder, checkpoints, held) if goes_on else None
         if not goes_on and folder.exists():
             raise record.taken(folder)
         # Where it begins: its own checkpoint, or the one of another run that it branches off from.
-        start = loaded or checkpoint_to_branch_from(config, place)
+        start = loaded or checkpoint_to_branch_from(config, dist)
         interventions = Interventions(
             plans,
             [parse_switch(text) for text in config.alarm.switches],
             check,
-            folder if place.is_main else None,
+            folder if dist.is_main else None,
             resumed=None if start is None else start.step,
             known=() if start is None else start.extra.get("switches", ()),
         )
         for switch in map(parse_switch, config.alarm.switches):
             if switch.step >= config.run.steps:
-                place.say(f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}")
-        batches = open_data(config, place, goes_on, start, undo)
-        network = build_network(config, place, interventions.plans, start)
-        wandb_run = open_folder(config, place, folder, plans, batches, checkpoints, goes_on, loaded, start, held, undo)
+                dist.print0(
+                    f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}"
+                )
+        batches = open_data(config, dist, goes_on, start, undo)
+        network = build_network(config, dist, interventions.plans, start)
+        wandb_run = open_folder(config, dist, folder, plans, batches, checkpoints, goes_on, loaded, start, held, undo)
         run = Run(
             config=config,
-            place=place,
+            dist=dist,
             folder=folder,
             batches=batches,
             network=network,
             interventions=interventions,
             guard=NonFiniteGuard(config.nonfinite),
-            withholding=Withholding(config.nonfinite.policy, place.device),
+            found_inf=FoundInf(config.nonfinite.policy, dist.device),
             checkpoints=checkpoints,
-            metrics=Metrics(folder, wandb_run, enabled=place.is_main),
+            metrics=Metrics(folder, wandb_run, enabled=dist.is_main),
             telemetry=None,
             alarm=config.alarm.open(config.optim.warmup_steps),
             start_step=0 if start is None else start.step,
             began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
-            peak_flops=throughput.peak_flops(place.device, config.run.peak_tflops),
+            peak_flops=throughput.peak_flops(dist.device, config.run.peak_tflops),
             held=held,
         )
         if start is not None:
@@ -163,29 +164,29 @@ def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPla
 
 def checkpoint_to_resume(
     config: TrainConfig,
-    place: Distributed,
+    dist: DistContext,
     folder: Path,
     checkpoints: Checkpoints,
     held: contextlib.ExitStack,
 ) -> Loaded | None:
     """The checkpoint that a run goes on from; None where it has ended before its first. Its folder is locked."""
-    held.enter_context(record.lock_everywhere(folder, place.is_main))
+    held.enter_context(record.lock_everywhere(folder, dist.is_main))
     record.check_logs(folder)
     loaded = checkpoints.load_newest()
     if loaded is None:
         record.check_restart(folder, checkpoints.folder)
         return None
-    check_start(config, place, loaded, branch=False)
+    check_start(config, dist, loaded, branch=False)
     return loaded
 
 
-def checkpoint_to_branch_from(config: TrainConfig, place: Distributed) -> Loaded | None:
+def checkpoint_to_branch_from(config: TrainConfig, dist: DistContext) -> Loaded | None:
     """The checkpoint that ``run.init_from`` names: its weights, optimizer, step and position in the data; None where it names none."""
     path = Path(config.run.init_from)
     if not config.run.init_from or not is_checkpoint(path):
         return None
     loaded = read_checkpoint(path)
-    check_start(config, place, loaded, branch=True)
+    check_start(config, dist, loaded, branch=True)
     if config.data.record:
         expected = (
             f"none with run.init_from = {str(path)!r}: the recording would lack the {loaded.step} steps before it"
@@ -194,25 +195,25 @@ def checkpoint_to_branch_from(config: TrainConfig, place: Distributed) -> Loaded
     return loaded
 
 
-def check_start(config: TrainConfig, place: Distributed, loaded: Loaded, *, branch: bool) -> None:
+def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branch: bool) -> None:
     """Raise ``UserError`` where ``config`` does not fit the checkpoint at which the run begins."""
     record.check_settings(loaded, to_json(config), to_json(TrainConfig()), branch=branch)
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)
-    if len(loaded.rng) != place.world_size:
+    if len(loaded.rng) != dist.world_size:
         field = "init_from" if branch else "resume"
-        raise UserError(f"run.{field}: {loaded.path} is of {len(loaded.rng)} processes, not {place.world_size}")
+        raise UserError(f"run.{field}: {loaded.path} is of {len(loaded.rng)} processes, not {dist.world_size}")
 
 
 def open_data(
-    config: TrainConfig, place: Distributed, goes_on: bool, start: Loaded | None, undo: contextlib.ExitStack
+    config: TrainConfig, dist: DistContext, goes_on: bool, start: Loaded | None, undo: contextlib.ExitStack
 ) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
     # At 0 a recording that this run had begun is begun again; a new run has none, and leaves that of another alone.
     resume_at = start.position if start is not None else 0 if goes_on else None
-    new_recording = place.is_main and config.data.record and not Path(config.data.record).exists()
-    batches = open_batches(config.data, place.rank, place.world_size, config.run.name, resume_at)
+    new_recording = dist.is_main and config.data.record and not Path(config.data.record).exists()
+    batches = open_batches(config.data, dist.rank, dist.world_size, config.run.name, resume_at)
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
     gpt2 = start is None and config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
     if gpt2 and batches.header.vocabulary != "gpt2":
@@ -222,7 +223,7 @@ def open_data(
         raise invalid("data.dataset", config.data.dataset, wanted)
     if batches.vocabulary_size > config.model.vocab_size:
         raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
-    if place.is_main and config.telemetry.every:
+    if dist.is_main and config.telemetry.every:
         probe_batch(batches, config.telemetry.sequences)
     if start is not None and batches.digest() != start.extra["data_digest"]:
         source = "replay" if config.data.replay else "dataset"
@@ -235,10 +236,10 @@ def open_data(
 
 
 def build_network(
-    config: TrainConfig, place: Distributed, plans: tuple[LayerPlan, ...], start: Loaded | None
+    config: TrainConfig, dist: DistContext, plans: tuple[LayerPlan, ...], start: Loaded | None
 ) -> Network:
     """The model with its weights, from the checkpoint, a folder or drawn, and its optimizer."""
-    device = place.device
+    device = dist.device
     # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
     torch.manual_seed(config.run.seed)
     raw = GPT(config.model, plans, speed.operators(config.speed, config.model, config.precision, device))
@@ -249,17 +250,23 @@ def build_network(
     raw.to(device)
     optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
     if start is not None:
-        restore(raw, optimizer, scaler, start, place)
-    model, evaluated = speed.wrapped(raw, config.precision.compile, place)
-    shape, autocast = (config.data.micro_batch, config.data.sequence_length), config.precision.autocast
-    distributed.settle(model, lambda: throwaway_backward(model, shape, device, lambda: autocast(device)))
+        restore(raw, optimizer, scaler, start, dist)
+    model, evaluated = speed.wrapped(raw, config.precision.compile, dist)
+
+    def throwaway_backward() -> None:
+        zeros_BT = torch.zeros((config.data.micro_batch, config.data.sequence_length), dtype=torch.int64, device=device)
+        with config.precision.autocast(device):
+            _, loss = model(zeros_BT, zeros_BT, torch.zeros((), dtype=torch.int64, device=device))
+        loss.backward()
+
+    distributed.settle(model, throwaway_backward)
     forget_logits(raw)
     return Network(raw, model, evaluated, optimizer, scaler, raw.flops_per_token(config.data.sequence_length))
 
 
 def open_folder(
     config: TrainConfig,
-    place: Distributed,
+    dist: DistContext,
     folder: Path,
     plans: tuple[LayerPlan, ...],
     batches: Batches,
@@ -272,20 +279,20 @@ def open_folder(
 ) -> Any:
     """The run's folder, locked, with its config.json; the W&B run where one is asked for, else None."""
     start_step = 0 if start is None else start.step
-    made_with = record.environment(place.device, place.world_size)
-    if config.run.init_from and loaded is None and place.is_main:
+    made_with = record.environment(dist.device, dist.world_size)
+    if config.run.init_from and loaded is None and dist.is_main:
         source = gpt2_weights.weights_file(Path(config.run.init_from)) if start is None else start.path / MODEL_FILE
         made_with["init_sha256"] = files.sha256_file(source)
     content = {"config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
-    if place.is_main:
+    if dist.is_main:
         if not goes_on:
             record.make_folder(folder)
             held.enter_context(record.lock(folder))
             undo.callback(shutil.rmtree, folder)
         content["sessions"] = record.sessions(folder, start_step, made_with)
         if loaded is not None and (changed := record.code_changed(content["sessions"])):
-            place.say(f"{folder}: {changed}")
+            dist.print0(f"{folder}: {changed}")
     # What may fail to start comes before anything that is there is changed.
     wandb_run = start_wandb(
         folder,
@@ -294,34 +301,34 @@ def open_folder(
         recording=batches.recording_name,
         attention_name=config.attention.label(),
         resumed=loaded is not None,
-        enabled=place.is_main,
+        enabled=dist.is_main,
     )
-    if place.is_main and not goes_on:
+    if dist.is_main and not goes_on:
         record.write_record(folder, content)
-    elif place.is_main:
+    elif dist.is_main:
         record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
         checkpoints.clear()
         # A kill may have come before the ones that are no longer kept had gone.
         if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
             checkpoints.prune(loaded.step)
         if loaded is None:
-            place.say(f"{folder}: no checkpoint yet; starting from step {start_step}")
+            dist.print0(f"{folder}: no checkpoint yet; starting from step {start_step}")
         elif loaded.step == config.run.steps:
-            place.say(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
+            dist.print0(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
     return wandb_run
 
 
 def open_telemetry(run: Run) -> None:
     """Make the probes, on the main process, and show the alarm what they have measured before: it says nothing twice."""
     config = run.config
-    if not run.place.is_main or not config.telemetry.every:
+    if not run.dist.is_main or not config.telemetry.every:
         return
     run.telemetry = Telemetry(
         config.telemetry,
         run.network.raw,
         run.batches,
         run.folder,
-        device=run.place.device,
+        device=run.dist.device,
         precision=config.precision,
         rounding_seed=functools.partial(rounding_seed, config.run.seed, micro_batch=0),
         rate=functools.partial(learning_rate, config=config.optim),
@@ -335,14 +342,14 @@ def open_telemetry(run: Run) -> None:
 
 def save(run: Run, step: int) -> None:
     """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it."""
-    states = distributed.gather(rng_state(run.place.device))
+    states = distributed.gather(rng_state(run.dist.device))
     failure = None
     try:
         run.batches.flush()
         for log in (run.metrics, run.telemetry):
             if log is not None:
                 log.sync()
-        if run.place.is_main:
+        if run.dist.is_main:
             run.checkpoints.save(
                 step,
                 model_state=run.network.raw.state_dict(),
@@ -368,13 +375,13 @@ def save(run: Run, step: int) -> None:
         raise failure or UserError(f"checkpoint of step {step}: rank 0 could not write it")
 
 
-def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, place: Distributed) -> None:
+def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, dist: DistContext) -> None:
     """Put what the checkpoint holds into the model, its optimizer, the loss scale and the generators."""
     load_weights(model, loaded)
     with reading(f"checkpoint {loaded.path}"):
         optimizer.load_state_dict(loaded.optimizer_state)
         scaler.load_state_dict(loaded.scaler_state)
-        set_rng_state(loaded.rng[place.rank], place.device)
+        set_rng_state(loaded.rng[dist.rank], dist.device)
 
 
 def close(run: Run, *, finished: bool) -> None:

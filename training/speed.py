@@ -13,7 +13,7 @@ from errors import invalid
 from fused import quack_kernels
 from model import ModelConfig, Operators
 from training import distributed
-from training.distributed import Distributed
+from training.distributed import DistContext
 from training.precision import PrecisionConfig
 
 
@@ -60,7 +60,7 @@ def _check_quack(model: ModelConfig, precision: PrecisionConfig, device: torch.d
     raise invalid("speed.quack", True, expected)
 
 
-def wrapped(model: nn.Module, compiled: bool, place: Distributed) -> tuple[nn.Module, nn.Module]:
+def wrapped(model: nn.Module, compiled: bool, dist: DistContext) -> tuple[nn.Module, nn.Module]:
     """``model`` compiled, if asked for, and given to DDP: (the one to train, the one to evaluate, which is outside DDP)."""
     evaluated = cast(nn.Module, torch.compile(model)) if compiled else model
-    return distributed.wrap(evaluated, place), evaluated
+    return distributed.wrap(evaluated, dist), evaluated
