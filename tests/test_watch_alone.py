@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import io
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from attention import watch
+from attention import replace_sdpa, watch
 from attention.watching import passes
 
 
@@ -139,6 +140,33 @@ def test_torchs_module_in_many_threads_gives_each_watch_its_own_rows() -> None:
     in_threads(*(lambda n=n: watched(n) for n in models))  # type: ignore[misc]
 
 
+def test_threads_that_watch_replace_and_train_do_not_meet() -> None:
+    """Half of them watch, half replace torch's function; each gets what it gets alone."""
+    first = Model()  # torch has one generator for all threads
+
+    def loss(numerics: str | None, watched: bool) -> float:
+        model = copy.deepcopy(first)
+        with contextlib.ExitStack() as inside:
+            if numerics:
+                inside.enter_context(replace_sdpa(numerics))
+            if watched:
+                seen = inside.enter_context(watch(model, every=1, say=lambda line: None))
+            with torch.autocast("cpu", torch.bfloat16):
+                value = model(data())
+            value.backward()
+            assert not watched or len(seen.record["dq_error"]) == 2
+        return value.item()
+
+    kinds = [(numerics, watched) for numerics in (None, "flash") for watched in (False, True)]
+    alone = {kind: loss(*kind) for kind in kinds}
+
+    def many(kind: tuple[str | None, bool]) -> None:
+        for _ in range(4):
+            assert loss(*kind) == alone[kind], kind
+
+    in_threads(*(lambda kind=kind: many(kind) for kind in kinds * 2))  # type: ignore[misc]
+
+
 def test_one_model_trained_by_many_threads_is_looked_at_once_a_step(tmp_path: Path) -> None:
     model = Model()
     with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
@@ -183,6 +211,15 @@ def test_a_watch_closed_during_another_threads_pass_lets_it_finish() -> None:
 
     in_threads(lambda: model(data()).backward(), close)
     assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("build", [Model, lambda: TorchsLayers(2)], ids=["torch's function", "torch's module"])
+def test_two_watches_of_one_model_see_the_same(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    with watch(model, every=1, say=lambda line: None) as one, watch(model, every=2, say=lambda line: None) as other:
+        for step in range(3):
+            model(data(step)).backward()
+    assert one.record == other.record
 
 
 # ---- copies

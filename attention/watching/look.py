@@ -88,7 +88,7 @@ class Look:
         if o is None or not o.requires_grad:
             return
         self.awaited.add(layer)
-        differentiated = q.requires_grad
+        differentiated = q.requires_grad and q is not k and q is not v  # else its gradient is more than dQ
 
         @unserializable_hook
         def output_gradient(do: Tensor) -> None:

@@ -164,11 +164,15 @@ COLUMNS = {
     "one_hot": "share of rows whose largest probability rounds to 1 in BF16",
     "delta_error": "root mean square of rowsum(dO * O) - rowsum(P * dP), O as attention returned it, over that of rowsum(P * dP)",
     "delta_bias": "mean of the same, over the same",
-    "row_residual": "root mean square of r = rowsum(dS), dS as the backward pass with that O rounds it, over the same",
+    "row_residual_do_o": "root mean square of r = rowsum(dS) as FlashAttention's formula delta = rowsum(dO * O) leaves it, over the same",
     "dq_error": "||sum over queries of dQ - dQ in FP32|| over the layer's ||sum of dQ in FP32||, dQ as attention's backward pass made it",
     "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
 }
-"""Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown)."""
+"""Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown).
+
+``delta_*`` and ``row_residual_do_o`` are of that formula, whatever the kernel does: one with another delta, as torch's math formula or
+``flash_delta_from_p``, has rows of dS that sum to about 0, and only ``dq_error`` shows it.
+"""
 _ONE = 1 - 2.0**-9
 SCORES = 2**24
 """Scores that exist at once; there are about eight arrays of that size (0.5 GB)."""
@@ -234,7 +238,7 @@ def measure(call: Call) -> dict[str, Tensor]:
         size = mean(whole["delta"].square()).sqrt()
         columns["delta_error"] = _over(mean(whole["error"].square()).sqrt(), size)
         columns["delta_bias"] = _over(mean(whole["error"]), size)
-        columns["row_residual"] = _over(mean(whole["r"].square()).sqrt(), size)
+        columns["row_residual_do_o"] = _over(mean(whole["r"].square()).sqrt(), size)
     if call.dq_BHTD is not None:
         dq = dq.where((whole["max"] != -math.inf)[..., None], 0.0)
         if do is not None:

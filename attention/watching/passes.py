@@ -19,11 +19,12 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from ..functional import scaled_dot_product_attention
+from ..huggingface import HARMLESS
 from ..reference.tiles import TORCHS
 from .look import Look
 
 COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
-Attend = Callable[[int, Callable[[], Tensor], dict[str, Any]], Tensor]
+Attend = Callable[["Pass", int, Callable[[], Tensor], dict[str, Any]], Tensor]
 _LOCK = threading.RLock()
 
 
@@ -45,7 +46,7 @@ class Pass(TorchFunctionMode):
 
     Args:
         look: takes its calls; None where they are only to be moved.
-        attend: given the number of a call in the pass, what computes it, and its arguments by name; gives O.
+        attend: given the pass, the number of a call in it, what computes it, and its arguments by name; gives O.
     """
 
     def __init__(self, look: Look | None, attend: Attend):
@@ -59,6 +60,8 @@ class Pass(TorchFunctionMode):
         """Such modules that are running, the innermost last."""
         self._saw: set[str] = set()
         self.over = False
+        self.outer: Pass | None = None
+        """That of another watch, around this one."""
         self._thread, self._of_process, self._of_thread = threading.get_ident(), ExitStack(), ExitStack()
 
     def open(self, model: nn.Module, *, names: bool) -> None:
@@ -78,7 +81,8 @@ class Pass(TorchFunctionMode):
                             module.register_forward_hook(Hook(self._left), always_call=True),
                         ):
                             self._of_process.callback(hook.remove)
-            self._of_thread.callback(_CURRENT.set, _CURRENT.get())
+            self.outer = _CURRENT.get()
+            self._of_thread.callback(_CURRENT.set, self.outer)
             _CURRENT.set(self)
             super().__enter__()
             self._of_thread.callback(super().__exit__, None, None, None)
@@ -119,7 +123,7 @@ class Pass(TorchFunctionMode):
         self.mark()
         self._inside = True
         try:
-            return self._attend(number, run, arguments)
+            return self._attend(self, number, run, arguments)
         finally:
             self._inside = False
 
@@ -147,13 +151,13 @@ class Pass(TorchFunctionMode):
 
     def _entered(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if current() is self:
+            if threading.get_ident() == self._thread:
                 self._around.append(name)
 
         return hook
 
     def _left(self, *_: Any) -> None:
-        if current() is self and self._around:
+        if threading.get_ident() == self._thread and self._around:
             name = self._around.pop()
             if name not in self._saw and not any(other.startswith(f"{name}.") for other in self.hidden):
                 self.hidden.append(name)
@@ -164,11 +168,7 @@ class Pass(TorchFunctionMode):
 
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)
-
-
-def current() -> Pass | None:
-    """The pass of this thread."""
-    return _CURRENT.get()
+"""The innermost pass of this thread."""
 
 
 _SIGNATURE = inspect.signature(scaled_dot_product_attention)
@@ -276,16 +276,13 @@ def _hugging_face(model: nn.Module) -> Iterator[None]:
                     functions[name] = function
 
 
-_KNOWN = {
-    *("dropout", "scaling", "is_causal", "sliding_window", "softcap"),
-    *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-}
+_KNOWN = {"dropout", "scaling", "is_causal", "softcap", "output_attentions", *HARMLESS}
 """What is handed to an attention function and is either read here or changes nothing; a call with more is not measured."""
 
 
 def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *more: Any, **named_too: Any) -> Any:
-        looking = current()
+        looking = _CURRENT.get()
         unknown = {key for key, value in named_too.items() if value is not None} - _KNOWN
         if looking is None or more or unknown or not isinstance(mask, Tensor | None):
             return function(module, q, k, v, mask, *more, **named_too)
@@ -304,8 +301,12 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
         call = named(q, k, v, padding, dropout, bool(causal), scale, True)
         window, call["softcap"] = named_too.get("sliding_window"), named_too.get("softcap") or 0.0
         if causal and window and window < k.shape[2]:
-            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            call["attn_mask"] = seen.triu(1 - window)
-        return looking.attend(run, call).transpose(1, 2), *(weights or [None])
+            visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            call["attn_mask"] = visible.triu(1 - window)
+
+        def seen_by(looking: Pass | None) -> Tensor:
+            return run() if looking is None else looking.attend(lambda: seen_by(looking.outer), call)
+
+        return seen_by(looking).transpose(1, 2), *(weights or [None])
 
     return attend

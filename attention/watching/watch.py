@@ -37,7 +37,7 @@ from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule, RunsAway
 from .log import close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look
 from .measure import as_lists
-from .passes import COMPILED, Hook, Pass, current, plain_mask
+from .passes import COMPILED, Hook, Pass, plain_mask
 
 STEPS, RATE = "steps", "summed learning rate"
 """What a log's clock is."""
@@ -301,8 +301,9 @@ class Watch:
         """
         if torch.compiler.is_compiling():
             return
-        seeing = current()
-        if seeing is None or seeing not in self._seeing:
+        running: list[_Forward] = self._local.__dict__.get("running", [])
+        seeing = running[-1].seeing if running else None
+        if seeing is None or seeing.over:
             return
         number, seeing.seen = seeing.seen, seeing.seen + 1
         seeing.mark()
@@ -319,9 +320,9 @@ class Watch:
         heads_at = -3 if layout == "BHTD" else -2
         self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
 
-    def _attend(self, number: int, run: Callable[[], Tensor], named: dict[str, Any]) -> Tensor:
+    def _attend(self, seeing: Pass, number: int, run: Callable[[], Tensor], named: dict[str, Any]) -> Tensor:
         """A call that was seen, ``number`` in its pass: computed as it is, or moved; and kept."""
-        look = None if (seeing := current()) is None else seeing.look
+        look = seeing.look
         moved = self._switch if number in self.left else None
         if self._switch is not None and look is not None and moved is None and not self.record:
             # In the first pass, so that what it refuses is known before it is needed.
