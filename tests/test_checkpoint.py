@@ -181,6 +181,26 @@ def test_checkpoints_of_an_abandoned_course_go(tmp_path: Path) -> None:
     assert newest(checkpoints).step == 25
 
 
+def test_one_under_anothers_name_is_neither_resumed_nor_a_reason_to_delete_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = make(tmp_path, 14, 21, keep_last=2)
+    (checkpoints.folder / "step_00000014").rename(checkpoints.folder / "step_00000099")
+    loaded = newest(checkpoints)
+    checkpoints.prune(loaded.step)
+    assert (loaded.step, steps_in(checkpoints)) == (21, [21, 99])
+    assert "step_00000099 is of step 14 by its contents: it was renamed" in capsys.readouterr().err
+
+
+def test_files_have_the_modes_that_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = save(make(tmp_path), 1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
+
+
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 1, 2)
     save(checkpoints, 2, position=77)
