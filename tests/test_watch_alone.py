@@ -319,6 +319,16 @@ def test_what_a_model_does_in_its_forward_pass_leaves_no_trace(what: str) -> Non
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_watched_model_can_be_compiled_and_exported_for_evaluation() -> None:
+    torch.compiler.reset()
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    seen, expected = watch(model), model.eval()(x)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    with pytest.warns(UserWarning, match="no forward pass in training mode"):
+        seen.close()
+
+
 def test_a_model_that_calls_itself_without_gradients_is_looked_at_once() -> None:
     class Teaches(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -564,6 +574,7 @@ def test_modules_whose_attention_is_not_seen_are_named() -> None:
     assert seen.record["hidden"] == 1
     with watch(alone := nn.Sequential(Own(0))), pytest.raises(ValueError, match=r"not seen: 0 \(Own\)"):
         alone(data())
+    alone(data())  # the hooks are gone
 
 
 def test_without_o_only_logits_are_measured() -> None:

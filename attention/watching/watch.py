@@ -180,7 +180,9 @@ class Watch:
 
     def _begin(self, model: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
-            raise ValueError(COMPILED)
+            if model is self._model and model.training and torch.is_grad_enabled():
+                raise ValueError(COMPILED)
+            return
         if model is not self._model or os.getpid() != self._process:
             return
         running = self._running()
@@ -192,17 +194,16 @@ class Watch:
             return
         with self._lock:
             self._passes += 1
-            due = self._step % self._every == 0 and self._step != self._looked_at
-            if due:
+            look = None
+            if self._step % self._every == 0 and self._step != self._looked_at:
                 self._write()
+                look = self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
                 self._looked_at = self._step
-                self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
-        if not due and (self._switch is None or not self.left):
-            return
-        forward.seeing = Pass(self._look if due else None, self._attend)
-        with self._lock:
+            elif self._switch is None or not self.left:
+                return
+            forward.seeing = Pass(look, self._attend)
             self._seeing.add(forward.seeing)
-        forward.seeing.open(model, names=due and self._hidden is None)
+        forward.seeing.open(model, names=look is not None and self._hidden is None)
 
     def _running(self) -> list[_Forward]:
         """Passes of this thread, the innermost last, without those that were interrupted."""
@@ -226,7 +227,9 @@ class Watch:
                 self._looked_at, self._look = -1, None
 
     def _end(self, model: nn.Module, _: Any, output: Any) -> None:
-        if model is not self._model or os.getpid() != self._process or not (running := self._running()):
+        if torch.compiler.is_compiling() or model is not self._model or os.getpid() != self._process:
+            return
+        if not (running := self._running()):
             return
         forward = running.pop()
         if not forward.counts:
@@ -463,6 +466,9 @@ class Unwatched:
     def look(self, *_: Any, **__: Any) -> None:
         return None
 
+    def close(self) -> None:
+        return None
+
 
 def _call_of_module() -> FrameType:
     """The outermost frame of the call of the module whose hook this is called from."""
@@ -533,7 +539,7 @@ def watch(
             remembers growth, and which layers ran away; those from ``start`` on go, to a file beside it.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
         switch: preset, or ``AttentionSpec``, that a layer moves to when it runs away; one process only.
-        wandb: a W&B run; each look adds a table.
+        wandb: a W&B run; a look adds a table to the row that the loop logs next, of two looks before it the later one's.
         warm_up: steps at the start that the alarm does not look at: the learning rate's warm-up.
         sequences: of the batch that are looked at, the first ones.
         start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes today's learning rate for
