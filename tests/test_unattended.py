@@ -70,6 +70,15 @@ def test_a_new_run_leaves_the_recording_of_another_alone_and_takes_one_over_that
         assert Recording.open(begun).steps == 3
 
 
+@pytest.mark.parametrize("resume", ["auto", "no"])
+def test_a_run_starts_in_an_empty_folder_that_somebody_made_for_it(place: Place, tmp_path: Path, resume: str) -> None:
+    """A mount, or a link to another disk, which cannot be removed and made again."""
+    place.runs.mkdir(exist_ok=True)
+    (place.runs / f"linked_{resume}").symlink_to(tmp_path)
+    place.train(f"linked_{resume}", {"run.resume": resume, "run.steps": 2})
+    assert (tmp_path / "config.json").is_file()
+
+
 def test_auto_leaves_a_file_alone(place: Place) -> None:
     place.runs.mkdir(exist_ok=True)
     (place.runs / "file").write_text("so far")

@@ -181,8 +181,19 @@ def _removed_as_half_made(folder: Path) -> bool:
     if foreign := sorted(path.name for path in folder.iterdir() if path.name not in _OF_A_START):
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is none, with {foreign[0]} in it")
     with lock(folder):  # refused where another process is about to train it
-        shutil.rmtree(folder)
+        clear_folder(folder)
     return True
+
+
+def clear_folder(folder: Path) -> None:
+    """Remove a run's folder; one that somebody made for it (a mount, a link) stays, empty."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def taken(folder: Path) -> UserError:
@@ -190,10 +201,17 @@ def taken(folder: Path) -> UserError:
     return UserError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
 
 
+def occupied(folder: Path) -> bool:
+    """Whether anything stands where a new run would go; an empty folder, as a mount may be, does not."""
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
 def make_folder(folder: Path) -> None:
-    """Make a new run's folder. Raises ``UserError`` when it cannot be made, or when a run that started meanwhile made it."""
+    """Make a new run's folder, or take an empty one. Raises ``UserError`` when it cannot be made, or when a run has begun in it."""
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise taken(folder)
     except FileExistsError:
         raise taken(folder) from None
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +100,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
     with contextlib.ExitStack() as undo:
         held = undo.enter_context(contextlib.ExitStack())
         loaded = checkpoint_to_resume(config, dist, folder, checkpoints, held) if goes_on else None
-        if not goes_on and folder.exists():
+        if not goes_on and record.occupied(folder):
             raise record.taken(folder)
         # Where it begins: its own checkpoint, or the one of another run that it branches off from.
         start = loaded or checkpoint_to_branch_from(config, dist)
@@ -289,7 +288,7 @@ def open_folder(
         if not goes_on:
             record.make_folder(folder)
             held.enter_context(record.lock(folder))
-            undo.callback(shutil.rmtree, folder)
+            undo.callback(record.clear_folder, folder)
         content["sessions"] = record.sessions(folder, start_step, made_with)
         if loaded is not None and (changed := record.code_changed(content["sessions"])):
             dist.print0(f"{folder}: {changed}")
