@@ -1,14 +1,17 @@
 """Any text to token files: a file, an .xz file, or a folder of them, read as a stream of documents.
 
 The rule. A line holding only ``<|endoftext|>`` ends a document, and so does the end of a file. The line end just before
-either belongs to neither document: ``a\\n<|endoftext|>\\nb\\n`` is the documents ``a`` and ``b``. Nothing else is
-stripped. Documents of no bytes are left out. Every document gives its tokens, then the vocabulary's separator.
+either belongs to neither document: ``a\\n<|endoftext|>\\nb\\n`` is the documents ``a`` and ``b``. A byte order mark at
+the start of a file is left out, and nothing else stripped. Documents of no bytes are left out. Every document gives its
+tokens, then the vocabulary's separator. A ``<|endoftext|>`` that is not alone on its line is text; a warning counts them.
 Text is UTF-8 for GPT-2's vocabulary, anything without byte 0 for byte tokens.
 """
 
 from __future__ import annotations
 
 import lzma
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from data.tokenizers import Tokenizer, make_tokenizer, thread_count
 from errors import UserError, invalid
 
 SEPARATOR_LINE = b"<|endoftext|>"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 1 << 20
 """A longer document is encoded in pieces."""
 BATCH_BYTES = 1 << 23
@@ -57,6 +61,7 @@ def prepare_text(
 ) -> Prepared:
     """Write the data set ``folder`` from ``source``; held-out text from ``val``, else every (1 / val_fraction)-th document.
 
+    Warns on stderr of marks that are text and of files with a byte order mark.
     ``UserError``: source missing or empty, text that the vocabulary cannot hold, a data set already there.
     """
     threads = thread_count(workers)
@@ -69,6 +74,7 @@ def prepare_text(
         raise invalid("val_fraction", val_fraction, "more than 0 and less than 1")
     tokenizer = make_tokenizer(vocabulary)
     documents = {"train": 0, "val": 0}
+    odd: Counter[str] = Counter()
     note = f", every {1 / val_fraction:g}-th document held out" if not val else ""
     sources = {"train": source.name + note, "val": (val or source).name + note}
     with new_dataset(folder, force=force) as staging:
@@ -79,8 +85,10 @@ def prepare_text(
             size = sum(path.stat().st_size for path in train_files + val_files)
             # disable=None: no bar where stderr is not a terminal.
             bar = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="tokens", disable=None))
-            for split, pieces in _batches(train_files, val_files, val_fraction, documents, bar.update):
+            for split, pieces in _batches(train_files, val_files, val_fraction, documents, odd, bar.update):
                 writers[split].write(encode(tokenizer, pieces, threads))
+            for what, count in odd.items():
+                print(f"warning: {source}: {count} {what}", file=sys.stderr)
             _check_both_splits(documents, val)
         headers = {split: w.header for split, w in writers.items() if w.header}
     return Prepared(headers=headers, documents=documents)
@@ -131,13 +139,14 @@ def _batches(
     val_files: list[Path],
     val_fraction: float,
     documents: dict[str, int],
+    odd: Counter[str],
     advance: Callable[[int], object],
 ) -> Iterator[tuple[str, list[Piece]]]:
-    """Batches of about ``BATCH_BYTES`` in the order of the text; counts ``documents`` of each split as it goes."""
+    """Batches of about ``BATCH_BYTES`` in the order of the text; counts ``documents`` of each split, and what is ``odd``, as it goes."""
     held: dict[str, list[Piece]] = {"train": [], "val": []}
     sizes = {"train": 0, "val": 0}
     for paths, forced_split in ((train_files, "train" if val_files else None), (val_files, "val")):
-        for piece in _pieces(paths, advance):
+        for piece in _pieces(paths, odd, advance):
             # With a fraction f, document i is held out when the multiples of 1 / f step over it.
             number = documents["train"] + documents["val"]
             held_out = int((number + 1) * val_fraction) > int(number * val_fraction)
@@ -153,7 +162,7 @@ def _batches(
             yield split, pieces
 
 
-def _pieces(paths: list[Path], advance: Callable[[int], object]) -> Iterator[Piece]:
+def _pieces(paths: list[Path], odd: Counter[str], advance: Callable[[int], object]) -> Iterator[Piece]:
     """All documents of the files; ``advance`` is told how many bytes of the files (packed, for .xz) were read."""
     for path in paths:
         document = 1
@@ -164,7 +173,12 @@ def _pieces(paths: list[Path], advance: Callable[[int], object]) -> Iterator[Pie
             # A pipe has no position; nor has it a size to show progress against.
             position = raw.tell if raw.seekable() else lambda: 0
             try:
-                for text, ends_document in split_documents(stream):
+                for text, ends_document in split_documents(stream, odd=odd):
+                    # No piece ends inside a mark, which holds no white space.
+                    if marks := text.count(SEPARATOR_LINE):
+                        odd[f"{SEPARATOR_LINE.decode()} not alone on a line: they end no document and stay text"] += (
+                            marks
+                        )
                     yield Piece(text, ends_document, f"{path}: document {document}")
                     document += ends_document
                     if position() > told:
@@ -174,13 +188,22 @@ def _pieces(paths: list[Path], advance: Callable[[int], object]) -> Iterator[Pie
                 raise UserError(f"{path}: not a whole .xz file ({error})") from error
 
 
-def split_documents(stream: IO[bytes], piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[bytes, bool]]:
-    """``(text, ends_document)`` in order; a document longer than ``piece_bytes`` comes in pieces that encode as the whole."""
+def split_documents(
+    stream: IO[bytes], piece_bytes: int = PIECE_BYTES, odd: Counter[str] | None = None
+) -> Iterator[tuple[bytes, bool]]:
+    """``(text, ends_document)`` in order; a document longer than ``piece_bytes`` comes in pieces that encode as the whole.
+    ``odd`` counts a byte order mark.
+    """
     held = bytearray()
     begun = False  # a piece of the document was already given
-    at_line_start = True
+    at_line_start = at_file_start = True
     # The limit keeps a file of one endless line from being read whole; a separator line is shorter.
     while line := stream.readline(max(piece_bytes, 64)):
+        if at_file_start and line.startswith(BYTE_ORDER_MARK):
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            if odd is not None:
+                odd["file(s) with a byte order mark, which is left out"] += 1
+        at_file_start = False
         if at_line_start and line.rstrip(b"\r\n") == SEPARATOR_LINE:
             if (text := _without_line_end(held)) or begun:
                 yield text, True

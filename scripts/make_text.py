@@ -18,10 +18,11 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error
+from errors import OneLineParser, UserError, exit_on_user_error, trainer_packages
 
-SEPARATOR = b"<|endoftext|>"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+with trainer_packages():
+    from data.text import BYTE_ORDER_MARK, SEPARATOR_LINE
+
 LEAST = 200
 """Bytes: shorter files are mostly empty packages."""
 
@@ -42,7 +43,7 @@ def documents(wheels: Iterable[Path]) -> dict[str, bytes]:
 
 
 def is_wanted(content: bytes) -> bool:
-    if len(content) < LEAST or b"\0" in content or SEPARATOR in content:
+    if len(content) < LEAST or b"\0" in content or SEPARATOR_LINE in content:
         return False
     try:
         content.decode()
@@ -57,7 +58,7 @@ def write(found: dict[str, bytes], path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         for key in sorted(found):
-            entry = found[key] + b"\n" + SEPARATOR + b"\n"
+            entry = found[key] + b"\n" + SEPARATOR_LINE + b"\n"
             digest.update(entry)
             file.write(entry)
     return digest.hexdigest()

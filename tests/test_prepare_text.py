@@ -85,6 +85,40 @@ def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
     assert prepare(tmp_path, source) == {"train": b"a.txt\0b/2.txt\0", "val": b"b/1.txt\0c.txt\0"}
 
 
+@pytest.mark.parametrize(
+    ("content", "counts"),
+    [
+        ("one\n<|endoftext|>\ntwo\n", {}),
+        ("one<|endoftext|>\ntwo<|endoftext|>\nthree\n", {"not alone on a line": 2}),
+        ("one<|endoftext|>two<|endoftext|>three", {"not alone on a line": 2}),
+        ("one\n<|endoftext|> \ntwo\n", {"not alone on a line": 1}),
+        (("a " * 300_000 + "<|endoftext|>") * 3, {"not alone on a line": 3}),
+        ("\ufeffone", {"byte order mark": 1}),
+        ("\ufeff<|endoftext|>\none\n", {"byte order mark": 1}),
+    ],
+)
+def test_marks_that_are_text_are_counted(tmp_path, capsys, content, counts):
+    (tmp_path / "val").write_text("held out")
+    (tmp_path / "t.txt").write_text(content, encoding="utf-8")
+    prepare(tmp_path, tmp_path / "t.txt", val=tmp_path / "val")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(counts)
+    assert all(f"{count} " in line and what in line for line, (what, count) in zip(told, counts.items(), strict=True))
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbfone", b"\xef\xbb\xbf<|endoftext|>\none\n"])
+def test_a_byte_order_mark_is_left_out_at_the_start_of_a_file_only(content):
+    assert documents(content) == [b"one"]
+    assert documents(b"one\n" + content[:3]) == [b"one\n\xef\xbb\xbf"]
+
+
+def test_the_count_is_told_even_where_the_text_is_refused(tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("one<|endoftext|>\ntwo<|endoftext|>\n")
+    with pytest.raises(UserError, match="one document cannot be split"):
+        prepare(tmp_path, tmp_path / "t.txt")
+    assert "2 <|endoftext|> not alone on a line" in capsys.readouterr().err
+
+
 def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(data.text, "BATCH_BYTES", 100)
     source = tmp_path / "t.txt"
