@@ -15,27 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .user_error import UserError, invalid
+from .user_error import UserError
 
 
 class Mask(NamedTuple):
     """What of a call's keys is hidden, beside what ``causal`` hides; its fields are names of ``numerics.FEATURES``.
 
-    A query that sees no key has O = 0 and passes no gradient. Never read are keys that ``keys`` of [B] or [B, S] hides from all queries,
-    and queries whose run of keys is empty. Other keys that no query sees, and queries that see holes alone, must be finite: 0 is their
-    factor.
+    Windows, packing and prefixes are ``ranges``. A query that sees no key has O = 0 and passes no gradient. Never read are keys that
+    ``keys`` hides, and queries whose range is empty. Other keys that no query sees, and queries that see holes alone, must be finite: 0 is
+    their factor.
     """
 
     bottom_right: bool = False
-    """Query t stands at key t + S - T, as in decoding with a cache; else at key t. Counts with ``causal`` and ``window``."""
-    window: int = 0
-    """W > 0: a query at key t sees keys above t - W (W of them, its own among them, as ``sliding_window`` of Hugging Face), and those
-    below t + W."""
+    """With ``causal``: query t sees keys up to t + S - T, as in decoding with a cache; else up to t."""
     keys: Tensor | None = None
-    """Which keys are there: bool [B, S], or, as integers [B], how many come first."""
-    cu_seqlens: Tensor | None = None
-    """Integers [N + 1], of a batch of one: where sequences packed one after another begin, 0 first, and where the last one ends.
-    Queries see their own sequence."""
+    """Which keys are there: bool [B, S]."""
     ranges: Tensor | None = None
     """Integers [B, 2, T]: first of the keys that each query sees, and the one after the last; neither decreases along the queries."""
 
@@ -45,49 +39,29 @@ class Mask(NamedTuple):
 
     def check(self, B: int, T: int, S: int, device: torch.device) -> None:
         """Raise ``UserError`` where the mask does not fit B, T, S and the device; what its tensors hold is not looked at."""
-        if self.window < 0:
-            raise invalid("mask.window", self.window, "a number of keys, or 0 for all")
-        none: dict[tuple[int, ...], bool] = {}
-        for name, x, kinds, shapes in (
-            ("keys", self.keys, "bool [B, S] or integers [B]", none | {(B, S): True, (B,): False}),
-            ("ranges", self.ranges, "integers [B, 2, T]", none | {(B, 2, T): False}),
-            ("cu_seqlens", self.cu_seqlens, "integers [N + 1], N >= 1", none),
-        ):
+        for name, x, is_bool, shape in (("keys", self.keys, True, (B, S)), ("ranges", self.ranges, False, (B, 2, T))):
             if x is None:
                 continue
-            is_bool = x.dtype == torch.bool
-            right = (
-                not is_bool and x.ndim == 1 and len(x) > 1
-                if name == "cu_seqlens"
-                else shapes.get(tuple(x.shape)) == is_bool
-            )
-            if not right or x.is_floating_point() or x.is_complex():
-                raise UserError(
-                    f"mask.{name} is {x.dtype} of shape {tuple(x.shape)}: expected {kinds} with B = {B}, T = {T}, S = {S}"
-                )
+            kind = x.dtype == torch.bool if is_bool else x.dtype in (torch.int32, torch.int64)
+            if not kind or x.shape != shape:
+                expected = f"{'bool' if is_bool else 'int32 or int64'} of shape {shape}"
+                raise UserError(f"mask.{name} is {x.dtype} of shape {tuple(x.shape)}: expected {expected}")
             if x.device != device:
                 raise UserError(f"mask.{name} is on {x.device}: expected {device}, as q")
-        if self.cu_seqlens is not None and (B != 1 or T != S or self.keys is not None):
-            raise UserError(
-                f"mask.cu_seqlens with B = {B}, T = {T}, S = {S}, keys = {self.keys is not None}: "
-                "expected a batch of one, T = S and no mask.keys"
-            )
 
     def hides(self) -> bool:
         """Whether there may be tokens that nobody sees, which may hold anything."""
-        return self.keys is not None or self.cu_seqlens is not None or self.ranges is not None
+        return self.keys is not None or self.ranges is not None
 
     def runs(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> Runs | None:
         """What backends read; None where ``causal`` says it all. Nothing waits for the device."""
-        shifts = self.bottom_right and T != S and (causal or self.window > 0)
-        if not self.hides():
-            if not shifts and not 0 < self.window < max(T, S):
-                return None
-            if not (
-                device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            ):  # a graph keeps memory of its own
-                return _runs_of_lengths(B, T, S, causal, self.bottom_right, self.window, device)
-        return _runs(self, B, T, S, causal, device)
+        if self.hides():
+            return _runs(self, B, T, S, causal, device)
+        if not (self.bottom_right and causal and T != S):
+            return None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph keeps memory of its own
+            return _runs(self, B, T, S, causal, device)
+        return _bottom_right(B, T, S, device)
 
 
 NO_MASK = Mask()
@@ -114,37 +88,28 @@ class Runs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _runs_of_lengths(
-    B: int, T: int, S: int, causal: bool, bottom_right: bool, window: int, device: torch.device
-) -> Runs:
+def _bottom_right(B: int, T: int, S: int, device: torch.device) -> Runs:
     with torch.inference_mode(False):
-        return _runs(Mask(bottom_right, window), B, T, S, causal, device)
+        return _runs(Mask(bottom_right=True), B, T, S, True, device)
 
 
 def _runs(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device) -> Runs:
-    t, s = torch.arange(T, device=device), torch.arange(S, device=device)
+    s = torch.arange(S, device=device)
     # [B or 1, T or 1]: where the keys that a query may see begin and end, whatever its place.
     begin, end = torch.zeros_like(s[:1, None]), torch.full_like(s[:1, None], S)
-    holes = None
-    if mask.keys is not None and mask.keys.dtype == torch.bool:
-        holes = mask.keys.contiguous()
-        end = torch.where(holes, s + 1, 0).amax(dim=1, keepdim=True)
-        begin = torch.where(holes, s, S).amin(dim=1, keepdim=True).minimum(end)
-    elif mask.keys is not None:
-        end = mask.keys[:, None].clamp(0, S)
-    elif mask.cu_seqlens is not None:
-        bounds = torch.cat((mask.cu_seqlens, mask.cu_seqlens[-1:]))
-        sequence = torch.searchsorted(mask.cu_seqlens[1:].contiguous(), t, right=True)
-        begin, end = bounds[sequence][None], bounds[sequence + 1][None]
+    if mask.keys is not None:
+        end = torch.where(mask.keys, s + 1, 0).amax(dim=1, keepdim=True)
+        begin = torch.where(mask.keys, s, S).amin(dim=1, keepdim=True).minimum(end)
     if mask.ranges is not None:
         begin, end = begin.maximum(mask.ranges[:, 0]), end.minimum(mask.ranges[:, 1])
-    place = (t + (S - T if mask.bottom_right else 0))[None]
-    last = place + 1 if causal else place + mask.window if mask.window else torch.full_like(place, S)
-    first = place + 1 - mask.window if mask.window else torch.zeros_like(place)
+    last = (
+        torch.arange(1, T + 1, device=device) + (S - T if mask.bottom_right else 0) if causal else end.new_full((T,), S)
+    )
     last = last.maximum(begin).minimum(end).expand(B, T).contiguous()
-    first = first.maximum(begin).minimum(last).contiguous()
+    first = begin.minimum(last).contiguous()
     s = s.expand(B, S).contiguous()
     of_keys = [torch.searchsorted(ends, s, right=True, out_int32=True) for ends in (last, first)]
+    holes = None if mask.keys is None else mask.keys.contiguous()
     return Runs(torch.stack((first, last), dim=1).int(), torch.stack(of_keys, dim=1), holes)
 
 

@@ -31,9 +31,7 @@ FEATURES = {
     "softcap": "soft-cap",
     "grouped": "head of keys that several of queries share",
     "bottom_right": "bottom-right alignment",
-    "window": "sliding window",
     "keys": "mask of keys",
-    "cu_seqlens": "packing of sequences",
     "ranges": "range of keys for each query",
 }
 """What a call may ask for besides causal or full attention, in words. A backend lacks it (``backends.Backend``), or a site excludes it
@@ -338,9 +336,7 @@ class Numerics:
         choices=("skipped", "visited"),
         acts_in=(FORWARD,),
         backends=FLASH,
-        without=dict.fromkeys(
-            ("bottom_right", "window", "keys", "cu_seqlens", "ranges"), "the published code is causal, and no more"
-        ),
+        without=dict.fromkeys(("bottom_right", "keys", "ranges"), "the published code is causal, and no more"),
     )
     """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilized`` takes their
     masked scores for tied negative ones, so that m is at least 0 from there on."""

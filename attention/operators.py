@@ -1,6 +1,6 @@
 """Custom operators of the backends: opaque, so that a compiler that fuses casts away never sees what is in them.
 
-All have the same arguments behind their tensors: ``SETTINGS``, the last five of which are the fields of ``Mask``.
+All have the same arguments behind their tensors: ``SETTINGS``, the last three of which are the fields of ``Mask``.
 
 Legend: B batch, H heads, T sequence, D head dim.
 """
@@ -19,7 +19,7 @@ from .reference.tiles import NAMESPACE
 
 SETTINGS = (
     "str numerics, float scale, bool causal, float softcap, "
-    "bool bottom_right=False, SymInt window=0, Tensor? keys=None, Tensor? cu_seqlens=None, Tensor? ranges=None"
+    "bool bottom_right=False, Tensor? keys=None, Tensor? ranges=None"
 )
 FORWARD_TENSORS = "q k v seed"
 BACKWARD_TENSORS = "do q k v o counts saved"
@@ -62,14 +62,14 @@ def differentiable(
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, _, *ctx.settings, keys, cu_seqlens, ranges = inputs
+        q, k, v, _, *ctx.settings, keys, ranges = inputs
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(q, k, v, *keep(*outputs), keys, cu_seqlens, ranges)
+        ctx.save_for_backward(q, k, v, *keep(*outputs), keys, ranges)
 
     def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *tensors, keys, cu_seqlens, ranges = ctx.saved_tensors
-        return *backward(do, *tensors, *ctx.settings, keys, cu_seqlens, ranges), *(None,) * 10
+        *tensors, keys, ranges = ctx.saved_tensors
+        return *backward(do, *tensors, *ctx.settings, keys, ranges), *(None,) * 8
 
     forward.register_autograd(pass_back, setup_context=setup_context)
 
