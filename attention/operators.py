@@ -17,10 +17,8 @@ from torch.library import CustomOpDef
 from .mask import NO_MASK, Mask
 from .reference.tiles import NAMESPACE
 
-SETTINGS = (
-    "str numerics, float scale, bool causal, float softcap, "
-    "bool bottom_right=False, Tensor? keys=None, Tensor? ranges=None"
-)
+# No defaults: torch leaves them out of the graphs by which it finds code that it has compiled before, by another schema.
+SETTINGS = "str numerics, float scale, bool causal, float softcap, bool bottom_right, Tensor? keys, Tensor? ranges"
 FORWARD_TENSORS = "q k v seed"
 BACKWARD_TENSORS = "do q k v o counts saved"
 """Tensors of the passes of flash attention; ``o`` and ``counts`` are ``tiles.delta_operands``."""
@@ -36,7 +34,7 @@ def operator(
     names = tensors.split()
     before_mask = len(names) + 4
 
-    def call(*given: Any) -> Any:  # torch leaves out what is a default of the schema
+    def call(*given: Any) -> Any:
         return compute(*given[:before_mask], Mask(*given[before_mask:]))
 
     returns = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"

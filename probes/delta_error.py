@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attention.heads import head_index
+from attention.mask import NO_MASK
 from attention.numerics import FP32, Numerics, numerics_from_key, unrounded
 from attention.plan import HeadGroup
 from attention.reference.exact import exact_float32
@@ -181,7 +182,9 @@ def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> t
     """O, the O inside delta (empty where it is O) [B, T, H, D], and what ``saved_shape`` says, by ``flash_reference``."""
     q, k, v, _, _ = layer.heads(group)
     operator = torch.ops.attention.flash_reference_forward
-    o, delta_o, saved = operator(q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap)
+    o, delta_o, saved = operator(
+        q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap, *NO_MASK
+    )
     if delta_o.numel() and not delta_o.is_floating_point():
         delta_o = o_for_delta(o, delta_o, numerics.concrete(FORMAT_OF[q.dtype]))
     return o, delta_o, saved

@@ -9,6 +9,7 @@ import torch
 from layer_captures import random_layer, tied_layer
 
 from attention import AttentionSpec
+from attention.mask import NO_MASK
 from attention.reference.flash import row_deltas
 from probes.capture import LayerCapture
 from probes.delta_error import (
@@ -100,5 +101,5 @@ def _dq(layer: LayerCapture) -> torch.Tensor:
     n = effective_numerics(group)
     q.requires_grad_()
     operator = torch.ops.attention.flash_reference_forward
-    o, *_ = operator(q, k, v, layer.rounding_seed, n.key(), layer.scale, True, layer.softcap)
+    o, *_ = operator(q, k, v, layer.rounding_seed, n.key(), layer.scale, True, layer.softcap, *NO_MASK)
     return torch.autograd.grad(o, q, do)[0].transpose(1, 2)

@@ -27,6 +27,7 @@ from kernel_tests import INTERPRETED, pass_in_the_interpreter
 
 import attention
 from attention import AttentionConfig, AttentionSpec
+from attention.mask import NO_MASK
 from attention.presets import PRESETS
 from errors import UserError
 
@@ -241,7 +242,7 @@ def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> 
     p = problem("random", device, shape=(1, 6, 1, 16))
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
     operator = two_pass._forward if preset == "standard" else ops._forward
-    arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0)
+    arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0, *NO_MASK)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(operator, arguments, test_utils=tests)
 

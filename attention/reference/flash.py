@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..mask import NO_MASK
 from ..numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..rounding import low_bits, residual, storage_dtype
@@ -319,7 +320,7 @@ def _delta_tiles(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, key: str, seed: Tensor, scale: float, causal: bool, softcap: float
 ) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor]]:
     """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z] and delta [B, H, R, 1]."""
-    o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap)
+    o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap, *NO_MASK)
     problem = make_problem(q, k, v, key, scale, causal, softcap)
     do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
     o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
