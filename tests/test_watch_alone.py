@@ -199,6 +199,23 @@ def test_hugging_face_models_in_two_threads(implementation: str) -> None:
     assert dict(functions) == before
 
 
+def test_a_call_with_a_keyword_that_may_change_attention_is_not_measured() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    transformers.AttentionInterface.register("own", lambda *args, **more: eager_attention_forward(*args, **more))
+    shape = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 50}
+    config = transformers.LlamaConfig(**shape, num_hidden_layers=1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="own").train()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with watch(model, every=1, say=lambda line: None) as seen:
+        model(input_ids=tokens)
+    assert len(seen.record["max_logit"]) == 1
+    refused = pytest.raises(ValueError, match=r"not seen: model\.layers\.0\.self_attn \(LlamaAttention\)")
+    with watch(model), refused:
+        model(input_ids=tokens, s_aux=torch.zeros(2))
+
+
 def test_a_watch_closed_during_another_threads_pass_lets_it_finish() -> None:
     inside, go = threading.Event(), threading.Event()
     model = Meets(Model(), inside, go)
@@ -363,12 +380,13 @@ def test_a_training_that_goes_on_after_an_interrupt_is_watched_on(error: type[Ba
     assert [len(record["max_logit"]) for record in records(tmp_path / "log")] == [2, 2]
 
 
-def test_a_checkpointed_model_is_one_pass_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_model_is_one_pass_a_step(reentrant: bool, tmp_path: Path) -> None:
     """Activation checkpointing calls it again in the backward pass."""
     model = Model()
     with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
         for step in range(3):
-            checkpoint(model, data(step), use_reentrant=False).backward()
+            checkpoint(model, data(step).requires_grad_(), use_reentrant=reentrant).backward()
     assert [record["step"] for record in records(tmp_path / "log")] == [0, 1, 2]
     assert all("dq_error" in record for record in records(tmp_path / "log"))
 

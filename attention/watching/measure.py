@@ -70,7 +70,7 @@ def attention_statistics(
     rows: list[dict[str, Tensor]] = []
     with exact_float32(q_BTHD.device):
         for _, s_BHRS in score_rows(q_BTHD, k_BTHD, scale=scale, softcap=softcap, chunk=chunk):
-            rows.append({**_row_extremes(s_BHRS, scores_format), **_row_probabilities(s_BHRS)})
+            rows.append({**_row_extremes(s_BHRS, scores_format), **_row_probabilities(s_BHRS)[0]})
     return _over_rows({name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]})
 
 
@@ -129,18 +129,13 @@ def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
     return {"max": max_X, "ties": torch.stack(ties, dim=-1).float(), "underflow": underflow_X.float()}
 
 
-def _row_probabilities(s_BHRS: Tensor) -> dict[str, Tensor]:
-    """Of each row: entropy, largest and first probability."""
-    entropy_X, p_BHRS = entropy_of(s_BHRS)
-    return {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1), "sink": p_BHRS[..., 0]}
-
-
-def entropy_of(s_BHRS: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy of each row [B, H, R], nats, and P = softmax(S)."""
+def _row_probabilities(s_BHRS: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Of each row: entropy, largest and first probability; and P = softmax(S)."""
     log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
     p_BHRS = log_p_BHRS.exp()
     # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
-    return -(p_BHRS * log_p_BHRS.clamp_(min=-1e4)).sum(dim=-1), p_BHRS
+    entropy_X = -(p_BHRS * log_p_BHRS.clamp_(min=-1e4)).sum(dim=-1)
+    return {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1), "sink": p_BHRS[..., 0]}, p_BHRS
 
 
 def _over_rows(rows: dict[str, Tensor]) -> AttentionStatistics:
@@ -210,9 +205,8 @@ def measure(call: Call) -> dict[str, Tensor]:
         # A GPU is faster at few large operations, and waits for the launches of many small ones.
         shape["chunk"] = max(QUERY_CHUNK, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
         for chosen, s in score_rows(q.transpose(1, 2), k.transpose(1, 2), mask_BHTS=call.mask_BHTS, **shape):
-            largest = s.amax(dim=-1)
-            entropy, p = entropy_of(s)
-            found = {"max": largest, "entropy": entropy, "one": (p.amax(dim=-1) > _ONE).float()}
+            largest, (of_rows, p) = s.amax(dim=-1), _row_probabilities(s)
+            found = {"max": largest, "entropy": of_rows["entropy"], "one": (of_rows["top_1"] > _ONE).float()}
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)

@@ -186,8 +186,8 @@ class Watch:
         if model is not self._model or os.getpid() != self._process:
             return
         running = self._running()
-        # Activation checkpointing calls the model again in the backward pass.
-        again = torch._C._current_graph_task_id() != -1
+        # Activation checkpointing calls the model again in the backward pass; a reentrant one had no gradients before.
+        again = torch._C._current_graph_task_id() != -1 and _within_checkpoint()
         forward = _Forward(_call_of_module(), model.training and torch.is_grad_enabled() and not again)
         running.append(forward)
         if not forward.counts:
@@ -503,11 +503,14 @@ def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | 
             raise ValueError(f"{name} = {list(wrong.shape)}: expected a shape that fits q {list(q.shape)}, {layout}")
 
 
+def _within_checkpoint() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def _refuse_checkpointing() -> None:
     """``ValueError`` within activation checkpointing: it calls attention again in the backward pass, where ``watch`` does not see it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    recomputed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-    if recomputed or not torch.is_grad_enabled():
+    if _within_checkpoint() or not torch.is_grad_enabled():
         raise ValueError("expected no activation checkpointing; put replace_sdpa around the training loop")
 
 
