@@ -113,7 +113,19 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
         error: BaseException | None = stop
         while not isinstance(error, UserError | None):
             error = error.__context__
-        raise error or _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
+        if error is not None:
+            raise _by_option(error, arguments) from None
+        raise _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
+
+
+def _by_option(error: UserError, arguments: list[str]) -> UserError:
+    """The error of an attention that was typed, by the option: an ``AttentionSpec`` does not know whether it is the default or a rule's."""
+    field = str(error).split(" ")[1] if str(error).startswith("attention ") else ""
+    typed = {
+        argument.partition("=")[0][2:].replace("-", "_") for argument in arguments if argument.startswith("--attention")
+    }
+    options = [option for option in typed if field and option.endswith(f".{field}")]
+    return UserError(options[0] + str(error).removeprefix(f"attention {field}")) if len(options) == 1 else error
 
 
 def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:

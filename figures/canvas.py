@@ -1,7 +1,7 @@
 """What the figures share: a sheet of column width, tables of the numbers drawn, and files that are the same bytes for the same numbers.
 
 Sizes are in inches at print size: a figure is as wide as a column of two and is not shrunk, so that 7 points stay 7 points.
-Colors are those of ``figures.courses`` (Okabe and Ito); heat maps use cividis for sizes and RdBu for signs, which stay apart in every
+Colors are those of ``figures.runs`` (Okabe and Ito); heat maps use cividis for sizes and RdBu for signs, which stay apart in every
 common form of color blindness.
 """
 

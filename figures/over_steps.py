@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from figures import canvas, courses, curves
+from figures import canvas, curves
+from figures import runs as run_figures
 from figures.canvas import COLUMN, SMALL, Drawn
 
 TIES = "ties_1e3"
@@ -35,7 +36,7 @@ class RunCurves:
 
 
 def _look(index: int) -> dict[str, Any]:
-    return courses.style(index) | {"linewidth": max(1.6 - 0.2 * index, 0.8)}
+    return run_figures.style(index) | {"linewidth": max(1.6 - 0.2 * index, 0.8)}
 
 
 def _mark(axes: Any, index: int, run: RunCurves) -> None:

@@ -6,6 +6,7 @@
 A folder is a run, or a folder of runs. A run is what train.py writes (config.json, metrics.jsonl, telemetry.jsonl) or what is kept of a
 published one (config.json, metrics.csv, probes.csv). The first is the reference. Prints a Markdown table with one row a run, those that
 exploded first, and what the runs changed against the reference; draws training loss, largest logit, gradient norm and validation loss.
+Logits are the largest of all layers, in table and picture; with --layer, those of one layer.
 
 How a run ended:
     exploded at N        from step N on the training loss stayed 0.5 (--margin) above its best for 200 steps (--patience)
@@ -36,7 +37,7 @@ with trainer_packages():
 
     import files
     from figures import curves
-    from figures.courses import Course, draw_courses
+    from figures.runs import RunCurves, draw_runs
     from training.intervention import INTERVENTIONS_FILE
     from training.metrics import METRICS_FILE, read_lines
 
@@ -61,12 +62,21 @@ class Run:
     metrics: pd.DataFrame
     probes: pd.DataFrame
     """By step: w_q_norm_L and max_logit_L of layers L; empty for a run without telemetry."""
+    complete_log: bool = False
+    """Whether the metrics are train.py's own: a published run keeps only some of its steps."""
     switched: str = ""
     """Which layers moved to another attention, and when."""
 
     def column(self, name: str) -> pd.Series:
         """Of the metrics or of the probes."""
         return curves.column(self.metrics if name in self.metrics else self.probes, name)
+
+    def of_layers(self, name: str, which: str) -> pd.Series:
+        """``max_logit`` or ``w_q_norm`` of a layer, or (``max``) the largest of all layers."""
+        layers = [column for column in self.probes if column.startswith(f"{name}_")]
+        if which == "max" and layers:
+            return self.probes[layers].max(axis=1, skipna=False).dropna()
+        return self.column(f"{name}_{which}")
 
 
 def load(folder: Path) -> Run:
@@ -79,7 +89,14 @@ def load(folder: Path) -> Run:
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     kept = folder / "probes.csv"
     probes = curves.read_csv(kept).astype(float) if kept.is_file() else _by_layer(curves.telemetry(folder))
-    return Run(folder.resolve().name, content, metrics, probes, _switched(folder / INTERVENTIONS_FILE))
+    return Run(
+        folder.resolve().name,
+        content,
+        metrics,
+        probes,
+        (folder / METRICS_FILE).is_file(),
+        _switched(folder / INTERVENTIONS_FILE),
+    )
 
 
 def _switched(path: Path) -> str:
@@ -163,22 +180,14 @@ def ending(losses: pd.Series, norms: pd.Series, done: bool, margin: float, patie
     return f"{'stable to' if done else 'stopped early at'} {last:,}{short}", None
 
 
-def worst_layer(runs: Sequence[Run]) -> int:
-    """The layer of the largest logit that all runs with probes have; 0 without probes."""
-    probed = [run.probes for run in runs if len(run.probes)]
-    layers = [name for name in (probed[0] if probed else ()) if name.startswith("max_logit_")]
-    shared = [name for name in layers if all(name in probes for probes in probed)]
-    largest = {name: max(probes[name].max() for probes in probed) for name in shared}
-    return int(max(largest, key=lambda name: largest[name]).rpartition("_")[2]) if largest else 0
-
-
-def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
+def summarize(run: Run, layer: int | None, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
     """The row of a run. Raises ``UserError`` for a layer that its probes lack."""
-    if len(run.probes) and f"max_logit_{layer}" not in run.probes:
+    if layer is not None and len(run.probes) and f"max_logit_{layer}" not in run.probes:
         count = sum(name.startswith("max_logit_") for name in run.probes)
         raise invalid("--layer", layer, f"0 to {count - 1}, the layers that {run.name} has probes of")
     losses, norms, validation = (run.column(name) for name in ("train_loss", "grad_norm", "val_loss"))
-    logits, w_q = (curves.column(run.probes, f"{name}_{layer}") for name in ("max_logit", "w_q_norm"))
+    which = "max" if layer is None else str(layer)
+    logits, w_q = (run.of_layers(name, which) for name in ("max_logit", "w_q_norm"))
     settings = run.config["config"]["run"]
     # A run that logs every tenth step ends between two of them; its last validation is at the end itself.
     done = max(losses.index[-1] + 1, run.metrics.index.max()) >= int(settings["steps"])
@@ -191,16 +200,24 @@ def summarize(run: Run, layer: int, at: Sequence[int], margin: float, patience: 
         "exploded_at": exploded,
         "last_step": int(losses.index[-1]),
         "grad_norm_above_20_at": first_large_norm(norms),
+        **largest_norm(run, norms),
         "train_loss_end": loss_at_the_end(losses),
         "val_loss_best": validation.min() if len(validation) else None,
         "val_loss_end": validation.iloc[-1] if len(validation) else None,
     }
-    for name, values in (("val_loss", validation), (f"max_logit_{layer}", logits), (f"w_q_norm_{layer}", w_q)):
+    for name, values in (("val_loss", validation), (f"max_logit_{which}", logits), (f"w_q_norm_{which}", w_q)):
         row |= {f"{name}_at_{step}": values.get(step) for step in at}
-    for name, values in ((f"max_logit_{layer}", logits), (f"w_q_norm_{layer}", w_q)):
+    for name, values in ((f"max_logit_{which}", logits), (f"w_q_norm_{which}", w_q)):
         row[f"{name}_largest"] = values.max() if len(values) else None
     speeds = run.column("tokens_per_second")
     return row | {"tokens_per_second": speeds.median() if len(speeds) else None}
+
+
+def largest_norm(run: Run, norms: pd.Series) -> dict[str, Any]:
+    """The largest gradient norm and its step, from the first step on; not of a published run, which keeps only some of its steps."""
+    if not run.complete_log or norms.empty:
+        return {}
+    return {"grad_norm_largest": norms.max(), "grad_norm_largest_at": int(norms.idxmax())}
 
 
 def loss_at_the_end(losses: pd.Series) -> float:
@@ -214,7 +231,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Rows of runs, those that exploded first, by step; columns that no run has are left out."""
     table = pd.DataFrame(rows).sort_values(["exploded_at", "run"], na_position="last", kind="stable")
     table = table.dropna(axis="columns", how="all")
-    whole = [name for name in ("exploded_at", "grad_norm_above_20_at") if name in table]
+    whole = [name for name in ("exploded_at", "grad_norm_above_20_at", "grad_norm_largest_at") if name in table]
     return table.astype(dict.fromkeys(whole, "Int64")).reset_index(drop=True)
 
 
@@ -234,6 +251,7 @@ def cell(name: str, value: Any) -> str:
 def heading(name: str) -> str:
     """A column's name in words."""
     words = [(r"max_logit_(\d+)", r"largest logit of layer \1"), (r"w_q_norm_(\d+)", r"W_Q norm of layer \1")]
+    words += [("max_logit_max", "largest logit"), ("w_q_norm_max", "W_Q norm"), ("(grad_norm)_largest", r"largest \1")]
     words += [("(W_Q.*)_largest", r"largest \1"), ("_largest", "")]
     words += [("train_loss", "training loss"), ("val_loss", "validation loss"), ("grad_norm", "gradient norm")]
     for pattern, text in words:
@@ -243,13 +261,18 @@ def heading(name: str) -> str:
 
 def markdown(table: pd.DataFrame) -> str:
     """The table in Markdown, without what ``ended`` says already."""
-    names = [name for name in table if name not in ("exploded_at", "last_step", "val_loss_end")]
+    unshown = ("exploded_at", "last_step", "val_loss_end", "grad_norm_largest_at")
+    names = [name for name in table if name not in unshown]
     text = [name in ("run", "attention", "ended") for name in names]
     lines = [
         "| " + " | ".join(heading(name) for name in names) + " |",
         "| " + " | ".join("---" if is_text else "---:" for is_text in text) + " |",
     ]
-    lines += ["| " + " | ".join(cell(name, row[name]) for name in names) + " |" for _, row in table.iterrows()]
+    for _, row in table.iterrows():
+        cells = [cell(name, row[name]) for name in names]
+        if "grad_norm_largest" in names and pd.notna(row["grad_norm_largest_at"]):
+            cells[names.index("grad_norm_largest")] += f" at {row['grad_norm_largest_at']:,}"
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -336,14 +359,15 @@ def validation_sentence(runs: Sequence[Run]) -> list[str]:
     return [f"Validation losses do not compare with {first[0]}'s (other sequences): {', '.join(odd)}."] if odd else []
 
 
-def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The picture (``figures.courses``). Raises ``UserError`` where it cannot be written."""
-    courses = [
-        Course(f"{run.name}: {row['attention']}, {row['ended']}", run.metrics, row["exploded_at"])
-        for run, row in zip(runs, rows, strict=True)
-    ]
+def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], layer: int | None, path: Path) -> None:
+    """The picture (``figures.runs``). Raises ``UserError`` where it cannot be written."""
+    drawn = []
+    for run, row in zip(runs, rows, strict=True):
+        logits = run.of_layers("max_logit", "max" if layer is None else str(layer)).rename("max_logit_max")
+        metrics = run.metrics.drop(columns="max_logit_max", errors="ignore").join(logits, how="outer")
+        drawn.append(RunCurves(f"{run.name}: {row['attention']}, {row['ended']}", metrics, row["exploded_at"]))
     try:
-        draw_courses(courses, path)
+        draw_runs(drawn, path, "" if layer is None else f" of layer {layer}")
     except OSError as error:
         raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
 
@@ -371,7 +395,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--table", type=Path, help="also write the table to this file: .md or .csv")
     parser.add_argument(
-        "--layer", type=int, help="from 0: the layer whose logits and W_Q are told (that of the largest logit)"
+        "--layer", type=int, help="from 0: show logits and W_Q of this layer alone (the largest of all layers)"
     )
     parser.add_argument(
         "--at", type=int, nargs="+", default=[], help="measured steps at which validation loss, logits and W_Q are told"
@@ -395,8 +419,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the comparison, then draw it."""
     args = parse(argv)
     runs, left_out = load_all(args.runs)
-    layer = worst_layer(runs) if args.layer is None else args.layer
-    rows = [summarize(run, layer, args.at, args.margin, args.patience) for run in runs]
+    rows = [summarize(run, args.layer, args.at, args.margin, args.patience) for run in runs]
     table = table_of(rows)
     for step in args.at:
         if not any(name.endswith(f"_at_{step}") for name in table):
@@ -410,8 +433,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_table(args.table, table, lines)
         print(f"Table: {args.table}")
     if args.out != "none":
-        draw(runs, rows, Path(args.out))
-        print(f"Picture: {args.out}")
+        replaced = Path(args.out).exists()
+        draw(runs, rows, args.layer, Path(args.out))
+        print(f"Picture: {args.out}" + (", in place of an earlier one" if replaced else ""))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tiny_runs import Place, lines
 
 from scripts import compare_runs
 from training.intervention import INTERVENTIONS_FILE
-from training.metrics import Metrics
+from training.metrics import METRICS_FILE, Metrics
 from training.telemetry import read_telemetry
 
 BATCHES = {"data_sha256": "aa", "recording": "night", "recording_start": "00", "sequence_length": 64}
@@ -240,14 +241,43 @@ def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, refused: Calla
     assert "expected a column step of whole numbers" in refused(compare_runs.main, broken)
 
 
-def test_the_layer_told_is_that_of_the_largest_logit(
-    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+def test_table_and_picture_show_the_largest_logit_of_all_layers_or_of_one(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder, logits in zip(pair, ("1,2,9", "1,30,3"), strict=True):
         (folder / "probes.csv").write_text(f"step,max_logit_0,max_logit_1,max_logit_2\n0,{logits}\n")
-    assert "largest logit of layer 1 |" in told(capsys, *pair)
-    (pair[1] / "probes.csv").write_text("step,max_logit_0,max_logit_2\n0,1,3\n")  # one that both have
-    assert "largest logit of layer 2 |" in told(capsys, *pair)
+    drawn: list[list[float]] = []
+    monkeypatch.setattr(
+        compare_runs,
+        "draw_runs",
+        lambda runs, *rest: drawn.append([run.metrics["max_logit_max"].max() for run in runs]),
+    )
+    for options, heading, expected in (
+        ([], "largest logit", [9, 30]),
+        (["--layer", "1"], "largest logit of layer 1", [2, 30]),
+    ):
+        compare_runs.main([*map(str, pair), *options, "--table", str(tmp_path / "t.csv")])
+        assert f"| {heading} |" in capsys.readouterr().out
+        name = f"max_logit_{options[-1] if options else 'max'}_largest"
+        assert drawn.pop() == sorted(pd.read_csv(tmp_path / "t.csv")[name]) == expected
+
+
+def test_a_large_gradient_norm_of_the_warm_up_shows_with_its_step(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(place.runs / "one", folder)
+    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    lines[3]["grad_norm"] = 64.9
+    (folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    compare_runs.main([str(folder), "--out", "none"])
+    assert "| 64.9 at 3 |" in capsys.readouterr().out
+
+
+def test_a_picture_that_is_replaced_is_told(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for expected in ("Picture: {}\n", "Picture: {}, in place of an earlier one\n"):
+        compare_runs.main([str(place.runs / "one"), "--out", str(tmp_path / "a.png")])
+        assert expected.format(tmp_path / "a.png") in capsys.readouterr().out
 
 
 def test_switches_are_told_in_the_column_of_the_attention(

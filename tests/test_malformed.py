@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             place.preset_file(place.config(name, fields))
         for script in ("figures", "compare_runs"):
             importlib.import_module(f"scripts.{script}")  # for once, before the forks
-        importlib.import_module("figures.courses")
+        importlib.import_module("figures.runs")
         yield place
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_nanogpt import nanogpt
 from tiny_runs import (
-    Course,
+    Interruption,
     Place,
     assert_equals_straight,
     before_each_step,
@@ -73,33 +73,31 @@ MIXED = AttentionConfig(
     rules=(AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_o_nearest_delta_stochastic")),),
 )
 LATER = {**BF16, "alarm.switches": ("10:1:flash_delta_from_p",)}
-COURSES = {
-    "stochastic roundings": Course({**BF16, "attention": MIXED}, "dies at 13"),
-    "muon": Course({"optim.optimizer": "muon", "optim.weight_decay": 0.1}, "dies at 13"),
-    "float16 and QK-clip": Course({"precision.dtype": "float16", "model.qk_clip_tau": 0.2}, "dies at 13"),
-    "made longer": Course(),
-    "a replay": Course({"data.replay": "{place}/recordings/long"}),
-    "before its first checkpoint": Course({**SWITCHED, "telemetry.every": 2}, "dies at 5"),
-    "the newest checkpoint damaged": Course(
+INTERRUPTIONS = {
+    "stochastic roundings": Interruption({**BF16, "attention": MIXED}, "dies at 13"),
+    "muon": Interruption({"optim.optimizer": "muon", "optim.weight_decay": 0.1}, "dies at 13"),
+    "float16 and QK-clip": Interruption({"precision.dtype": "float16", "model.qk_clip_tau": 0.2}, "dies at 13"),
+    "made longer": Interruption(),
+    "a replay": Interruption({"data.replay": "{place}/recordings/long"}),
+    "before its first checkpoint": Interruption({**SWITCHED, "telemetry.every": 2}, "dies at 5"),
+    "the newest checkpoint damaged": Interruption(
         {"run.steps": 30}, "ends at 20", meanwhile=lambda run: flip_the_last_byte(run / "checkpoints/step_00000020/model.safetensors")
     ),
-    "data moved": Course(rest={"data.dataset": "{place}/copy"}),
-    "initial weights gone": Course(
+    "data moved": Interruption(rest={"data.dataset": "{place}/copy"}),
+    "initial weights gone": Interruption(
         {"run.init_from": "{place}/ckpt.pt"}, meanwhile=lambda run: (run.parent.parent / "ckpt.pt").unlink()
     ),
-    "into a later switch": Course(LATER, first={"alarm.switches": ()}),
-    "switches are in the checkpoint": Course({**BF16, "alarm.switches": ("7:1:flash_fp32_o",)}, rest={"alarm.switches": ()}),
-    "a switch at the checkpoint's step": Course(LATER, "dies at 14"),
+    "into a later switch": Interruption(LATER, first={"alarm.switches": ()}),
+    "switches are in the checkpoint": Interruption({**BF16, "alarm.switches": ("7:1:flash_fp32_o",)}, rest={"alarm.switches": ()}),
+    "a switch at the checkpoint's step": Interruption(LATER, "dies at 14"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COURSES)
+@pytest.mark.parametrize("name", INTERRUPTIONS)
 def test_interrupted_and_resumed_equals_straight(place: Place, name: str) -> None:
-    course = COURSES[name]
-    course = Course(
-        here(place, dict(course.fields)), course.how, course.first, here(place, dict(course.rest)), course.meanwhile
-    )
-    assert_equals_straight(place, name.replace(" ", "_").replace(",", "").replace("'", ""), course)
+    given = INTERRUPTIONS[name]
+    given = replace(given, fields=here(place, dict(given.fields)), rest=here(place, dict(given.rest)))
+    assert_equals_straight(place, name.replace(" ", "_").replace(",", "").replace("'", ""), given)
 
 
 FREE = {
@@ -113,7 +111,7 @@ FREE = {
 
 
 def test_when_things_are_written_may_change(place: Place) -> None:
-    assert_equals_straight(place, "freer", Course(rest=FREE), logs=False)
+    assert_equals_straight(place, "freer", Interruption(rest=FREE), logs=False)
 
 
 def test_random_states_are_those_of_the_seed(place: Place) -> None:
@@ -247,7 +245,10 @@ def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
 
 UNRECORDED = {"data.record": ""}
 REFUSED = {
-    "another_setting": Refusal(r"^optim\.lr = 0\.5: expected 0\.01, as in the checkpoint .*step_00000010$", {"optim.lr": 0.5}),
+    "another_setting": Refusal(
+        r"^optim\.lr = 0\.5: expected 0\.01 \(--optim\.lr 0\.01\), as in the checkpoint .*step_00000010$", {"optim.lr": 0.5}
+    ),
+    "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
     "fewer_steps": Refusal(r"^run\.steps = 9: expected at least 10, where the checkpoint .* stands$", {"run.steps": 9}),
     "other_data": Refusal(
         r"^data\.dataset = '.*/other': expected the data that .*step_00000010",

@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "model_beyond_memory": ("--model.n-embd 262144", r"model\.n_embd = 262144: expected less: it takes [\d,]+ GB"),
     "unknown_preset": (
         "--attention.default.preset flsh",
-        r"attention preset = 'flsh': did you mean flash\? expected one of robust, standard, sdpa_",
+        r"attention\.default\.preset = 'flsh': did you mean flash\? expected one of robust, standard, sdpa_",
     ),
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "backend_needs_cuda": (

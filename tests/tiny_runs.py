@@ -175,7 +175,7 @@ def left(run: Path, step: int = 20) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class Interruption:
     """A run that is interrupted and gone on with."""
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -188,24 +188,24 @@ class Course:
     meanwhile: Callable[[Path], object] = lambda run: None
 
 
-def assert_equals_straight(place: Place, name: str, course: Course, *, logs: bool = True) -> Path:
+def assert_equals_straight(place: Place, name: str, interruption: Interruption, *, logs: bool = True) -> Path:
     """The interrupted run's folder. It has the logs, weights, moments, random states and recording of the run that never stopped."""
     # Of one name, which a recording's header holds, in two folders.
     elsewhere, recordings = place.folder / "straight", [place.recording(f"{name}_{which}") for which in ("a", "b")]
-    straight = {**course.fields, "run.folder": str(elsewhere), "data.record": recordings[0]}
-    fields = {**course.fields, "data.record": recordings[1]}
+    straight = {**interruption.fields, "run.folder": str(elsewhere), "data.record": recordings[0]}
+    fields = {**interruption.fields, "data.record": recordings[1]}
     if "data.replay" in fields:
         straight["data.record"] = fields["data.record"] = ""
     place.train(name, straight)
-    first = {**fields, **course.first}
-    if course.how.startswith("dies"):
-        place.train_until(int(course.how.split()[-1]), name, first)
+    first = {**fields, **interruption.first}
+    if interruption.how.startswith("dies"):
+        place.train_until(int(interruption.how.split()[-1]), name, first)
     else:
-        place.train(name, {**first, "run.steps": int(course.how.split()[-1])})
-    run, steps = place.runs / name, course.fields.get("run.steps", 20)
-    course.meanwhile(run)
+        place.train(name, {**first, "run.steps": int(interruption.how.split()[-1])})
+    run, steps = place.runs / name, interruption.fields.get("run.steps", 20)
+    interruption.meanwhile(run)
     assert not (run / f"checkpoints/step_{steps:08d}").exists()
-    place.train(name, {**fields, **course.rest, "run.resume": "yes"})
+    place.train(name, {**fields, **interruption.rest, "run.resume": "yes"})
     found, expected = left(run, steps), left(elsewhere / name, steps)
     assert set(found) == set(expected)
     assert all(found[file] == expected[file] for file in found if logs or file.endswith("tensors"))

@@ -270,7 +270,11 @@ def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any]
                 "; --alarm.switches STEP:LAYER:PRESET changes it on the way" if name.startswith("attention") else ""
             )
             expected = "none" if before in ("", None) else repr(before)
-            raise invalid(name, value, f"{expected}, as in the checkpoint {loaded.path}{on_the_way}")
+            # What was typed at the start and is now forgotten has its default value.
+            typed = (
+                f" (--{name.replace('_', '-')} {before})" if isinstance(before, str | int | float) and before else ""
+            )
+            raise invalid(name, value, f"{expected}{typed}, as in the checkpoint {loaded.path}{on_the_way}")
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

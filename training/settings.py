@@ -26,6 +26,8 @@ from training.speed import SpeedConfig
 from training.telemetry import TelemetryConfig
 
 Resume = Literal["no", "yes", "auto"]
+LONGEST_NAME = 240
+"""A file name takes 255 bytes on the usual disks; some are left for what is added to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise invalid("run.name", self.name, "letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        if len(self.name) > LONGEST_NAME:
+            raise invalid("run.name", self.name, f"at most {LONGEST_NAME} characters: it is {len(self.name)} long")
         if not -(2**63) <= self.seed < 2**64:
             raise invalid("run.seed", self.seed, "a whole number from -2**63 to 2**64 - 1, as torch takes them")
         if self.resume not in get_args(Resume):

@@ -28,8 +28,11 @@ TEXT = 11.0
 
 
 @dataclass(frozen=True)
-class Course:
-    """One run to draw: ``label`` goes into the legend, ``exploded_at`` is marked; ``metrics`` as ``curves.metrics`` gives them."""
+class RunCurves:
+    """One run to draw: ``label`` goes into the legend, ``exploded_at`` is marked.
+
+    ``metrics`` as ``curves.metrics`` gives them, with the logits to draw as ``max_logit_max``.
+    """
 
     label: str
     metrics: pd.DataFrame
@@ -56,18 +59,19 @@ PANELS = (
 )
 
 
-def draw_courses(courses: Sequence[Course], path: Path) -> None:
-    """``course_figure`` into ``path`` (png, pdf or svg, by its ending), written aside and renamed."""
-    figure = course_figure(courses)
+def draw_runs(runs: Sequence[RunCurves], path: Path, of_layer: str = "") -> None:
+    """``run_figure`` into ``path`` (png, pdf or svg, by its ending), written aside and renamed."""
+    figure = run_figure(runs, of_layer)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lstrip(".").lower(), dpi=DPI)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_bytes(path, picture.getvalue())
 
 
-def course_figure(courses: Sequence[Course]) -> Any:
+def run_figure(runs: Sequence[RunCurves], of_layer: str = "") -> Any:
     """A matplotlib ``Figure`` of the runs; a panel appears when some run has a value that it can show, that of the loss where none does.
 
+    ``of_layer``: added to the title of the logits, as in " of layer 1".
     Thin lines are as logged, thick ones the mean of the last few; a dotted line is an explosion, a cross the first value that is
     not finite.
     """
@@ -78,17 +82,17 @@ def course_figure(courses: Sequence[Course]) -> Any:
     panels = [
         panel
         for panel in PANELS
-        if any(_shown(panel, curves.column(course.metrics, panel.key)).notna().any() for course in courses)
+        if any(_shown(panel, curves.column(run.metrics, panel.key)).notna().any() for run in runs)
     ] or list(PANELS[:1])
-    window = smoothing_window(max(len(curves.column(course.metrics, PANELS[0].key)) for course in courses))
+    window = smoothing_window(max(len(curves.column(run.metrics, PANELS[0].key)) for run in runs))
     rows = -(-len(panels) // 2)
-    height = rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(courses)
+    height = rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(runs)
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    lines = [Line2D([], [], **style(index)) for index in range(len(courses))]
+    lines = [Line2D([], [], **style(index)) for index in range(len(runs))]
     figure.legend(
         lines,
-        [course.label for course in courses],
+        [run.label for run in runs],
         loc="outside upper left",
         frameon=False,
         fontsize=TEXT,
@@ -99,12 +103,12 @@ def course_figure(courses: Sequence[Course]) -> Any:
         unused.remove()
     all_axes = all_axes[: len(panels)]
     for axes, panel in zip(all_axes, panels, strict=True):
-        _draw_panel(axes, panel, courses, window)
-        axes.set_title(panel.title, fontsize=TEXT, loc="left")
+        _draw_panel(axes, panel, runs, window)
+        axes.set_title(panel.title + (of_layer if panel.key == "max_logit_max" else ""), fontsize=TEXT, loc="left")
         axes.tick_params(which="both", labelsize=TEXT - 1, labelbottom=True)
     for axes in all_axes[-2:]:
         axes.set_xlabel("step", fontsize=TEXT)
-    _mark_explosions(all_axes, courses)
+    _mark_explosions(all_axes, runs)
     return figure
 
 
@@ -120,23 +124,23 @@ def style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": width}
 
 
-def _draw_panel(axes: Any, panel: Panel, courses: Sequence[Course], window: int) -> None:
+def _draw_panel(axes: Any, panel: Panel, runs: Sequence[RunCurves], window: int) -> None:
     seen = []
-    for index, course in enumerate(courses):
-        values = curves.column(course.metrics, panel.key)
-        look, finite, shown = style(index), np.isfinite(values), _shown(panel, values)
+    for index, run in enumerate(runs):
+        values = curves.column(run.metrics, panel.key)
+        axes_style, finite, shown = style(index), np.isfinite(values), _shown(panel, values)
         if panel.is_noisy and window > 1:
-            axes.plot(shown, color=look["color"], linewidth=0.5, alpha=0.3)
+            axes.plot(shown, color=axes_style["color"], linewidth=0.5, alpha=0.3)
             # On a logarithmic axis the mean of the logarithms; one spike would otherwise show for a whole window.
             forth, back = (np.log, np.exp) if panel.is_log else (pd.Series, pd.Series)
             mean = back(forth(shown).rolling(window, min_periods=1).mean())
-            axes.plot(mean.where(shown.notna()), **look)
+            axes.plot(mean.where(shown.notna()), **axes_style)
         else:
-            axes.plot(shown, marker="o" if panel.has_dots else "", markersize=3, **look)
+            axes.plot(shown, marker="o" if panel.has_dots else "", markersize=3, **axes_style)
         if not finite.all():
             at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
             first = values.index[~finite][0]
-            axes.plot(first, 0.95, marker="X", color=look["color"], markeredgecolor="white", markersize=8, **at)
+            axes.plot(first, 0.95, marker="X", color=axes_style["color"], markeredgecolor="white", markersize=8, **at)
         seen.append(shown.dropna().to_numpy())
     if any(map(len, seen)):
         _scale(axes, panel, [values for values in seen if len(values)])
@@ -166,17 +170,17 @@ def _scale(axes: Any, panel: Panel, seen: Sequence[np.ndarray]) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         return
     if panel.stays_below_start:
-        high = min(high, 1.1 * max(float(course[0]) for course in seen))
+        high = min(high, 1.1 * max(float(shown[0]) for shown in seen))
     pad = 0.05 * (high - low) or 0.1
     axes.set_ylim(low - pad, high + pad)
 
 
-def _mark_explosions(all_axes: Sequence[Any], courses: Sequence[Course]) -> None:
-    first = min(course.metrics.index.min() for course in courses)
-    last = max(course.metrics.index.max() for course in courses)
+def _mark_explosions(all_axes: Sequence[Any], runs: Sequence[RunCurves]) -> None:
+    first = min(run.metrics.index.min() for run in runs)
+    last = max(run.metrics.index.max() for run in runs)
     span = max(last - first, 1)
     all_axes[0].set_xlim(first - 0.01 * span, last + 0.01 * span)
-    for index, course in enumerate(courses):
-        if course.exploded_at is not None:
+    for index, run in enumerate(runs):
+        if run.exploded_at is not None:
             for axes in all_axes:
-                axes.axvline(course.exploded_at, color=style(index)["color"], linestyle=":", linewidth=1.1, zorder=1)
+                axes.axvline(run.exploded_at, color=style(index)["color"], linestyle=":", linewidth=1.1, zorder=1)
