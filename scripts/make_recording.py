@@ -1,6 +1,6 @@
 """Write a recording without training: the batches that a run of a recipe would draw, from its data and data.seed alone.
 
-    python scripts/make_recording.py configs/fast_failure.py --steps 13000 --out replay_batches/fast_failure [--data.seed 7 ...]
+    python scripts/make_recording.py configs/fast_failure.py --steps 6500 --out replay_batches/mine [--data.seed 7 ...]
 
 Batches are drawn, cut from the tokens and recorded by the trainer's own code (data/batches.py), so that a run with the same data and
 seed sees the same ones and logs the same data_digest. With --against RUN the digests that a run logged are compared on the way.

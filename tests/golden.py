@@ -323,7 +323,7 @@ def on_a_gpu(steps: int, folder: str, options: list[str]) -> int:
         rows = [row for row in csv.DictReader(file) if int(row["step"]) < steps]
     published = {int(row["step"]): (row["train_loss"], row["grad_norm"]) for row in rows}
     arguments = {
-        "--data.replay": "replay_batches/fast_failure",
+        "--data.dataset": "data/tokens/corpus",
         "--run.folder": folder,
         "--run.name": "golden",
         "--run.steps": steps,

@@ -13,7 +13,7 @@ from data.recording import Recording
 from errors import UserError
 from scripts import make_recording
 
-PUBLISHED = Path(__file__).resolve().parent.parent / "replay_batches" / "fast_failure"
+PUBLISHED = Path(__file__).resolve().parent.parent / "replay_batches" / "public"
 STEPS = 12
 
 
@@ -66,7 +66,7 @@ def test_the_published_recording_is_whole_and_small() -> None:
     recording = Recording.open(PUBLISHED)
     header = recording.header
     assert recording.complete
-    assert recording.steps >= 13_000
+    assert recording.steps >= 6000
     assert (header.global_batch, header.sequence_length) == (32, 1024)
     size = sum(path.stat().st_size for path in PUBLISHED.iterdir())
     assert size <= 16 * recording.steps * header.global_batch
@@ -76,6 +76,6 @@ def test_the_published_recording_is_that_of_its_seed() -> None:
     recording = Recording.open(PUBLISHED)
     header = recording.header
     assert header.seed is not None
-    for step in (0, 1, 4321, 12_999):
+    for step in (0, 1, 4321, recording.steps - 1):
         drawn = random_offsets(header.seed, step, header.data_tokens, header.sequence_length, header.global_batch)
         assert np.array_equal(recording.offsets[step], drawn)
