@@ -48,10 +48,9 @@ def _type_name(kind: Any) -> str:
 
 
 def _exported(path: str, name: str, kind: Any, what: str) -> Any:
-    """What a Python file sets ``name`` to, every value of its field's type: no type checker has seen it. Lists become tuples, whole
-    numbers floats.
+    """What a Python file sets ``name`` to, type-checked. Lists become tuples, whole numbers floats.
 
-    Raises ``UserError`` for a file that is absent, raises or exports none, and for the first field of another type.
+    Raises ``UserError`` for a file that is missing, raises or does not set it, and for a field of another type.
     """
     file = Path(path)
     if not file.is_file():
@@ -98,7 +97,7 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     """``config`` with fields replaced as typed on the command line."""
     if not arguments:
         return config
-    # tyro takes the last of them, and would drop the first without a word.
+    # tyro would take the last one silently.
     options = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
     if twice := [option for option in options if options.count(option) > 1]:
         raise UserError(f"{twice[0]} is there twice: expected each option once, with all its values behind it")
@@ -109,7 +108,7 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     except SystemExit as stop:
         if not stop.code:
             raise
-        # tyro words every ValueError anew; what a field of ours said stands.
+        # tyro rewords every ValueError; keep the message of our field.
         error: BaseException | None = stop
         while not isinstance(error, UserError | None):
             error = error.__context__
@@ -129,7 +128,7 @@ def _by_option(error: UserError, arguments: list[str]) -> UserError:
 
 
 def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
-    """The error for the first option that names no field or gives a switch a value, with what there is; None without such a one."""
+    """The error for the first option that names no field or gives a switch a value; None if there is none."""
     for option, next_argument in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if not option.startswith("--"):
             continue
@@ -160,10 +159,7 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
 
 
 def _one_line(box: str) -> str:
-    """tyro's framed message without the title and without the help that follows the first rule inside it.
-
-    Where stdout is not in Unicode the frame is one of spaces and hyphens.
-    """
+    """tyro's framed message without its title and its help. Where stdout is not in Unicode the frame is of spaces and hyphens."""
     lines = [line.strip("│ \n") for line in box.splitlines()[1:]]
     inside = itertools.dropwhile(_is_rule, lines)
     return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), inside))}; --help lists the fields"

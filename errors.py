@@ -1,4 +1,4 @@
-"""Mistakes of the user: one line that names the field, the value and the choices; exit code 2; nothing lost."""
+"""User errors: one line that names field, value and choices, and exit code 2."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LARGEST = {
     "micro_batch": 2**20,
     "validation_sequences": 2**24,
 }
-"""Sizes beyond these are slips: whatever uses them would allocate, or loop, until somebody stops it. 2**53 for all others."""
+"""Larger sizes are typing errors: code that used them would allocate or loop without end. 2**53 for all other fields."""
 
 
 def check_size(field: str, value: object, least: int) -> None:
@@ -65,7 +65,7 @@ def check_memory(field: str, value: object, needed: int, there: int = 0) -> None
 
 
 def check_place(path: Path, option: str) -> None:
-    """Raise ``UserError`` unless a file can be made at ``path``, whose folders may be missing: before the work, so that none is lost."""
+    """Raise ``UserError`` unless a file can be made at ``path``, whose folders may be missing. Call it before the work."""
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir():
         raise UserError(f"{option} {path}: cannot be written (it is a folder)")
@@ -81,7 +81,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
 
 
 def spelled_like(path: Path, mark: str) -> str:
-    """The question whether a folder beside ``path`` was meant: one of nearly its name, with a file ``mark`` in it; else ""."""
+    """ "did you mean X? " if a folder beside ``path`` has nearly its name and a file ``mark`` in it; else ""."""
     there = {found.parent.name for found in path.parent.glob(f"*/{mark}")}
     nearest = get_close_matches(path.name, sorted(there), n=1, cutoff=0.75)
     return f"did you mean {path.with_name(nearest[0])}? " if nearest else ""
@@ -89,7 +89,7 @@ def spelled_like(path: Path, mark: str) -> str:
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Make whatever foreign content raises in the code that reads it a ``UserError`` that names ``what``."""
+    """Turn any exception of the code inside, which reads foreign content, into a ``UserError`` that names ``what``."""
     try:
         yield
     except UserError:
@@ -99,7 +99,7 @@ def reading(what: object) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of the error that came first: ending something that has failed can fail, too."""
+    """The first line of the first error in the chain: cleaning up after a failure can fail, too."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]
@@ -107,7 +107,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def trainer_packages() -> Iterator[None]:
-    """Around the imports at the head of a command line: without a package that the trainer needs it is one line and exit code 2."""
+    """Around the imports of a command line: a missing package of the trainer is one line and exit code 2."""
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -128,8 +128,7 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2.
 
-    Ctrl-C is one line too, the interrupt's own if it has one, with a shell's code for it, 130.
-    Where the reader of its output has gone (``| head``), it leaves without a word and with a shell's code for that, 141.
+    Ctrl-C is one line, too (the interrupt's message if it has one), with exit code 130. A closed stdout (``| head``) is exit code 141.
     """
 
     @functools.wraps(main)

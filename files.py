@@ -1,4 +1,4 @@
-"""Files that are never half there: written aside, flushed to disk, then renamed."""
+"""Files that are complete or absent: written aside, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def lock(path: Path, mode: str, busy: str) -> FileIO:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ``UserError`` for a file that cannot be changed, also where only appending is allowed."""
+    """Raise ``UserError`` for a file that cannot be rewritten, even if appending is allowed."""
     try:
         open(path, "r+b").close()
     except OSError as error:
@@ -92,9 +92,9 @@ def check_writable(path: Path) -> None:
 
 
 def write_all(folder: Path, contents: dict[str, bytes]) -> None:
-    """Replace files of ``folder``, each in one step, the first when all are on the disk: one that is full changes none of them.
+    """Replace files of ``folder``, each in one step and the first only when all are on the disk: a full disk changes none of them.
 
-    On an error nothing is left beside them.
+    An error leaves no temporary file.
     """
     asides = {folder / f"{name}.tmp": folder / name for name in contents}
     try:
@@ -113,7 +113,7 @@ def write_all(folder: Path, contents: dict[str, bytes]) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` in one step; on any error the old file stays and nothing is left beside it."""
+    """Replace ``path`` by ``content`` in one step; on an error the old file stays and no temporary file is left."""
     write_all(path.parent, {path.name: content})
 
 
@@ -133,14 +133,14 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file to be read. Raises ``OSError`` for what is none: a FIFO would keep the reader waiting for ever."""
+    """Open a file for reading. Raises ``OSError`` for anything but a file: a FIFO would block forever."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a file", str(path))
     return open(path, "rb")
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON document. Raises ``ValueError`` for what is none, or too deep."""
+    """The value of a JSON document. Raises ``ValueError`` for other text, or too deep nesting."""
     try:
         return json.loads(content)
     except RecursionError:

@@ -47,14 +47,14 @@ NEAR = 60
 """Steps behind a large gradient norm that do not count: a published run has more rows there than elsewhere."""
 LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 """train_loss_end is the mean of so many last steps, at most a tenth of all, each 20 of them counted once: logs are thinned unevenly."""
-# Differences in these say which run it is or what it writes where, not how it trains; the data have a sentence of their own.
+# Differences in these do not change how a run trains; a sentence of its own compares the data.
 WHERE = ("device", "git_commit", "init_sha256", "source_sha256", "versions")
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished or running run, as its folder tells it."""
+    """A finished or running run, read from its folder."""
 
     name: str
     config: dict[str, Any]
@@ -135,7 +135,7 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs, and why one that a folder of runs holds is left out. Raises ``UserError`` for one that was named, or where none is left."""
+    """The runs, and why runs of a folder were left out. Raises ``UserError`` for a bad run that was named, or if none is left."""
     runs, left_out = [], []
     for folder in run_folders(paths):
         try:
@@ -181,7 +181,7 @@ def ending(losses: pd.Series, norms: pd.Series, done: bool, margin: float, patie
 
 
 def summarize(run: Run, layer: int | None, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
-    """The row of a run. Raises ``UserError`` for a layer that its probes lack."""
+    """The table row of a run. Raises ``UserError`` for a layer that is not in its probes."""
     if layer is not None and len(run.probes) and f"max_logit_{layer}" not in run.probes:
         count = sum(name.startswith("max_logit_") for name in run.probes)
         raise invalid("--layer", layer, f"0 to {count - 1}, the layers that {run.name} has probes of")
@@ -260,7 +260,7 @@ def heading(name: str) -> str:
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The table in Markdown, without what ``ended`` says already."""
+    """The table in Markdown, without columns that ``ended`` repeats."""
     unshown = ("exploded_at", "last_step", "val_loss_end", "grad_norm_largest_at")
     names = [name for name in table if name not in unshown]
     text = [name in ("run", "attention", "ended") for name in names]
@@ -285,7 +285,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """What decides how a run trains, by name; of sessions that differ all values, in their order."""
+    """What decides how a run trains, by name. Where sessions differ, all values in order."""
     told: dict[str, list[Any]] = {}
     for session in run.config.get("sessions") or [run.config]:
         for name, value in flat({key: session[key] for key in WHERE if key in session}).items():
@@ -398,7 +398,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--layer", type=int, help="from 0: show logits and W_Q of this layer alone (the largest of all layers)"
     )
     parser.add_argument(
-        "--at", type=int, nargs="+", default=[], help="measured steps at which validation loss, logits and W_Q are told"
+        "--at",
+        type=int,
+        nargs="+",
+        default=[],
+        help="steps at which to show validation loss, logits and W_Q; they must have been measured",
     )
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")

@@ -1,9 +1,9 @@
-"""Write a recording without training: the batches that a run of a recipe would draw, from its data and data.seed alone.
+"""Write a recording without training: the batches that a run of a recipe draws, from its data and data.seed alone.
 
     python scripts/make_recording.py configs/fast_failure.py --steps 6500 --out replay_batches/mine [--data.seed 7 ...]
 
 Batches are drawn, cut from the tokens and recorded by the trainer's own code (data/batches.py), so that a run with the same data and
-seed sees the same ones and logs the same data_digest. With --against RUN the digests that a run logged are compared on the way.
+seed sees the same ones and logs the same data_digest. --against RUN compares them with the digests that a run logged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the recording and say what it is."""
+    """Write the recording and describe it."""
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -61,6 +61,7 @@ wait $standard || { tail -n 3 "$out/standard.log" >&2; exit 1; }
 echo "== result"
 "$python" scripts/compare_runs.py "$out"/runs/{failing,consistent,delta_from_p,standard} --patience 50 \
   --out "$out/compare.png" --table "$out/compare.md"
-echo "Changed: what the backward pass reads. O is rounded to one mantissa bit in all four runs (failing, delta_from_p: also before it is divided by l)."
-echo "Shown: an error of O that enters delta makes logits grow and the loss explode. Not shown: where BF16's error comes from."
+echo "Only attention differs. All four runs round O to one mantissa bit; failing and delta_from_p also round it before the division by l."
+echo "delta_from_p changes the backward pass alone and is stable: an error of O that enters delta makes logits grow and the loss explode."
+echo "Not shown: where BF16's error comes from."
 echo "== $((SECONDS - began)) s after the install; picture: $out/compare.png"

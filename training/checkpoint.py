@@ -37,14 +37,14 @@ _FOLDER = re.compile(r"(?:step_(\d{8,})|\.step_(\d{8,})\.old)")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written and how long they stay."""
+    """When checkpoints are written and how long they are kept."""
 
     every: int = 1000
     """Optimizer steps from one checkpoint to the next; 0 writes one at the end only."""
     keep_last: int = 2
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Checkpoints of steps divisible by this stay for good; 0 keeps none."""
+    """Checkpoints of steps divisible by this are kept forever; 0 keeps none."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
@@ -53,7 +53,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held, tensors on the CPU, in the forms that ``Checkpoints.save`` was given."""
+    """The content of a checkpoint, tensors on the CPU, as ``Checkpoints.save`` got it."""
 
     path: Path
     step: int
@@ -67,7 +67,7 @@ class Loaded:
 
 
 class DamagedCheckpointError(UserError):
-    """A checkpoint that is not as it was written, or was written by something else."""
+    """A checkpoint that changed after it was written, or that other code wrote."""
 
 
 class Checkpoints:

@@ -1,6 +1,6 @@
-"""Processes and devices: the only module that reads torchrun's variables, and the only one that writes cuBLAS's.
+"""Processes and devices: the only module that reads torchrun's variables and writes cuBLAS's.
 
-With one process no group is made and every collective is the identity, so the rest of the code need not ask.
+With one process there is no process group and every collective is the identity.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 @dataclass(frozen=True, kw_only=True)
 class DistContext:
-    """Which of how many processes this one is, and the device it owns."""
+    """This process's rank, the number of processes, and its device."""
 
     rank: int
     local_rank: int
@@ -91,7 +91,7 @@ def stop() -> None:
 
 
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait for all processes."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -130,7 +130,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

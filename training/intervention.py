@@ -27,7 +27,7 @@ class Switch:
     preset: str
     backend: str = ""
     cause: str = "schedule"
-    """Runs of before commit fbfd8cf could also switch because of an alarm."""
+    """In runs before commit fbfd8cf also alarm."""
 
     def option(self) -> str:
         """As ``--alarm.switches`` takes it, for a replay."""

@@ -83,10 +83,10 @@ class JsonLines:
                 f"{self.path}: cannot append the line of step {record['step']} ({error.strerror})"
             ) from error
         if written != len(line):
-            raise UserError(f"{self.path}: the disk took only part of the line of step {record['step']}: is it full?")
+            raise UserError(f"{self.path}: the disk wrote only part of the line of step {record['step']}: is it full?")
 
     def sync(self) -> None:
-        """Bring every line so far to the disk. Raises ``UserError`` where it takes them not."""
+        """Bring every line so far to the disk. Raises ``UserError`` where the disk refuses."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -230,7 +230,7 @@ def _plain(value: Any) -> bool | int | float | str | None:
 
 
 def json_safe(value: Any) -> Any:
-    """``value``, lists and dicts entry by entry, with strings in the place of floats that strict JSON cannot write."""
+    """``value``, lists and dicts entry by entry, with strings for floats that strict JSON cannot write."""
     if isinstance(value, dict):
         return {name: json_safe(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -175,7 +175,7 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig, device: torch.de
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate of the coming step."""
+    """Set the learning rate of the next step in every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

@@ -1,4 +1,4 @@
-"""What the products outside attention are computed in, and the switches of speed and determinism."""
+"""Precision of matrix products outside attention, determinism, and the seed of stochastic rounding."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
 LOGS = (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE)
-# What a start may leave in a run's folder before its config.json is there.
+# Files that a start may leave in a run's folder before it writes config.json.
 _OF_A_START = (LOCK_FILE, "config.json.tmp", "wandb", WANDB_ID_FILE, f"{WANDB_ID_FILE}.tmp")
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
 # A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
-# What is computed stays as it was; that a data set in another place is the same one, its digest shows.
+# What is computed stays the same; the digest shows that a data set in another folder is the same data.
 _FREE_ON_RESUME = (
     "run.resume",
     "run.steps",
@@ -95,7 +95,7 @@ def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[s
 
 
 def code_changed(of_run: list[dict[str, Any]]) -> str:
-    """What to say where the last of a run's sessions has other Python sources than the one before; "" where it has not."""
+    """A sentence if the last two sessions of a run have different Python sources; "" otherwise."""
     if len(of_run) < 2:  # its config.json is gone
         return ""
     before, now = (session.get("source_sha256", "unknown")[:12] for session in of_run[-2:])
@@ -159,7 +159,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def exists(folder: Path, is_main: bool) -> bool:
-    """Whether a run has begun in ``folder``, as rank 0 sees it: the answer of all ranks. What a kill left of a start is removed.
+    """Whether a run has begun in ``folder``, as rank 0 sees it; all ranks get its answer. What a killed start left is removed.
 
     Raises ``UserError`` for a folder that no run has made. Every rank must call it.
     """
@@ -186,7 +186,7 @@ def _removed_as_half_made(folder: Path) -> bool:
 
 
 def clear_folder(folder: Path) -> None:
-    """Remove a run's folder; one that somebody made for it (a mount, a link) stays, empty."""
+    """Remove a run's folder. A mount or a link stays, empty."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -196,8 +196,8 @@ def clear_folder(folder: Path) -> None:
         folder.rmdir()
 
 
-def taken(folder: Path) -> UserError:
-    """What to tell somebody whose new run would go where another one is."""
+def name_taken(folder: Path) -> UserError:
+    """The error for a new run whose folder holds another run."""
     return UserError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
 
 
@@ -211,15 +211,15 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise taken(folder)
+            raise name_taken(folder)
     except FileExistsError:
-        raise taken(folder) from None
+        raise name_taken(folder) from None
     except OSError as error:
         raise UserError(f"run.folder: cannot make {folder} ({error.strerror})") from error
 
 
 def lock(folder: Path) -> IO[bytes]:
-    """Keep other processes off the run in ``folder`` while the file that comes back is open; the kernel closes that of a killed one.
+    """Lock the run in ``folder`` until the returned file is closed; the kernel closes it when the process dies.
 
     Raises ``UserError`` when another process has the lock, or the file cannot be made. A file system without locks is a warning.
     """
@@ -239,7 +239,7 @@ def lock(folder: Path) -> IO[bytes]:
             what = f"nothing keeps a second process from training {folder} at the same time"
             print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
             return file
-        # A start that finds what a kill has left of another removes it, this file too, maybe between open and lock.
+        # Another process may have removed this file between open and lock, with the rest of a killed start.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
@@ -270,9 +270,11 @@ def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any]
                 "; --alarm.switches STEP:LAYER:PRESET changes it on the way" if name.startswith("attention") else ""
             )
             expected = "none" if before in ("", None) else repr(before)
-            # What was typed at the start and is now forgotten has its default value.
+            # An option that was given at the start and is missing now has its default value.
             typed = (
-                f" (--{name.replace('_', '-')} {before})" if isinstance(before, str | int | float) and before else ""
+                f" (--{name.replace('_', '-')} {before})"
+                if isinstance(before, str | int | float) and before and before is not True
+                else ""
             )
             raise invalid(name, value, f"{expected}{typed}, as in the checkpoint {loaded.path}{on_the_way}")
 
@@ -289,9 +291,9 @@ def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterato
 
 
 def write_record(folder: Path, record: dict[str, Any], logs: dict[str, bytes] | None = None) -> None:
-    """Write ``folder``/config.json, and ``logs`` in the place of those there, none before all are on the disk; None leaves them.
+    """Write ``folder``/config.json and replace the logs by ``logs``, all at once; None leaves the logs.
 
-    Raises ``UserError`` when the disk takes it not; all is then as it was.
+    Raises ``UserError`` when the disk refuses; everything is then unchanged.
     """
     try:
         write_all(folder, {"config.json": json_text(record).encode(), **(logs or {})})

@@ -1,4 +1,4 @@
-"""A run: built from its config or gone on with, saved, closed. Functions over one record of its parts."""
+"""A run: built from its config or resumed, saved, closed. Functions over one record of its parts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Run:
     alarm: GrowthAlarm
     start_step: int
     began: float
-    """When it would have begun (``time.monotonic``) had it never been interrupted."""
+    """``time.monotonic`` at which a run without interruptions would have begun."""
     peak_flops: float | None
     held: contextlib.ExitStack
     """The lock on its folder."""
@@ -83,9 +83,9 @@ class Run:
 
 
 def open_run(config: TrainConfig, dist: DistContext) -> Run:
-    """Build the run of ``config``, or go on with it; what is new on disk is taken back where it cannot start.
+    """Build the run of ``config``, or resume it. If it cannot start, what is new on disk is removed.
 
-    Raises ``UserError`` when anything asked for is missing, foreign or impossible.
+    Raises ``UserError`` when anything in the config is missing, foreign or impossible.
     """
     check_fits(config, dist.device)
     folder = Path(config.run.folder) / config.run.name
@@ -96,13 +96,13 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         import_wandb(config.wandb)  # its absence must show before anything is written
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     resume = config.run.resume
-    goes_on = record.exists(folder, dist.is_main) if resume == "auto" else resume == "yes"
+    resumes = record.exists(folder, dist.is_main) if resume == "auto" else resume == "yes"
     with contextlib.ExitStack() as undo:
         held = undo.enter_context(contextlib.ExitStack())
-        loaded = checkpoint_to_resume(config, dist, folder, checkpoints, held) if goes_on else None
-        if not goes_on and record.occupied(folder):
-            raise record.taken(folder)
-        # Where it begins: its own checkpoint, or the one of another run that it branches off from.
+        loaded = checkpoint_to_resume(config, dist, folder, checkpoints, held) if resumes else None
+        if not resumes and record.occupied(folder):
+            raise record.name_taken(folder)
+        # Where this session begins: the run's own checkpoint, or the checkpoint of another run.
         start = loaded or checkpoint_to_branch_from(config, dist)
         interventions = Interventions(
             plans,
@@ -117,9 +117,9 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
                 dist.print0(
                     f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}"
                 )
-        batches = open_data(config, dist, goes_on, start, undo)
+        batches = open_data(config, dist, resumes, start, undo)
         network = build_network(config, dist, interventions.plans, start)
-        wandb_run = open_folder(config, dist, folder, plans, batches, checkpoints, goes_on, loaded, start, held, undo)
+        wandb_run = open_folder(config, dist, folder, plans, batches, checkpoints, resumes, loaded, start, held, undo)
         run = Run(
             config=config,
             dist=dist,
@@ -168,7 +168,7 @@ def checkpoint_to_resume(
     checkpoints: Checkpoints,
     held: contextlib.ExitStack,
 ) -> Loaded | None:
-    """The checkpoint that a run goes on from; None where it has ended before its first. Its folder is locked."""
+    """The checkpoint to resume from; None if the run ended before its first checkpoint. Its folder is locked."""
     held.enter_context(record.lock_everywhere(folder, dist.is_main))
     record.check_logs(folder)
     loaded = checkpoints.load_newest()
@@ -206,11 +206,11 @@ def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branc
 
 
 def open_data(
-    config: TrainConfig, dist: DistContext, goes_on: bool, start: Loaded | None, undo: contextlib.ExitStack
+    config: TrainConfig, dist: DistContext, resumes: bool, start: Loaded | None, undo: contextlib.ExitStack
 ) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
     # At 0 a recording that this run had begun is begun again; a new run has none, and leaves that of another alone.
-    resume_at = start.position if start is not None else 0 if goes_on else None
+    resume_at = start.position if start is not None else 0 if resumes else None
     new_recording = dist.is_main and config.data.record and not Path(config.data.record).exists()
     batches = open_batches(config.data, dist.rank, dist.world_size, config.run.name, resume_at)
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
@@ -270,7 +270,7 @@ def open_folder(
     plans: tuple[LayerPlan, ...],
     batches: Batches,
     checkpoints: Checkpoints,
-    goes_on: bool,
+    resumes: bool,
     loaded: Loaded | None,
     start: Loaded | None,
     held: contextlib.ExitStack,
@@ -285,7 +285,7 @@ def open_folder(
     content = {"config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     if dist.is_main:
-        if not goes_on:
+        if not resumes:
             record.make_folder(folder)
             held.enter_context(record.lock(folder))
             undo.callback(record.clear_folder, folder)
@@ -302,7 +302,7 @@ def open_folder(
         resumed=loaded is not None,
         enabled=dist.is_main,
     )
-    if dist.is_main and not goes_on:
+    if dist.is_main and not resumes:
         record.write_record(folder, content)
     elif dist.is_main:
         record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
@@ -389,7 +389,7 @@ def close(run: Run, *, finished: bool) -> None:
         if finished:
             run.batches.close()
         else:
-            # What stopped the run is the news, not that a full disk takes no flush either: the rows so far stay valid.
+            # Report what stopped the run, not that a full disk refuses the flush, too: the rows so far stay valid.
             with contextlib.suppress(UserError):
                 run.batches.close(complete=False)
     finally:

@@ -32,10 +32,10 @@ LONGEST_NAME = 240
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What the run is called, how long it is, and where it runs."""
+    """Name, length, seed and device of the run."""
 
     name: str = "run"
-    """Folder below run.folder that takes everything the run writes."""
+    """Folder below run.folder for everything that the run writes."""
     folder: str = "runs"
     """Where runs live."""
     steps: int = 1000
@@ -45,7 +45,7 @@ class RunConfig:
     device: DeviceChoice = "auto"
     """cuda, cpu, or auto: cuda where torch sees one."""
     resume: Resume = "no"
-    """no: a new run; yes: go on from the newest intact checkpoint; auto: yes where a run is there, else no."""
+    """no: a new run; yes: resume from the newest intact checkpoint; auto: yes if the run exists, else no."""
     init_from: str = ""
     """Where a new run begins, in place of random weights: a checkpoint of another run (weights, optimizer, step and position in the data;
     attention may differ), or weights alone: a local Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt."""

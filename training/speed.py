@@ -1,4 +1,4 @@
-"""What makes a step faster and changes its last bits: on where it gains, and turned off by one field."""
+"""Operators that make a step faster and change its last bits: on where they help, off by one field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SpeedConfig:
 
 
 def operators(config: SpeedConfig, model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> Operators:
-    """``GPT``'s argument of that name. Raises ``UserError`` for a library, a device or a model that does not do what is asked for."""
+    """``GPT``'s argument of that name. Raises ``UserError`` for a library, device or model that does not support it."""
     if config.quack:
         _check_quack(model, precision, device)
         return "quack"

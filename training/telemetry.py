@@ -141,7 +141,7 @@ class Telemetry:
         return total
 
     def earlier(self) -> list[dict[str, Any]]:
-        """What the run that is gone on with has measured before."""
+        """The probes of earlier sessions of a resumed run."""
         return list(read_lines(self._file.path))
 
     def sync(self) -> None:

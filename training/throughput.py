@@ -18,7 +18,7 @@ PEAK_FLOPS = {
     "B200": 2250e12,
 }
 _OTHER_PEAK = re.compile(r"\b(NVL|MIG)\b")
-"""Cards of these names, and parts of a card, that are slower."""
+"""Slower variants of these cards, and parts of a card."""
 
 
 def peak_flops(device: torch.device, configured_tflops: float) -> float | None:

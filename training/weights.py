@@ -1,4 +1,4 @@
-"""Checkpoints as command lines take them: a checkpoint's folder, or a run's, which stands for its newest."""
+"""Checkpoints as command lines name them: the folder of a checkpoint, or of a run, which means its newest."""
 
 from __future__ import annotations
 
