@@ -83,12 +83,17 @@ def make(family: str, attention: str, **changes: Any) -> Any:
 
 
 def batch(case: str = "full") -> dict[str, Tensor]:
-    """Tokens and labels: full sequences, padded on a side, or two packed into one."""
+    """Tokens and labels: full sequences, padded somewhere, or two packed into one."""
     tokens = torch.randint(101, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     place = torch.arange(LENGTH).expand(2, LENGTH)
     if case == "packed":
         return {"input_ids": tokens, "labels": tokens, "position_ids": place % 15}
-    real = {"full": place >= 0, "left": place >= torch.tensor([[0], [7]]), "right": place < torch.tensor([[9], [24]])}
+    real = {
+        "full": place >= 0,
+        "left": place >= torch.tensor([[0], [7]]),
+        "right": place < torch.tensor([[9], [24]]),
+        "middle": (place < torch.tensor([[6], [9]])) | (place > torch.tensor([[8], [9]])),
+    }
     # Neither padding nor what is predicted from it.
     labels = tokens.masked_fill(~(real[case] & real[case].roll(1, dims=1)), -100)
     return {"input_ids": tokens, "labels": labels} | ({} if case == "full" else {"attention_mask": real[case].long()})
@@ -123,7 +128,7 @@ def test_loss_and_gradients(family: str, autocast: bool, ours: str, device: torc
 
 
 @EACH_FAMILY
-@pytest.mark.parametrize("case", ["left", "right", "packed"])
+@pytest.mark.parametrize("case", ["left", "middle", "right", "packed"])
 def test_padding_and_packing(family: str, case: str, ours: str, device: torch.device) -> None:
     assert_as_near_as_torchs(family, ours, case, device)
 
@@ -155,6 +160,39 @@ def test_generation_with_a_cache(family: str, cache: str, ours: str, device: tor
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@EACH_FAMILY
+def test_a_second_turn_on_a_kept_cache_with_padding_in_front_of_it(
+    family: str, ours: str, device: torch.device
+) -> None:
+    tokens = batch()["input_ids"][:, :12].to(device)
+    real = torch.ones_like(tokens)
+    real[0, 6:8] = 0
+    place = real.cumsum(1).sub(1).clamp(min=0)
+    logits = []
+    for name in (ours, torchs(family)):
+        model = make(family, name).to(device).eval()
+        with torch.no_grad():
+            cache = model(tokens[:, :6], attention_mask=real[:, :6], use_cache=True).past_key_values
+            second = {"attention_mask": real, "position_ids": place[:, 6:], "past_key_values": cache}
+            logits.append(model(tokens[:, 6:], **second).logits[real[:, 6:].bool()])
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["full", "left"])
+def test_compiled_in_one_graph_it_gives_the_same_bits(case: str, ours: str) -> None:
+    model, compiled = (make("Llama", ours) for _ in range(2))
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    assert torch.equal(loss_and_gradients(compiled, batch(case)), loss_and_gradients(model, batch(case)))
+
+
+def test_weights_that_accelerate_keeps_elsewhere_change_no_bit(ours: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, sharded = (make("Llama", ours).eval() for _ in range(2))
+    accelerate.cpu_offload(sharded, execution_device="cpu")
+    with torch.no_grad():
+        assert torch.equal(sharded(**batch("left")).logits, model(**batch("left")).logits)
 
 
 def test_gradient_checkpointing_changes_no_bit(ours: str) -> None:
