@@ -199,7 +199,8 @@ def test_hugging_face_models_in_two_threads(implementation: str) -> None:
     assert dict(functions) == before
 
 
-def test_a_call_with_a_keyword_that_may_change_attention_is_not_measured() -> None:
+@pytest.mark.parametrize("more", [{"s_aux": torch.zeros(2)}, {"position_ids": torch.tensor([[0, 1, 0, 1]])}], ids=str)
+def test_a_call_with_a_keyword_that_may_change_attention_is_not_measured(more: dict[str, Tensor]) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -213,7 +214,7 @@ def test_a_call_with_a_keyword_that_may_change_attention_is_not_measured() -> No
     assert len(seen.record["max_logit"]) == 1
     refused = pytest.raises(ValueError, match=r"not seen: model\.layers\.0\.self_attn \(LlamaAttention\)")
     with watch(model), refused:
-        model(input_ids=tokens, s_aux=torch.zeros(2))
+        model(input_ids=tokens, **more)
 
 
 def test_a_watch_closed_during_another_threads_pass_lets_it_finish() -> None:

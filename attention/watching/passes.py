@@ -67,9 +67,7 @@ class Pass(TorchFunctionMode):
     def open(self, model: nn.Module, *, names: bool) -> None:
         """``names``: find out which modules hide their attention. Raises ``ValueError`` where the pass is being compiled."""
         try:
-            if (
-                "torch._dynamo" in sys.modules
-            ):  # what is compiled hides its calls; nothing is before this module is there
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled; what is hides its calls
                 self._of_process.enter_context(_uncompiled())
             self._of_process.enter_context(_hugging_face(model))
             if names:
@@ -202,7 +200,6 @@ _PROJECTIONS = (
     {"qkv_proj"},
     {"wqkv"},
     {"c_attn"},
-    {"in_proj"},
     {"query_key_value"},
 )
 
@@ -280,11 +277,18 @@ _KNOWN = {"dropout", "scaling", "is_causal", "softcap", "output_attentions", *HA
 """What is handed to an attention function and is either read here or changes nothing; a call with more is not measured."""
 
 
+def _is_unknown(mask: Tensor | None, settings: dict[str, Any]) -> bool:
+    """Whether something says which keys a query sees, or how it weighs them, that is not read here."""
+    if {key for key, value in settings.items() if value is not None} - _KNOWN:
+        return True
+    positions = settings.get("position_ids")  # flash kernels read packed sequences off them
+    return mask is None and isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
+
+
 def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *more: Any, **named_too: Any) -> Any:
         looking = _CURRENT.get()
-        unknown = {key for key, value in named_too.items() if value is not None} - _KNOWN
-        if looking is None or more or unknown or not isinstance(mask, Tensor | None):
+        if looking is None or more or not isinstance(mask, Tensor | None) or _is_unknown(mask, named_too):
             return function(module, q, k, v, mask, *more, **named_too)
         weights: list[Any] = []
 
