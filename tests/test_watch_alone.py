@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_watching import B, C, D, H, T, TorchsLayer, data, records, train
+from test_watching import TOKENS, B, C, D, H, T, TorchsLayer, data, llama, records, train
 from test_watching import Model as Seen
 from torch import Tensor, nn
 from torch.nn import functional
@@ -178,21 +178,14 @@ def test_one_model_trained_by_many_threads_is_looked_at_once_a_step(tmp_path: Pa
 
 @pytest.mark.parametrize("implementation", ["mine", "sdpa"])
 def test_hugging_face_models_in_two_threads(implementation: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    transformers.AttentionInterface.register("mine", lambda *args, **more: sdpa_attention_forward(*args, **more))
-    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    functions = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    models = {layers: llama(implementation, layers) for layers in (1, 3)}
     before = dict(functions)
-    shape = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 50}
-    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 
     def watched(layers: int) -> None:
-        config = transformers.LlamaConfig(**shape, num_hidden_layers=layers)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
         for _ in range(4):
-            with watch(model, every=1, say=lambda line: None) as seen:
-                model(input_ids=tokens, labels=tokens).loss.backward()
+            with watch(models[layers], every=1, say=lambda line: None) as seen:
+                models[layers](input_ids=TOKENS, labels=TOKENS).loss.backward()
             assert len(seen.record["max_logit"]) == layers
 
     in_threads(lambda: watched(1), lambda: watched(3))
@@ -205,10 +198,7 @@ def test_a_call_with_a_keyword_that_may_change_attention_is_not_measured(more: d
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     transformers.AttentionInterface.register("own", lambda *args, **more: eager_attention_forward(*args, **more))
-    shape = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 50}
-    config = transformers.LlamaConfig(**shape, num_hidden_layers=1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="own").train()
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    model, tokens = llama("own", 1), torch.zeros(1, 4, dtype=torch.int64)
     with watch(model, every=1, say=lambda line: None) as seen:
         model(input_ids=tokens)
     assert len(seen.record["max_logit"]) == 1
