@@ -1,4 +1,4 @@
-"""What stands in for torch's ``scaled_dot_product_attention``, for each thread by itself: ``replace_sdpa``, and what others build on.
+"""What stands in for torch's ``scaled_dot_product_attention``, for each thread by itself: ``replace_sdpa``.
 
 While any block of any thread is open, one function, ``_dispatch``, is in the place of torch's. It calls what the innermost open block of
 its own thread says; in a thread without one, torch's.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 from typing import Any
 
@@ -23,77 +22,51 @@ from .plan import AttentionSpec
 from .presets import RECOMMENDED
 from .reference.tiles import NAMESPACE, TORCHS
 
-Attend = Callable[..., Tensor]
 
-
-def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> StandIn:
+def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContextManager[None]:
     """In a ``with`` block ours replaces torch's ``scaled_dot_product_attention``, also where modules have it by name.
 
-    The block is the thread's own: other threads keep torch's function, or their own block's. Blocks may be nested, and the result may be
-    entered again. Put the backward pass inside as well: activation checkpointing calls attention there again (around code that is
-    compiled, in one thread at a time). What ours cannot do is a ``ValueError``, as in ``scaled_dot_product_attention``. What stays torch's:
-    a function that an object keeps, as ``self.sdpa``, and what ``torch.jit.script`` has compiled; inside the block ``torch.jit.script`` of
-    code that calls attention raises torch's ``NotSupportedError``. Warns where no call was made, as by a model with attention of another
-    kind.
+    The block is the thread's own: other threads, those of ``nn.DataParallel`` too, keep torch's function or have a block of their own.
+    Blocks may be nested, and the result may be entered again. Put the backward pass inside as well: activation checkpointing calls
+    attention there again (around code that is compiled, in one thread at a time). What ours cannot do is a ``ValueError``, as in
+    ``scaled_dot_product_attention``. What stays torch's: a function that an object keeps, as ``self.sdpa``, and what ``torch.jit.script``
+    has compiled; inside the block ``torch.jit.script`` of code that calls attention raises torch's ``NotSupportedError``. Warns where no
+    call was made, as by a model with attention of another kind.
     """
     spec = spec_of(numerics)
     refuse(
         stochastic(spec),
         f"replace_sdpa: numerics = {numerics!r}: expected none that rounds stochastically, as no seed reaches it",
     )
-    name = spec.label()
-
-    def make(beneath: Attend) -> Attend:
-        def attend(*arguments: Any, **settings: Any) -> Tensor:
-            _note(name if torch.compiler.is_compiling() else "")
-            return scaled_dot_product_attention(*arguments, **settings, numerics=numerics)
-
-        return attend
-
-    return _Replacement(make, name)
+    return _Replacement(numerics, spec.label())
 
 
-class StandIn(ContextDecorator):
-    """In its ``with`` block, in this thread, ``make(beneath)`` is called for torch's function.
-
-    ``beneath`` is what was called before: torch's function, or that of the block around this one.
-    """
-
-    def __init__(self, make: Callable[[Attend], Attend], name: str = ""):
-        self._make, self._name = make, name
+class _Replacement(ContextDecorator):
+    def __init__(self, numerics: str | AttentionSpec, name: str):
+        self.name = name
+        _NUMERICS[name] = numerics
 
     def __enter__(self) -> None:
-        beneath = _install(self._name)
-        stack = _THREAD.stack
-        _keep((*stack, _Block(self, self._make(stack[-1].attend if stack else beneath))))
+        _install(self.name)
+        _keep((*_THREAD.stack, _Block(self)))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._close()
-
-    def _close(self) -> _Block:
         stack = _THREAD.stack
         block = next((block for block in reversed(stack) if block.owner is self), None)
         if block is None:
-            raise ValueError(
-                "replace_sdpa: this thread has no such block: expected it to be closed where it was opened"
-            )
+            raise ValueError("replace_sdpa: not opened in this thread: expected it to be closed where it was opened")
         _keep(tuple(other for other in stack if other is not block))
-        _uninstall(self._name)
-        return block
-
-
-class _Replacement(StandIn):
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _uninstall(self.name)
         # What an earlier block's trace has compiled runs without this module.
-        if not self._close().called and error is None and self._name not in _TRACED:
+        if not block.called and error is None and self.name not in _TRACED:
             warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=2)
 
 
 class _Block:
     """A ``with`` block that is open."""
 
-    def __init__(self, owner: StandIn, attend: Attend):
-        self.owner, self.attend, self.called = owner, attend, False
+    def __init__(self, owner: _Replacement):
+        self.owner, self.called = owner, False
 
 
 class _Thread(threading.local):
@@ -101,11 +74,14 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.stack: tuple[_Block, ...] = ()
+        self.name = ""
+        """Of the innermost block, in ``_NUMERICS``."""
         self.is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
         """Not made by Python, as those in which autograd runs the backward pass on a GPU."""
 
 
 _THREAD, _LOCK = _Thread(), threading.Lock()
+_NUMERICS: dict[str, str | AttentionSpec] = {}
 _TRACED: set[str] = set()
 _OPEN: list[str] = []
 """Names of all open blocks of all threads."""
@@ -114,30 +90,37 @@ _KEY = f"{NAMESPACE}.replace"
 
 
 def _dispatch(*arguments: Any, **settings: Any) -> Tensor:
-    stack = _THREAD.stack
-    if not stack and _THREAD.is_foreign:
-        stack = _of_caller(_OPEN_NAMES)
-    if stack:
-        return stack[-1].attend(*arguments, **settings)
-    return _TORCHS(*arguments, **settings)
+    name = _THREAD.name
+    if not name and _THREAD.is_foreign:
+        name = _name_of_caller(_OPEN_NAMES)
+    if not name:
+        return _TORCHS(*arguments, **settings)
+    _note(name if torch.compiler.is_compiling() else "")
+    return scaled_dot_product_attention(*arguments, **settings, numerics=_NUMERICS[name])
+
+
+def _of_caller() -> tuple[_Block, ...]:
+    """The blocks of the thread that called ``backward``, where this is a thread of autograd's."""
+    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else ()
 
 
 @torch.compiler.assume_constant_result
-def _of_caller(open_names: str) -> tuple[_Block, ...]:
-    """The blocks of the thread that called ``backward``. A compiler traces this anew where ``open_names`` differ."""
-    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else ()
+def _name_of_caller(open_names: str) -> str:
+    """A compiler traces this anew where ``open_names`` differ."""
+    stack = _of_caller()
+    return stack[-1].owner.name if stack else ""
 
 
 @torch.compiler.assume_constant_result  # in activation checkpointing a compiler would refuse a note in what it traces
 def _note(traced: str) -> None:
     if traced:
         _TRACED.add(traced)
-    for block in _THREAD.stack or _of_caller(""):
+    for block in _THREAD.stack or _of_caller():
         block.called = True
 
 
 def _keep(stack: tuple[_Block, ...]) -> None:
-    _THREAD.stack = stack
+    _THREAD.stack, _THREAD.name = stack, stack[-1].owner.name if stack else ""
     # Autograd hands torch's own thread-local objects on to the threads of a backward pass, and no others.
     if stack or not hasattr(torch._C, "_remove_obj_from_tls"):  # torch < 2.13
         torch._C._stash_obj_in_tls(_KEY, stack)
@@ -145,7 +128,7 @@ def _keep(stack: tuple[_Block, ...]) -> None:
         torch._C._remove_obj_from_tls(_KEY)
 
 
-def _install(name: str) -> Attend:
+def _install(name: str) -> None:
     global _OPEN_NAMES, _TORCHS
     with _LOCK:
         if not _OPEN:
@@ -153,7 +136,6 @@ def _install(name: str) -> Attend:
             _put(_TORCHS, _dispatch)
         _OPEN.append(name)
         _OPEN_NAMES = " ".join(sorted(set(_OPEN)))
-        return _TORCHS
 
 
 def _uninstall(name: str) -> None:

@@ -549,6 +549,50 @@ def test_blocks_that_overlap_in_threads_are_each_threads_own(compiled: bool) -> 
     assert functional.scaled_dot_product_attention is torchs
 
 
+class Deep(torch.autograd.Function):
+    """The backward pass calls another, ``depth`` times, and then ``work``; autograd takes a thread of its own for the 60th."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, work: Any) -> Tensor:
+        ctx.depth, ctx.work = depth, work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.depth == 0:
+            ctx.work()
+        else:
+            with torch.enable_grad():
+                Deep.apply(torch.zeros(1, requires_grad=True), ctx.depth - 1, ctx.work).backward()  # type: ignore[no-untyped-call]
+        return gradients[0], None, None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_called_in(compiled: bool) -> None:
+    """As on a GPU."""
+    torch.compiler.reset()
+    found: list[Tensor] = []
+    *inputs, _ = tensors()
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(*qkv)
+
+    shared = torch.compile(attend, backend="eager") if compiled else attend
+
+    def work() -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        found.append(shared(*inputs))
+
+    def call_backward() -> Tensor:
+        Deep.apply(torch.zeros(1, requires_grad=True), 80, work).backward()  # type: ignore[no-untyped-call]
+        return found.pop()
+
+    for spec in (COARSE, COARSER, COARSE):
+        with replace_sdpa(spec):
+            assert_attends(spec, lambda *_: call_backward())
+    assert_attends(None, lambda *_: call_backward())
+
+
 def test_compiled_code_that_a_block_uses_again_is_not_said_to_call_nothing() -> None:
     torch.compiler.reset()
     *inputs, _ = tensors()
