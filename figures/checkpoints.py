@@ -1,4 +1,4 @@
-"""Checkpoints and validation tokens, as a picture or a study looks at them."""
+"""Checkpoints and validation tokens, as pictures show them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
     return plan
 
 
-def spread(tokens_N: Tensor, batches: int, sequences: int, length: int, where: str) -> list[tuple[Tensor, Tensor]]:
-    """Sequences spread evenly over the data, dealt out so that every batch has some of everywhere: (tokens, targets)."""
-    wanted = batches * sequences
-    if len(tokens_N) < wanted * (length + 1):
-        raise invalid("--data", where, f"at least {wanted * (length + 1)} tokens for {wanted} sequences of {length}")
-    starts = torch.linspace(0, len(tokens_N) - length - 1, wanted, dtype=torch.float64).long()
+def spread(tokens_N: Tensor, sequences: int, length: int, where: str) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [B, T] of sequences spread evenly over the data."""
+    if len(tokens_N) < sequences * (length + 1):
+        raise invalid(
+            "--data", where, f"at least {sequences * (length + 1)} tokens for {sequences} sequences of {length}"
+        )
+    starts = torch.linspace(0, len(tokens_N) - length - 1, sequences, dtype=torch.float64).long()
     rows = tokens_N[starts[:, None] + torch.arange(length + 1)]
-    return [(rows[batch::batches, :-1], rows[batch::batches, 1:]) for batch in range(batches)]
+    return rows[:, :-1], rows[:, 1:]
 
 
 def read_tokens(path: Path, vocabulary_size: int) -> Tensor:

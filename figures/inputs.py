@@ -72,7 +72,7 @@ def validation_tokens(
 ) -> tuple[Tensor, Tensor]:
     """``count`` sequences spread over the validation tokens: tokens and targets [B, T]. Raises ``UserError``."""
     tokens = read_tokens(folder, vocabulary)
-    ((tokens_BT, targets_BT),) = spread(tokens, 1, count, length, str(folder))
+    tokens_BT, targets_BT = spread(tokens, count, length, str(folder))
     return tokens_BT.to(device), targets_BT.to(device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pandas as pd
@@ -11,6 +12,8 @@ import torch
 from layer_captures import random_layer
 
 from figures import curves, delta, over_steps, similarity
+from figures.checkpoints import fp16_scale
+from probes.capture import LayerCapture
 from probes.low_rank import weighted_keys
 
 
@@ -46,3 +49,14 @@ def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:
     rates = over_steps.tie_rates(run(telemetry))
     assert rates.index.tolist() == [0, 9]
     assert rates.to_numpy().tolist() == [[0.25, 0.5], [0.25, 1.0]]
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(0.5, 2.0**16), (40.0, 2.0**8), (math.nan, 1.0)])
+def test_a_loss_scale_of_fp16_is_lowered_until_every_gradient_is_finite(largest: float, scale: float) -> None:
+    layer = random_layer()
+
+    def look(at: float) -> list[LayerCapture]:
+        do_BTHD = (torch.full_like(layer.do_BTHD, largest, dtype=torch.float32) * at).half()
+        return [layer, dataclasses.replace(layer, do_BTHD=do_BTHD)]
+
+    assert fp16_scale(look) == scale
