@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attention.watching.verdict import answer
+from attention.watching.verdict import answer, main
 from errors import UserError
 
 
@@ -102,22 +102,27 @@ def test_layers_that_come_and_go_and_files_of_two_runs_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "words"),
+    ("content", "words"),
     [
-        ('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n', 0, "UNCLEAR: no record has finite logits"),
-        ('{"loss": 1}\n', 2, "expected a new file, or one of watch that can be read"),
-        ("", 2, "the log has no record yet"),
-        (None, 2, "no such file"),
+        ('{"loss": 1}\n', "expected a new file, or one of watch that can be read"),
+        ("", "the log has no record yet"),
+        (None, "no such file"),
     ],
 )
-def test_the_command_reads_a_file_or_says_in_one_line_why_not(
-    content: str | None, code: int, words: str, tmp_path: Path
-) -> None:
+def test_what_is_no_such_file_is_refused_in_one_line(content: str | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "watch.jsonl"
     if content is not None:
         path.write_text(content)
-    command = [sys.executable, "-m", "attention.watching", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    assert done.returncode == code
-    assert words in (done.stderr if code else done.stdout)
-    assert len(done.stderr.splitlines()) == bool(code)
+    with pytest.raises(UserError, match=words):
+        main([str(path)])
+
+
+def test_the_command_says_the_verdict_or_exits_with_2(tmp_path: Path) -> None:
+    path = tmp_path / "watch.jsonl"
+    path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')
+    for arguments, code, words in (([str(path)], 0, "UNCLEAR: no record has finite logits"), ([], 2, "usage: ")):
+        command = [sys.executable, "-m", "attention.watching", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+        assert done.returncode == code
+        assert (done.stderr if code else done.stdout).startswith(words)
+        assert len(done.stderr.splitlines()) == bool(code)

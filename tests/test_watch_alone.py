@@ -274,7 +274,7 @@ def test_a_pickled_copy_names_nothing_of_this_package() -> None:
     assert b"attention" not in content
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_another_process_gets_the_model_and_not_the_watch(method: str, tmp_path: Path) -> None:
     model = Model()
     with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):

@@ -126,11 +126,13 @@ def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
             return functional.scaled_dot_product_attention(q, q * 1.0, q * 1.0, **mask).square().sum()
 
     looks, q = [], torch.randn(B, H, T, D, requires_grad=True)
-    for mask in ({"attn_mask": bias}, {"is_causal": True}):
+    learned = nn.Parameter(torch.zeros(T, T).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf))
+    for mask in ({"attn_mask": bias}, {"attn_mask": learned}, {"is_causal": True}):
         with watch(model := Attends(), say=lambda line: None) as seen:
             model(q, **mask).backward()
         looks.append(torch.tensor([seen.record[name] for name in COLUMNS]))
-    torch.testing.assert_close(*looks, rtol=1e-3, atol=1e-6)
+    for masked in looks[:2]:
+        torch.testing.assert_close(masked, looks[2], rtol=1e-3, atol=1e-6)
 
 
 def test_where_queries_are_keys_nothing_is_said_of_dq() -> None:

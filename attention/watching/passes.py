@@ -183,7 +183,7 @@ def plain_mask(mask: Any, device: torch.device) -> Tensor | None:
     """The mask of a call as a plain tensor. Raises ``ValueError`` for one that cannot be read."""
     if isinstance(mask, CausalBias):  # its own storage is never written
         return mask._materialize(device)
-    if mask is not None and type(mask) is not Tensor:
+    if mask is not None and type(mask) not in (Tensor, nn.Parameter):
         raise ValueError(f"attn_mask is a {type(mask).__name__}: expected a plain tensor")
     return mask
 
