@@ -337,6 +337,24 @@ def test_a_watched_model_can_be_compiled_and_exported_for_evaluation() -> None:
         seen.close()
 
 
+@pytest.mark.parametrize("graphs", ["one", "many"])
+def test_a_model_that_is_compiled_in_the_middle_of_a_run_trains_on(graphs: str) -> None:
+    torch.compiler.reset()
+    said: list[str] = []
+    model = Meddles(lambda model: torch._dynamo.graph_break() if graphs == "many" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, every=1, optimizer=optimizer, say=said.append) as seen:
+        train(model, 2, optimizer)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            train(torch.compile(model, backend="eager"), 5, optimizer)
+    assert seen.record["step"] == 1
+    assert (
+        any("the model is compiled" in str(one.message) for one in found)
+        or "after 1: the model was compiled" in said[0]
+    )
+
+
 def test_a_model_that_calls_itself_without_gradients_is_looked_at_once() -> None:
     class Teaches(Model):
         def forward(self, x: Tensor) -> Tensor:

@@ -111,6 +111,8 @@ class Watch:
         self._leave()
         if self._passes and not self.record and self._warm_up < sys.maxsize:
             self._say(f"watch: no step was looked at (every = {self._every})")
+        elif self._looked_at >= 0 and self._step - self._looked_at > 2 * self._every:
+            self._say(f"watch: no step was looked at after {self._looked_at}: the model was compiled, or not called")
         if self._largest is None and self._not_finite:
             self._say("watch: no look had finite logits")
         if self._largest is not None:
@@ -180,9 +182,9 @@ class Watch:
 
     def _begin(self, model: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
-            if model is self._model and model.training and torch.is_grad_enabled():
+            if self._passes == 0 and model is self._model and model.training and torch.is_grad_enabled():
                 raise ValueError(COMPILED)
-            return
+            return  # compiled in the middle of a run: close() says so
         if model is not self._model or os.getpid() != self._process:
             return
         running = self._running()
@@ -203,7 +205,14 @@ class Watch:
                 return
             forward.seeing = Pass(look, self._attend)
             self._seeing.add(forward.seeing)
-        forward.seeing.open(model, names=look is not None and self._hidden is None)
+        try:
+            forward.seeing.open(model, names=look is not None and self._hidden is None)
+        except ValueError as error:
+            if self._passes == 1:
+                raise
+            self._cut_short(forward.seeing)
+            forward.seeing, self._looked_at = None, self._step
+            self._warn("compiled", str(error).removeprefix("watch: "))
 
     def _running(self) -> list[_Forward]:
         """Passes of this thread, the innermost last, without those that were interrupted."""
