@@ -15,9 +15,14 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from errors import exit_on_user_error, trainer_packages
+from errors import UserError, exit_on_user_error, trainer_packages
+from training.signals import EXIT_RESUME, PreemptionHandler, exit_while_importing
+
+if __name__ == "__main__":
+    exit_while_importing()
 
 with trainer_packages():
     import torch
@@ -26,7 +31,7 @@ with trainer_packages():
 
     import config as configuration
     from config import TrainConfig
-    from training import alarm, distributed, throughput
+    from training import alarm, distributed, outcome, throughput
     from training.distributed import DistContext
     from training.evaluate import evaluate
     from training.nonfinite import step_unless
@@ -34,7 +39,6 @@ with trainer_packages():
     from training.precision import rounding_seed
     from training.qk_clip import clip_qk
     from training.run import Run, close, open_run, save
-    from training.signals import EXIT_RESUME, PreemptionHandler
     from training.telemetry import summary_columns
 
 READ_EVERY = {"cpu": 1, "cuda": 16}
@@ -58,32 +62,36 @@ def train(config: TrainConfig) -> None:
     """Run ``config`` to its last step. Raises ``UserError`` for what the user can correct."""
     distributed.set_deterministic(config.precision.deterministic)
     distributed.set_tf32(config.precision.tf32)
-    dist = distributed.start(config.run.device)
-    try:
-        build_and_loop(config, dist)
-        distributed.barrier()
-    except BaseException as error:
-        # Its frames hold the model, and DDP must be gone before the process group that it uses.
-        traceback.clear_frames(error.__traceback__)
-        raise
-    finally:
-        distributed.stop()
+    with PreemptionHandler(starting=True) as preemption:
+        try:
+            dist = distributed.start(config.run.device, config.run.timeout)
+            build_and_loop(config, dist, preemption)
+            distributed.barrier()
+        except BaseException as error:
+            if preemption.starting and preemption.requested and config.run.resume != "no" and distributed.is_rank_0():
+                outcome.write_of_start(Path(config.run.folder, config.run.name), error)
+            # Its frames hold the model, and DDP must be gone before the process group that it uses.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            distributed.stop()
 
 
-def build_and_loop(config: TrainConfig, dist: DistContext) -> None:
+def build_and_loop(config: TrainConfig, dist: DistContext, preemption: PreemptionHandler) -> None:
     """Build the run and train it. Its files are closed whatever happens; a recording is marked complete only at the end of the run."""
     run = open_run(config, dist)
     try:
+        preemption.starting = False
         announce(run)
-        with PreemptionHandler() as preemption:
-            loop(run, preemption)
-    except KeyboardInterrupt:
-        close(run, finished=False)
-        raise KeyboardInterrupt(f"interrupted: {run.checkpoints.how_to_resume()}") from None
-    except BaseException:
-        close(run, finished=False)
+        loop(run, preemption)
+    except BaseException as error:
+        close(run, error)
+        how = run.checkpoints.how_to_resume()
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"interrupted: {how}") from None
+        error.add_note(how)  # the last line of a traceback
         raise
-    close(run, finished=True)
+    close(run)
 
 
 def loop(run: Run, preemption: PreemptionHandler) -> None:
@@ -271,7 +279,11 @@ def line(step: int, row: dict[str, Any]) -> str:
 
 @exit_on_user_error
 def main() -> None:
-    train(configuration.load(sys.argv[1:]))
+    try:
+        train(configuration.load(sys.argv[1:]))
+    except UserError:
+        distributed.stop_launcher()
+        raise
 
 
 if __name__ == "__main__":

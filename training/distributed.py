@@ -5,12 +5,17 @@ With one process there is no process group and every collective is the identity.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from errors import UserError, invalid
+from training.signals import STARTED_BY
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -47,11 +53,11 @@ class DistContext:
             tqdm.write(text)
 
 
-def start(device: DeviceChoice) -> DistContext:
+def start(device: DeviceChoice, timeout: float = 600.0) -> DistContext:
     """Find this process's rank and device, and join the others (gloo on CPU, NCCL on CUDA) when there are any.
 
     ``auto`` is CUDA where torch sees one. Started without torchrun, this is rank 0 of 1. Raises ``UserError`` where CUDA is asked for and
-    absent, and for more processes on this host than it has GPUs.
+    absent, and for more processes on this host than it has GPUs; ``TimeoutError`` where the others do not come within ``timeout`` seconds.
     """
     if device not in get_args(DeviceChoice):
         raise invalid("run.device", device, get_args(DeviceChoice))
@@ -60,6 +66,7 @@ def start(device: DeviceChoice) -> DistContext:
     rank, local_rank, world_size = (
         int(os.environ.get(*v)) for v in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
     )
+    _die_with_launcher()
     owned = torch.device("cpu")
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -75,11 +82,50 @@ def start(device: DeviceChoice) -> DistContext:
         # too, and where they are more than the cores that costs milliseconds.
         torch.set_num_threads(1)
     if world_size > 1:
+        limit = timedelta(seconds=timeout)
         # torchrun --max-restarts keeps its store: there the processes would find the addresses of those that have died.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=limit))[0])
+        _wait_for_all(store, world_size, timeout)
         backend, device_id = ("nccl", owned) if device == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, device_id=device_id, timeout=limit
+        )
     return DistContext(rank=rank, local_rank=local_rank, world_size=world_size, device=owned)
+
+
+def _wait_for_all(store: dist.Store, world_size: int, timeout: float) -> None:
+    """Wait until all processes have come to ``store``. The wait is Python's: what joins the group would hear no signal."""
+    give_up = time.monotonic() + timeout
+    here = store.add("here", 1)
+    while here < world_size:
+        if time.monotonic() > give_up:
+            raise TimeoutError(
+                f"{here} of {world_size} processes have started within run.timeout = {timeout:g} seconds"
+            )
+        time.sleep(0.05)
+        here = store.add("here", 0)
+
+
+def _die_with_launcher() -> None:
+    """Let the kernel ask this process to save and exit when torchrun dies, were it of SIGKILL. Linux only."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ask_at_parents_death = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(ask_at_parents_death, signal.SIGTERM)
+        if os.getppid() != STARTED_BY:  # it has died before
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_launcher() -> None:
+    """Where torchrun would start this process again (``--max-restarts``), ask it to end: for an error that would only come again."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.getppid() == STARTED_BY:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it on; this process is about to exit
+        os.kill(STARTED_BY, signal.SIGTERM)
+
+
+def is_rank_0() -> bool:
+    """Whether torchrun, if there is one, has started this process as the main one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def stop() -> None:

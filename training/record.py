@@ -29,9 +29,18 @@ from training.metrics import METRICS_FILE, WANDB_ID_FILE, read_lines, text_of
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
+EXIT_FILE = "exit.json"
 LOGS = (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE)
 # Files that a start may leave in a run's folder before it writes config.json.
-_OF_A_START = (LOCK_FILE, "config.json.tmp", "wandb", WANDB_ID_FILE, f"{WANDB_ID_FILE}.tmp")
+_OF_A_START = (
+    LOCK_FILE,
+    EXIT_FILE,
+    f"{EXIT_FILE}.tmp",
+    "config.json.tmp",
+    "wandb",
+    WANDB_ID_FILE,
+    f"{WANDB_ID_FILE}.tmp",
+)
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
 # A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
 # What is computed stays the same; the digest shows that a data set in another folder is the same data.
@@ -39,6 +48,7 @@ _FREE_ON_RESUME = (
     "run.resume",
     "run.steps",
     "run.device",
+    "run.timeout",
     "run.peak_tflops",
     "run.folder",
     "run.log_every",

@@ -21,7 +21,7 @@ from data.batches import Batches, open_batches
 from data.tokenizers import GPT2Tokenizer
 from errors import UserError, check_memory, invalid, reading
 from model import GPT, initialize
-from training import alarm, distributed, gpt2_weights, record, speed, throughput
+from training import alarm, distributed, gpt2_weights, outcome, record, speed, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch
@@ -141,6 +141,8 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         if start is not None:
             run.guard.load_state(start.extra["guard"])
         open_telemetry(run)
+        if dist.is_main:
+            (folder / record.EXIT_FILE).unlink(missing_ok=True)  # of the session before
         undo.pop_all()
     return run
 
@@ -383,17 +385,22 @@ def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, load
         set_rng_state(loaded.rng[dist.rank], dist.device)
 
 
-def close(run: Run, *, finished: bool) -> None:
-    """Close the files; a recording counts as complete only when the run ended by itself."""
+def close(run: Run, error: BaseException | None = None) -> None:
+    """Close the files and say how the run ended; a recording counts as complete only where no ``error`` ended the run."""
     try:
-        if finished:
+        if error is None:
             run.batches.close()
         else:
             # Report what stopped the run, not that a full disk refuses the flush, too: the rows so far stay valid.
             with contextlib.suppress(UserError):
                 run.batches.close(complete=False)
+    except BaseException as failure:
+        error = failure
+        raise
     finally:
-        run.metrics.close(exit_code=0 if finished else 1)
+        run.metrics.close(exit_code=0 if error is None else 1)
         if run.telemetry is not None:
             run.telemetry.close()
+        if run.dist.is_main:
+            outcome.write(run.folder, error, run.batches.position)
         run.held.close()

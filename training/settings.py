@@ -46,6 +46,8 @@ class RunConfig:
     """cuda, cpu, or auto: cuda where torch sees one."""
     resume: Resume = "no"
     """no: a new run; yes: resume from the newest intact checkpoint; auto: yes if the run exists, else no."""
+    timeout: float = 600.0
+    """Seconds that a process waits for the others: at the start, and wherever they exchange something. Then the run ends."""
     init_from: str = ""
     """Where a new run begins, in place of random weights: a checkpoint of another run (weights, optimizer, step and position in the data;
     attention may differ), or weights alone: a local Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt."""
@@ -65,6 +67,8 @@ class RunConfig:
             raise invalid("run.resume", self.resume, get_args(Resume))
         for name in ("steps", "log_every"):
             check_size(f"run.{name}", getattr(self, name), 1)
+        if not 1 <= self.timeout <= 10**6:
+            raise invalid("run.timeout", self.timeout, "1 to 1000000 seconds")
         if not 0 <= self.peak_tflops < math.inf:
             raise invalid("run.peak_tflops", self.peak_tflops, "0 or a positive number of TFLOP/s")
 

@@ -1,0 +1,296 @@
+"""Signals, and other ends of a run: how its processes end, and what exit.json says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import ROOT, Place, before_each_step, command, environment, lines
+
+import train
+from errors import UserError
+from training import distributed
+from training.run import Run
+from training.signals import EXIT_RESUME
+
+AUTO = {"run.resume": "auto"}
+
+
+def outcome_of(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "exit.json").read_text())
+    return content
+
+
+# ---- one process
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def sends(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "step", "checkpoint"),
+    [
+        (sends(signal.SIGTERM), EXIT_RESUME, 14, 14),
+        (sends(signal.SIGHUP), EXIT_RESUME, 14, 14),
+        (raises(KeyboardInterrupt()), 130, 13, 10),
+        (raises(UserError("no room")), 2, 13, 10),
+        (raises(RuntimeError("lost")), 1, 13, 10),
+        (lambda: None, 0, 20, 20),
+    ],
+    ids=["SIGTERM", "SIGHUP", "Ctrl-C", "mistake", "crash", "finished"],
+)
+def test_exit_json_has_the_code_and_the_last_checkpoint(
+    place: Place, end: Callable[[], None], code: int, step: int, checkpoint: int, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.id
+
+    def at_13(run: Run, at: int) -> None:
+        assert not (run.folder / "exit.json").exists()
+        if at == 13:
+            end()
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(BaseException):
+        before_each_step(patch, at_13)
+        place.train(name)
+    run = place.runs / name
+    left = outcome_of(run)
+    assert (left["code"], left["step"]) == (code, step)
+    assert left["checkpoint"] == str(run / f"checkpoints/step_{checkpoint:08d}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_asked_to_exit_before_it_is_built_a_run_says_start_me_again(
+    place: Place, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"start_{number.name}"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "open_run", lambda *_: os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as exit_:
+            place.train(name, AUTO)
+    assert exit_.value.code == outcome_of(place.runs / name)["code"] == EXIT_RESUME
+    assert len(lines(place.train(name, {**AUTO, "run.steps": 2}))) == 3
+
+
+def run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60)
+
+
+def test_ctrl_c_that_torchrun_sends_on_counts_once() -> None:
+    script = """
+import os, signal
+from training.signals import PreemptionHandler
+try:
+    with PreemptionHandler():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            print("closed")
+except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGINT)
+    print("left")
+"""
+    assert run_alone(script).stdout == "closed\nleft\n"
+
+
+def test_a_signal_while_torch_is_imported_has_the_code_of_a_later_one() -> None:
+    script = """
+import os, signal, sys
+from training.signals import exit_while_importing
+exit_while_importing()
+os.kill(os.getpid(), int(sys.argv[1]))
+"""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+    assert [run_alone(script, str(int(number))).returncode for number in numbers] == [75, 75, 75, 130]
+
+
+def test_under_nohup_a_hangup_is_nothing() -> None:
+    script = """
+import os, signal
+from training.signals import PreemptionHandler, exit_while_importing
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+exit_while_importing()
+with PreemptionHandler() as preemption:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(preemption.requested)
+"""
+    assert run_alone(script).stdout == "False\n"
+
+
+def test_a_terminal_that_has_gone_keeps_no_run_from_saving(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from pathlib import Path
+from training.signals import PreemptionHandler
+with PreemptionHandler() as preemption:
+    print("ready", flush=True)
+    while not preemption.requested:
+        time.sleep(0.01)
+    print("a step", flush=True)
+    print("a step", flush=True, file=sys.stderr)
+    Path(sys.argv[1]).touch()
+"""
+    terminal, end = os.openpty()
+    line = [sys.executable, "-c", script, str(tmp_path / "saved")]
+    child = subprocess.Popen(line, stdout=end, stderr=end, cwd=ROOT, env=environment())
+    os.close(end)
+    assert b"ready" in os.read(terminal, 100)
+    os.close(terminal)
+    child.send_signal(signal.SIGHUP)
+    assert child.wait(60) == 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_processes_that_do_not_come_are_waited_for_so_long() -> None:
+    store = torch.distributed.HashStore()
+    with pytest.raises(TimeoutError, match=r"1 of 2 processes have started within run\.timeout = 0\.1 seconds"):
+        distributed._wait_for_all(store, 2, 0.1)
+
+
+# ---- two processes under torchrun
+
+HELD = """
+import os, sys, time
+from pathlib import Path
+import train
+
+phase, marks = os.environ["PHASE"], Path(os.environ["MARKS"])
+open_run = train.open_run
+
+def mark(rank):
+    (marks / f"{rank}.tmp").write_text(str(os.getpid()))
+    os.rename(marks / f"{rank}.tmp", marks / str(rank))
+
+def held(config, dist):
+    if phase == "start":
+        mark(dist.rank)
+        for _ in range(3000):
+            time.sleep(0.02)
+    run = open_run(config, dist)
+    draw = run.batches.next
+    def slowly():
+        if run.batches.position == 2:
+            mark(dist.rank)
+        time.sleep(0.02)
+        return draw()
+    run.batches.next = slowly
+    return run
+
+train.open_run = held
+train.main()
+"""
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+class Held:
+    """A run of two processes, held at the start or slowed down in the loop."""
+
+    def __init__(self, place: Place, tmp_path: Path, name: str, phase: str, fields: dict[str, Any], *launch: str):
+        (tmp_path / "held.py").write_text(HELD)
+        config = place.config(name, {"run.resume": "auto", "run.steps": 10**5, "data.micro_batch": 2, **fields})
+        line = command(tmp_path / "held.py", [str(place.preset_file(config))], 2)
+        line[line.index("--standalone") : line.index("--standalone")] = launch
+        self.run, self.marks = place.runs / name, tmp_path / "marks"
+        self.marks.mkdir()
+        known = environment() | {"PHASE": phase, "MARKS": str(self.marks)}
+        self.output = tmp_path / "output"
+        with open(self.output, "w") as output:
+            self.launcher = subprocess.Popen(line, env=known, stdout=output, stderr=output, start_new_session=True)
+        self._until(lambda: all((self.marks / rank).exists() for rank in "01"), 120)
+        self.ranks = [int((self.marks / rank).read_text()) for rank in "01"]
+
+    def _until(self, done: Any, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end, self.output.read_text()
+            time.sleep(0.05)
+
+    def send(self, number: signal.Signals, to: str) -> None:
+        for pid in {"rank 0": self.ranks[:1], "rank 1": self.ranks[1:], "launcher": [self.launcher.pid]}.get(
+            to, self.ranks
+        ):
+            os.kill(pid, number)
+        if to == "everybody":
+            self.launcher.send_signal(number)
+
+    def left(self) -> int | None:
+        """The code in exit.json after all processes have ended; None where there is none."""
+        try:
+            self.launcher.wait(60)
+            self._until(lambda: not any(map(alive, self.ranks)), 60)
+        finally:
+            for pid in self.ranks:
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+            self.launcher.kill()
+        path = self.run / "exit.json"
+        return json.loads(path.read_text())["code"] if path.exists() else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("phase", "number", "to", "code"),
+    [
+        ("loop", signal.SIGKILL, "launcher", EXIT_RESUME),
+        ("loop", signal.SIGTERM, "rank 1", EXIT_RESUME),
+        ("loop", signal.SIGTERM, "launcher", EXIT_RESUME),
+        ("loop", signal.SIGUSR1, "everybody", EXIT_RESUME),
+        ("loop", signal.SIGHUP, "launcher", EXIT_RESUME),
+        ("loop", signal.SIGINT, "everybody", 130),
+        ("start", signal.SIGKILL, "launcher", EXIT_RESUME),
+        ("start", signal.SIGTERM, "everybody", EXIT_RESUME),
+        ("start", signal.SIGUSR1, "launcher", EXIT_RESUME),
+        ("start", signal.SIGINT, "everybody", None),
+    ],
+)
+def test_a_signal_ends_all_processes_and_exit_json_says_how(
+    place: Place, tmp_path: Path, phase: str, number: signal.Signals, to: str, code: int | None
+) -> None:
+    held = Held(place, tmp_path, f"{phase}_{number.name}_{to.replace(' ', '_')}", phase, {})
+    held.send(number, to)
+    assert held.left() == code, held.output.read_text()
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_answer_ends_the_run_with_the_last_checkpoint_named(
+    place: Place, tmp_path: Path
+) -> None:
+    held = Held(place, tmp_path, "silent", "loop", {"run.timeout": 5.0, "checkpoint.every": 2})
+    os.kill(held.ranks[1], signal.SIGSTOP)
+    assert held.left() == 1
+    assert "the newest checkpoint is" in held.output.read_text()
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_restart_a_mistake(place: Place) -> None:
+    config = place.config("mistake", {"data.micro_batch": 2, "model.vocab_size": 128})
+    line = command(ROOT / "train.py", [str(place.preset_file(config))], 2)
+    line.insert(line.index("--standalone"), "--max-restarts=3")
+    done = subprocess.run(line, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("error: model.vocab_size") in (1, 2)
