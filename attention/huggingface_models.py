@@ -274,9 +274,11 @@ def _functions(values: Any) -> list[FunctionType]:
     """The functions of Python among ``values``, without their decorators."""
     found = []
     for value in values:
-        value = getattr(value, "__func__", getattr(value, "fget", value))
-        while hasattr(value, "__wrapped__"):
+        if isinstance(value, staticmethod | classmethod | property):
+            value = value.fget if isinstance(value, property) else value.__func__
+        while "__wrapped__" in getattr(value, "__dict__", ()):
             value = value.__wrapped__
+        value = value.func if isinstance(value, functools.partial) else value
         if isinstance(value, FunctionType) and not _torchs(value):
             found.append(value)
     return found

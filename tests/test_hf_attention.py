@@ -61,7 +61,9 @@ def plain_formula(
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     s = (scaling or q.shape[3] ** -0.5) * q @ k.transpose(-1, -2)
     s = softcap * torch.tanh(s / softcap) if softcap else s
-    seen = torch.ones_like(s, dtype=torch.bool).tril() if mask is None else mask
+    seen = (
+        torch.ones_like(s, dtype=torch.bool).tril() if mask is None else mask if mask.dtype == torch.bool else mask == 0
+    )
     p = torch.softmax(s.masked_fill(~seen, -1e30), dim=-1) * seen
     return (p @ v).transpose(1, 2), None
 

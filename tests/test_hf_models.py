@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,20 @@ class FusedAttention(OwnAttention):
         return weighted(*self.projection(x).chunk(3, dim=-1))
 
 
+class PartialAttention(OwnAttention):
+    """Bound beforehand and behind decorators."""
+
+    weighted = staticmethod(functools.partial(weighted))
+
+    @functools.wraps(OwnAttention.forward)
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.attend(*arguments)
+
+    @torch.no_grad()
+    def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return type(self).weighted(*self.projection(x).chunk(3, dim=-1))
+
+
 class LinearMixer(nn.Linear):
     """A layer that is no attention, as in hybrid models."""
 
@@ -98,7 +113,7 @@ def remote(part: Callable[[int], nn.Module]) -> Any:
     return RemoteModel
 
 
-@pytest.mark.parametrize("part", [OwnAttention, FusedAttention])
+@pytest.mark.parametrize("part", [OwnAttention, FusedAttention, PartialAttention])
 def test_code_that_transformers_does_not_have_is_refused_too(part: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
         remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
@@ -134,7 +149,7 @@ def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -
         llava(own, attn_implementation=OURS)
     use = {"": OURS, "text_config": OURS, "vision_config": "eager"}
     made, switched = llava(own, attn_implementation=use), llava(own, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"its VitDetAttention .*'vision_config': 'eager'"):
+    with pytest.raises(ValueError, match=r"its VitDetAttention .*'(vision_config|KEY_OF_ITS_CONFIG)': 'eager'"):
         switched.set_attn_implementation(OURS)
     assert switched.config.text_config._attn_implementation == "eager"
     switched.set_attn_implementation(use)
@@ -178,6 +193,12 @@ def test_a_window_without_a_mask_is_refused_unless_it_holds_all_keys() -> None:
     with pytest.raises(ValueError, match="sliding_window = 3 of 4 keys"):
         call(q, q, sliding_window=3)
     assert torch.equal(call(q, q, sliding_window=4), call(q, q))
+
+
+def test_a_mask_that_is_not_of_queries_and_keys_is_refused() -> None:
+    q = torch.randn(4, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"attention mask of shape \[4, 4\]"):
+        call(q, q, torch.ones(4, 4, dtype=torch.bool).tril())
 
 
 def test_without_a_mask_somebody_must_say_whether_it_is_causal() -> None:
