@@ -325,7 +325,7 @@ def _common(sizes: tuple[int, ...], shapes: str, expected: str) -> int:
 @torch.compiler.assume_constant_result
 def _resolved(*asked: Any) -> tuple[str, str, bool, bool]:
     """What ``_resolve`` says, which a compiler takes for a constant."""
-    if not isinstance(asked[0], tuple):
+    if not isinstance(asked[0], str | tuple):
         spec_of(asked[0])
     return _resolve(*asked)
 
@@ -338,10 +338,10 @@ def _resolve(
 
     Raises ``ValueError`` where this machine cannot run it.
     """
-    fields = dict(
-        zip(("preset", "numerics", "sites", "backend"), (asked,) if isinstance(asked, str) else asked, strict=False)
-    )
-    spec = AttentionSpec(**fields)
+    if isinstance(asked, str):
+        spec = spec_of(asked)
+    else:
+        spec = AttentionSpec(**dict(zip(("preset", "numerics", "sites", "backend"), asked, strict=True)))
     config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
     group = config.resolve(1, 1)[0].groups[0]
     chosen = numerics_from_key(group.numerics)
