@@ -51,9 +51,8 @@ def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
-    # Whether keys are hidden inside of ranges, only the host can ask, and compiled code asks no host.
-    ranges, keys = _split(mask) if compiling else _known("split", own, mask, _without_idle_keys)
-    return Mask(ranges=ranges.expand(B, 2, T), keys=None if keys is None else keys.expand(B, S))
+    ranges, keys, has_holes = _split(mask) if compiling else _known("split", own, mask, _split)
+    return Mask(ranges=ranges.expand(B, 2, T), keys=keys.expand(B, S), has_holes=has_holes)
 
 
 def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
@@ -92,8 +91,9 @@ def _(mask: Tensor) -> Tensor:
     return torch.empty_like(mask.narrow(1, 0, 1), dtype=torch.bool, memory_format=torch.contiguous_format)
 
 
-def _without_idle_keys(mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Ranges and padding of a mask [B, H or 1, T, S]; None where there is no padding that ranges do not tell."""
+@torch.library.custom_op(f"{NAMESPACE}::split_of_mask", mutates_args=())
+def _split(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ranges [B, 2, T] and padding [B, S] of a mask [B, 1, T, S], and ``Mask.has_holes``; B may be 1."""
     capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     refuse(capturing, "attn_mask in a CUDA graph: expected one of shape [batch, 1, 1, keys], or is_causal")
     try:
@@ -101,17 +101,11 @@ def _without_idle_keys(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     except ValueError as error:
         expected = "a range of keys for each query, neither end going back, less padding, keys hidden from all queries"
         refuse(True, f"attn_mask: {error}: expected {expected}; use torch's own function for other masks")
-    return ranges, keys if has_holes else None
-
-
-@torch.library.custom_op(f"{NAMESPACE}::split_of_mask", mutates_args=())
-def _split(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Ranges [B, 2, T] and padding [B, S] of a mask [B, H or 1, T, S]; B may be 1."""
-    ranges, keys = _without_idle_keys(mask)
-    return ranges, torch.ones_like(mask[:, 0, 0]) if keys is None else keys
+    return ranges, keys, torch.tensor(has_holes)
 
 
 @_split.register_fake
-def _(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     B, _, T, S = mask.shape
-    return mask.new_empty((B, 2, T), dtype=torch.int32), mask.new_empty((B, S))
+    found = mask.new_empty((B, 2, T), dtype=torch.int32), mask.new_empty((B, S))
+    return *found, torch.empty((), dtype=torch.bool, device="cpu")

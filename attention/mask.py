@@ -32,10 +32,13 @@ class Mask(NamedTuple):
     """Which keys are there: bool [B, S]."""
     ranges: Tensor | None = None
     """Integers [B, 2, T]: first of the keys that each query sees, and the one after the last; neither decreases along the queries."""
+    has_holes: Tensor | None = None
+    """bool [] on the CPU, False where ``ranges`` say all that ``keys`` do, which is then not read, as kernels are faster without."""
 
     def features(self) -> tuple[str, ...]:
         """The fields that ask for something."""
-        return tuple(name for name, value in self._asdict().items() if isinstance(value, Tensor) or value)
+        asked = self._asdict() | {"has_holes": None}
+        return tuple(name for name, value in asked.items() if isinstance(value, Tensor) or value)
 
     def check(self, B: int, T: int, S: int, device: torch.device) -> None:
         """Raise ``UserError`` where the mask does not fit B, T, S and the device; what its tensors hold is not looked at."""
@@ -97,9 +100,10 @@ def _runs(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device
     s = torch.arange(S, device=device)
     # [B or 1, T or 1]: where the keys that a query may see begin and end, whatever its place.
     begin, end = torch.zeros_like(s[:1, None]), torch.full_like(s[:1, None], S)
-    if mask.keys is not None:
-        end = torch.where(mask.keys, s + 1, 0).amax(dim=1, keepdim=True)
-        begin = torch.where(mask.keys, s, S).amin(dim=1, keepdim=True).minimum(end)
+    keys = mask.keys if mask.has_holes is None or bool(mask.has_holes) else None
+    if keys is not None:
+        end = torch.where(keys, s + 1, 0).amax(dim=1, keepdim=True)
+        begin = torch.where(keys, s, S).amin(dim=1, keepdim=True).minimum(end)
     if mask.ranges is not None:
         begin, end = begin.maximum(mask.ranges[:, 0]), end.minimum(mask.ranges[:, 1])
     last = (
@@ -109,7 +113,7 @@ def _runs(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device
     first = begin.minimum(last).contiguous()
     s = s.expand(B, S).contiguous()
     of_keys = [torch.searchsorted(ends, s, right=True, out_int32=True) for ends in (last, first)]
-    holes = None if mask.keys is None else mask.keys.contiguous()
+    holes = None if keys is None else keys.contiguous()
     return Runs(torch.stack((first, last), dim=1).int(), torch.stack(of_keys, dim=1), holes)
 
 

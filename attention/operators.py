@@ -1,6 +1,6 @@
 """Custom operators of the backends: opaque, so that a compiler that fuses casts away never sees what is in them.
 
-All have the same arguments behind their tensors: ``SETTINGS``, the last three of which are the fields of ``Mask``.
+All have the same arguments behind their tensors: ``SETTINGS``, the last four of which are the fields of ``Mask``.
 
 Legend: B batch, H heads, T sequence, D head dim.
 """
@@ -18,7 +18,7 @@ from .mask import NO_MASK, Mask
 from .reference.tiles import NAMESPACE
 
 # No defaults: torch leaves them out of the graphs by which it finds code that it has compiled before, by another schema.
-SETTINGS = "str numerics, float scale, bool causal, float softcap, bool bottom_right, Tensor? keys, Tensor? ranges"
+SETTINGS = "str numerics, float scale, bool causal, float softcap, bool bottom_right, Tensor? keys, Tensor? ranges, Tensor? has_holes"
 FORWARD_TENSORS = "q k v seed"
 BACKWARD_TENSORS = "do q k v o counts saved"
 """Tensors of the passes of flash attention; ``o`` and ``counts`` are ``tiles.delta_operands``."""
@@ -60,14 +60,14 @@ def differentiable(
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, _, *ctx.settings, keys, ranges = inputs
+        q, k, v, _, *ctx.settings, keys, ranges, has_holes = inputs
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(q, k, v, *keep(*outputs), keys, ranges)
+        ctx.save_for_backward(q, k, v, *keep(*outputs), keys, ranges, has_holes)
 
     def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *tensors, keys, ranges = ctx.saved_tensors
-        return *backward(do, *tensors, *ctx.settings, keys, ranges), *(None,) * 8
+        *tensors, keys, ranges, has_holes = ctx.saved_tensors
+        return *backward(do, *tensors, *ctx.settings, keys, ranges, has_holes), *(None,) * 9
 
     forward.register_autograd(pass_back, setup_context=setup_context)
 

@@ -54,7 +54,6 @@ SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "no queries": (((2, 4, 0, 16), (2, 4, 6, 16), (2, 4, 6, 16)), {"is_causal": True}),
     "no keys": (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), {}),
     "no keys, grouped": (((2, 4, 8, 16), (2, 2, 0, 16), (2, 2, 0, 16)), {"enable_gqa": True}),
-    "no heads": (((2, 0, 8, 16), (2, 0, 6, 16), (2, 0, 6, 16)), {}),
 }
 
 
