@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -140,13 +139,12 @@ def _without_mask(
     return False, torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
 
 
-def _mask(*arguments: Any, **settings: Any) -> Tensor | None:
+def _mask(**settings: Any) -> Tensor | None:
     """transformers' bool mask, or None: T causal queries of T keys, one query that sees all keys, or nothing is hidden at all."""
     from transformers.masking_utils import sdpa_mask
 
-    asked = inspect.signature(sdpa_mask).bind(*arguments, **settings).arguments
-    place = asked.get("cache_position")  # before transformers 5
-    queries = asked["q_length"] if place is None else place.shape[0]
-    if queries not in (1, asked["kv_length"]):
+    place = settings.get("cache_position")  # before transformers 5
+    queries, keys = settings["q_length"] if place is None else place.shape[0], settings["kv_length"]
+    if queries != 1 and queries != keys:  # torch 2.11's compiler finds no symbolic size by `in`
         settings["allow_is_causal_skip"] = False
-    return sdpa_mask(*arguments, **settings)
+    return sdpa_mask(**settings)

@@ -36,7 +36,8 @@ class Tally:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.outcome] += 1
+            part = "subtests " if type(report).__name__ == "SubtestReport" else ""
+            self.outcomes[part + report.outcome] += 1
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             lines = str(crash.message if crash else report.longrepr).splitlines() or [""]
