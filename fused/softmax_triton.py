@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.triton.arithmetic import BF16, INTERPRETED, LOG2_E, NEAREST, round_mantissa
+from attention.triton.arithmetic import BF16, FP_FUSION, INTERPRETED, LOG2_E, NEAREST, round_mantissa
 
 BLOCK, WARPS = 4096, 16
 
@@ -61,4 +61,5 @@ def softmax_rows_triton(logits_NV: Tensor, targets_N: Tensor, loss_N: Tensor) ->
             IGNORED=-1,
             BLOCK=min(BLOCK, triton.next_power_of_2(V)),
             num_warps=WARPS,
+            enable_fp_fusion=FP_FUSION,
         )

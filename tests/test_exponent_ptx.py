@@ -41,10 +41,8 @@ def exponents(fold: int, *, apart: bool = False) -> list[str]:
     signature = dict.fromkeys(("p_s", "p_p"), "*fp32") | {"unit": "fp32"}
     values = {(3,): fold, (4,): apart, (5,): N}
     source = compiler.ASTSource(exponent_kernel, signature | dict.fromkeys(("FOLD", "APART", "N"), "constexpr"), values)
-    # As Triton before 3.10 has it unless told otherwise: products may be fused.
-    made = triton.compile(
-        source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}
-    )
+    options = {"enable_fp_fusion": numerics.FP_FUSION}
+    made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
     written = {
         register: (operation, operands)
         for operation, register, operands in re.findall(r"^\s*([a-z][\w.]*f32)\s+(%\w+), (.*);", made.asm["ptx"], re.M)

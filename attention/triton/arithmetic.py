@@ -35,6 +35,9 @@ from ..numerics import (
 from ..rounding import RANDOM_BITS, ROUNDS
 from .block_sizes import boundaries_matter
 
+FP_FUSION = True
+"""``enable_fp_fusion`` of every launch: the compiler may make a * b + c one operation with one rounding. Values depend on it, and its
+default on Triton's version."""
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)

@@ -23,6 +23,7 @@ from .arithmetic import (
     CORRECTED_ROWS,
     FMA,
     FP32,
+    FP_FUSION,
     LATER,
     LOADED,
     MAX_AND_SUM,
@@ -449,6 +450,7 @@ def launch_backward(
             SHAPE=shape(of_queries, by_columns),
             num_warps=of_queries.warps,
             num_stages=of_queries.stages,
+            enable_fp_fusion=FP_FUSION,
             maxnreg=of_queries.registers,
         )
 
@@ -483,6 +485,7 @@ def launch_backward(
         SHAPE=shape(of_keys, by_rows, even=T % of_keys.rows == 0),
         num_warps=of_keys.warps,
         num_stages=of_keys.stages,
+        enable_fp_fusion=FP_FUSION,
         maxnreg=of_keys.registers,
     )
     return gradients

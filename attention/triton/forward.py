@@ -19,6 +19,7 @@ from ..rounding import storage_dtype
 from .arithmetic import (
     FMA,
     FP32,
+    FP_FUSION,
     INTERPRETED,
     LARGEST,
     LOW_BITS,
@@ -529,6 +530,7 @@ def launch_forward(
         ),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        enable_fp_fusion=FP_FUSION,
         # As many programs an SM, and what runs need does not spill.
         maxnreg=128 if runs is not None and blocks.registers == 112 else blocks.registers,
     )

@@ -236,7 +236,7 @@ def rows_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
 
 def takes_descriptor(*tensors: Tensor) -> bool:
     """Whether Hopper's copy engine is there and its rules of alignment hold."""
-    if tensors[0].device.type != "cuda" or torch.cuda.get_device_capability(tensors[0].device) < (9, 0):
+    if capability(tensors[0].device) < (9, 0):
         return False
     strides = [s * x.element_size() for x in tensors for s in x.stride()[:3]]
     return all(s > 0 and s % 16 == 0 for s in strides) and all(
@@ -246,4 +246,9 @@ def takes_descriptor(*tensors: Tensor) -> bool:
 
 def warpgroup_mma(x: Tensor) -> bool:
     """Whether products of two BF16 blocks there are those of Hopper's warpgroups."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
+    return x.dtype == torch.bfloat16 and capability(x.device)[0] == 9
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device; (0, 0) for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

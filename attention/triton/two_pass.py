@@ -25,6 +25,7 @@ from ..reference.tiles import FORMAT_OF, OUTPUT_STREAM
 from ..rounding import storage_dtype
 from .arithmetic import (
     FP32,
+    FP_FUSION,
     SCALED,
     STOCHASTIC,
     Scalars,
@@ -190,6 +191,7 @@ def launch(
         ),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        enable_fp_fusion=FP_FUSION,
         maxnreg=blocks.registers,
     )
     return o, saved

@@ -1,0 +1,269 @@
+"""Digests of the PTX that attention's kernels compile to: equal digests prove that a change moves no bit, and need no GPU.
+
+    python tests/ptx_digests.py --check          every case against what is recorded for this version of Triton
+    python tests/ptx_digests.py --check --quick  what tests/test_ptx_digests.py checks
+    python tests/ptx_digests.py --write          record this version again (a change of numerics gets a commit of its own, which says so)
+    python tests/ptx_digests.py --show CASE      the PTX that is digested, for a diff
+
+A case is ``preset|base|head dim|form|dtype|target``; a form is a mask, or another property of the call (``FORMS``). Each case holds one
+digest a launch, in order. Not all combinations are there: ``cases`` says which.
+
+PTX is compared without what does not count (``what_counts``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path(__file__).resolve().parent / "golden" / "ptx.json"
+TARGETS = (80, 90, 100)
+HEAD_DIMS = (16, 64, 80, 128, 256)
+CORE = ("flash", "flash_consistent", "flash_delta_from_p")
+
+
+class Form(NamedTuple):
+    """The properties of a call that kernels are compiled for, beside numerics, head dim and dtype."""
+
+    length: int = 1024
+    keys_per_head: int = 1
+    causal: bool = True
+    softcap: float = 0.0
+    mask: str = ""
+
+
+FORMS = {
+    "causal": Form(),
+    "full": Form(causal=False),
+    "ragged": Form(length=1000),
+    "ragged full": Form(length=1000, causal=False),
+    "window": Form(mask="window"),
+    "padding": Form(mask="keys", causal=False),
+    "grouped": Form(keys_per_head=3),
+    "softcap": Form(softcap=5.0),
+}
+
+
+def cases() -> Iterator[str]:
+    """Every preset on the bases ``hardware`` and ``published``; the presets of ``CORE`` on the others, with every form, with every head dim
+    on every target, and with every dtype on every target."""
+    from attention.numerics import BASES
+    from attention.presets import PRESETS
+
+    flash = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
+    every = [
+        *itertools.product(flash, ("hardware", "published"), (64,), ("causal",), ("bf16",), (90,)),
+        *itertools.product(CORE, BASES, (64,), ("causal",), ("bf16",), (90,)),
+        *itertools.product(CORE, ("hardware",), (64,), FORMS, ("bf16",), (90,)),
+        *itertools.product(CORE, ("hardware",), HEAD_DIMS, ("causal",), ("bf16",), TARGETS),
+        *itertools.product(CORE, ("hardware",), (64,), ("causal",), ("fp16", "fp32"), TARGETS),
+    ]
+    yield from dict.fromkeys("|".join(map(str, case)) for case in every)
+
+
+QUICK = (
+    "flash|hardware|64|ragged|bf16|90",
+    "flash|hardware|64|causal|fp16|100",
+    "flash|published|64|causal|bf16|90",
+    "flash_consistent|hardware|64|causal|bf16|90",
+    "flash_consistent|hardware|64|padding|bf16|90",
+    "flash_delta_from_p|hardware|64|causal|bf16|80",
+)
+"""Cases of the quick check: together they reach every kernel, every loop and every target."""
+
+
+class _Driver:
+    """Stands in for a GPU's driver: it says what to compile for, and launches nothing."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+class _Recorder:
+    """Stands in for a kernel: its launches compile it."""
+
+    def __init__(self, kernel: Any, found: list[str]):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(**arguments: Any) -> None:
+            self.found.append(self.kernel.warmup(grid=grid, **arguments).asm["ptx"])
+
+        return launch
+
+
+def _without_ptxas(*stage: Any) -> tuple[str, str] | None:
+    """A hook of Triton's compiler: PTX is the last stage that is made. Called without arguments, it names itself for the cache."""
+    if not stage:
+        return "without ptxas", "without ptxas"
+    stage[1]["cubin"] = lambda source, metadata: b"none"
+    return None
+
+
+def compile_case(case: str, fp_fusion: bool | None = None) -> list[str] | None:
+    """The PTX of each launch of both passes, in order; None where the library refuses the case. ``fp_fusion``: not as the code has it."""
+    from unittest.mock import patch
+
+    import torch
+    import triton
+
+    from attention.backends import Call, obstacle
+    from attention.mask import NO_MASK, Mask
+    from attention.plan import AttentionSpec
+    from attention.reference.flash import kept_of
+    from attention.triton import backward, forward, loads
+    from attention.triton.block_sizes import backward_blocks, forward_blocks
+
+    preset, base, head_dim, form_name, dtype, arch = case.split("|")
+    D, form = int(head_dim), FORMS[form_name]
+    n = AttentionSpec(preset=preset, numerics=base).resolve()
+    if obstacle("flash", Call("cuda", dtype, D, n, form.softcap, ())):
+        return None
+    n = n.concrete(dtype)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    T, H = form.length, 6
+    q = torch.zeros(2, T, H, D, dtype=kind)
+    k, v = (torch.zeros(2, T, H // form.keys_per_head, D, dtype=kind) for _ in range(2))
+    masks = {"window": Mask(window=256), "keys": Mask(keys=torch.ones(2, T, dtype=torch.bool))}
+    settings = (1 / D**0.5, form.causal, form.softcap, masks.get(form.mask, NO_MASK))
+    fusion = forward.FP_FUSION if fp_fusion is None else fp_fusion
+    found: list[str] = []
+    triton.runtime.driver.set_active(_Driver(int(arch)))
+    triton.knobs.runtime.add_stages_inspection_hook = _without_ptxas
+    kernels = ((forward, "forward_kernel"), (backward, "query_kernel"), (backward, "key_kernel"))
+    recorders = [patch.object(module, name, _Recorder(getattr(module, name), found)) for module, name in kernels]
+    fusions = [patch.object(module, "FP_FUSION", fusion) for module in (forward, backward)]
+    capability = patch.object(loads, "capability", lambda device: divmod(int(arch), 10))
+    try:
+        for change in (*recorders, *fusions, capability):
+            change.start()
+        o, *rest = forward.launch_forward(q, k, v, torch.tensor(0), n, forward_blocks(n, dtype, D, T, T), *settings)
+        blocks = backward_blocks(n, dtype, D, T, T)
+        backward.launch_backward(torch.zeros_like(o), q, k, v, *kept_of(o, *rest), n, blocks, *settings)
+    finally:
+        patch.stopall()
+    return found
+
+
+def what_counts(ptx: str) -> str:
+    """PTX without comments, debug information, the version line, the kernel's name, and parameters that nothing reads."""
+    name = re.search(r"\.entry (\w+)", ptx)
+    assert name is not None
+    lines = (line.split("//")[0].strip() for line in ptx.split(".section")[0].splitlines())
+    unwanted = (".version", ".loc", ".file", "$L__tmp")
+    kept = [line for line in lines if line and not line.startswith(unwanted)]
+    parameter = re.compile(rf"{name[1]}_param_(\d+)")
+    code = "\n".join(line for line in kept if not line.startswith(".param"))
+    # Numbered in the order of the signature: two that change places differ.
+    numbers = {old: str(new) for new, old in enumerate(sorted(set(parameter.findall(code)), key=int))}
+    return parameter.sub(lambda found: f"parameter_{numbers[found[1]]}", code).replace(name[1], "kernel")
+
+
+def digest(ptx: str) -> str:
+    return hashlib.sha256(what_counts(ptx).encode()).hexdigest()[:10]
+
+
+def record(wanted: list[str]) -> dict[str, str]:
+    """Digests by case, those of one case in one text."""
+    made = {case: compile_case(case) for case in wanted}
+    return {case: "refused" if ptx is None else " ".join(map(digest, ptx)) for case, ptx in made.items()}
+
+
+def check(quick: bool) -> tuple[list[str], str]:
+    """What differs, a line a case; and what was compared, in words."""
+    import triton
+
+    recorded = json.loads(RECORD.read_text())
+    known = recorded.get(triton.__version__)
+    if known is None:
+        problems = [line for case in QUICK for line in _weaknesses(case)]
+        return problems, (
+            f"Triton {triton.__version__} is not among the recorded {', '.join(recorded)}: no digest was compared; "
+            f"{len(QUICK)} cases compile, and enable_fp_fusion decides how many operations are fused"
+        )
+    wanted = {case: known.get(case, "not recorded") for case in (QUICK if quick else cases())}
+    found = record(list(wanted))
+    lines = [
+        f"{case}: {wanted[case]} was recorded, {found[case]} now" for case in wanted if wanted[case] != found[case]
+    ]
+    if not quick:
+        lines += [f"{case}: recorded, and no case now" for case in known if case not in wanted]
+    return lines, f"Triton {triton.__version__}, {len(wanted)} cases: digests of PTX compared"
+
+
+def _weaknesses(case: str) -> Iterator[str]:
+    """What is wrong with PTX of an unknown version of Triton, as far as can be said."""
+    made, unfused = compile_case(case), compile_case(case, fp_fusion=False)
+    if made is None or unfused is None:
+        yield f"{case}: refused"
+        return
+    for index, pair in enumerate(zip(made, unfused, strict=True)):
+        fused, apart = (len(re.findall(r"\bfma\.rn\.f32", what_counts(ptx))) for ptx in pair)
+        if not fused > apart:
+            yield f"{case}: launch {index} has {fused} fma.rn.f32, and {apart} without enable_fp_fusion; expected more"
+
+
+def in_a_process(*arguments: str) -> tuple[int, str]:
+    """Run this file in a Python of its own, whose kernels are compiled and not interpreted. Its exit code and what it prints."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache
+        command = [sys.executable, __file__, "--here", *arguments]
+        done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return done.returncode, done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true")
+    action.add_argument("--write", action="store_true")
+    action.add_argument("--show", metavar="CASE")
+    parser.add_argument("--quick", action="store_true", help="of --check: a part of the cases")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.here:
+        code, printed = in_a_process(*sys.argv[1:])
+        print(printed, end="")
+        return code
+    sys.path.insert(0, str(ROOT))
+    if arguments.show:
+        print("\n\n".join(map(what_counts, compile_case(arguments.show) or ["refused"])))
+        return 0
+    if arguments.check:
+        lines, compared = check(arguments.quick)
+        print("\n".join([*lines, compared]))
+        return bool(lines)
+    import triton
+
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    recorded[triton.__version__] = record(list(cases()))
+    RECORD.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+    print(f"Triton {triton.__version__}: {len(recorded[triton.__version__])} cases written")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
