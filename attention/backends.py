@@ -54,12 +54,6 @@ def _standard(*qkv: Any, **settings: Any) -> Any:
     return standard(*qkv, **settings)
 
 
-def _standard_triton(*qkv: Any, **settings: Any) -> Any:
-    from .triton.two_pass import standard_triton
-
-    return standard_triton(*qkv, **settings)
-
-
 def _flash(*qkv: Any, **settings: Any) -> Any:
     from .triton.ops import flash
 
@@ -72,16 +66,6 @@ def _flash_reference(*qkv: Any, **settings: Any) -> Any:
     return flash_reference(*qkv, **settings)
 
 
-def _triton(call: Call, instead: str) -> str | None:
-    """Why no Triton kernel can serve a call, or None; ``instead``: what can."""
-    if importlib.util.find_spec("triton") is None:
-        return f"it needs triton, which is not installed; {instead}"
-    if call.device != "cuda" and not _interprets():
-        return f"it needs a CUDA device (or TRITON_INTERPRET=1); {instead}"
-    head_dim = head_dim_obstacle(call.head_dim)
-    return f"{head_dim}; {instead}" if head_dim else None
-
-
 def _interprets() -> bool:
     import triton
 
@@ -89,13 +73,14 @@ def _interprets() -> bool:
 
 
 def _flash_needs(call: Call) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        reason: str | None = "it needs triton, which is not installed"
+    elif call.device != "cuda" and not _interprets():
+        reason = "it needs a CUDA device (or TRITON_INTERPRET=1)"
+    else:
+        reason = head_dim_obstacle(call.head_dim) or tile_obstacle(call.numerics)
     instead = "flash_reference runs anywhere (backend='flash_reference', in train.py --attention.flash-backend flash_reference)"
-    tiles = tile_obstacle(call.numerics)
-    return _triton(call, instead) or (f"{tiles}; {instead}" if tiles else None)
-
-
-def _standard_triton_needs(call: Call) -> str | None:
-    return _triton(call, "standard runs anywhere")
+    return reason and f"{reason}; {instead}"
 
 
 def _sdpa(name: str) -> Backend:
@@ -120,7 +105,6 @@ def _sdpa(name: str) -> Backend:
 
 BACKENDS: dict[str, Backend] = {
     "standard": Backend(_standard),
-    "standard_triton": Backend(_standard_triton, _standard_triton_needs),
     "sdpa_flash": _sdpa("sdpa_flash"),
     "sdpa_cudnn": _sdpa("sdpa_cudnn"),
     "sdpa_efficient": _sdpa("sdpa_efficient"),

@@ -40,7 +40,6 @@ FEATURES = {
 FORWARD, DELTA, BACKWARD = "forward", "delta", "backward"
 """Where a site may act: making O (and what is kept for the backward pass); making delta; making dQ, dK and dV."""
 FLASH = ("flash", "flash_reference")
-STANDARD = ("standard", "standard_triton")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def site(
     choices: tuple[str, ...] = (),
     within: tuple[str, Callable[[float], bool]] | None = None,
     acts_in: tuple[str, ...],
-    backends: tuple[str, ...] = (*FLASH, *STANDARD),
+    backends: tuple[str, ...] = (*FLASH, "standard"),
     elsewhere: Any = None,
     conflict: tuple[str, Callable[[Numerics], bool]] | None = None,
     without: Mapping[str, str] = MappingProxyType({}),

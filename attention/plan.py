@@ -268,6 +268,6 @@ def check_plans(
 
 def _serves(name: str, call: Call) -> bool:
     """Whether a backend could stand in on this machine, with the roundings of its own first preset."""
-    # flash_reference and standard_triton have no presets of their own: they compute those of flash and standard.
+    # flash_reference has no presets of its own: it computes those of flash.
     preset = next((preset for preset in PRESETS if PRESETS[preset].backend == name), name.partition("_")[0])
     return obstacle(name, replace(call, numerics=AttentionSpec(preset=preset).resolve())) is None

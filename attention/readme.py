@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .backends import BACKENDS
-from .numerics import BASES, DEFAULTS, FEATURES, HARDWARE, SITES, STANDARD, USES
+from .numerics import BASES, DEFAULTS, FEATURES, HARDWARE, SITES, USES
 from .plan import AttentionSpec
 from .presets import PRESETS
 
@@ -32,7 +32,7 @@ def tables() -> dict[str, list[str]]:
 def _sites() -> Iterator[tuple[str, ...]]:
     for name, declared in SITES.items():
         default = DEFAULTS[name] if isinstance(DEFAULTS[name], str) else f"{DEFAULTS[name]:.5g}"
-        mark = "" if set(STANDARD) <= set(declared.backends) else " †"
+        mark = "" if "standard" in declared.backends else " †"
         yield f"`{name}`{mark}", declared.doc, default
 
 

@@ -187,7 +187,7 @@ def cases(part: str) -> Iterator[str]:
             yield f"flash|{base}||bf16|{variant}"
         yield from (f"{preset}|{base}||fp16|" for preset in ("standard", "flash") for base in BASES)
     else:
-        for preset, base in itertools.product(("standard", *flash), BASES):
+        for preset, base in itertools.product(flash, BASES):
             yield f"{preset}|{base}||bf16|"
         for site in SITES:
             yield f"flash|hardware|{','.join((site, *TILES))}|bf16|"
@@ -204,14 +204,12 @@ def compute(part: str, key: str) -> dict[str, Any] | None:
 
     preset, base, sites, dtype_name, variant = key.split("|")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
-    backend = "standard_triton" if part == "interpreter" and preset == "standard" else ""
     q, k, v, do = problem(dtype)
     try:
         spec = AttentionSpec(
             preset=preset,
             numerics=base,
             sites=tuple(filter(None, sites.split(","))),
-            backend=backend,
         )
         config = AttentionConfig(flash_backend="flash" if part == "interpreter" else "flash_reference", default=spec)
         plan = config.resolve(2, q.shape[2])[1]

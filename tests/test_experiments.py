@@ -16,6 +16,9 @@ from training.intervention import parse_switch, plans_at
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ROOT / "experiments"
+GIVEN_UP = {"standard"}
+"""Runs of what the code does not have any more: experiments/fast_failure/README.md names the commit that has it."""
+RECORDS = sorted(path for path in EXPERIMENTS.rglob("config.json") if path.parent.name not in GIVEN_UP)
 SUMMARIES = sorted(path.parent.name for path in EXPERIMENTS.glob("*/summary.csv"))
 
 
@@ -25,7 +28,7 @@ def test_the_pictures_can_be_drawn() -> None:
         assert draw[name]().axes
 
 
-@pytest.mark.parametrize("path", sorted(EXPERIMENTS.rglob("config.json")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
 def test_the_attention_of_a_published_run_is_known(path: Path) -> None:
     """By the names of its time, those that its layers were switched to as well."""
     config = json.loads(path.read_text())["config"]

@@ -35,8 +35,6 @@ triton = pytest.importorskip("triton")
 
 device, poisoned_memory = kernel_tests.device, kernel_tests.poisoned_memory
 FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
-IN_PYTORCH = {"flash": "flash_reference", "standard_triton": "standard"}
-BACKENDS = list(IN_PYTORCH)
 TILES = ("tile_q=16", "tile_k=16")  # neither divides T = 40: partial blocks in both directions
 on_gpu = pytest.mark.gpu if not INTERPRETED else pytest.mark.skip(reason="sizes for a GPU")
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
@@ -53,13 +51,8 @@ def problem(
 def spec(
     preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, backend: str = "flash"
 ) -> AttentionSpec:
-    own_tiles = preset in ("flash_untiled", "standard")
-    return AttentionSpec(preset=preset, numerics=numerics, sites=() if own_tiles else sites, backend=backend)
-
-
-def chosen(backend: str, *, kernel: bool = True, **settings) -> AttentionSpec:  # type: ignore[no-untyped-def]
-    preset = "standard" if backend == "standard_triton" else "flash"
-    return spec(preset, backend=backend if kernel else IN_PYTORCH[backend], **settings)
+    sites = () if preset == "flash_untiled" else sites
+    return AttentionSpec(preset=preset, numerics=numerics, sites=sites, backend=backend)
 
 
 def largest_score(p: Problem) -> float:
@@ -67,32 +60,21 @@ def largest_score(p: Problem) -> float:
 
 
 def kernels_agree(p: Problem, kernel: AttentionSpec, in_pytorch: AttentionSpec, **settings) -> None:  # type: ignore[no-untyped-def]
-    """They differ by less than a quarter of the rounding error of the PyTorch backend, or by FP32 noise of the size of the scores.
-
-    Standard attention alone rounds sums of all keys: tensor cores cut them toward zero, here taken as one last place for 16 terms,
-    which all terms of one sign have in common. A share noise / u of values then rounds to the neighbor, u away, where u is sqrt(12)
-    times the rounding error: sqrt(u * noise) in the root of the mean square, up to half of the rounding error.
-    """
+    """They differ by less than a quarter of the rounding error of the PyTorch backend, or by FP32 noise."""
     found, expected = (run(p, x, **settings) for x in (kernel, in_pytorch))
     assert [x.dtype for x in found] == [expected[0].dtype, *[p.q.dtype] * 3]
-    noise = 2.0**-24 * p.q.shape[1] / 16
-
-    def allowed(own: float) -> float:
-        if kernel.preset != "standard":
-            return max(own / 4, 2.0**-21)
-        return max(own / 4, 2.0**-24 * max(largest_score(p), 16), min((12**0.5 * own * noise) ** 0.5, own / 2))
-
-    assert_agree(found, expected, oracle(p, settings.get("softcap", 0.0)), magnitudes(p), allowed)
+    exact = oracle(p, settings.get("softcap", 0.0))
+    assert_agree(found, expected, exact, magnitudes(p), lambda own: max(own / 4, 2.0**-21))
 
 
 def flash_agrees(p: Problem, preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, **more) -> None:  # type: ignore[no-untyped-def]
     kernels_agree(p, spec(preset, numerics, sites), spec(preset, numerics, sites, "flash_reference"), **more)
 
 
-def kernels_are_as_exact(p: Problem, backend: str, **settings) -> None:  # type: ignore[no-untyped-def]
+def kernels_are_as_exact(p: Problem, **settings) -> None:  # type: ignore[no-untyped-def]
     """Error against fp64 at most twice that of the PyTorch backend, the floor being the unit of the format and that of L in FP32."""
     floor = max(2.0**-24 * max(largest_score(p), 16), 0 if p.q.dtype == torch.float32 else 2.0**-10)
-    found, baseline = (run(p, chosen(backend, kernel=kernel, **settings)) for kernel in (True, False))
+    found, baseline = (run(p, spec("flash", backend=backend, **settings)) for backend in ("flash", "flash_reference"))
     assert_as_exact(found, baseline, oracle(p), magnitudes(p), floor)
 
 
@@ -116,7 +98,6 @@ def test_the_slow_cases_in_tritons_interpreter() -> None:
         (spec("flash"), 44, "it takes head dims divisible by 8 from 16 to 256, not 44"),
         (spec("flash_stable", sites=("tile_k=24",)), 64, "it needs tile_k divisible by 16, not 24"),
         (spec("flash", sites=("tile_q=8", "gradient_accumulator=bf16")), 64, "it needs tile_q divisible by 16, not 8"),
-        (chosen("standard_triton"), 64, "it needs a CUDA device (or TRITON_INTERPRET=1); standard runs anywhere"),
     ],
 )
 def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
@@ -161,27 +142,15 @@ def test_every_preset_agrees_with_the_reference(preset: str, numerics: str, devi
     flash_agrees(p, preset, numerics, seed=5)
 
 
-@pytest.mark.parametrize("numerics", ["hardware", "rounded_forward", "fp32"])
-def test_standard_attention_agrees_with_the_matrices(numerics: str, device: torch.device) -> None:
-    kernels_agree(
-        problem("tied", device), *(spec("standard", numerics, (), b) for b in ("standard_triton", "standard"))
-    )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [*CASES, "huge"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow), torch.float32], ids=str)
-def test_as_exact_as_in_pytorch_against_fp64(case: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    if backend == "standard_triton" and case == "huge" and dtype == torch.float16:
-        pytest.skip("S leaves the range of FP16 there")
-    kernels_are_as_exact(problem(case, device, dtype, (1, 33, 1, 16)), backend)
+def test_as_exact_as_in_pytorch_against_fp64(case: str, dtype: torch.dtype, device: torch.device) -> None:
+    kernels_are_as_exact(problem(case, device, dtype, (1, 33, 1, 16)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_default_tiles(head_dim: int, backend: str, device: torch.device) -> None:
-    p = problem("random", device, shape=(1, 33, 1, head_dim))
-    kernels_agree(p, chosen(backend, sites=()), chosen(backend, kernel=False, sites=()))
+def test_default_tiles(head_dim: int, device: torch.device) -> None:
+    flash_agrees(problem("random", device, shape=(1, 33, 1, head_dim)), "flash", sites=())
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 2, 16), (1, 33, 1, 64)])
@@ -196,20 +165,19 @@ def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[in
 
 @in_interpreter
 @pytest.mark.parametrize(
-    "preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "flash_consistent", "standard"]
+    "preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "flash_consistent"]
 )
 def test_blocks_fetched_through_descriptors_are_the_same(
     preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of Hopper's copy engine, which the interpreter can walk: lengths that no block divides, and head dim 64."""
-    from attention.triton import backward, forward, two_pass
+    from attention.triton import backward, forward
 
     p = problem("random", device, shape=(1, 70, 1, 64))
-    backend = "standard_triton" if preset == "standard" else "flash"
-    asked = spec(preset, sites=("tile_q=64", "tile_k=32"), backend=backend)
+    asked = spec(preset, sites=("tile_q=64", "tile_k=32"))
     plain = run(p, asked)
     allowed = Mock(return_value=True)
-    for module in (forward, backward, two_pass):
+    for module in (forward, backward):
         monkeypatch.setattr(module, "takes_descriptor", allowed)
     through = run(p, asked)
     assert allowed.call_count > 1
@@ -224,35 +192,33 @@ def test_blocks_fetched_through_descriptors_are_the_same(
         "flash_stochastic_p_o",
         "flash_delta_from_p",
         "flash_delta_from_p_subtract_first",
-        "standard",
     ],
 )
 def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None:
     p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))
-    asked = spec(preset, sites=(), backend="standard_triton" if preset == "standard" else "flash")
+    asked = spec(preset, sites=())
     first = run(p, asked, seed=3)
     for _ in range(1 if INTERPRETED else 50):
         assert all(torch.equal(a, b) for a, b in zip(first, run(p, asked, seed=3), strict=True))
 
 
-@pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtract_first", "standard"])
+@pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtract_first"])
 def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> None:
-    from attention.triton import ops, two_pass
+    from attention.triton import ops
 
     p = problem("random", device, shape=(1, 6, 1, 16))
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
-    operator = two_pass._forward if preset == "standard" else ops._forward
     arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0, *NO_MASK)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(operator, arguments, test_utils=tests)
+    torch.library.opcheck(ops._forward, arguments, test_utils=tests)
 
 
-@pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtract_first", "standard"])
+@pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtract_first"])
 def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> None:
     p = problem("tied", device, shape=(1, 20, 1, 16))
     torch.compiler.reset()
     compiled = torch.compile(attention.run, backend="aot_eager" if INTERPRETED else "inductor")
-    asked = spec(preset, "rounded_forward", backend="standard_triton" if preset == "standard" else "flash")
+    asked = spec(preset, "rounded_forward")
     eager, found = run(p, asked, seed=3), run(p, asked, seed=3, call=compiled)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
 
@@ -264,9 +230,7 @@ def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> 
 def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dtype) -> None:
     for case in (*CASES, "huge"):
         p = problem(case, torch.device("cuda"), dtype, (2, length, 3, head_dim))
-        kernels_are_as_exact(p, "flash", sites=("tile_q=64", "tile_k=64"))
-        if case != "huge":
-            kernels_agree(p, *(chosen("standard_triton", kernel=kernel) for kernel in (True, False)))
+        kernels_are_as_exact(p, sites=("tile_q=64", "tile_k=64"))
 
 
 @on_gpu

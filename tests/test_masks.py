@@ -25,9 +25,7 @@ pytest.importorskip("triton")
 
 device, poisoned_memory = kernel_tests.device, kernel_tests.poisoned_memory
 slow = pytest.mark.slow
-BACKENDS = ("flash", "flash_reference", "standard_triton", "standard")
-# Kernels take seconds in the interpreter; two_pass.py reads masks as the others do.
-FEWER = ("flash", "flash_reference", pytest.param("standard_triton", marks=slow), "standard")
+BACKENDS = ("flash", "flash_reference", "standard")
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,7 @@ PACKED = [
 MASKED = [*BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED]
 
 
-@pytest.mark.parametrize("backend", FEWER)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", MASKED, ids=str)
 def test_masks(case: Case, backend: str, device: torch.device) -> None:
     assert_exact(case, backend, device)
@@ -251,7 +249,7 @@ def test_presets_act_behind_masks_as_in_the_reference(preset: str, device: torch
     kernels_agree(Case(T=40, S=48, window=9), preset, (), device)
 
 
-@pytest.mark.parametrize("backend", FEWER)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [KEYS[0], KEYS[1], KEYS[2], PACKED[1]], ids=str)
 def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.device) -> None:
     """NaN in hidden keys and values, and in all of queries that see none, changes no bit."""
@@ -270,7 +268,7 @@ def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.
         assert torch.all(x.masked_select(hidden) == 0)
 
 
-@pytest.mark.parametrize("backend", FEWER)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mask_that_hides_nothing_changes_no_bit(backend: str, device: torch.device) -> None:
     case = Case(B=2)
     tensors = case.tensors(device)

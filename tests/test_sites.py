@@ -103,22 +103,22 @@ def test_a_site_moves_what_it_reaches_in_standard_attention(case: Case) -> None:
     assert moved(found, plain) == case.row.standard
 
 
-@pytest.mark.parametrize("backend", ["standard_triton" if INTERPRETED else "standard"])
+@here
 @cases(REFUSED)
-def test_standard_attention_refuses_a_site_that_it_has_not(case: Case, backend: str) -> None:
+def test_standard_attention_refuses_a_site_that_it_has_not(case: Case) -> None:
     """With q in FP32, and whatever the site takes beside it to act."""
     own = ("delta=rowsum_p_dp", "exponent=subtract_first")
     site = f"{case.site}={DEFAULT.exponent if str(case) in own else case.value}"
     if str(case) == "delta=rowsum_p_dp":
         pytest.skip("that is what it has")
     beside = () if case.site in ("exponent", "delta", "delta_output") else case.row.beside
-    spec = AttentionSpec(preset="standard", sites=(*beside, site), backend=backend)
+    spec = AttentionSpec(preset="standard", sites=(*beside, site))
     with pytest.raises(UserError) as error:
         attention.check_plans(
             AttentionConfig(default=spec).resolve(1, 2), device="cpu", dtype=torch.float32, head_dim=16
         )
     assert "\n" not in str(error.value)
-    assert f"backend {backend} cannot do this: " in str(error.value)
+    assert "backend standard cannot do this: " in str(error.value)
     assert "standard" not in str(error.value).partition("backends that can: ")[2]
 
 
@@ -173,20 +173,6 @@ def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: t
 @cases(KERNELS)
 def test_the_flash_kernels_round_as_the_reference(case: Case, device: torch.device) -> None:
     found, expected = (results(backend, case.sites(changed=True), device) for backend in ("flash", "flash_reference"))
-    assert_near(found, expected, paired(device))
-
-
-@cases(STANDARD)
-def test_a_site_moves_what_it_reaches_in_the_standard_kernels(case: Case, device: torch.device) -> None:
-    sites = [standard_sites(case.sites(changed=changed)) for changed in (True, False)]
-    found, plain = (results("standard_triton", each, device) for each in sites)
-    assert moved(found, plain) == case.row.standard
-
-
-@cases(STANDARD)
-def test_the_standard_kernels_round_as_the_matrices(case: Case, device: torch.device) -> None:
-    sites = standard_sites(case.sites(changed=True))
-    found, expected = (results(backend, sites, device) for backend in ("standard_triton", "standard"))
     assert_near(found, expected, paired(device))
 
 

@@ -107,12 +107,6 @@ def forward_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: i
     return _fit(blocks, n, rows, columns)
 
 
-def two_pass_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: int) -> Blocks:
-    """Blocks of the forward kernel of ``standard_triton``, which like one that walks tiles sees the keys twice."""
-    narrow = _narrow(n.probabilities, dtype) and _stored(n.inputs, dtype)
-    return _fit(_choose("tiled", narrow, dtype, head_dim), n, rows, columns)
-
-
 def walks_tiles(n: Numerics, blocks: Blocks) -> bool:
     """Whether the forward kernel must walk a tile of ``n`` in several blocks."""
     return boundaries_matter(n) and n.tile_k != blocks.columns
