@@ -23,7 +23,6 @@ DTYPE_FORMATS = ("fp32", "bf16", "fp16")
 MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
 FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
-RESIDUALS = {"residual8": 8, "residual16": 16}
 LARGEST_SCALE = 2.0**100
 """By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
 
@@ -225,22 +224,22 @@ class Numerics:
     P do not sum to 1; or rowsum(dO * O) with O recomputed in FP32 from P."""
     delta_output: str = site(
         "output",
-        "the O in delta: output (the same values), a format, residual8, residual16, low16",
-        choices=("output", *FORMATS, *RESIDUALS, "low16"),
+        "the O in delta: output (the same values), a format, low16",
+        choices=("output", *FORMATS, "low16"),
         acts_in=(FORWARD, DELTA),
         backends=FLASH,
         conflict=(
-            "output or a format where tile_product or accumulator is not fp32, nor low16 where output_rounding is not "
-            "nearest: O then lacks more than they hold",
+            "output or a format where tile_product or accumulator is not fp32, or output_rounding not nearest: O then "
+            "lacks more than low16 holds",
             lambda n: (
-                (n.delta_output in (*RESIDUALS, "low16") and (n.tile_product, n.accumulator) != ("fp32", "fp32"))
-                or (n.delta_output == "low16" and n.output_rounding != "nearest")
+                n.delta_output == "low16"
+                and (n.tile_product, n.accumulator, n.output_rounding) != ("fp32", "fp32", "nearest")
             ),
         ),
     )
     """The O inside rowsum(dO * O): the values of ``output``; or the FP32 accumulation of P_bar V / l in a format of its own; or, by
-    ``residual8`` and ``residual16``, ``output`` plus what it lacks of that accumulation, kept in so many bits (``rounding.residual``); or,
-    by ``low16``, the same as a difference of bit patterns (``rounding.low_bits``): BF16 and 16 bits are FP32 itself."""
+    ``low16``, ``output`` plus what it lacks of that accumulation, kept as a difference of bit patterns (``rounding.low_bits``): BF16 and
+    16 bits are FP32 itself."""
     delta_rounding: str = site(
         "nearest",
         "of delta_output, if it has a format of its own",

@@ -120,12 +120,6 @@ PRESETS: dict[str, Preset] = {
         "P V and the O in delta in FP32", probabilities="fp32", delta_output="fp32", **_FP32_ACCUMULATION
     ),
     "flash_fp32_o": _flash("the smallest repair: an unrounded O in delta", delta_output="fp32"),
-    "flash_compensated_delta": _flash(
-        "the same to 2^-15 of O, one byte", delta_output="residual8", **_FP32_ACCUMULATION
-    ),
-    "flash_compensated_delta_16": _flash(
-        "the same to 2^-23 of O, two bytes", delta_output="residual16", **_FP32_ACCUMULATION
-    ),
     "flash_delta_from_p": _flash("standard attention's delta", delta="rowsum_p_dp"),
     "flash_delta_from_p_subtract_first": _flash(
         "the same from m and log l: rows of P sum to 1 at any logit",

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .numerics import RESIDUALS
-
 _MANTISSA_BITS = 23
 _STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # torch's own cast rounds to nearest-even, too, and is faster; 7 bits with FP32's exponents are BF16.
@@ -76,17 +74,6 @@ def round_to(x: Tensor, fmt: str, rounding: str = "nearest", random_bits: Tensor
     return rounded.to(torch.float16).float() if fmt == "fp16" else rounded
 
 
-def residual(exact: Tensor, rounded: Tensor, fmt: str, bits: int) -> Tensor:
-    """What ``rounded`` lacks of ``exact`` (float32, any shape), as int8 or int16: units of 2^(1 - bits) of the last place of ``fmt``.
-
-    It holds anything below one unit in the last place, so any rounding at all. ``restore`` then is off by 2^-bits of a unit in the
-    last place at most (twice that at the very end of the range): of BF16, 2^-15 of the value by 8 bits, 2^-23 by 16.
-    """
-    largest = 2 ** (bits - 1) - 1
-    counts = ((exact - rounded) * _unit(rounded, fmt, bits, inverse=True)).round().clamp(-largest, largest)
-    return counts.to(torch.int8 if bits == 8 else torch.int16)
-
-
 def low_bits(exact: Tensor, rounded: Tensor, fmt: str) -> Tensor:
     """What ``rounded`` lacks of ``exact`` (float32, any shape), the nearest of which in ``fmt`` it is, as int16: the difference of their
     bit patterns, or its upper 16 bits where ``fmt`` lacks more.
@@ -107,20 +94,6 @@ def _low_shift(fmt: str) -> int:
     return max(_MANTISSA_BITS - mantissa_bits(fmt) - 16, 0)
 
 
-def restore(rounded: Tensor, counts: Tensor, fmt: str, bits: int) -> Tensor:
-    """``exact`` from ``rounded`` (float32) and its ``residual``."""
-    return rounded + counts.float() * _unit(rounded, fmt, bits, inverse=False)
-
-
-def _unit(rounded: Tensor, fmt: str, bits: int, *, inverse: bool) -> Tensor:
-    """2^(1 - bits) units in the last place, or its inverse: a power of two, made of the exponent alone."""
-    mantissa = mantissa_bits(fmt)
-    smallest = max(bits + mantissa, 113 if fmt == "fp16" else 1)
-    exponent = ((rounded.contiguous().view(torch.int32) >> _MANTISSA_BITS) & 0xFF).clamp(min=smallest)
-    power = 253 + bits + mantissa - exponent if inverse else exponent + 1 - bits - mantissa
-    return (power << _MANTISSA_BITS).view(torch.float32)
-
-
 def mantissa_bits(fmt: str) -> int:
     """Explicit mantissa bits of a format."""
     if fmt == "fp32":
@@ -129,10 +102,10 @@ def mantissa_bits(fmt: str) -> int:
 
 
 def storage_dtype(fmt: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that holds values of ``fmt`` without loss: ``dtype`` (that of q) wherever it does, an integer for residuals, else
+    """The dtype that holds values of ``fmt`` without loss: ``dtype`` (that of q) wherever it does, int16 for ``low_bits``, else
     float32."""
-    if fmt in (*RESIDUALS, "low16"):
-        return torch.int8 if fmt == "residual8" else torch.int16
+    if fmt == "low16":
+        return torch.int16
     if dtype == torch.float32 or fmt == "fp32":
         return torch.float32
     if _STORAGE.get(fmt) == dtype:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..mask import NO_MASK
-from ..numerics import LARGEST_SCALE, RESIDUALS, Numerics, numerics_from_key
+from ..numerics import LARGEST_SCALE, Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
-from ..rounding import low_bits, residual, storage_dtype
+from ..rounding import low_bits, storage_dtype
 from .exact import exact_float32
 from .exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
 from .tiles import (
@@ -107,8 +107,6 @@ def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any)
         output = round_output(o, n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
         if not kept_apart(n):
             delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
-        elif n.delta_output in RESIDUALS:
-            delta_output = residual(o_exact, output.float(), n.output, RESIDUALS[n.delta_output])
         elif n.delta_output == "low16":
             delta_output = low_bits(o_exact, output.float(), n.output)
         else:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..mask import NO_MASK, Mask, Runs
-from ..numerics import RESIDUALS, Numerics, numerics_from_key
-from ..rounding import random_bits, restore, round_to, storage_dtype, tile_random_bits, with_low_bits
+from ..numerics import Numerics, numerics_from_key
+from ..rounding import random_bits, round_to, storage_dtype, tile_random_bits, with_low_bits
 
 NAMESPACE = __name__.partition(".")[0]
 """Of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's ``attention`` and as the
@@ -175,7 +175,7 @@ def saved_shape(q_BTHD: Tensor, n: Numerics) -> tuple[int, ...]:
 
 
 def delta_operands(o: Tensor, delta_output: Tensor) -> tuple[Tensor, Tensor]:
-    """What the backward pass needs of O [B, T, H, D]: the O for delta and its residual, empty where there is none."""
+    """What the backward pass needs of O [B, T, H, D]: the O for delta, and its low bits, empty where there are none."""
     if not delta_output.numel():
         return o, delta_output
     if delta_output.is_floating_point():
@@ -185,11 +185,7 @@ def delta_operands(o: Tensor, delta_output: Tensor) -> tuple[Tensor, Tensor]:
 
 def o_for_delta(o: Tensor, counts: Tensor, n: Numerics) -> Tensor:
     """The O inside delta, float32, from ``delta_operands``; ``n`` is concrete."""
-    if not counts.numel():
-        return o.float()
-    if n.delta_output == "low16":
-        return with_low_bits(o.float(), counts, n.output)
-    return restore(o.float(), counts, n.output, RESIDUALS[n.delta_output])
+    return with_low_bits(o.float(), counts, n.output) if counts.numel() else o.float()
 
 
 def round_output(o_BTHD: Tensor, fmt: str, rounding: str, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:

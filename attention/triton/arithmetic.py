@@ -26,7 +26,6 @@ from ..numerics import (
     DELTA,
     FORWARD,
     LARGEST_SCALE,
-    RESIDUALS,
     ROUNDINGS,
     SITES,
     Numerics,
@@ -43,7 +42,7 @@ FP16 = tl.constexpr(0)
 BF16 = tl.constexpr(7)
 FP32 = tl.constexpr(23)
 OUTPUT_ITSELF = tl.constexpr(-1)
-"""The O in delta where it is the output; a residual of so many bits is minus that number."""
+"""The O in delta where it is the output."""
 LOW_BITS = tl.constexpr(-32)
 _ONE = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -76,8 +75,6 @@ SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "sep
 def format_code(fmt: str) -> int:
     """The number by which kernels know a format of ``attention.numerics``."""
     named = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "output": OUTPUT_ITSELF, "low16": LOW_BITS}
-    if fmt in RESIDUALS:
-        return -RESIDUALS[fmt]
     return named[fmt].value if fmt in named else int(fmt[1:])
 
 
@@ -368,46 +365,6 @@ def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_words, BT:
         if FORMAT == FP16:
             b_y = b_y.to(tl.float16).to(tl.float32)
     return b_y
-
-
-@triton.jit
-def kept_beside(b_exact, b_rounded, FORMAT: tl.constexpr, KEPT: tl.constexpr):
-    """What the output lacks of O on a block, int32: a residual, or low bits (site ``delta_output``)."""
-    if KEPT == LOW_BITS:
-        b_counts = low_bits(b_exact, b_rounded, FORMAT)
-    else:
-        b_counts = residual(b_exact, b_rounded, FORMAT, -KEPT)
-    return b_counts
-
-
-@triton.jit
-def restored(b_rounded, b_counts, FORMAT: tl.constexpr, KEPT: tl.constexpr):
-    """O from the output and ``kept_beside``."""
-    if KEPT == LOW_BITS:
-        b_o = with_low_bits(b_rounded, b_counts, FORMAT)
-    else:
-        b_o = b_rounded + b_counts.to(tl.float32) * residual_unit(b_rounded, FORMAT, -KEPT, False)
-    return b_o
-
-
-@triton.jit
-def residual_unit(b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr, INVERSE: tl.constexpr):
-    """``rounding._unit`` on a block: 2^(1 - BITS) units in the last place of FORMAT, or its inverse."""
-    MANTISSA: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
-    SMALLEST: tl.constexpr = 113 if FORMAT == FP16 else BITS + MANTISSA
-    b_exponent = tl.maximum((b_rounded.to(tl.int32, bitcast=True) >> 23) & 0xFF, SMALLEST)
-    b_power = 253 + BITS + MANTISSA - b_exponent if INVERSE else b_exponent + 1 - BITS - MANTISSA
-    return (b_power << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def residual(b_exact, b_rounded, FORMAT: tl.constexpr, BITS: tl.constexpr):
-    """``rounding.residual`` on a block, int32."""
-    LARGEST: tl.constexpr = (_ONE << (BITS - 1)) - 1
-    b_count = (b_exact - b_rounded) * residual_unit(b_rounded, FORMAT, BITS, True)
-    b_count = tl.minimum(tl.maximum(b_count, -LARGEST), LARGEST)
-    # 1.5 * 2^23 leaves the nearest integer (ties to even) in the low bits: conversions run at an eighth of the rate of additions.
-    return (b_count + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit

@@ -26,8 +26,8 @@ from .arithmetic import (
     FP_FUSION,
     LATER,
     LOADED,
+    LOW_BITS,
     MAX_AND_SUM,
-    OUTPUT_ITSELF,
     RECOMPUTED_O,
     REUSED,
     ROWSUM_DO_O,
@@ -41,10 +41,10 @@ from .arithmetic import (
     kernel_sites,
     operand,
     probabilities,
-    restored,
     round_scores,
     round_to,
     stored_code,
+    with_low_bits,
 )
 from .block_sizes import Blocks, width
 from .loads import (
@@ -69,7 +69,7 @@ def query_kernel(
     p_v,
     p_do,
     p_o,
-    p_residual,
+    p_low_bits,
     p_saved,
     p_delta,
     p_center,
@@ -127,9 +127,8 @@ def query_kernel(
         b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
     elif SITES.delta == ROWSUM_DO_O:
         b_o = load_output_rows(p_o, i_bh, H, row, T, SHAPE).to(tl.float32)
-        if SITES.delta_output < OUTPUT_ITSELF:
-            b_r = load_output_rows(p_residual, i_bh, H, row, T, SHAPE)
-            b_o = restored(b_o, b_r, SITES.output, SITES.delta_output)
+        if SITES.delta_output == LOW_BITS:
+            b_o = with_low_bits(b_o, load_output_rows(p_low_bits, i_bh, H, row, T, SHAPE), SITES.output)
         b_delta = round_to(tl.sum(b_do.to(tl.float32) * b_o, 1), SITES.delta_sum)
         if SITES.row_residual != CORRECTED_ROWS:
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
@@ -428,7 +427,7 @@ def launch_backward(
             p_v=rows_source(v, of_queries.columns, by_columns),
             p_do=do,
             p_o=o,
-            p_residual=counts,
+            p_low_bits=counts,
             p_saved=saved,
             p_delta=delta,
             p_center=center,

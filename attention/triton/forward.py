@@ -45,10 +45,10 @@ from .arithmetic import (
     dot,
     exponential,
     hidden_row_max,
-    kept_beside,
     kernel_sites,
     least_row_sum,
     log_sum_exp,
+    low_bits,
     operand,
     random_words,
     rescaling,
@@ -442,8 +442,8 @@ def forward_kernel(
     if SITES.delta_output != OUTPUT_ITSELF:
         if SITES.tile_product != FP32 or SITES.accumulator != FP32:
             b_o = divide_rows(b_exact, b_d)
-        if SITES.delta_output < OUTPUT_ITSELF:
-            b_delta_o = kept_beside(b_o, b_rounded, SITES.output, SITES.delta_output)
+        if SITES.delta_output == LOW_BITS:
+            b_delta_o = low_bits(b_o, b_rounded, SITES.output)
         else:
             if SITES.delta_rounding == STOCHASTIC:
                 b_words = random_words(p_seed, o_row, _DELTA_STREAM, SHAPE)

@@ -133,23 +133,16 @@ def load_output_rows(p_x, i_bh, H, row, T, SHAPE: tl.constexpr):
 @triton.jit
 def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.constexpr, SHAPE: tl.constexpr):
     """Rows of one head into [B, length, H, D], heads of one row side by side; ``stride_b``, ``stride_r``: of batch and row."""
-    # Bytes go in pairs: for a store of them Triton would have loads of as many elements take 32 bytes a thread, which is slow.
-    TIMES: tl.constexpr = 2 if p_x.dtype.element_ty == tl.int8 else 1
-    if TIMES == 2:
-        b_even, b_odd = tl.split(tl.reshape(b_x, [ROWS, SHAPE.WIDTH // 2, 2]))
-        b_x = (b_odd << 8) | (b_even & 0xFF)
-        p_x = p_x.to(tl.pointer_type(tl.int16), bitcast=True)
-        stride_b, stride_r = stride_b // 2, stride_r // 2
     o_r = tl.arange(0, ROWS).to(tl.int64)
-    o_d = tl.arange(0, SHAPE.WIDTH // TIMES).to(tl.int64)
-    p_head = head_pointer(p_x, i_bh, H, stride_b, SHAPE.D // TIMES)
+    o_d = tl.arange(0, SHAPE.WIDTH).to(tl.int64)
+    p_head = head_pointer(p_x, i_bh, H, stride_b, SHAPE.D)
     # [ROWS, WIDTH]
     p_block = p_head + tl.cast(start, tl.int64) * stride_r + (o_r[:, None] * stride_r + o_d[None, :])
     if INTERPRETED and p_x.dtype.element_ty == tl.bfloat16:
         b_x = round_mantissa(b_x, BF16, NEAREST, 0)
     m_x = (start + tl.arange(0, ROWS) < length)[:, None]
     if SHAPE.WIDTH != SHAPE.D:
-        m_x = m_x & (o_d < SHAPE.D // TIMES)[None, :]
+        m_x = m_x & (o_d < SHAPE.D)[None, :]
     tl.store(p_block, b_x.to(p_x.dtype.element_ty), mask=m_x)
 
 
