@@ -214,14 +214,14 @@ class Numerics:
     output_gradient: str = _format("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
     delta: str = site(
         "rowsum_do_o",
-        "formula (a) to (d) of the equations",
-        choices=("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalized", "recomputed_o"),
+        "formula (a) to (c) of the equations",
+        choices=("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalized"),
         acts_in=(FORWARD, DELTA),
         backends=FLASH,
         elsewhere="rowsum_p_dp",
     )
     """delta = rowsum(dO * O); or rowsum(P * dP); or rowsum(P * dP) / rowsum(P), with which the rows of dS sum to 0 even where those of
-    P do not sum to 1; or rowsum(dO * O) with O recomputed in FP32 from P."""
+    P do not sum to 1."""
     delta_output: str = site(
         "output",
         "the O in delta: output (the same values), a format, low16",

@@ -136,7 +136,6 @@ PRESETS: dict[str, Preset] = {
         "the backward pass has the forward pass's own P and O: rowsum(dS) is 0 until dS is rounded",
         _consistent,
     ),
-    "flash_recompute_o": _flash("an FP32 O, computed again", delta="recomputed_o"),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
     "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),
     "flash_stochastic_p_o": _flash("both", lambda base: {**_stochastic_p(base), **_STOCHASTIC_O}),

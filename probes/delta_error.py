@@ -102,7 +102,7 @@ def delta_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Del
 def feature_errors(layer: LayerCapture) -> Tensor:
     """dO[T, d] * (O_lp - O_hp)[T, d], [B, H, T, D]: the error of rowsum(dO * O) by feature (Figures 5b and 5c).
 
-    O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP), recomputed), it is the O passed on: the
+    O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP)), it is the O passed on: the
     error that rowsum(dO * O) would have.
     """
     return over_groups(layer, lambda group: _do(layer, group)) * output_errors(layer)

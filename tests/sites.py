@@ -146,7 +146,6 @@ TOGETHER = [
     *(Meeting(f"{APART} exponent={form} row_max=stabilized_safe", "tied") for form in CHOICES["exponent"]),
     Meeting(f"{APART} scores=m20 statistics=m20 tile_k=48", "tied"),
     Meeting("delta=rowsum_p_dp", "peaked", softcap=5.0),
-    Meeting("saved_statistics=max_and_sum delta=recomputed_o", "peaked", softcap=5.0),
     Meeting(f"{ROUNDED_SUM} {DRAWN}"),
     Meeting(f"{ROUNDED_SUM} statistics=m4 tile_product=m6"),
     Meeting(f"{ROUNDED_SUM} row_max=stabilized_safe"),

@@ -167,7 +167,7 @@ def test_delta_inherits_the_bias_of_o(sign: float) -> None:
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("preset", ["flash_delta_from_p", "flash_recompute_o", "flash_fp32_o"])
+@pytest.mark.parametrize("preset", ["flash_delta_from_p", "flash_fp32_o"])
 def test_the_fixes_of_the_backward_pass_leave_delta_unbiased(preset: str, sign: float) -> None:
     """With kernel numerics what is left is below one FP32 unit of delta. Under paper numerics delta also carries the error of l
     in BF16 through L, far below the bias removed.

@@ -16,7 +16,7 @@ from training.intervention import parse_switch, plans_at
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ROOT / "experiments"
-GIVEN_UP = {"compensated_delta", "standard"}
+GIVEN_UP = {"compensated_delta", "recompute_o", "standard"}
 """Runs of what the code does not have any more: experiments/fast_failure/README.md names the commit that has it."""
 RECORDS = sorted(path for path in EXPERIMENTS.rglob("config.json") if path.parent.name not in GIVEN_UP)
 SUMMARIES = sorted(path.parent.name for path in EXPERIMENTS.glob("*/summary.csv"))

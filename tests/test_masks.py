@@ -229,7 +229,6 @@ def test_masks(case: Case, backend: str, device: torch.device) -> None:
         pytest.param(("scores=bf16",), marks=slow),
         pytest.param(("output=m3", "delta_output=low16"), marks=slow),
         pytest.param(("logsumexp=m9", "delta=rowsum_p_dp_normalized"), marks=slow),
-        pytest.param(("delta=recomputed_o",), marks=slow),
         pytest.param(("delta_sum=m4", "row_residual=centered_keys"), marks=slow),
         ("delta_sum=m4", "row_residual=corrected_rows"),
     ],

@@ -135,18 +135,12 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
     exponent = exponent_of(problem)
     total = torch.zeros_like(saved[..., :1])
     row_sum = torch.zeros_like(total)
-    recomputed = torch.zeros_like(do)
     for columns in problem.column_tiles(rows):
         p = probabilities(exponent, exponent.scores(rows, columns), saved)
-        if n.delta in ("rowsum_p_dp", "rowsum_p_dp_normalized"):
-            dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
-            total += (p * dp).sum(dim=-1, keepdim=True)
-            row_sum += p.sum(dim=-1, keepdim=True)
-        else:
-            recomputed += p @ problem.v[:, :, columns]
-    if n.delta == "recomputed_o":
-        total = (do * recomputed).sum(dim=-1, keepdim=True)
-    elif n.delta == "rowsum_p_dp_normalized":
+        dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
+        total += (p * dp).sum(dim=-1, keepdim=True)
+        row_sum += p.sum(dim=-1, keepdim=True)
+    if n.delta == "rowsum_p_dp_normalized":
         total = _over_row_sum(total, row_sum)
     return problem.sites.delta_sum(total)
 

@@ -65,7 +65,7 @@ SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
 _, REUSED = _codes(SITES["backward_probabilities"].choices)
 _, UP = _codes(SITES["row_max_rounding"].choices)
 KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
-ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED, RECOMPUTED_O = _codes(SITES["delta"].choices)
+ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED = _codes(SITES["delta"].choices)
 LOADED = tl.constexpr(len(SITES["delta"].choices))
 """delta that an earlier launch made."""
 SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))

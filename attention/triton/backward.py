@@ -28,7 +28,6 @@ from .arithmetic import (
     LOADED,
     LOW_BITS,
     MAX_AND_SUM,
-    RECOMPUTED_O,
     REUSED,
     ROWSUM_DO_O,
     ROWSUM_P_DP,
@@ -95,8 +94,7 @@ def query_kernel(
     A delta made from P takes two launches: one that makes delta only, and one for dQ, with delta LOADED. CORRECTED_ROWS passes the
     corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D].
     """
-    FROM_P: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALIZED
-    ONLY_DELTA: tl.constexpr = FROM_P or SITES.delta == RECOMPUTED_O
+    ONLY_DELTA: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALIZED
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
     WIDTH: tl.constexpr = SHAPE.WIDTH
@@ -157,33 +155,30 @@ def query_kernel(
             b_p = probabilities(
                 b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
             )
-            if SITES.delta == RECOMPUTED_O:
-                b_part = dot(b_p, b_v, b_part)
+            b_dp = dot(b_do, tl.trans(b_v), tl.zeros([BT, BS], tl.float32))
+            b_dp = round_to(b_dp, SITES.probability_gradients)
+            if ONLY_DELTA:
+                b_delta += tl.sum(b_p * b_dp, 1)
+                if SITES.delta == ROWSUM_P_DP_NORMALIZED:
+                    b_row_sum += tl.sum(b_p, 1)
             else:
-                b_dp = dot(b_do, tl.trans(b_v), tl.zeros([BT, BS], tl.float32))
-                b_dp = round_to(b_dp, SITES.probability_gradients)
-                if ONLY_DELTA:
-                    b_delta += tl.sum(b_p * b_dp, 1)
-                    if SITES.delta == ROWSUM_P_DP_NORMALIZED:
-                        b_row_sum += tl.sum(b_p, 1)
-                else:
-                    b_ds = b_p * (b_dp - b_delta[:, None])
-                    if SHAPE.SOFTCAP:
-                        b_t = b_s / scalars.softcap
-                        b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
-                    if SITES.row_residual == CORRECTED_ROWS:
-                        b_r_unrounded += tl.sum(b_ds, 1)
-                        b_row_sum += tl.sum(b_p, 1)
-                        b_pk = dot(operand(b_p, SITES.probabilities, DTYPE), b_k, b_pk)
-                    b_ds = operand(b_ds, SITES.score_gradients, DTYPE)
-                    if SITES.row_residual == CENTERED_KEYS or SITES.row_residual == CORRECTED_ROWS:
-                        b_r += tl.sum(b_ds.to(tl.float32), 1)
-                    b_part = dot(b_ds, b_k, b_part)
-                    if SITES.gradient_accumulator != FP32:
-                        m_full = (start + BS) % tile == 0
-                        b_sum = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
-                        b_acc = tl.where(m_full, b_sum, b_acc)
-                        b_part = tl.where(m_full, 0.0, b_part)
+                b_ds = b_p * (b_dp - b_delta[:, None])
+                if SHAPE.SOFTCAP:
+                    b_t = b_s / scalars.softcap
+                    b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
+                if SITES.row_residual == CORRECTED_ROWS:
+                    b_r_unrounded += tl.sum(b_ds, 1)
+                    b_row_sum += tl.sum(b_p, 1)
+                    b_pk = dot(operand(b_p, SITES.probabilities, DTYPE), b_k, b_pk)
+                b_ds = operand(b_ds, SITES.score_gradients, DTYPE)
+                if SITES.row_residual == CENTERED_KEYS or SITES.row_residual == CORRECTED_ROWS:
+                    b_r += tl.sum(b_ds.to(tl.float32), 1)
+                b_part = dot(b_ds, b_k, b_part)
+                if SITES.gradient_accumulator != FP32:
+                    m_full = (start + BS) % tile == 0
+                    b_sum = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
+                    b_acc = tl.where(m_full, b_sum, b_acc)
+                    b_part = tl.where(m_full, 0.0, b_part)
     # A row whose P is 0 throughout has sums of 0.
     b_row_sum = tl.where(b_row_sum == 0, 1.0, b_row_sum)
     if not ONLY_DELTA:
@@ -203,9 +198,7 @@ def query_kernel(
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
         store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE)
     else:
-        if SITES.delta == RECOMPUTED_O:
-            b_delta = tl.sum(b_do.to(tl.float32) * b_part, 1)
-        elif SITES.delta == ROWSUM_P_DP_NORMALIZED:
+        if SITES.delta == ROWSUM_P_DP_NORMALIZED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
         tl.store(p_delta + p_row, round_to(b_delta, SITES.delta_sum), mask=o_t < T)
 

@@ -118,7 +118,7 @@ def backward_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: 
     shared = shared and n.gradient_accumulator == "fp32"
     keys = _choose("keys", shared and _narrow(n.probabilities, dtype), dtype, head_dim)
     takes_p = n.row_residual == "corrected_rows"  # for P K
-    narrow = shared and n.delta != "recomputed_o" and (not takes_p or _narrow(n.probabilities, dtype))
+    narrow = shared and (not takes_p or _narrow(n.probabilities, dtype))
     queries = _choose("queries", narrow, dtype, head_dim)
     return _fit(keys, n, rows, columns), _fit(queries, n, rows, columns)
 
