@@ -39,6 +39,7 @@ FEATURES = {
 FORWARD, DELTA, BACKWARD = "forward", "delta", "backward"
 """Where a site may act: making O (and what is kept for the backward pass); making delta; making dQ, dK and dV."""
 FLASH = ("flash", "flash_reference")
+REFERENCE = ("flash_reference",)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Numerics:
         "P_bar V with FP32 P_bar: exact, tf32x3",
         choices=("exact", "tf32x3"),
         acts_in=(FORWARD,),
-        backends=FLASH,
+        backends=REFERENCE,
     )
     """``tf32x3``: three products of TF32 parts, which drops the product of the low ones."""
     backward_probabilities: str = site(
@@ -203,7 +204,7 @@ class Numerics:
     backward pass has l, as proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721), but for
     ``backward_probabilities``."""
     tile_sum: str = _format(
-        "fp32", "sum of P_bar over one tile of a row", acts_in=(FORWARD,), backends=FLASH, per_tile=True
+        "fp32", "sum of P_bar over one tile of a row", acts_in=(FORWARD,), backends=REFERENCE, per_tile=True
     )
     tile_product: str = _format("fp32", "P_bar V of one tile", acts_in=(FORWARD,), backends=FLASH, per_tile=True)
     accumulator: str = _format(
@@ -264,7 +265,7 @@ class Numerics:
     dQ = scale (dS K - r c), c the mean over the sequence of K, one FP32 vector for each batch element and head; dK and dV are as they
     are. ``corrected_rows``: dQ = scale (dS K - r (P K) / rowsum(P)), P rounded by ``probabilities`` for that product, and the delta in dK
     is delta + r' / rowsum(P), r' the sum of dS before rounding, rounded by ``delta_sum``."""
-    gradient_accumulator: str = _format("fp32", "dQ, dK, dV between tiles", acts_in=(BACKWARD,), backends=FLASH)
+    gradient_accumulator: str = _format("fp32", "dQ, dK, dV between tiles", acts_in=(BACKWARD,), backends=REFERENCE)
     row_max: str = site(
         "plain",
         "plain, stabilized (Algorithm 3), stabilized_safe, scaled",

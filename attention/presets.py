@@ -113,9 +113,6 @@ PRESETS: dict[str, Preset] = {
         _stable(row_max="stabilized_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
     ),
     "flash_fp32_pv": _flash("does the error arise in P V?", probabilities="fp32", **_FP32_ACCUMULATION),
-    "flash_fp32_pv_tf32x3": _flash(
-        "the same by three TF32 products", probabilities="fp32", products="tf32x3", **_FP32_ACCUMULATION
-    ),
     "flash_fp32_pv_o": _flash(
         "P V and the O in delta in FP32", probabilities="fp32", delta_output="fp32", **_FP32_ACCUMULATION
     ),

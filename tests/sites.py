@@ -97,6 +97,11 @@ class Case:
     def __str__(self) -> str:
         return f"{self.site}={self.value}"
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the site, and of those that it needs beside it to act."""
+        return (self.site, *(site.partition("=")[0] for site in self.row.beside))
+
     def sites(self, *, changed: bool) -> tuple[str, ...]:
         """Single sites of an ``AttentionSpec``: those beside the site, and, if ``changed``, the site itself."""
         chosen = dict(site.split("=") for site in (*PLAIN, *self.row.beside))
@@ -139,7 +144,9 @@ APART = "saved_statistics=max_and_sum delta=rowsum_p_dp"
 ROUNDED_SUM = "divisor=rounded probabilities=m3"  # in three bits its sum is far from l
 DRAWN = "probabilities_rounding=stochastic"
 BACKWARD_FORMATS = [
-    name for name, site in DECLARED.items() if site.is_format and {"delta", "backward"} & {*site.acts_in}
+    name
+    for name, site in DECLARED.items()
+    if site.is_format and {"delta", "backward"} & {*site.acts_in} and "flash" in site.backends
 ]
 MANY_BLOCKS = "statistics=bf16 tile_product=bf16 accumulator=m4"  # tile_k of 48 and 0 are no block sizes
 TOGETHER = [
@@ -153,7 +160,7 @@ TOGETHER = [
     Meeting(DRAWN, dtype=torch.float16),
     Meeting(f"{DRAWN} probabilities=m3"),  # fewer random bits than are cut off
     Meeting(f"{DRAWN} tile_k=48 statistics=m12 tile_product=m12 accumulator=m12", dtype=BF16),
-    Meeting(f"{DRAWN} products=tf32x3 row_max=stabilized_safe", dtype=BF16),
+    Meeting(f"{DRAWN} row_max=stabilized_safe", dtype=BF16),
     Meeting(f"{DRAWN} output_rounding=stochastic delta_output=m4 delta_rounding=stochastic", dtype=BF16),
     Meeting(f"{MANY_BLOCKS} tile_k=0", "tied", BF16),
     Meeting(f"{MANY_BLOCKS} tile_k=48 row_max=stabilized", "tied", BF16),
@@ -165,7 +172,6 @@ TOGETHER = [
         for residual in ("centered_keys", "corrected_rows")
         for dtype, sites in (
             *((BF16, f"delta={delta}") for delta in CHOICES["delta"]),
-            (BF16, "gradient_accumulator=bf16 tile_k=32"),
             (BF16, "probabilities=fp32 inputs=m5 saved_statistics=max_and_sum"),
             (torch.float32, "score_gradients=m3 probabilities=m3 delta_sum=m6"),
             (torch.float32, "logsumexp=m4 exponent=separate_multiply delta=rowsum_p_dp_normalized"),

@@ -97,7 +97,7 @@ def test_the_slow_cases_in_tritons_interpreter() -> None:
         (spec("flash"), 64, "it needs a CUDA device (or TRITON_INTERPRET=1); flash_reference runs anywhere"),
         (spec("flash"), 44, "it takes head dims divisible by 8 from 16 to 256, not 44"),
         (spec("flash_stable", sites=("tile_k=24",)), 64, "it needs tile_k divisible by 16, not 24"),
-        (spec("flash", sites=("tile_q=8", "gradient_accumulator=bf16")), 64, "it needs tile_q divisible by 16, not 8"),
+        (spec("flash", sites=("tile_sum=bf16",)), 64, "it does not have this site: tile_sum = 'bf16', expected fp32"),
     ],
 )
 def test_what_the_kernels_cannot_run_is_refused_with_the_reason(

@@ -215,7 +215,7 @@ def test_masks(case: Case, backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "sites",
     [
-        ("gradient_accumulator=m5", "statistics=bf16"),
+        ("score_gradients=m5", "statistics=bf16"),
         pytest.param(("tile_k=48", "tile_product=bf16", "accumulator=m4"), marks=slow),
         pytest.param(
             ("probabilities=m3", "probabilities_rounding=stochastic", "output=m3", "output_rounding=stochastic"),

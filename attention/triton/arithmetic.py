@@ -29,6 +29,7 @@ from ..numerics import (
     ROUNDINGS,
     SITES,
     Numerics,
+    Site,
     folds,
 )
 from ..rounding import RANDOM_BITS, ROUNDS
@@ -59,7 +60,6 @@ def _codes(values: Iterable[str]) -> list[tl.constexpr]:
 NEAREST, TOWARD_ZERO, STOCHASTIC = _codes(ROUNDINGS)
 PLAIN, STABILIZED, STABILIZED_SAFE, SCALED_DOWN = _codes(SITES["row_max"].choices)
 LOGSUMEXP, MAX_AND_SUM = _codes(SITES["saved_statistics"].choices)
-EXACT, TF32X3 = _codes(SITES["products"].choices)
 UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
 SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
 _, REUSED = _codes(SITES["backward_probabilities"].choices)
@@ -100,9 +100,10 @@ def _code(name: str, value: str) -> int:
 
 
 def _sites_in(*passes: str) -> Any:
-    return namedtuple(
-        "Sites", [name for name, d in SITES.items() if d.choices and not set(passes).isdisjoint(d.acts_in)]
-    )
+    def acts(declared: Site) -> bool:
+        return "flash" in declared.backends and bool(declared.choices) and not set(passes).isdisjoint(declared.acts_in)
+
+    return namedtuple("Sites", [name for name, declared in SITES.items() if acts(declared)])
 
 
 _SITES_OF: dict[tuple[str, ...], Any] = {
@@ -120,8 +121,6 @@ def kernel_sites(n: Numerics, passes: tuple[str, ...], scale: float, softcap: fl
     unused: dict[str, Any] = {}
     if n.delta != "rowsum_do_o":
         unused["delta_output"] = "output"
-    if n.probabilities != "fp32":
-        unused["products"] = "exact"
     if not (causal and boundaries_matter(n)):
         unused["hidden_tiles"] = "skipped"
     n = replace(n, **unused)
@@ -408,14 +407,12 @@ def operand(b_x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def dot(b_a, b_b, b_acc, TF32X3: tl.constexpr = False):
-    """b_acc + b_a b_b with FP32 products: never TF32, but for TF32X3's three products of its parts (exact in the interpreter).
+def dot(b_a, b_b, b_acc):
+    """b_acc + b_a b_b with FP32 products, never TF32.
 
     FP32 times BF16 is three products of BF16 blocks: 24 significant bits are 8 + 8 + 8, so no product loses a bit.
     """
-    if TF32X3 and not INTERPRETED:
-        b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision="tf32x3")
-    elif INTERPRETED:
+    if INTERPRETED:
         b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision="ieee")
     elif b_a.dtype == b_b.dtype:
         b_acc = tl.dot(b_a, b_b, b_acc, input_precision="ieee")

@@ -22,7 +22,6 @@ from .arithmetic import (
     CENTERED_KEYS,
     CORRECTED_ROWS,
     FMA,
-    FP32,
     FP_FUSION,
     LATER,
     LOADED,
@@ -85,7 +84,6 @@ def query_kernel(
     stride_gb,
     stride_gr,
     scalars,
-    tile,
     SITES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
@@ -174,15 +172,10 @@ def query_kernel(
                 if SITES.row_residual == CENTERED_KEYS or SITES.row_residual == CORRECTED_ROWS:
                     b_r += tl.sum(b_ds.to(tl.float32), 1)
                 b_part = dot(b_ds, b_k, b_part)
-                if SITES.gradient_accumulator != FP32:
-                    m_full = (start + BS) % tile == 0
-                    b_sum = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
-                    b_acc = tl.where(m_full, b_sum, b_acc)
-                    b_part = tl.where(m_full, 0.0, b_part)
     # A row whose P is 0 throughout has sums of 0.
     b_row_sum = tl.where(b_row_sum == 0, 1.0, b_row_sum)
     if not ONLY_DELTA:
-        b_dq = round_to(b_acc + scalars.scale * b_part, SITES.gradient_accumulator)
+        b_dq = b_acc + scalars.scale * b_part
         if SITES.row_residual == CENTERED_KEYS:
             o_d = tl.arange(0, WIDTH)
             if WIDTH == SHAPE.D:
@@ -190,10 +183,10 @@ def query_kernel(
             else:
                 p_c = p_center + (i_bh // SHAPE.GROUP).to(tl.int64) * SHAPE.D
                 b_c = tl.load(p_c + o_d, mask=o_d < SHAPE.D, other=0.0)
-            b_dq = round_to(b_dq - scalars.scale * (b_r[:, None] * b_c[None, :]), SITES.gradient_accumulator)
+            b_dq -= scalars.scale * (b_r[:, None] * b_c[None, :])
         if SITES.row_residual == CORRECTED_ROWS:
             b_share = tl.div_rn(b_r, b_row_sum)
-            b_dq = round_to(b_dq - scalars.scale * (b_share[:, None] * b_pk), SITES.gradient_accumulator)
+            b_dq -= scalars.scale * (b_share[:, None] * b_pk)
             b_delta = round_to(b_delta + tl.div_rn(b_r_unrounded, b_row_sum), SITES.delta_sum)
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
         store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE)
@@ -226,7 +219,6 @@ def key_kernel(
     stride_gb,
     stride_gr,
     scalars,
-    tile,
     SITES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
@@ -313,22 +305,8 @@ def key_kernel(
                     b_t = b_s / scalars.softcap
                     b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
                 b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)
-                if SITES.gradient_accumulator != FP32:
-                    m_full = (start + BT) % tile == 0
-                    b_dk = tl.where(
-                        m_full, round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator), b_dk
-                    )
-                    b_dv = tl.where(m_full, round_to(b_dv + b_dv_part, SITES.gradient_accumulator), b_dv)
-                    b_dk_part = tl.where(m_full, 0.0, b_dk_part)
-                    b_dv_part = tl.where(m_full, 0.0, b_dv_part)
-        if SHAPE.GROUP > 1 and SITES.gradient_accumulator != FP32:
-            # The next head's first tile is another one.
-            b_dk = round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator)
-            b_dv = round_to(b_dv + b_dv_part, SITES.gradient_accumulator)
-            b_dk_part = tl.zeros([BS, WIDTH], tl.float32)
-            b_dv_part = tl.zeros([BS, WIDTH], tl.float32)
-    b_dk = round_to(b_dk + scalars.scale * b_dk_part, SITES.gradient_accumulator)
-    b_dv = round_to(b_dv + b_dv_part, SITES.gradient_accumulator)
+    b_dk = b_dk + scalars.scale * b_dk_part
+    b_dv = b_dv + b_dv_part
     store_rows(p_dk, b_dk, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
     store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
 
@@ -437,7 +415,6 @@ def launch_backward(
             stride_gb=gradients.stride(0),
             stride_gr=gradients.stride(1),
             scalars=scalars,
-            tile=n.tile_k or 2**30,
             SITES=query_sites._replace(delta=delta_code),
             SHAPE=shape(of_queries, by_columns),
             num_warps=of_queries.warps,
@@ -472,7 +449,6 @@ def launch_backward(
         stride_gb=gradients.stride(0),
         stride_gr=gradients.stride(1),
         scalars=scalars,
-        tile=n.tile_q or 2**30,
         SITES=sites,
         SHAPE=shape(of_keys, by_rows, even=T % of_keys.rows == 0),
         num_warps=of_keys.warps,

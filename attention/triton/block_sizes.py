@@ -82,13 +82,8 @@ def boundaries_matter(n: Numerics) -> bool:
 
 def tile_obstacle(n: Numerics) -> str | None:
     """Why the kernels cannot keep the tiles of ``n``, or None."""
-    columns = boundaries_matter(n) or n.gradient_accumulator != "fp32"
-    for name, tile, matters in (
-        ("tile_k", n.tile_k, columns),
-        ("tile_q", n.tile_q, n.gradient_accumulator != "fp32"),
-    ):
-        if matters and tile % SMALLEST:
-            return f"with these roundings tiles change values, and it needs {name} divisible by {SMALLEST}, not {tile}"
+    if boundaries_matter(n) and n.tile_k % SMALLEST:
+        return f"with these roundings tiles change values, and it needs tile_k divisible by {SMALLEST}, not {n.tile_k}"
     return None
 
 
@@ -115,7 +110,6 @@ def walks_tiles(n: Numerics, blocks: Blocks) -> bool:
 def backward_blocks(n: Numerics, dtype: str, head_dim: int, rows: int, columns: int) -> tuple[Blocks, Blocks]:
     """Blocks of the dK/dV kernel and of the dQ kernel; the latter also makes delta from P."""
     shared = _narrow(n.score_gradients, dtype) and _stored(n.inputs, dtype) and _stored(n.output_gradient, dtype)
-    shared = shared and n.gradient_accumulator == "fp32"
     keys = _choose("keys", shared and _narrow(n.probabilities, dtype), dtype, head_dim)
     takes_p = n.row_residual == "corrected_rows"  # for P K
     narrow = shared and (not takes_p or _narrow(n.probabilities, dtype))

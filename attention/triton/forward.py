@@ -35,7 +35,6 @@ from .arithmetic import (
     STABILIZED,
     STABILIZED_SAFE,
     STOCHASTIC,
-    TF32X3,
     VISITED,
     Limits,
     Scalars,
@@ -162,7 +161,7 @@ def forward_range(
         if SHAPE.FLOOR:
             b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_base, limits, scalars.unit, SITES)
         if SITES.backward_probabilities != REUSED:
-            b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
+            b_sum = tl.sum(b_p, 1)
             if SHAPE.FLOOR:
                 b_sum = tl.maximum(b_sum, b_least)
             b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
@@ -179,16 +178,16 @@ def forward_range(
             if SITES.divisor == ROUNDED:
                 if SITES.probabilities_rounding != NEAREST:
                     b_p = b_weights.to(tl.float32)
-                b_sum = round_to(tl.sum(b_p, 1), SITES.tile_sum)
+                b_sum = tl.sum(b_p, 1)
         if SITES.divisor == ROUNDED:
             if SHAPE.FLOOR:
                 b_sum = tl.maximum(b_sum, b_least)
             b_d = round_to(b_alpha * b_d + b_sum, SITES.statistics)
         if COARSE:
-            b_product = dot(b_weights, b_v, tl.zeros([BT, WIDTH], tl.float32), SITES.products == TF32X3)
+            b_product = dot(b_weights, b_v, tl.zeros([BT, WIDTH], tl.float32))
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, SITES)
         else:
-            b_acc = dot(b_weights, b_v, b_acc * b_alpha[:, None], SITES.products == TF32X3)
+            b_acc = dot(b_weights, b_v, b_acc * b_alpha[:, None])
     return b_acc, b_exact, b_m, b_l, b_d, b_f
 
 
@@ -254,9 +253,7 @@ def forward_tile(
         b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:
             b_rounded_sum += tl.sum(b_p.to(tl.float32), 1)
-        b_product = dot(b_p, b_v, b_product, SITES.products == TF32X3)
-    b_sum = round_to(b_sum, SITES.tile_sum)
-    b_rounded_sum = round_to(b_rounded_sum, SITES.tile_sum)
+        b_product = dot(b_p, b_v, b_product)
     if SHAPE.FLOOR:
         b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_base, limits, scalars.unit, SITES)
         b_sum = tl.maximum(b_sum, b_least)
@@ -484,7 +481,7 @@ def launch_forward(
     runs = mask.runs(B, T, S, causal, q.device)
     tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
     # Presets that have l have its sum beside d's, in an order that published runs fix.
-    only_d = n.backward_probabilities == "forward" and n.tile_sum == "fp32" and n.probabilities == "bf16"
+    only_d = n.backward_probabilities == "forward" and n.probabilities == "bf16"
     forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
         p_q=q,
         p_k=rows_source(k, blocks.columns, tma),
