@@ -130,7 +130,6 @@ def query_kernel(
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
     else:
         b_delta = tl.zeros([BT], tl.float32)
-    b_acc = tl.zeros([BT, WIDTH], tl.float32)
     b_part = tl.zeros([BT, WIDTH], tl.float32)
     b_pk = tl.zeros([BT, WIDTH], tl.float32)
     # [BT]: rowsum(P), and rowsum(dS) with dS as rounded for the product and before.
@@ -175,7 +174,7 @@ def query_kernel(
     # A row whose P is 0 throughout has sums of 0.
     b_row_sum = tl.where(b_row_sum == 0, 1.0, b_row_sum)
     if not ONLY_DELTA:
-        b_dq = b_acc + scalars.scale * b_part
+        b_dq = 0.0 + scalars.scale * b_part  # -0 becomes 0, as in published runs
         if SITES.row_residual == CENTERED_KEYS:
             o_d = tl.arange(0, WIDTH)
             if WIDTH == SHAPE.D:
@@ -240,8 +239,6 @@ def key_kernel(
     b_k = load_rows(p_k, strides_k, i_group, heads, column, S, BS, SHAPE, True, False)
     b_v = load_rows(p_v, strides_v, i_group, heads, column, S, BS, SHAPE, True, False)
     b_k, b_v = operand(b_k, SITES.inputs, DTYPE), operand(b_v, SITES.inputs, DTYPE)
-    b_dk = tl.zeros([BS, WIDTH], tl.float32)
-    b_dv = tl.zeros([BS, WIDTH], tl.float32)
     b_dk_part = tl.zeros([BS, WIDTH], tl.float32)
     b_dv_part = tl.zeros([BS, WIDTH], tl.float32)
     if SHAPE.RUNS:
@@ -305,8 +302,9 @@ def key_kernel(
                     b_t = b_s / scalars.softcap
                     b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
                 b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)
-    b_dk = b_dk + scalars.scale * b_dk_part
-    b_dv = b_dv + b_dv_part
+    # -0 becomes 0, as in published runs.
+    b_dk = 0.0 + scalars.scale * b_dk_part
+    b_dv = 0.0 + b_dv_part
     store_rows(p_dk, b_dk, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
     store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
 
