@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.triton.arithmetic import BF16, FP_FUSION, INTERPRETED, LOG2_E, NEAREST, round_mantissa
+from attention.triton.rounding import round_mantissa
+from attention.triton.sites import BF16, FP_FUSION, INTERPRETED, LOG2_E, NEAREST
 
 BLOCK, WARPS = 4096, 16
 

@@ -13,12 +13,14 @@ from kernel_tests import INTERPRETED
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 compiler = pytest.importorskip("triton.compiler")
-numerics = pytest.importorskip("attention.triton.arithmetic")
+sites = pytest.importorskip("attention.triton.sites")
+rounding = pytest.importorskip("attention.triton.rounding")
+softmax = pytest.importorskip("attention.triton.softmax")
 
-probabilities, rescaling, row_normalizer = numerics.probabilities, numerics.rescaling, numerics.row_normalizer
+probabilities, rescaling, row_normalizer = softmax.probabilities, softmax.rescaling, softmax.row_normalizer
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled, though not run")
 PLAIN = tl.constexpr(-1)
-NEAREST, FP32 = numerics.NEAREST, numerics.FP32
+NEAREST, FP32 = sites.NEAREST, sites.FP32
 N = 128
 
 
@@ -41,7 +43,7 @@ def exponents(fold: int, *, apart: bool = False) -> list[str]:
     signature = dict.fromkeys(("p_s", "p_p"), "*fp32") | {"unit": "fp32"}
     values = {(3,): fold, (4,): apart, (5,): N}
     source = compiler.ASTSource(exponent_kernel, signature | dict.fromkeys(("FOLD", "APART", "N"), "constexpr"), values)
-    options = {"enable_fp_fusion": numerics.FP_FUSION}
+    options = {"enable_fp_fusion": sites.FP_FUSION}
     made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
     written = {
         register: (operation, operands)
@@ -67,14 +69,14 @@ def test_a_plain_product_becomes_part_of_a_multiply_add() -> None:
 
 
 def test_the_fma_is_named() -> None:
-    assert exponents(numerics.FMA.value)[0] == "fma.rn.f32"
+    assert exponents(sites.FMA.value)[0] == "fma.rn.f32"
 
 
 @pytest.mark.parametrize(
     ("apart", "expected"), [(False, "sub.f32 of mul.rn.f32"), (True, "sub.f32 of sub.f32 of mul.rn.f32")]
 )
 def test_separate_multiply_rounds_it_and_then_subtracts(apart: bool, expected: str) -> None:
-    found = exponents(numerics.SEPARATE_MULTIPLY.value, apart=apart)
+    found = exponents(sites.SEPARATE_MULTIPLY.value, apart=apart)
     assert found == [expected, "sub.f32 of mul.rn.f32"]
 
 
@@ -84,7 +86,7 @@ def weighted_sum_kernel(p_q, p_k, p_v, p_o, p_d, N: tl.constexpr):
     o_n = tl.arange(0, N)
     o_block = o_n[:, None] * N + o_n[None, :]
     b_s = tl.dot(tl.load(p_q + o_block), tl.trans(tl.load(p_k + o_block)))
-    b_weights, b_d = numerics.rounded_and_summed(tl.exp2(b_s))
+    b_weights, b_d = rounding.rounded_and_summed(tl.exp2(b_s))
     tl.store(p_o + o_block, tl.dot(b_weights, tl.load(p_v + o_block)))
     tl.store(p_d + o_n, b_d)
 

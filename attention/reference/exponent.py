@@ -1,6 +1,6 @@
 """exp(S - m) in the three forms of the site ``exponent``, for the PyTorch backends: P_bar from m, P from L, each in the form's own units.
 
-``SubtractFirst`` takes S, and m and L in natural units. ``Fma`` does what our kernels do by default (``arithmetic.exponential``): it takes
+``SubtractFirst`` takes S, and m and L in natural units. ``Fma`` does what our kernels do by default (``softmax.exponential``): it takes
 S' = Q K^T without scale, m and L in units of log2, and exp2(fma(S', c, -m)), c = scale log2(e). The fused multiply-add rounds once
 at its end, but what it subtracts was rounded to FP32 before: m c is off by up to half a unit in its last place, and so is the
 exponent at the row's own maximum, which should be 0. ``SeparateMultiply`` is the same with two roundings, exp2(fp32(S' c) - m), as

@@ -18,7 +18,22 @@ from ..mask import Mask, Runs
 from ..numerics import BACKWARD, DELTA, Numerics
 from ..reference.exponent import log2_scale
 from ..rounding import round_to as round_tensor
-from .arithmetic import (
+from .block_sizes import Blocks, width
+from .loads import (
+    block_scores,
+    load_keys,
+    load_output_rows,
+    load_rows,
+    load_seen,
+    load_statistics,
+    place,
+    rows_source,
+    store_rows,
+    takes_descriptor,
+    there,
+)
+from .rounding import dot, operand, round_to, with_low_bits
+from .sites import (
     CENTERED_KEYS,
     CORRECTED_ROWS,
     FMA,
@@ -35,29 +50,10 @@ from .arithmetic import (
     Scalars,
     Shape,
     Strides,
-    dot,
     kernel_sites,
-    operand,
-    probabilities,
-    round_scores,
-    round_to,
     stored_code,
-    with_low_bits,
 )
-from .block_sizes import Blocks, width
-from .loads import (
-    block_scores,
-    load_keys,
-    load_output_rows,
-    load_rows,
-    load_seen,
-    load_statistics,
-    place,
-    rows_source,
-    store_rows,
-    takes_descriptor,
-    there,
-)
+from .softmax import probabilities, round_scores
 
 
 @triton.jit

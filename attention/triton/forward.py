@@ -16,7 +16,32 @@ from ..numerics import FORWARD, Numerics
 from ..reference.exponent import log2_scale
 from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
 from ..rounding import storage_dtype
-from .arithmetic import (
+from .block_sizes import Blocks, walks_tiles, width
+from .loads import (
+    block_scores,
+    load_keys,
+    load_rows,
+    load_seen,
+    place,
+    rows_source,
+    store_rows,
+    takes_descriptor,
+    visible,
+    warpgroup_mma,
+)
+from .rounding import (
+    divide_rows,
+    dot,
+    low_bits,
+    operand,
+    random_words,
+    round_block,
+    round_output,
+    round_to,
+    rounded_and_summed,
+    weights,
+)
+from .sites import (
     FMA,
     FP32,
     FP_FUSION,
@@ -40,40 +65,19 @@ from .arithmetic import (
     Scalars,
     Shape,
     Strides,
-    divide_rows,
-    dot,
+    kernel_sites,
+    stored_code,
+)
+from .softmax import (
     exponential,
     hidden_row_max,
-    kernel_sites,
     least_row_sum,
     log_sum_exp,
-    low_bits,
-    operand,
-    random_words,
     rescaling,
-    round_block,
-    round_output,
-    round_to,
-    rounded_and_summed,
     row_normalizer,
     several_close,
     shifted_row_max,
-    stored_code,
     subtrahend,
-    weights,
-)
-from .block_sizes import Blocks, walks_tiles, width
-from .loads import (
-    block_scores,
-    load_keys,
-    load_rows,
-    load_seen,
-    place,
-    rows_source,
-    store_rows,
-    takes_descriptor,
-    visible,
-    warpgroup_mma,
 )
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)

@@ -12,19 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .arithmetic import (
-    BF16,
-    INTERPRETED,
-    MAX_AND_SUM,
-    NEAREST,
-    Seen,
-    Strides,
-    dot,
-    operand,
-    round_mantissa,
-    round_scores,
-)
 from .block_sizes import width
+from .rounding import dot, operand, round_mantissa
+from .sites import BF16, INTERPRETED, MAX_AND_SUM, NEAREST, Seen, Strides
+from .softmax import round_scores
 
 
 @triton.jit

@@ -1,0 +1,186 @@
+"""Rounding sites as Triton kernels know them: numbers in place of names, and the compile-time constants of a launch.
+
+A format is a number, because kernels cannot read text: its explicit mantissa bits, 23 for FP32 (nothing to do), and ``FP16`` for the
+one format whose exponents differ too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..numerics import BACKWARD, DELTA, FORWARD, LARGEST_SCALE, ROUNDINGS, SITES, Numerics, Site, folds
+from .block_sizes import boundaries_matter
+
+FP_FUSION = True
+"""``enable_fp_fusion`` of every launch: the compiler may make a * b + c one operation with one rounding. Values depend on it, and its
+default on Triton's version."""
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+FP16 = tl.constexpr(0)
+BF16 = tl.constexpr(7)
+FP32 = tl.constexpr(23)
+OUTPUT_ITSELF = tl.constexpr(-1)
+"""The O in delta where it is the output."""
+LOW_BITS = tl.constexpr(-32)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(LARGEST_SCALE)
+
+
+def _codes(values: Iterable[str]) -> list[tl.constexpr]:
+    return [tl.constexpr(code) for code, _ in enumerate(values)]
+
+
+NEAREST, TOWARD_ZERO, STOCHASTIC = _codes(ROUNDINGS)
+PLAIN, STABILIZED, STABILIZED_SAFE, SCALED_DOWN = _codes(SITES["row_max"].choices)
+LOGSUMEXP, MAX_AND_SUM = _codes(SITES["saved_statistics"].choices)
+UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
+SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
+_, REUSED = _codes(SITES["backward_probabilities"].choices)
+_, UP = _codes(SITES["row_max_rounding"].choices)
+KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
+ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED = _codes(SITES["delta"].choices)
+LOADED = tl.constexpr(len(SITES["delta"].choices))
+"""delta that an earlier launch made."""
+SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))
+"""Where the scale comes in exp(S - m): see ``exponential``."""
+
+
+def format_code(fmt: str) -> int:
+    """The number by which kernels know a format of ``attention.numerics``."""
+    named = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "output": OUTPUT_ITSELF, "low16": LOW_BITS}
+    return named[fmt].value if fmt in named else int(fmt[1:])
+
+
+def stored_code(fmt: str, dtype: torch.dtype) -> int:
+    """``format_code``, or FP32's where values of ``dtype`` lie on the format's grid already, so that a load needs no rounding."""
+    code = format_code(fmt)
+    exact = {torch.bfloat16: code >= BF16.value, torch.float16: code == FP16.value or code >= 10}
+    return FP32.value if exact.get(dtype, False) else code
+
+
+def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
+    """Where the scale comes in exp(S - m), for ``exponential``; L counts in log2 but where S is SCALED. ``n`` is concrete."""
+    if not folds(n, scale, softcap):
+        return SCALED.value
+    return {"fma": FMA, "subtract_first": LATER, "separate_multiply": SEPARATE_MULTIPLY}[n.exponent].value
+
+
+def _code(name: str, value: str) -> int:
+    declared = SITES[name]
+    if declared.is_format:
+        return format_code(value)
+    return ROUNDINGS.index(value) if value in ROUNDINGS else declared.choices.index(value)
+
+
+def _sites_in(*passes: str) -> Any:
+    def acts(declared: Site) -> bool:
+        return "flash" in declared.backends and bool(declared.choices) and not set(passes).isdisjoint(declared.acts_in)
+
+    return namedtuple("Sites", [name for name, declared in SITES.items() if acts(declared)])
+
+
+_SITES_OF: dict[tuple[str, ...], Any] = {
+    passes: _sites_in(*passes) for passes in ((FORWARD,), (DELTA, BACKWARD), (BACKWARD,))
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_sites(n: Numerics, passes: tuple[str, ...], scale: float, softcap: float, causal: bool, **known: int) -> Any:
+    """The sites declared to act in these passes as a NamedTuple of numbers, one constexpr of a kernel: a kernel that reads another one does
+    not compile. ``n`` is concrete; ``exponent`` is ``exponent_code``; ``known``: sites whose number the launch knows better.
+
+    Sites that cannot act beside the others have their default, so that what differs in nothing is compiled once.
+    """
+    unused: dict[str, Any] = {}
+    if n.delta != "rowsum_do_o":
+        unused["delta_output"] = "output"
+    if not (causal and boundaries_matter(n)):
+        unused["hidden_tiles"] = "skipped"
+    n = replace(n, **unused)
+    sites = _SITES_OF[passes]
+    codes = {name: _code(name, getattr(n, name)) for name in sites._fields}
+    return sites(**codes | {"exponent": exponent_code(n, scale, softcap)} | known)
+
+
+class Shape(NamedTuple):
+    """What a launch decides besides the sites: one constexpr of a kernel."""
+
+    BT: int
+    """Rows (queries) of a block."""
+    BS: int
+    """Columns (keys) of a block."""
+    D: int
+    WIDTH: int
+    """Columns that a block of rows has on chip: D, or the power of 2 above it."""
+    GROUP: int
+    """Heads of queries that share one head of keys."""
+    HEADS: int
+    """Heads that programs walk side by side."""
+    TMA: bool
+    """Blocks that the loop walks are loaded through descriptors."""
+    CAUSAL: bool
+    SOFTCAP: bool
+    EVEN: bool = False
+    """There are no columns (dK/dV kernel: rows) past the end of the last block."""
+    ONE_LOOP: bool = False
+    """One loop walks blocks on the diagonal and the others."""
+    TILED: bool = False
+    """A tile of ``Numerics`` is many blocks."""
+    FLOOR: bool = False
+    """``row_sum_floor`` is above 0."""
+    MMA_SUMS: bool = False
+    """``rounded_and_summed`` may be used: blocks of S are as warpgroups' products leave them, 32 elements a thread."""
+    RUNS: bool = False
+    """A query sees a run of keys that is read (``mask.Runs``), in place of CAUSAL."""
+    HOLES: bool = False
+    """Keys inside of runs may be hidden."""
+
+
+class Strides(NamedTuple):
+    """Of a tensor [B, T, H, D], in elements."""
+
+    b: int
+    t: int
+    h: int
+    d: int
+
+
+class Seen(NamedTuple):
+    """Which keys a block of rows sees, inside a kernel: runs [first, last)."""
+
+    b_first: Any
+    """[BT]"""
+    b_last: Any
+    some_from: Any
+    """Some row sees keys from here on, up to ``some_to``."""
+    some_to: Any
+    all_from: Any
+    """All rows see all keys from here on, up to ``all_to``, holes apart."""
+    all_to: Any
+    p_holes: Any
+    """Of the batch entry, where there are HOLES."""
+
+
+class Scalars(NamedTuple):
+    """``unit``: scale log2(e) where the exponential takes the scale, else 1."""
+
+    scale: float
+    unit: float
+    softcap: float
+
+
+class Limits(NamedTuple):
+    """Numbers of the row normalizer, the second and third in the unit of what they are compared with."""
+
+    beta: float
+    tolerance: float
+    cap: float
+    floor: float

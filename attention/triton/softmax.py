@@ -1,0 +1,193 @@
+"""The softmax of Triton kernels: exp(S - m) in the forms of site ``exponent``, m in those of ``row_max``, and S itself."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rounding import round_each, round_to
+from .sites import (
+    FMA,
+    INTERPRETED,
+    LARGEST,
+    LATER,
+    LN_2,
+    LOG2_E,
+    SCALED,
+    SCALED_DOWN,
+    SEPARATE_MULTIPLY,
+    SKIPPED,
+    STABILIZED,
+    STABILIZED_SAFE,
+    UP,
+    VISITED,
+)
+
+
+@triton.jit
+def round_scores(b_s, m_s, scalars, SITES: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
+    """S from Q K^T: scaled, soft-capped, rounded, masked. But for SCALED the scale is left to the exponential."""
+    if SITES.exponent == SCALED:
+        b_s = scalars.scale * b_s
+        if SOFTCAP:
+            b_t = tl.exp2(tl.abs(b_s / scalars.softcap) * (-2 * LOG2_E))
+            b_t = scalars.softcap * ((1 - b_t) / (1 + b_t))
+            b_s = tl.where(b_s < 0, -b_t, b_t)
+        b_s = round_to(b_s, SITES.scores)
+    if MASKED:
+        b_s = tl.where(m_s, b_s, -float("inf"))
+    return b_s
+
+
+@triton.jit
+def fused_difference(b_s, b_m, unit):
+    """S unit - m of a block [., .] and m that broadcasts to it, rounded once."""
+    # Named, as compilers fuse or not as they are told. The interpreter's tl.fma rounds twice; in FP64 the product is exact.
+    b_unit = tl.full(b_s.shape, unit, tl.float32)
+    if INTERPRETED:
+        b_x = (b_s.to(tl.float64) * b_unit.to(tl.float64) - b_m.to(tl.float64)).to(tl.float32)
+    else:
+        # Times -1 is a negation, which costs nothing; Triton's minus is 0 - m.
+        b_x = tl.fma(b_unit, b_s, tl.broadcast_to(b_m * -1.0, b_s.shape))
+    return b_x
+
+
+@triton.jit
+def rounded_product(b_s, unit):
+    """S unit of any block, rounded to FP32 whatever is done with it."""
+    b_unit = tl.full(b_s.shape, unit, tl.float32)
+    if INTERPRETED:
+        b_x = b_s * b_unit
+    else:
+        # A product without .rn may become part of a multiply-add, in LLVM or in ptxas; one with it may not.
+        b_x = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [b_s, b_unit], tl.float32, is_pure=True, pack=1
+        )
+    return b_x
+
+
+@triton.jit
+def log2_difference(b_s, b_m, unit, FOLD: tl.constexpr):
+    """S unit - m of a block [., .] and m that broadcasts to it, in log2: SEPARATE_MULTIPLY rounded twice, FMA once."""
+    if FOLD == SEPARATE_MULTIPLY:
+        b_x = rounded_product(b_s, unit) - b_m
+    else:
+        b_x = fused_difference(b_s, b_m, unit)
+    return b_x
+
+
+@triton.jit
+def row_normalizer(b_top, unit, FOLD: tl.constexpr, ROUNDING: tl.constexpr):
+    """The row maximum [BT] of S as m counts: FMA and SEPARATE_MULTIPLY times unit, rounded; else as it is. UP: to a
+    whole number of log2."""
+    if FOLD == SEPARATE_MULTIPLY:
+        b_r = rounded_product(b_top, unit)
+    elif FOLD == FMA:
+        b_r = b_top * unit
+    else:
+        b_r = b_top
+    if ROUNDING == UP and FOLD == SCALED:
+        b_r = tl.ceil(b_r * LOG2_E) * LN_2
+    elif ROUNDING == UP:
+        b_r = tl.ceil(b_r)
+    return b_r
+
+
+@triton.jit
+def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
+    """exp(S - m) of a block [., .] and m that broadcasts to it (site ``exponent``). S lacks its scale but where it is SCALED;
+    unit = scale log2(e) makes up for it: FMA with the subtraction of m, SEPARATE_MULTIPLY before it, m counting in log2; LATER, m counting
+    as S does."""
+    if FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
+        b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD))
+    elif FOLD == LATER:
+        b_p = tl.exp2((b_s - b_m) * unit)
+    else:
+        b_p = tl.exp2((b_s - b_m) * LOG2_E)
+    return b_p
+
+
+@triton.jit
+def probabilities(
+    b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constexpr, REUSE: tl.constexpr, FORMAT: tl.constexpr
+):
+    """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``; or, to
+    REUSE P_bar, exp(S - m) in FORMAT over d, with 1 / d in place of log2 l (``backward_probabilities``)."""
+    if REUSE:
+        b_p = round_each(exponential(b_s, b_m, unit, FOLD), FORMAT) * b_log_l
+    elif not APART:
+        b_p = exponential(b_s, b_m, unit, FOLD)
+    elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
+        b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_log_l)
+    else:
+        b_unit = tl.full(b_s.shape, unit if FOLD == LATER else LOG2_E, tl.float32)
+        b_p = tl.exp2(tl.fma(b_s - b_m, b_unit, -tl.broadcast_to(b_log_l, b_s.shape)))
+    return b_p
+
+
+@triton.jit
+def rescaling(b_m, b_m_new, unit, FOLD: tl.constexpr):
+    """exp(m - m') of two row normalizers."""
+    if FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
+        b_alpha = tl.exp2(b_m - b_m_new)
+    else:
+        b_alpha = exponential(b_m, b_m_new, unit, FOLD)
+    return b_alpha
+
+
+@triton.jit
+def subtrahend(b_m, RUNS: tl.constexpr):
+    """m as it is subtracted: 0 in rows that have seen no key, whose S is -inf as their m is."""
+    if RUNS:
+        b_m = tl.where(b_m == -float("inf"), 0.0, b_m)
+    return b_m
+
+
+@triton.jit
+def log_sum_exp(b_m, b_l, unit, FOLD: tl.constexpr):
+    """L = m + log l, in log2 but where S is SCALED."""
+    if FOLD == SCALED:
+        b_lse = b_m + tl.log(b_l)
+    elif FOLD == LATER:
+        b_lse = tl.fma(b_m, tl.full(b_m.shape, unit, tl.float32), tl.log2(b_l))
+    else:
+        b_lse = b_m + tl.log2(b_l)
+    return b_lse
+
+
+@triton.jit
+def several_close(b_s, b_top, tolerance):
+    """Whether more than one score of a row [BT, BS] is within ``tolerance`` of the row's maximum b_top [BT]."""
+    return tl.sum((b_s >= (b_top - tolerance)[:, None]).to(tl.float32), 1) > 1.5
+
+
+@triton.jit
+def shifted_row_max(b_r, m_tied, limits, ROW_MAX: tl.constexpr):
+    """``stabilize.tile_row_max`` from the row maximum r and whether it is tied; any unit of S, if ``limits.cap`` is in it too."""
+    b_shift = tl.where(b_r > 0, (limits.beta - 1) * b_r, -b_r)
+    if ROW_MAX == STABILIZED_SAFE:
+        b_shift = tl.minimum(b_shift, limits.cap)
+    return tl.where(m_tied & (b_r > -float("inf")), b_r + b_shift, b_r)
+
+
+@triton.jit
+def hidden_row_max(b_r, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
+    """The row normalizer [BT] of a tile, 0 where the row sees none of it, VISITED and STABILIZED (``stabilize.tile_row_max``)."""
+    if HIDDEN_TILES == VISITED and ROW_MAX == STABILIZED:
+        b_r = tl.where(b_r == -float("inf"), 0.0, b_r)
+    return b_r
+
+
+@triton.jit
+def least_row_sum(b_f, b_r, m_tied, b_m, limits, unit, SITES: tl.constexpr):
+    """``flash._RowSumFloor.of_tile`` [BT] from the plain row maximum r, whether it is tied, and the new m; and the running m
+    that STABILIZED would have, b_f, which counts where rows are SCALED_DOWN."""
+    b_least = tl.full(b_r.shape, limits.floor, tl.float32)
+    if SITES.row_max == SCALED_DOWN:
+        b_shifted = shifted_row_max(b_r, m_tied, limits, STABILIZED)
+        b_shifted = hidden_row_max(b_shifted, STABILIZED, SITES.hidden_tiles)
+        b_f = round_to(tl.maximum(b_f, b_shifted), SITES.statistics)
+        b_least *= tl.minimum(rescaling(b_f, b_m, unit, SITES.exponent), LARGEST)
+    if SITES.hidden_tiles == SKIPPED:
+        b_least = tl.where(b_r > -float("inf"), b_least, 0.0)
+    return b_f, b_least
