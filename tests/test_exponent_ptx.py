@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 compiler = pytest.importorskip("triton.compiler")
 sites = pytest.importorskip("attention.triton.sites")
-rounding = pytest.importorskip("attention.triton.rounding")
+layout = pytest.importorskip("attention.triton.layout")
 softmax = pytest.importorskip("attention.triton.softmax")
 
 probabilities, rescaling, row_normalizer = softmax.probabilities, softmax.rescaling, softmax.row_normalizer
@@ -80,22 +80,15 @@ def test_separate_multiply_rounds_it_and_then_subtracts(apart: bool, expected: s
     assert found == [expected, "sub.f32 of mul.rn.f32"]
 
 
-@triton.jit
-def weighted_sum_kernel(p_q, p_k, p_v, p_o, p_d, N: tl.constexpr):
-    """P_bar V and rowsum(P_bar) [N], P_bar = exp2(Q K^T), of Q, K and V [N, N]."""
-    o_n = tl.arange(0, N)
-    o_block = o_n[:, None] * N + o_n[None, :]
-    b_s = tl.dot(tl.load(p_q + o_block), tl.trans(tl.load(p_k + o_block)))
-    b_weights, b_d = rounding.rounded_and_summed(tl.exp2(b_s))
-    tl.store(p_o + o_block, tl.dot(b_weights, tl.load(p_v + o_block)))
-    tl.store(p_d + o_n, b_d)
-
-
 def test_tensor_cores_sum_p_bar_from_the_registers_that_they_multiply() -> None:
     """So that its elements are where ``rounded_and_summed`` takes them to be: both products want them in the same order."""
     signature = dict.fromkeys(("p_q", "p_k", "p_v"), "*bf16") | dict.fromkeys(("p_o", "p_d"), "*fp32")
-    source = compiler.ASTSource(weighted_sum_kernel, signature | {"N": "constexpr"}, {(5,): 64})
-    made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    source = compiler.ASTSource(layout.weighted_sum_kernel, signature | {"N": "constexpr"}, {(5,): 64})
+    made = triton.compile(
+        source,
+        target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "enable_fp_fusion": sites.FP_FUSION},
+    )
     ptx = made.asm["ptx"]
     names = dict(re.findall(r"mov\.b32\s+(%r\d+), (%r\d+);", ptx))
     read = re.findall(r"mma\.sync\S+ \{[^}]*\}, \{([^}]*)\}", ptx)

@@ -6,6 +6,7 @@ run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import kernel_tests
@@ -24,6 +25,7 @@ from attention_cases import (
     weights_seen,
 )
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
+from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
@@ -231,6 +233,36 @@ def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dty
     for case in (*CASES, "huge"):
         p = problem(case, torch.device("cuda"), dtype, (2, length, 3, head_dim))
         kernels_are_as_exact(p, sites=("tile_q=64", "tile_k=64"))
+
+
+class Elsewhere:
+    """A stand-in for ``layout.weighted_sum_kernel`` whose threads hold elements of other rows."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(p_q: Tensor, p_o: Tensor, p_d: Tensor, **_: object) -> None:
+            p_o.copy_(p_q)
+            p_d.copy_(p_q.float().sum(1).roll(1))
+
+        return launch
+
+
+@in_interpreter
+def test_sums_of_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attention.triton import layout
+
+    monkeypatch.setattr(layout, "weighted_sum_kernel", Elsewhere())
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    with pytest.raises(UserError, match="lays products out otherwise"):
+        layout.check_sums.__wrapped__(torch.device("cpu"))
+
+
+@on_gpu
+def test_sums_are_of_the_rows_that_a_gpu_multiplies() -> None:
+    from attention.triton import layout
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("sums by tensor cores are for sm_90")
+    layout.check_sums.__wrapped__(torch.device("cuda"))
 
 
 @on_gpu

@@ -47,6 +47,8 @@ from .sites import (
     ROWSUM_P_DP,
     ROWSUM_P_DP_NORMALIZED,
     SCALED,
+    Keys,
+    Queries,
     Scalars,
     Shape,
     Strides,
@@ -138,12 +140,12 @@ def query_kernel(
         middle = some_from // BS * BS
         last = some_to
         S = last  # nobody sees what comes behind it
+    queries = Queries(b_q, o_t, i_bh, H, seen)
+    keys = Keys(p_k, p_v, strides_k, strides_v, S)
     for MASKED in tl.static_range(1 if SHAPE.RUNS else 0, 2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
-            b_s, b_k = block_scores(
-                b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, MASKED == 1, DTYPE
-            )
-            b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED == 1)
+            b_s, b_k = block_scores(queries, keys, start, scalars, SITES, SHAPE, MASKED == 1, DTYPE)
+            b_v = load_keys(p_v, strides_v, queries, start, S, SHAPE, MASKED == 1)
             b_v = operand(b_v, SITES.inputs, DTYPE)
             b_p = probabilities(
                 b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities

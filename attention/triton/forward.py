@@ -17,6 +17,8 @@ from ..reference.exponent import log2_scale
 from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
 from ..rounding import storage_dtype
 from .block_sizes import Blocks, walks_tiles, width
+from .forward_tiled import add_tile, forward_tile, hidden_tile
+from .layout import check_sums
 from .loads import (
     block_scores,
     load_keys,
@@ -46,7 +48,6 @@ from .sites import (
     FP32,
     FP_FUSION,
     INTERPRETED,
-    LARGEST,
     LOW_BITS,
     MAX_AND_SUM,
     NEAREST,
@@ -55,15 +56,17 @@ from .sites import (
     REUSED,
     ROUNDED,
     SCALED,
-    SCALED_DOWN,
     SEPARATE_MULTIPLY,
     STABILIZED,
     STABILIZED_SAFE,
     STOCHASTIC,
     VISITED,
+    Keys,
     Limits,
+    Queries,
     Scalars,
     Shape,
+    State,
     Strides,
     kernel_sites,
     stored_code,
@@ -85,36 +88,13 @@ _PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)
 
 
 @triton.jit
-def add_tile(b_acc, b_exact, b_alpha, b_product, SITES: tl.constexpr):
-    """O_bar rescaled by alpha plus one tile's P_bar V [BT, D], each rounded; and the same in FP32 beside it, where delta reads that."""
-    b_scaled = round_to(b_alpha[:, None] * b_acc, SITES.accumulator)
-    b_acc = round_to(b_scaled + round_to(b_product, SITES.tile_product), SITES.accumulator)
-    if SITES.delta_output != OUTPUT_ITSELF and (SITES.tile_product != FP32 or SITES.accumulator != FP32):
-        b_exact = b_alpha[:, None] * b_exact + b_product
-    return b_acc, b_exact
-
-
-@triton.jit
 def forward_range(
-    b_acc,
-    b_exact,
-    b_m,
-    b_l,
-    b_d,
-    b_f,
-    b_q,
-    p_k,
-    p_v,
-    strides_k,
-    strides_v,
-    i_bh,
-    H,
-    o_t,
-    seen,
+    state,
+    queries,
+    keys,
     first,
     middle,
     last,
-    S,
     scalars,
     limits,
     seed,
@@ -131,14 +111,15 @@ def forward_range(
     BS: tl.constexpr = SHAPE.BS
     WIDTH: tl.constexpr = SHAPE.WIDTH
     FOLD: tl.constexpr = SITES.exponent
+    b_acc, b_exact, b_m, b_l, b_d, b_f = state
     COARSE: tl.constexpr = SITES.tile_product != FP32 or SITES.accumulator != FP32
     SHIFTS: tl.constexpr = SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE
     for start in range(first, last, BS):
-        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, MASKED, DTYPE)
+        b_s, _ = block_scores(queries, keys, start, scalars, SITES, SHAPE, MASKED, DTYPE)
         if SHAPE.ONE_LOOP and not SHAPE.RUNS:
             # Few blocks hide columns: a branch costs less than the start of a second loop.
             if start >= middle:
-                b_s = tl.where(visible(o_t, start, S, SHAPE.CAUSAL, SHAPE.EVEN, BS), b_s, -float("inf"))
+                b_s = tl.where(visible(queries.o_t, start, keys.S, SHAPE.CAUSAL, SHAPE.EVEN, BS), b_s, -float("inf"))
         b_top = tl.max(b_s, 1)
         b_r = row_normalizer(b_top, scalars.unit, FOLD, SITES.row_max_rounding)
         b_plain = b_r
@@ -171,14 +152,16 @@ def forward_range(
             b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
         b_m = b_m_new
         # [BS, WIDTH]
-        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, MASKED)
+        b_v = load_keys(keys.p_v, keys.strides_v, queries, start, keys.S, SHAPE, MASKED)
         b_v = operand(b_v, SITES.inputs, DTYPE)
         if SHAPE.MMA_SUMS:
             b_weights, b_sum = rounded_and_summed(b_p)
         else:
             if SITES.divisor == ROUNDED and SITES.probabilities_rounding == NEAREST:
                 b_p = round_block(b_p, SITES.probabilities)
-            b_weights = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
+            b_weights = weights(
+                b_p, seed, queries.i_bh, queries.o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS
+            )
             if SITES.divisor == ROUNDED:
                 if SITES.probabilities_rounding != NEAREST:
                     b_p = b_weights.to(tl.float32)
@@ -192,102 +175,7 @@ def forward_range(
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, SITES)
         else:
             b_acc = dot(b_weights, b_v, b_acc * b_alpha[:, None])
-    return b_acc, b_exact, b_m, b_l, b_d, b_f
-
-
-@triton.jit
-def forward_tile(
-    b_acc,
-    b_exact,
-    b_m,
-    b_l,
-    b_d,
-    b_f,
-    b_q,
-    p_k,
-    p_v,
-    strides_k,
-    strides_v,
-    i_bh,
-    H,
-    o_t,
-    seen,
-    first,
-    last,
-    S,
-    scalars,
-    limits,
-    seed,
-    SITES: tl.constexpr,
-    SHAPE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Algorithm 1 for one tile [first, last) larger than a block: first its row maximum and ties, then its product in FP32."""
-    BT: tl.constexpr = SHAPE.BT
-    BS: tl.constexpr = SHAPE.BS
-    WIDTH: tl.constexpr = SHAPE.WIDTH
-    FOLD: tl.constexpr = SITES.exponent
-    b_top = tl.full([BT], -float("inf"), tl.float32)
-    for start in range(first, last, BS):
-        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, True, DTYPE)
-        b_top = tl.maximum(b_top, tl.max(b_s, 1))
-    b_r = row_normalizer(b_top, scalars.unit, FOLD, SITES.row_max_rounding)
-    b_plain = b_r
-    m_tied = False
-    if SITES.row_max != PLAIN:
-        b_count = tl.zeros([BT], tl.int32)
-        for start in range(first, last, BS):
-            b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, True, DTYPE)
-            b_count += tl.sum((b_s >= (b_top - limits.tolerance)[:, None]).to(tl.int32), 1)
-        m_tied = b_count > 1
-    if SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE:
-        b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
-    b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
-    b_base = subtrahend(b_m_new, SHAPE.RUNS)
-    b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
-    b_sum = tl.zeros([BT], tl.float32)
-    b_rounded_sum = tl.zeros([BT], tl.float32)
-    b_product = tl.zeros([BT, WIDTH], tl.float32)
-    for start in range(first, last, BS):
-        b_s, _ = block_scores(b_q, p_k, strides_k, i_bh, H, o_t, seen, start, S, scalars, SITES, SHAPE, True, DTYPE)
-        b_p = exponential(b_s, b_base[:, None], scalars.unit, FOLD)
-        b_sum += tl.sum(b_p, 1)
-        b_v = load_keys(p_v, strides_v, i_bh, H, start, S, seen, SHAPE, True)
-        b_v = operand(b_v, SITES.inputs, DTYPE)
-        b_p = weights(b_p, seed, i_bh, o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
-        if SITES.divisor == ROUNDED:
-            b_rounded_sum += tl.sum(b_p.to(tl.float32), 1)
-        b_product = dot(b_p, b_v, b_product)
-    if SHAPE.FLOOR:
-        b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_base, limits, scalars.unit, SITES)
-        b_sum = tl.maximum(b_sum, b_least)
-        b_rounded_sum = tl.maximum(b_rounded_sum, b_least)
-    if SITES.divisor == ROUNDED:
-        b_d = round_to(b_alpha * b_d + b_rounded_sum, SITES.statistics)
-    b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
-    b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, SITES)
-    return b_acc, b_exact, b_m_new, b_l, b_d, b_f
-
-
-@triton.jit
-def hidden_tile(b_acc, b_exact, b_m, b_l, b_d, b_f, limits, unit, SITES: tl.constexpr, FLOOR: tl.constexpr):
-    """Algorithm 1 for one tile that the mask hides from all rows of the block, where such tiles are visited: P_bar is 0."""
-    b_m_new = b_m
-    if SITES.row_max == STABILIZED:
-        b_m_new = tl.maximum(b_m, 0.0)
-    if SITES.row_max == SCALED_DOWN:
-        b_f = tl.maximum(b_f, 0.0)
-    b_alpha = rescaling(b_m, b_m_new, unit, SITES.exponent)
-    b_least = tl.zeros(b_m.shape, tl.float32)
-    if FLOOR:
-        b_least += limits.floor
-        if SITES.row_max == SCALED_DOWN:
-            b_least *= tl.minimum(rescaling(b_f, b_m_new, unit, SITES.exponent), LARGEST)
-    b_l = round_to(b_alpha * b_l + b_least, SITES.statistics)
-    b_d = round_to(b_alpha * b_d + b_least, SITES.statistics)
-    b_acc = round_to(b_alpha[:, None] * b_acc, SITES.accumulator)
-    b_exact = b_alpha[:, None] * b_exact
-    return b_acc, b_exact, b_m_new, b_l, b_d, b_f
+    return State(b_acc, b_exact, b_m, b_l, b_d, b_f)
 
 
 @triton.jit
@@ -349,63 +237,29 @@ def forward_kernel(
     b_l = tl.zeros([BT], tl.float32)
     b_d = tl.zeros([BT], tl.float32)
     b_f = tl.full([BT], -float("inf"), tl.float32)
+    state = State(b_acc, b_exact, b_m, b_l, b_d, b_f)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     begin = 0
     if SHAPE.RUNS:
         begin = some_from // (tile if SHAPE.TILED else BS) * (tile if SHAPE.TILED else BS)
         last = some_to
         S = last  # nobody sees what comes behind it
+    queries = Queries(b_q, o_t, i_bh, H, seen)
+    keys = Keys(p_k, p_v, strides_k, strides_v, S)
     if SHAPE.TILED:
         for first in range(begin, last, tile):
-            b_acc, b_exact, b_m, b_l, b_d, b_f = forward_tile(
-                b_acc,
-                b_exact,
-                b_m,
-                b_l,
-                b_d,
-                b_f,
-                b_q,
-                p_k,
-                p_v,
-                strides_k,
-                strides_v,
-                i_bh,
-                H,
-                o_t,
-                seen,
-                first,
-                tl.minimum(first + tile, last),
-                S,
-                scalars,
-                limits,
-                seed,
-                SITES,
-                SHAPE,
-                DTYPE,
-            )
+            end = tl.minimum(first + tile, last)
+            state = forward_tile(state, queries, keys, first, end, scalars, limits, seed, SITES, SHAPE, DTYPE)
     else:
         middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
         for MASKED in tl.static_range(0, 1 if SHAPE.ONE_LOOP else 2):
-            b_acc, b_exact, b_m, b_l, b_d, b_f = forward_range(
-                b_acc,
-                b_exact,
-                b_m,
-                b_l,
-                b_d,
-                b_f,
-                b_q,
-                p_k,
-                p_v,
-                strides_k,
-                strides_v,
-                i_bh,
-                H,
-                o_t,
-                seen,
+            state = forward_range(
+                state,
+                queries,
+                keys,
                 middle if MASKED else begin,
                 middle,
                 last if MASKED or SHAPE.ONE_LOOP else middle,
-                S,
                 scalars,
                 limits,
                 seed,
@@ -416,9 +270,8 @@ def forward_kernel(
             )
     if SITES.hidden_tiles == VISITED:
         for _ in range(tl.cdiv(last, tile), tl.cdiv(S, tile)):
-            b_acc, b_exact, b_m, b_l, b_d, b_f = hidden_tile(
-                b_acc, b_exact, b_m, b_l, b_d, b_f, limits, scalars.unit, SITES, SHAPE.FLOOR
-            )
+            state = hidden_tile(state, limits, scalars.unit, SITES, SHAPE.FLOOR)
+    b_acc, b_exact, b_m, b_l, b_d, b_f = state
     if SHAPE.RUNS:
         m_none = b_m == -float("inf")  # rows that saw no key: O is 0, and P is with such an m
         b_l = tl.where(m_none, 1.0, b_l)
@@ -486,6 +339,9 @@ def launch_forward(
     tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
     # Presets that have l have its sum beside d's, in an order that published runs fix.
     only_d = n.backward_probabilities == "forward" and n.probabilities == "bf16"
+    mma_sums = only_d and (blocks.rows, blocks.columns, blocks.warps) == (64, 64, 4) and warpgroup_mma(q)
+    if mma_sums:
+        check_sums(q.device)
     forward_kernel[(B * H * triton.cdiv(T, blocks.rows),)](
         p_q=q,
         p_k=rows_source(k, blocks.columns, tma),
@@ -525,7 +381,7 @@ def launch_forward(
             ONE_LOOP=runs is not None or (blocks.one_loop and (tma or S % blocks.columns == 0)),
             TILED=walks_tiles(n, blocks),
             FLOOR=n.row_sum_floor > 0,
-            MMA_SUMS=only_d and (blocks.rows, blocks.columns, blocks.warps) == (64, 64, 4) and warpgroup_mma(q),
+            MMA_SUMS=mma_sums,
             RUNS=runs is not None,
             HOLES=runs is not None and runs.holes is not None,
         ),

@@ -73,18 +73,17 @@ def load_rows(
 
 
 @triton.jit
-def load_keys(p_x, strides, i_bh, H, start, S, seen, SHAPE: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [start, start + BS) of K or V for query head i_bh of B H: GROUP of them, side by side, share a head of keys."""
+def load_keys(p_x, strides, queries, start, S, SHAPE: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [start, start + BS) of K or V for the head of some queries: GROUP of these, side by side, share a head of keys."""
     BS: tl.constexpr = SHAPE.BS
     m_r = None
     if SHAPE.HOLES:
-        m_r = there(seen.p_holes, start, S, BS)
+        m_r = there(queries.seen.p_holes, start, S, BS)
     if SHAPE.GROUP == 1:
-        b_x = load_rows(p_x, strides, i_bh, H, start, S, BS, SHAPE, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
+        i_keys, heads = queries.i_bh, queries.H
     else:
-        i_keys, heads = i_bh // SHAPE.GROUP, H // SHAPE.GROUP
-        b_x = load_rows(p_x, strides, i_keys, heads, start, S, BS, SHAPE, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
-    return b_x
+        i_keys, heads = queries.i_bh // SHAPE.GROUP, queries.H // SHAPE.GROUP
+    return load_rows(p_x, strides, i_keys, heads, start, S, BS, SHAPE, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
 
 
 @triton.jit
@@ -159,27 +158,15 @@ def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, SAVED_STATISTICS:
 
 @triton.jit
 def block_scores(
-    b_q,
-    p_k,
-    strides_k,
-    i_bh,
-    H,
-    o_t,
-    seen,
-    start,
-    S,
-    scalars,
-    SITES: tl.constexpr,
-    SHAPE: tl.constexpr,
-    MASKED: tl.constexpr,
-    DTYPE: tl.constexpr,
+    queries, keys, start, scalars, SITES: tl.constexpr, SHAPE: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr
 ):
     """S of one block [BT, BS], and K of its columns [BS, WIDTH]. With RUNS S is -inf wherever it should be, MASKED or not."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    b_k = load_keys(p_k, strides_k, i_bh, H, start, S, seen, SHAPE, MASKED)
+    S, seen = keys.S, queries.seen
+    b_k = load_keys(keys.p_k, keys.strides_k, queries, start, S, SHAPE, MASKED)
     b_k = operand(b_k, SITES.inputs, DTYPE)
-    b_s = dot(b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
+    b_s = dot(queries.b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
     if SHAPE.RUNS:
         b_s = round_scores(b_s, b_s, scalars, SITES, SHAPE.SOFTCAP, False)
         if SHAPE.HOLES:
@@ -187,7 +174,7 @@ def block_scores(
         elif (start < seen.all_from) | (start + BS > seen.all_to):
             b_s = tl.where(in_runs(seen, start, BS), b_s, -float("inf"))
     else:
-        m_s = visible(o_t, start, S, SHAPE.CAUSAL, False, BS)
+        m_s = visible(queries.o_t, start, S, SHAPE.CAUSAL, False, BS)
         b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED)
     return b_s, b_k
 

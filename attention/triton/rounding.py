@@ -118,7 +118,7 @@ def rounded_and_summed(b_p):
     tenth of what unpacking and adding does.
 
     Each warp has 16 whole rows, and a thread's elements of 16 columns are in the order in which ``mma.m16n8k16`` reads its left operand:
-    so a warpgroup's products on sm_90 leave S (Triton 3.6), which nothing here can check (``Shape.MMA_SUMS``); tests on a GPU do.
+    so a warpgroup's products on sm_90 leave S, which ``layout.check_sums`` makes sure of before the first launch (``Shape.MMA_SUMS``).
     """
     b_weights, b_sums = tl.inline_asm_elementwise(
         _SUM, _SUM_OPERANDS, [b_p], (tl.bfloat16, tl.float32), is_pure=True, pack=32

@@ -169,6 +169,47 @@ class Seen(NamedTuple):
     """Of the batch entry, where there are HOLES."""
 
 
+class Queries(NamedTuple):
+    """A block of queries, inside a kernel."""
+
+    b_q: Any
+    """[BT, WIDTH]"""
+    o_t: Any
+    """[BT]: their rows."""
+    i_bh: Any
+    """Of B H."""
+    H: Any
+    seen: Any
+    """``Seen``, or None."""
+
+
+class Keys(NamedTuple):
+    """The keys and values that the blocks of a loop are loaded from, inside a kernel; pointers or descriptors."""
+
+    p_k: Any
+    p_v: Any
+    strides_k: Any
+    strides_v: Any
+    S: Any
+    """Keys from here on are hidden from all rows."""
+
+
+class State(NamedTuple):
+    """What Algorithm 1 carries from tile to tile for a block of rows, inside a kernel."""
+
+    b_acc: Any
+    """O_bar, [BT, WIDTH]"""
+    b_exact: Any
+    """The same in FP32, where delta reads that and O_bar is rounded."""
+    b_m: Any
+    """[BT]"""
+    b_l: Any
+    b_d: Any
+    """Sum of P_bar as rounded."""
+    b_f: Any
+    """The m that STABILIZED would have, where rows are SCALED_DOWN."""
+
+
 class Scalars(NamedTuple):
     """``unit``: scale log2(e) where the exponential takes the scale, else 1."""
 
