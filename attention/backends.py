@@ -29,12 +29,14 @@ class Call:
     softcap: float
     features: tuple[str, ...] = ()
     """Of ``numerics.FEATURES``, those that the call uses besides a soft-cap."""
+    value_dim: int = 0
+    """Head dim of v; 0: that of q and k."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """``run(q, k, v, numerics, *, seed, scale, causal, softcap, mask)``: q [B, T, H, D], k and v [B, S, HK, D], ``numerics`` a key, a
-    ``Mask``; O [B, T, H, D].
+    """``run(q, k, v, numerics, *, seed, scale, causal, softcap, mask)``: q [B, T, H, D], k [B, S, HK, D], v [B, S, HK, DV], ``numerics`` a
+    key, a ``Mask``; O [B, T, H, DV].
 
     Sites that it does not have say so themselves (``numerics.site``); ``needs`` says what else it lacks, or None.
     """
@@ -78,7 +80,8 @@ def _flash_needs(call: Call) -> str | None:
     elif call.device != "cuda" and not _interprets():
         reason = "it needs a CUDA device (or TRITON_INTERPRET=1)"
     else:
-        reason = head_dim_obstacle(call.head_dim) or tile_obstacle(call.numerics)
+        reason = head_dim_obstacle(call.head_dim) or head_dim_obstacle(call.value_dim or call.head_dim)
+        reason = reason or tile_obstacle(call.numerics)
     instead = "flash_reference runs anywhere (backend='flash_reference', in train.py --attention.flash-backend flash_reference)"
     return reason and f"{reason}; {instead}"
 

@@ -66,7 +66,7 @@ def run(
             group and (k_BTHD.shape[:1], k_BTHD.shape[3:]) == ends,
             f"q's ends and a divisor of {plan.n_head} heads",
         ),
-        ("v", v_BTHD, v_BTHD.shape == k_BTHD.shape, "k's shape"),
+        ("v", v_BTHD, v_BTHD.shape[:3] == k_BTHD.shape[:3] and v_BTHD.ndim == 4, "k's shape but for the width"),
     ):
         if not fits or 0 in x.shape:
             shapes = f"{tuple(x.shape)}: expected [batch, time, head, width] with {expected}, none of them 0"
@@ -84,7 +84,8 @@ def run(
         )
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
-    features = (*mask.features(), *(("grouped",) if group > 1 else ()))
+    other = v_BTHD.shape[3] != k_BTHD.shape[3]
+    features = (*mask.features(), *(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))
     compiling = (
         torch.compiler.is_compiling()
     )  # what has no features is left to ``check`` then: no call for the compiler to see
@@ -93,7 +94,9 @@ def run(
         if compiling:
             reason = _excluded(*asked)
         else:
-            reason = _refuse(*asked, q_BTHD.device.type, FORMAT_OF.get(q_BTHD.dtype, "fp64"), q_BTHD.shape[3])
+            reason = _refuse(
+                *asked, q_BTHD.device.type, FORMAT_OF.get(q_BTHD.dtype, "fp64"), q_BTHD.shape[3], v_BTHD.shape[3]
+            )
         if reason is not None:
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
@@ -131,9 +134,10 @@ def _excluded(*asked: Any) -> str | None:
 
 @functools.lru_cache(maxsize=256)  # every call asks
 def _refuse(
-    backend: str, numerics: str, features: tuple[str, ...], softcap: float, kind: str, fmt: str, head_dim: int
+    backend: str, numerics: str, features: tuple[str, ...], softcap: float, kind: str, fmt: str, *head_dims: int
 ) -> str | None:
-    return obstacle(backend, Call(kind, fmt, head_dim, numerics_from_key(numerics), softcap, features))
+    head_dim, value_dim = head_dims
+    return obstacle(backend, Call(kind, fmt, head_dim, numerics_from_key(numerics), softcap, features, value_dim))
 
 
 def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -46,13 +46,13 @@ def scaled_dot_product_attention(
     softcap: float = 0.0,
     rounding_seed: Tensor | None = None,
 ) -> Tensor:
-    """O [B, H, T, D], with the arguments of ``torch.nn.functional.scaled_dot_product_attention``.
+    """O [B, H, T, DV], with the arguments of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Triton kernels compute it on CUDA, and PyTorch with the same roundings, slowly, on a CPU. Under autocast q, k and v are cast as
     torch's function casts them.
 
     Args:
-        query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, D], any strides; G = H, or a divisor of H with ``enable_gqa``. As torch
+        query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, DV], any strides; G = H, or a divisor of H with ``enable_gqa``. As torch
             does, it takes two or more dimensions, expands batches and heads of 1, and gives zeros where there are no keys.
         attn_mask: bool, broadcast to [B, H, T, S] and alike for all heads, True where a query may see a key; also beside
             ``is_causal``. Or floating, 0 there and -inf (or the dtype's lowest number) elsewhere. Each query sees a range of keys less
@@ -105,23 +105,24 @@ def _attend(
     numerics: str | AttentionSpec,
     rounding_seed: Tensor | None,
 ) -> Tensor:
-    """O [B, H, T, D] of checked tensors of four dimensions."""
+    """O [B, H, T, DV] of checked tensors of four dimensions."""
     kind = query.device.type
     B, H, T, _ = query.shape
     S = key.shape[2]
     D = operator.index(query.shape[3])  # a number to a compiler of any shapes, too
-    width = head_dim_above(D) if kind == "cuda" else D
-    empty = 0 in (B, H, T, S, D)
+    DV = operator.index(value.shape[3])
+    width, value_width = (head_dim_above(x) if kind == "cuda" else x for x in (D, DV))
+    empty = 0 in (B, H, T, S, D, DV)
     mask = NO_MASK
     if attn_mask is not None and own_mask is not None and not empty:
         mask = mask_of(attn_mask, own_mask, B, T, S)
     if bottom_right and T != S:
         mask = mask._replace(bottom_right=True)
-    features = mask.features() + (("grouped",) if key.shape[1] < H else ())
+    features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())
     chosen: Any = numerics
     if isinstance(numerics, AttentionSpec):  # which the compiler of torch 2.11 takes for no constant
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend)
-    asked = chosen, kind, FORMAT_OF[query.dtype], width or 8, 1.0 if softcap else 0.0, features
+    asked = chosen, kind, FORMAT_OF[query.dtype], width or 8, value_width or 8, 1.0 if softcap else 0.0, features
     backend, sites, draws, unrounded = _resolved(*asked)
     if rounding_seed is None:
         refuse(draws, "rounding_seed = None: these numerics round stochastically, and need an int64 tensor")
@@ -134,12 +135,14 @@ def _attend(
         return o.float() if unrounded else o
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if width != D:  # a pad of nothing would copy
-        q, k, v = (functional.pad(x, (0, width - D)) for x in (q, k, v))
+        q, k = (functional.pad(x, (0, width - D)) for x in (q, k))
+    if value_width != DV:
+        v = functional.pad(v, (0, value_width - DV))
     scale = 1 / math.sqrt(D) if scale is None else scale
     o = BACKENDS[backend].run(
         q, k, v, sites, seed=rounding_seed, scale=scale, causal=causal, softcap=softcap, mask=mask
     )
-    return _laid_out_as(query, o[..., :D])
+    return _laid_out_as(query, o[..., :DV])
 
 
 def _laid_out_as(query: Tensor, o_BTHD: Tensor) -> Tensor:
@@ -292,7 +295,7 @@ def _four_dimensional(
     H = q.shape[1] if gqa else _common((q.shape[1], G), shapes, "as many heads of query and key, or enable_gqa=True")
     refuse(G == 0 and H != 0, f"{shapes}: expected heads of keys")
     refuse(G != 0 and H % G != 0, f"{H} query heads, {G} key heads: expected a divisor of {H}")
-    refuse(k.shape[2:] != v.shape[2:], f"key has shape {list(k.shape)}, value {list(v.shape)}: expected the same")
+    refuse(k.shape[2] != v.shape[2], f"key has shape {list(k.shape)}, value {list(v.shape)}: expected the same length")
     refuse(q.shape[3] != k.shape[3], f"{shapes}: expected one head dim")
     q, k, v = (
         x if x.shape[0] == B and x.shape[1] == heads else x.expand(B, heads, *x.shape[2:])
@@ -332,7 +335,13 @@ def _resolved(*asked: Any) -> tuple[str, str, bool, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _resolve(
-    asked: str | tuple[Any, ...], kind: str, fmt: str, head_dim: int, softcap: float, features: tuple[str, ...]
+    asked: str | tuple[Any, ...],
+    kind: str,
+    fmt: str,
+    head_dim: int,
+    value_dim: int,
+    softcap: float,
+    features: tuple[str, ...],
 ) -> tuple[str, str, bool, bool]:
     """Backend, key of ``Numerics``, whether some site is stochastic, and whether O is left unrounded.
 
@@ -345,7 +354,7 @@ def _resolve(
     config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
     group = config.resolve(1, 1)[0].groups[0]
     chosen = numerics_from_key(group.numerics)
-    reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features))
+    reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features, value_dim))
     refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
     unrounded = BACKENDS[group.backend].has_sites and chosen.concrete(fmt).output == "fp32"
     return group.backend, group.numerics, stochastic(spec), unrounded

@@ -32,6 +32,7 @@ FEATURES = {
     "bottom_right": "bottom-right alignment",
     "keys": "mask of keys",
     "ranges": "range of keys for each query",
+    "value_dim": "head dim of V other than that of K",
 }
 """What a call may ask for besides causal or full attention, in words. A backend lacks it (``backends.Backend``), or a site excludes it
 (``Site.without``), where its declaration says so."""

@@ -38,6 +38,8 @@ class Case:
     H: int = 2
     K: int = 2
     D: int = 16
+    DV: int = 0
+    """Head dim of V; 0: D."""
     causal: bool = True
     bottom_right: bool = False
     window: int = 0
@@ -65,12 +67,12 @@ class Case:
         """q, k, v and dO, [B, T or S, heads, D]."""
         generator = torch.Generator().manual_seed(0)
         shapes = [
-            (self.B, self.T, self.H),
-            (self.B, self.S, self.K),
-            (self.B, self.S, self.K),
-            (self.B, self.T, self.H),
+            (self.B, self.T, self.H, self.D),
+            (self.B, self.S, self.K, self.D),
+            (self.B, self.S, self.K, self.DV or self.D),
+            (self.B, self.T, self.H, self.DV or self.D),
         ]
-        return tuple(torch.randn(*shape, self.D, generator=generator).to(device, dtype) for shape in shapes)
+        return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
 
     def visible(self, device: torch.device) -> Tensor:
         """Which keys a query sees, [B, T, S]."""
@@ -169,6 +171,35 @@ def test_heads_that_share_keys_are_summed_in_the_references_order(
 @pytest.mark.parametrize("head_dim", [80, 256, *(pytest.param(d, marks=slow) for d in (96, 112, 160, 192))])
 def test_head_dims(head_dim: int, backend: str, device: torch.device) -> None:
     assert_exact(Case(T=20, S=20, H=2, K=1, D=head_dim), backend, device)
+
+
+OTHER_VALUES = [
+    Case(T=20, S=33, D=24, DV=16, H=4),
+    Case(T=20, S=20, D=16, DV=40, causal=False),
+    Case(B=2, D=96, DV=64, window=9, K=1),
+    pytest.param(Case(T=20, S=20, D=192, DV=128), marks=slow),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", OTHER_VALUES, ids=str)
+def test_values_of_another_head_dim(case: Case, backend: str, device: torch.device) -> None:
+    assert_exact(case, backend, device)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "flash_consistent",
+        "flash_delta_from_p",
+        "flash_stochastic_o",
+        "flash_fp32_o",
+        "flash_centered_keys",
+        pytest.param("flash_corrected_rows", marks=slow),
+    ],
+)
+def test_presets_with_values_of_another_head_dim(preset: str, device: torch.device) -> None:
+    kernels_agree(Case(T=20, S=20, H=4, K=2, D=24, DV=16), preset, (), device)
 
 
 @pytest.mark.parametrize(

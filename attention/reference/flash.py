@@ -116,9 +116,10 @@ def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any)
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
-    output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
+    shape = (*q.shape[:3], v.shape[3])
+    output = torch.empty(shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
     if kept_apart(n):
-        delta_output = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.delta_output, q.dtype))
+        delta_output = torch.empty(shape, device=q.device, dtype=storage_dtype(n.delta_output, q.dtype))
     else:
         delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
     return output, delta_output, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
@@ -244,8 +245,8 @@ def _backward_pass(
         problem = make_problem(q, k, v, *settings)
         do_BHTD = problem.seen_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
-        dk = torch.zeros_like(problem.k[:, :: problem.group])
-        totals = torch.zeros_like(problem.q), dk, torch.zeros_like(dk)
+        dk, dv = (torch.zeros_like(x[:, :: problem.group]) for x in (problem.k, problem.v))
+        totals = torch.zeros_like(problem.q), dk, dv
         for heads in (slice(head, None, problem.group) for head in range(problem.group)):
             _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, o_BHTD, saved)
         return problem.gradients(*totals, q.dtype)

@@ -39,7 +39,7 @@ def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any)
 
 def _output(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> Tensor:
     fmt = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]).output
-    return torch.empty(q.shape, device=q.device, dtype=storage_dtype(fmt, q.dtype))
+    return torch.empty((*q.shape[:3], v.shape[3]), device=q.device, dtype=storage_dtype(fmt, q.dtype))
 
 
 def _backward_pass(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:

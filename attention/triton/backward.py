@@ -111,9 +111,9 @@ def query_kernel(
         m_t = (o_t < T) & (seen.b_first < seen.b_last)
         some_from, some_to = seen.some_from, seen.some_to
     # [BT, WIDTH]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE.D, WIDTH, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
-    b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
+    b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE.DV, SHAPE.WIDTH_V, True, False, m_t)
     b_do = operand(b_do, SITES.output_gradient, DTYPE)
     # [BT]
     b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
@@ -145,7 +145,7 @@ def query_kernel(
     for MASKED in tl.static_range(1 if SHAPE.RUNS else 0, 2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, b_k = block_scores(queries, keys, start, scalars, SITES, SHAPE, MASKED == 1, DTYPE)
-            b_v = load_keys(p_v, strides_v, queries, start, S, SHAPE, MASKED == 1)
+            b_v = load_keys(p_v, strides_v, queries, start, S, SHAPE.DV, SHAPE.WIDTH_V, SHAPE, MASKED == 1)
             b_v = operand(b_v, SITES.inputs, DTYPE)
             b_p = probabilities(
                 b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
@@ -186,7 +186,7 @@ def query_kernel(
             b_dq -= scalars.scale * (b_share[:, None] * b_pk)
             b_delta = round_to(b_delta + tl.div_rn(b_r_unrounded, b_row_sum), SITES.delta_sum)
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
-        store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE)
+        store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE.D, WIDTH)
     else:
         if SITES.delta == ROWSUM_P_DP_NORMALIZED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
@@ -224,6 +224,7 @@ def key_kernel(
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
     WIDTH: tl.constexpr = SHAPE.WIDTH
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
@@ -234,11 +235,11 @@ def key_kernel(
     o_s = column + tl.arange(0, BS)
     heads = H if SHAPE.GROUP == 1 else H // SHAPE.GROUP
     # [BS, WIDTH]
-    b_k = load_rows(p_k, strides_k, i_group, heads, column, S, BS, SHAPE, True, False)
-    b_v = load_rows(p_v, strides_v, i_group, heads, column, S, BS, SHAPE, True, False)
+    b_k = load_rows(p_k, strides_k, i_group, heads, column, S, BS, SHAPE.D, WIDTH, True, False)
+    b_v = load_rows(p_v, strides_v, i_group, heads, column, S, BS, SHAPE.DV, WIDTH_V, True, False)
     b_k, b_v = operand(b_k, SITES.inputs, DTYPE), operand(b_v, SITES.inputs, DTYPE)
     b_dk_part = tl.zeros([BS, WIDTH], tl.float32)
-    b_dv_part = tl.zeros([BS, WIDTH], tl.float32)
+    b_dv_part = tl.zeros([BS, WIDTH_V], tl.float32)
     if SHAPE.RUNS:
         p_from = p_runs_of_keys + (i_group // heads).to(tl.int64) * (2 * S)
         m_k = tl.load(p_from + o_s, mask=o_s < S, other=0) < tl.load(p_from + S + o_s, mask=o_s < S, other=0)
@@ -269,9 +270,11 @@ def key_kernel(
                     b_last = tl.load(p_first + T, mask=o_t < T, other=0)
                     m_t = b_first < b_last
                 # [BT, WIDTH]
-                b_q = load_rows(p_q, strides_q, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA, m_t)
+                b_q = load_rows(p_q, strides_q, i_bh, H, start, T, BT, SHAPE.D, WIDTH, not SHAPE.EVEN, SHAPE.TMA, m_t)
                 b_q = operand(b_q, SITES.inputs, DTYPE)
-                b_do = load_rows(p_do, strides_do, i_bh, H, start, T, BT, SHAPE, not SHAPE.EVEN, SHAPE.TMA, m_t)
+                b_do = load_rows(
+                    p_do, strides_do, i_bh, H, start, T, BT, SHAPE.DV, WIDTH_V, not SHAPE.EVEN, SHAPE.TMA, m_t
+                )
                 b_do = operand(b_do, SITES.output_gradient, DTYPE)
                 # [BT]
                 b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
@@ -303,22 +306,34 @@ def key_kernel(
     # -0 becomes 0, as in published runs.
     b_dk = 0.0 + scalars.scale * b_dk_part
     b_dv = 0.0 + b_dv_part
-    store_rows(p_dk, b_dk, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
-    store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE)
+    store_rows(p_dk, b_dk, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE.D, WIDTH)
+    store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE.DV, WIDTH_V)
 
 
-def empty_gradients(q: Tensor, k: Tensor) -> Tensor:
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Room for dQ, dK and dV, [B, max(T, S), H + 2 HK, D] in q's dtype, HK the heads of keys: the layout of a fused projection, whose
-    gradient then needs no copy."""
+    gradient then needs no copy. Where V has another head dim DV, [B, max(T, S), (H + HK) D + HK DV]."""
     B, T, H, D = q.shape
-    return torch.empty((B, max(T, k.shape[1]), H + 2 * k.shape[2], D), device=q.device, dtype=q.dtype)
+    _, S, HK, DV = v.shape
+    heads = (H + 2 * HK, D) if D == DV else ((H + HK) * D + HK * DV,)
+    return torch.empty((B, max(T, S), *heads), device=q.device, dtype=q.dtype)
 
 
 def apart(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """dQ, dK and dV from the one tensor of ``empty_gradients``."""
+    """dQ, dK and dV from the one tensor of ``empty_gradients``, each cut to its length."""
     # Split by a list, and cut where lengths differ only: torch.compile then sees that split and joined they are the whole again.
-    parts = gradients.split([x.shape[2] for x in (q, k, v)], dim=2)
-    return [g if g.shape[1] == x.shape[1] else g[:, : x.shape[1]] for g, x in zip(parts, (q, k, v), strict=True)]
+    return [
+        g if g.shape[1] == x.shape[1] else g[:, : x.shape[1]]
+        for g, x in zip(_split(gradients, q, k, v), (q, k, v), strict=True)
+    ]
+
+
+def _split(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    tensors = (q, k, v)
+    if gradients.ndim == 4:
+        return list(gradients.split([x.shape[2] for x in tensors], dim=2))
+    parts = gradients.split([x.shape[2] * x.shape[3] for x in tensors], dim=2)
+    return [g.unflatten(2, x.shape[2:]) for g, x in zip(parts, tensors, strict=True)]
 
 
 def mean_key(k: Tensor, n: Numerics, runs: Runs | None) -> Tensor:
@@ -355,8 +370,8 @@ def launch_backward(
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
     runs = mask.runs(B, T, S, causal, q.device)
     center = mean_key(k, n, runs) if n.row_residual == "centered_keys" else delta
-    gradients = empty_gradients(q, k)
-    dq, dk, dv = gradients.split([H, HK, HK], dim=2)
+    gradients = empty_gradients(q, k, v)
+    dq, dk, dv = _split(gradients, q, k, v)
     by_columns = of_queries.descriptors and takes_descriptor(k, v) and not mask.hides()
     by_rows = of_keys.descriptors and takes_descriptor(q, do) and not mask.hides()
     known = {
@@ -377,6 +392,8 @@ def launch_backward(
             BS=blocks.columns,
             D=D,
             WIDTH=width(D),
+            DV=v.shape[3],
+            WIDTH_V=width(v.shape[3]),
             GROUP=H // HK,
             HEADS=blocks.heads,
             TMA=tma,

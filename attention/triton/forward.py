@@ -109,7 +109,7 @@ def forward_range(
     """
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    WIDTH: tl.constexpr = SHAPE.WIDTH
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     FOLD: tl.constexpr = SITES.exponent
     b_acc, b_exact, b_m, b_l, b_d, b_f = state
     COARSE: tl.constexpr = SITES.tile_product != FP32 or SITES.accumulator != FP32
@@ -151,8 +151,8 @@ def forward_range(
                 b_sum = tl.maximum(b_sum, b_least)
             b_l = round_to(b_alpha * b_l + b_sum, SITES.statistics)
         b_m = b_m_new
-        # [BS, WIDTH]
-        b_v = load_keys(keys.p_v, keys.strides_v, queries, start, keys.S, SHAPE, MASKED)
+        # [BS, WIDTH_V]
+        b_v = load_keys(keys.p_v, keys.strides_v, queries, start, keys.S, SHAPE.DV, SHAPE.WIDTH_V, SHAPE, MASKED)
         b_v = operand(b_v, SITES.inputs, DTYPE)
         if SHAPE.MMA_SUMS:
             b_weights, b_sum = rounded_and_summed(b_p)
@@ -171,7 +171,7 @@ def forward_range(
                 b_sum = tl.maximum(b_sum, b_least)
             b_d = round_to(b_alpha * b_d + b_sum, SITES.statistics)
         if COARSE:
-            b_product = dot(b_weights, b_v, tl.zeros([BT, WIDTH], tl.float32))
+            b_product = dot(b_weights, b_v, tl.zeros([BT, WIDTH_V], tl.float32))
             b_acc, b_exact = add_tile(b_acc, b_exact, b_alpha, b_product, SITES)
         else:
             b_acc = dot(b_weights, b_v, b_acc * b_alpha[:, None])
@@ -205,7 +205,8 @@ def forward_kernel(
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    WIDTH: tl.constexpr = SHAPE.WIDTH
+    DV: tl.constexpr = SHAPE.DV
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
     if SHAPE.CAUSAL or SHAPE.RUNS:
@@ -218,7 +219,7 @@ def forward_kernel(
         m_t = (o_t < T) & (seen.b_first < seen.b_last)
         some_from, some_to = seen.some_from, seen.some_to
     # [BT, WIDTH]
-    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE, True, False, m_t)
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE.D, SHAPE.WIDTH, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
     # Rows of the whole output in order; the random bits of stochastic rounding belong to them.
     o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
@@ -231,8 +232,8 @@ def forward_kernel(
     seed = 0
     if SITES.probabilities_rounding == STOCHASTIC:
         seed = tl.load(p_seed)
-    b_acc = tl.zeros([BT, WIDTH], tl.float32)
-    b_exact = tl.zeros([BT, WIDTH], tl.float32)
+    b_acc = tl.zeros([BT, WIDTH_V], tl.float32)
+    b_exact = tl.zeros([BT, WIDTH_V], tl.float32)
     b_m = tl.full([BT], -float("inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
     b_d = tl.zeros([BT], tl.float32)
@@ -291,8 +292,8 @@ def forward_kernel(
     if SITES.delta_output == LOW_BITS:
         b_rounded = round_block(b_o, SITES.output)
     else:
-        b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH)
-    store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
+        b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH_V)
+    store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * DV, H * DV, BT, DV, WIDTH_V)
     if SITES.delta_output != OUTPUT_ITSELF:
         if SITES.tile_product != FP32 or SITES.accumulator != FP32:
             b_o = divide_rows(b_exact, b_d)
@@ -301,17 +302,18 @@ def forward_kernel(
         else:
             if SITES.delta_rounding == STOCHASTIC:
                 b_words = random_words(p_seed, o_row, _DELTA_STREAM, SHAPE)
-            b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words, BT, WIDTH)
-        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, BT, SHAPE)
+            b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words, BT, WIDTH_V)
+        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * DV, H * DV, BT, DV, WIDTH_V)
 
 
-def empty_outputs(q: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
-    """O and the O for delta [B, T, H, D] (the latter empty where it is O itself), and L [B, H, T] or m and log2 l [B, H, 2, T],
+def empty_outputs(q: Tensor, v: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
+    """O and the O for delta [B, T, H, DV] (the latter empty where it is O itself), and L [B, H, T] or m and log2 l [B, H, 2, T],
     float32, all unwritten."""
-    o = torch.empty(q.shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
+    shape = (*q.shape[:3], v.shape[3])
+    o = torch.empty(shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
     keep = kept_apart(n)
     delta_dtype = storage_dtype(n.delta_output, q.dtype) if keep else q.dtype
-    delta_o = torch.empty(q.shape if keep else 0, device=q.device, dtype=delta_dtype)
+    delta_o = torch.empty(shape if keep else 0, device=q.device, dtype=delta_dtype)
     return o, delta_o, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
 
 
@@ -329,7 +331,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
     (B, T, H, D), S = q.shape, k.shape[1]
-    o, delta_o, saved = empty_outputs(q, n)
+    o, delta_o, saved = empty_outputs(q, v, n)
     sites = kernel_sites(n, (FORWARD,), scale, softcap, causal, inputs=stored_code(n.inputs, q.dtype))
     in_exponent = sites.exponent != SCALED.value  # the scale: the kernel compares S'
     unit = log2_scale(scale) if in_exponent else 1.0
@@ -372,6 +374,8 @@ def launch_forward(
             BS=blocks.columns,
             D=D,
             WIDTH=width(D),
+            DV=v.shape[3],
+            WIDTH_V=width(v.shape[3]),
             GROUP=H // k.shape[2],
             HEADS=blocks.heads,
             TMA=tma,

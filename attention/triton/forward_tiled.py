@@ -44,7 +44,7 @@ def forward_tile(
     """Algorithm 1 for one tile [first, last) larger than a block: first its row maximum and ties, then its product in FP32."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    WIDTH: tl.constexpr = SHAPE.WIDTH
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     FOLD: tl.constexpr = SITES.exponent
     b_acc, b_exact, b_m, b_l, b_d, b_f = state
     b_top = tl.full([BT], -float("inf"), tl.float32)
@@ -67,12 +67,12 @@ def forward_tile(
     b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
     b_sum = tl.zeros([BT], tl.float32)
     b_rounded_sum = tl.zeros([BT], tl.float32)
-    b_product = tl.zeros([BT, WIDTH], tl.float32)
+    b_product = tl.zeros([BT, WIDTH_V], tl.float32)
     for start in range(first, last, BS):
         b_s, _ = block_scores(queries, keys, start, scalars, SITES, SHAPE, True, DTYPE)
         b_p = exponential(b_s, b_base[:, None], scalars.unit, FOLD)
         b_sum += tl.sum(b_p, 1)
-        b_v = load_keys(keys.p_v, keys.strides_v, queries, start, keys.S, SHAPE, True)
+        b_v = load_keys(keys.p_v, keys.strides_v, queries, start, keys.S, SHAPE.DV, SHAPE.WIDTH_V, SHAPE, True)
         b_v = operand(b_v, SITES.inputs, DTYPE)
         b_p = weights(b_p, seed, queries.i_bh, queries.o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
         if SITES.divisor == ROUNDED:

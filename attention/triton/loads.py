@@ -41,7 +41,8 @@ def load_rows(
     start,
     length,
     ROWS: tl.constexpr,
-    SHAPE: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
     m_r=None,
@@ -49,15 +50,15 @@ def load_rows(
     """Rows [start, start + ROWS) of one head, columns from D on being 0; MASKED: rows from ``length`` on are 0, too. TMA: p_x is a
     descriptor, which sees to both. Or those rows only that ``m_r`` [ROWS] names, if given, the others being 0."""
     if TMA:
-        b_x = p_x.load([i_bh // H, i_bh % H, start, 0]).reshape(ROWS, SHAPE.WIDTH)
+        b_x = p_x.load([i_bh // H, i_bh % H, start, 0]).reshape(ROWS, WIDTH)
     else:
         p_head = head_pointer(p_x, i_bh, H, strides.b, strides.h) + tl.cast(start, tl.int64) * strides.t
         o_r = tl.arange(0, ROWS).to(tl.int64)
-        o_d = tl.arange(0, SHAPE.WIDTH).to(tl.int64)
+        o_d = tl.arange(0, WIDTH).to(tl.int64)
         # [ROWS, WIDTH]
         p_block = p_head + (o_r[:, None] * strides.t + o_d[None, :] * strides.d)
-        if SHAPE.WIDTH != SHAPE.D:
-            m_x = (o_d < SHAPE.D)[None, :]
+        if WIDTH != D:
+            m_x = (o_d < D)[None, :]
             if m_r is not None:
                 m_x = m_x & m_r[:, None]
             elif MASKED:
@@ -73,8 +74,18 @@ def load_rows(
 
 
 @triton.jit
-def load_keys(p_x, strides, queries, start, S, SHAPE: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [start, start + BS) of K or V for the head of some queries: GROUP of these, side by side, share a head of keys."""
+def load_keys(
+    p_x,
+    strides,
+    queries,
+    start,
+    S,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHAPE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows [start, start + BS) of K or V, D wide, for the head of some queries: GROUP of these, side by side, share a head of keys."""
     BS: tl.constexpr = SHAPE.BS
     m_r = None
     if SHAPE.HOLES:
@@ -83,7 +94,7 @@ def load_keys(p_x, strides, queries, start, S, SHAPE: tl.constexpr, MASKED: tl.c
         i_keys, heads = queries.i_bh, queries.H
     else:
         i_keys, heads = queries.i_bh // SHAPE.GROUP, queries.H // SHAPE.GROUP
-    return load_rows(p_x, strides, i_keys, heads, start, S, BS, SHAPE, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
+    return load_rows(p_x, strides, i_keys, heads, start, S, BS, D, WIDTH, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
 
 
 @triton.jit
@@ -115,24 +126,36 @@ def load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT: tl.constexpr, HOLES: tl.c
 
 @triton.jit
 def load_output_rows(p_x, i_bh, H, row, T, SHAPE: tl.constexpr):
-    """Rows [row, row + BT) of one head of a contiguous [B, T, H, D]."""
-    strides = Strides(tl.cast(T, tl.int64) * H * SHAPE.D, H * SHAPE.D, SHAPE.D, 1)
-    return load_rows(p_x, strides, i_bh, H, row, T, SHAPE.BT, SHAPE, True, False)
+    """Rows [row, row + BT) of one head of a contiguous [B, T, H, DV]."""
+    strides = Strides(tl.cast(T, tl.int64) * H * SHAPE.DV, H * SHAPE.DV, SHAPE.DV, 1)
+    return load_rows(p_x, strides, i_bh, H, row, T, SHAPE.BT, SHAPE.DV, SHAPE.WIDTH_V, True, False)
 
 
 @triton.jit
-def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, ROWS: tl.constexpr, SHAPE: tl.constexpr):
+def store_rows(
+    p_x,
+    b_x,
+    i_bh,
+    start,
+    length,
+    H,
+    stride_b,
+    stride_r,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Rows of one head into [B, length, H, D], heads of one row side by side; ``stride_b``, ``stride_r``: of batch and row."""
     o_r = tl.arange(0, ROWS).to(tl.int64)
-    o_d = tl.arange(0, SHAPE.WIDTH).to(tl.int64)
-    p_head = head_pointer(p_x, i_bh, H, stride_b, SHAPE.D)
+    o_d = tl.arange(0, WIDTH).to(tl.int64)
+    p_head = head_pointer(p_x, i_bh, H, stride_b, D)
     # [ROWS, WIDTH]
     p_block = p_head + tl.cast(start, tl.int64) * stride_r + (o_r[:, None] * stride_r + o_d[None, :])
     if INTERPRETED and p_x.dtype.element_ty == tl.bfloat16:
         b_x = round_mantissa(b_x, BF16, NEAREST, 0)
     m_x = (start + tl.arange(0, ROWS) < length)[:, None]
-    if SHAPE.WIDTH != SHAPE.D:
-        m_x = m_x & (o_d < SHAPE.D)[None, :]
+    if WIDTH != D:
+        m_x = m_x & (o_d < D)[None, :]
     tl.store(p_block, b_x.to(p_x.dtype.element_ty), mask=m_x)
 
 
@@ -164,7 +187,7 @@ def block_scores(
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
     S, seen = keys.S, queries.seen
-    b_k = load_keys(keys.p_k, keys.strides_k, queries, start, S, SHAPE, MASKED)
+    b_k = load_keys(keys.p_k, keys.strides_k, queries, start, S, SHAPE.D, SHAPE.WIDTH, SHAPE, MASKED)
     b_k = operand(b_k, SITES.inputs, DTYPE)
     b_s = dot(queries.b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
     if SHAPE.RUNS:

@@ -29,13 +29,13 @@ def _forward_pass(
     """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] in log2 or, where S is rounded, natural; or
     m in the unit the kernel compares and log2 l [B, H, 2, T])."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
-    blocks = forward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
+    blocks = forward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
         return launch_forward(q, k, v, seed, n, blocks, *settings)
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_outputs(q, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
+    return empty_outputs(q, v, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
 
 
 def _backward_pass(
@@ -52,13 +52,15 @@ def _backward_pass(
     """dQ, dK and dV in one tensor (``backward.empty_gradients``). ``o`` and ``counts`` are ``tiles.delta_operands``,
     ``saved`` is L, or m and log2 l."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
-    blocks = backward_blocks(n, FORMAT_OF[q.dtype], q.shape[3], q.shape[1], k.shape[1])
+    blocks = backward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
         return launch_backward(do, q, k, v, o, counts, saved, n, blocks, *settings)
 
 
 _forward = operator("flash_forward", FORWARD_TENSORS, 3, _forward_pass, _outputs)
-_backward = operator("flash_backward", BACKWARD_TENSORS, 1, _backward_pass, lambda do, q, k, *_: empty_gradients(q, k))
+_backward = operator(
+    "flash_backward", BACKWARD_TENSORS, 1, _backward_pass, lambda do, q, k, v, *_: empty_gradients(q, k, v)
+)
 
 
 def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept_and_settings: Any) -> list[Tensor]:

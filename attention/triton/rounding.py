@@ -128,8 +128,8 @@ def rounded_and_summed(b_p):
 
 @triton.jit
 def random_words(p_seed, o_row, STREAM: tl.constexpr, SHAPE: tl.constexpr):
-    """Philox words for rows ``o_row`` [BT] (int64, counted over the whole output) of D elements: [BT, WIDTH / 8, 2, 2] uint32."""
-    o_group = (o_row[:, None] * (SHAPE.D // 8) + tl.arange(0, SHAPE.WIDTH // 8)[None, :]).to(tl.uint32)
+    """Philox words for rows ``o_row`` [BT] (int64, counted over the whole output) of DV elements: [BT, WIDTH_V / 8, 2, 2] uint32."""
+    o_group = (o_row[:, None] * (SHAPE.DV // 8) + tl.arange(0, SHAPE.WIDTH_V // 8)[None, :]).to(tl.uint32)
     o_zero = o_group * 0
     b_0, b_1, b_2, b_3 = tl.philox(tl.load(p_seed), o_group, o_zero, o_zero + STREAM, o_zero, _ROUNDS)
     return tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))

@@ -118,8 +118,12 @@ class Shape(NamedTuple):
     BS: int
     """Columns (keys) of a block."""
     D: int
+    """Head dim of Q and K."""
     WIDTH: int
     """Columns that a block of rows has on chip: D, or the power of 2 above it."""
+    DV: int
+    """Head dim of V and O."""
+    WIDTH_V: int
     GROUP: int
     """Heads of queries that share one head of keys."""
     HEADS: int
