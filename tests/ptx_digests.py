@@ -147,7 +147,9 @@ def compile_case(case: str, fp_fusion: bool | None = None) -> list[str] | None:
     T, H = form.length, 6
     q = torch.zeros(2, T, H, D, dtype=kind)
     k, v = (torch.zeros(2, T, H // form.keys_per_head, width, dtype=kind) for width in (D, DV))
-    masks = {"window": Mask(window=256), "keys": Mask(keys=torch.ones(2, T, dtype=torch.bool))}
+    t = torch.arange(T)
+    window = torch.stack(((t - 255).clamp(min=0), t + 1)).expand(2, 2, T)
+    masks = {"window": Mask(ranges=window), "keys": Mask(keys=torch.ones(2, T, dtype=torch.bool))}
     settings = (1 / D**0.5, form.causal, form.softcap, masks.get(form.mask, NO_MASK))
     fusion = forward.FP_FUSION if fp_fusion is None else fp_fusion
     found: list[str] = []
