@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.triton.rounding import round_mantissa
-from attention.triton.sites import BF16, FP_FUSION, INTERPRETED, LOG2_E, NEAREST
+from attention.triton.codes import BF16, FP_FUSION, INTERPRETED, LOG2_E, NEAREST
+from attention.triton.round_blocks import round_mantissa
 
 BLOCK, WARPS = 4096, 16
 

@@ -143,7 +143,7 @@ def test_separate_multiply_rounds_the_product_and_then_the_difference() -> None:
 @settings(deadline=None)
 def test_sites_that_fit_act_alike_and_others_are_refused(chosen: dict[str, str], scale: float, softcap: float) -> None:
     """Refused with the site, in one line: only an L that is rounded and not there. Formed in S' only where S, m, l and L are FP32."""
-    numerics = pytest.importorskip("attention.triton.sites")
+    numerics = pytest.importorskip("attention.triton.codes")
     spec = partial(AttentionSpec, preset="flash_separate_multiply", sites=tuple(f"{k}={v}" for k, v in chosen.items()))
     if chosen["saved_statistics"] == "max_and_sum" and chosen["logsumexp"] != "fp32":
         refused = "^attention numerics saved_statistics = 'max_and_sum': expected logsumexp where .*$"

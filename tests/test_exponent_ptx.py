@@ -13,7 +13,7 @@ from kernel_tests import INTERPRETED
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 compiler = pytest.importorskip("triton.compiler")
-sites = pytest.importorskip("attention.triton.sites")
+sites = pytest.importorskip("attention.triton.codes")
 layout = pytest.importorskip("attention.triton.layout")
 softmax = pytest.importorskip("attention.triton.softmax")
 

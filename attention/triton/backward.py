@@ -19,21 +19,7 @@ from ..numerics import BACKWARD, DELTA, Numerics
 from ..reference.exponent import log2_scale
 from ..rounding import round_to as round_tensor
 from .block_sizes import Blocks, width
-from .loads import (
-    block_scores,
-    load_keys,
-    load_output_rows,
-    load_rows,
-    load_seen,
-    load_statistics,
-    place,
-    rows_source,
-    store_rows,
-    takes_descriptor,
-    there,
-)
-from .rounding import dot, operand, round_to, with_low_bits
-from .sites import (
+from .codes import (
     CENTERED_KEYS,
     CORRECTED_ROWS,
     FMA,
@@ -55,6 +41,20 @@ from .sites import (
     kernel_sites,
     stored_code,
 )
+from .loads import (
+    block_scores,
+    load_keys,
+    load_output_rows,
+    load_rows,
+    load_seen,
+    load_statistics,
+    place,
+    rows_source,
+    store_rows,
+    takes_descriptor,
+    there,
+)
+from .round_blocks import dot, operand, round_to, with_low_bits
 from .softmax import probabilities, round_scores
 
 

@@ -64,7 +64,7 @@ _NARROW = {
     ("keys", 256): Blocks(64, 64, 8, 2, descriptors=True, heads=8),
     ("queries", 256): Blocks(128, 32, 8, 2, descriptors=True, heads=8),
 }
-# An operand in float32 against one in BF16 is three products of BF16 operands (``rounding.dot``).
+# An operand in float32 against one in BF16 is three products of BF16 operands (``round_blocks.dot``).
 _SPLIT = {
     "forward": Blocks(64, 64, 4, 2, descriptors=True),
     "tiled": Blocks(64, 32, 4, 2, descriptors=True),

@@ -17,33 +17,7 @@ from ..reference.exponent import log2_scale
 from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
 from ..rounding import storage_dtype
 from .block_sizes import Blocks, walks_tiles, width
-from .forward_tiled import add_tile, forward_tile, hidden_tile
-from .layout import check_sums
-from .loads import (
-    block_scores,
-    load_keys,
-    load_rows,
-    load_seen,
-    place,
-    rows_source,
-    store_rows,
-    takes_descriptor,
-    visible,
-    warpgroup_mma,
-)
-from .rounding import (
-    divide_rows,
-    dot,
-    low_bits,
-    operand,
-    random_words,
-    round_block,
-    round_output,
-    round_to,
-    rounded_and_summed,
-    weights,
-)
-from .sites import (
+from .codes import (
     FMA,
     FP32,
     FP_FUSION,
@@ -70,6 +44,32 @@ from .sites import (
     Strides,
     kernel_sites,
     stored_code,
+)
+from .forward_tiled import add_tile, forward_tile, hidden_tile
+from .layout import check_sums
+from .loads import (
+    block_scores,
+    load_keys,
+    load_rows,
+    load_seen,
+    place,
+    rows_source,
+    store_rows,
+    takes_descriptor,
+    visible,
+    warpgroup_mma,
+)
+from .round_blocks import (
+    divide_rows,
+    dot,
+    low_bits,
+    operand,
+    random_words,
+    round_block,
+    round_output,
+    round_to,
+    rounded_and_summed,
+    weights,
 )
 from .softmax import (
     exponential,

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from ..reference.tiles import PROBABILITIES_STREAM
+from .codes import FP32, LARGEST, OUTPUT_ITSELF, PLAIN, ROUNDED, SCALED_DOWN, STABILIZED, STABILIZED_SAFE, State
 from .loads import block_scores, load_keys
-from .rounding import dot, operand, round_to, weights
-from .sites import FP32, LARGEST, OUTPUT_ITSELF, PLAIN, ROUNDED, SCALED_DOWN, STABILIZED, STABILIZED_SAFE, State
+from .round_blocks import dot, operand, round_to, weights
 from .softmax import exponential, hidden_row_max, least_row_sum, rescaling, row_normalizer, shifted_row_max, subtrahend
 
 _PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)

@@ -1,4 +1,4 @@
-"""A check of what ``rounding.rounded_and_summed`` takes for granted: which thread of a warpgroup holds which elements of Q K^T."""
+"""A check of what ``round_blocks.rounded_and_summed`` takes for granted: which thread of a warpgroup holds which elements of Q K^T."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ..user_error import UserError
-from .rounding import rounded_and_summed
-from .sites import FP_FUSION
+from .codes import FP_FUSION
+from .round_blocks import rounded_and_summed
 
 N = 64
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .block_sizes import width
-from .rounding import dot, operand, round_mantissa
-from .sites import BF16, INTERPRETED, MAX_AND_SUM, NEAREST, Seen, Strides
+from .codes import BF16, INTERPRETED, MAX_AND_SUM, NEAREST, Seen, Strides
+from .round_blocks import dot, operand, round_mantissa
 from .softmax import round_scores
 
 

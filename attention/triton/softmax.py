@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import round_each, round_to
-from .sites import (
+from .codes import (
     FMA,
     INTERPRETED,
     LARGEST,
@@ -22,6 +21,7 @@ from .sites import (
     UP,
     VISITED,
 )
+from .round_blocks import round_each, round_to
 
 
 @triton.jit

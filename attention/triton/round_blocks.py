@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..rounding import RANDOM_BITS, ROUNDS
-from .sites import BF16, FP16, FP32, INTERPRETED, NEAREST, STOCHASTIC
+from .codes import BF16, FP16, FP32, INTERPRETED, NEAREST, STOCHASTIC
 
 _ONE = tl.constexpr(1)
 _DRAW = tl.constexpr(RANDOM_BITS)
