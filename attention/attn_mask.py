@@ -34,7 +34,8 @@ def is_bottom_right(bias: Any, T: int, S: int) -> bool:
     made = "causal_upper_left or causal_lower_right as made"
     refuse(name not in ("UPPER_LEFT", "LOWER_RIGHT"), f"attn_mask is a CausalBias of no known variant: expected {made}")
     sizes = bias.seq_len_q, bias.seq_len_kv
-    refuse(sizes != (T, S), f"attn_mask is a CausalBias of {sizes[0]} queries, {sizes[1]} keys: expected {T}, {S}")
+    if sizes != (T, S):  # only then, as a compiler cannot write out what it does not know
+        refuse(True, f"attn_mask is a CausalBias of {sizes[0]} queries, {sizes[1]} keys: expected {T}, {S}")
     return bool(name == "LOWER_RIGHT")
 
 

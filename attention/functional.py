@@ -62,7 +62,8 @@ def scaled_dot_product_attention(
             edit, but not one through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
             Or ``causal_upper_left(T, S)`` or ``causal_lower_right(T, S)`` of ``torch.nn.attention.bias``.
         is_causal: query t sees keys up to t.
-        scale: of Q K^T; default 1 / sqrt(D). What ``float`` takes, but for text and tensors on a GPU, for which the host would wait.
+        scale: of Q K^T; default 1 / sqrt(D). What ``float`` takes, but no text, nor tensors on a GPU, for which the host
+            would wait; in compiled code Python's numbers.
         numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
         softcap: c > 0 replaces S by c tanh(S / c).
         rounding_seed: int64 tensor of shape [] on the query's device, another one at every step; for stochastic rounding only.
