@@ -22,7 +22,6 @@ from tiny_runs import (
     before_each_step,
     column,
     left,
-    lines,
     make_data,
     start_train,
     tree,
@@ -132,14 +131,49 @@ def test_time_goes_on_from_the_checkpoint(place: Place) -> None:
     assert seconds[10] > before
 
 
-def test_lines_that_are_gone_are_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    run = place.train("gap", {"run.steps": 10})
-    log = run / "metrics.jsonl"
+def without_lines_5_and_6(log: Path) -> None:
     rows = log.read_text().splitlines(keepends=True)
     log.write_text("".join(rows[:4] + rows[6:]))
-    place.train("gap", RESUME)
-    assert f"{log}: 2 lines from before" in capsys.readouterr().err
-    assert [line["step"] for line in lines(run)] == [step for step in range(21) if step not in (4, 5)]
+
+
+def with_a_digit_changed_in_line_3(log: Path) -> None:
+    rows = log.read_text().splitlines(keepends=True)
+    rows[2] = rows[2].replace('"lr": 0.00', '"lr": 0.01')
+    log.write_text("".join(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("metrics.jsonl", without_lines_5_and_6, "2 lines from before {at} are gone, the first: line 5; "),
+        ("metrics.jsonl", with_a_digit_changed_in_line_3, "changed since {at}: line 3; "),
+        ("metrics.jsonl", Path.unlink, "10 lines from before {at} are gone, the first: line 1; "),
+        ("telemetry.jsonl", lambda log: log.write_text(""), "1 lines from before {at} are gone, the first: line 1; "),
+        ("telemetry.jsonl", lambda log: log.write_text('{"step": 0}\n'), "changed since {at}: line 1; "),
+        ("interventions.jsonl", Path.unlink, "1 lines from before {at} are gone, the first: line 1; "),
+    ],
+    ids=["gap", "digit", "no metrics", "emptied", "no probe", "no switch"],
+)
+def test_a_log_that_was_changed_is_told_and_changes_no_weight(
+    place: Place,
+    name: str,
+    change: Callable[[Path], object],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Switches before the kill and after it."""
+    case = request.node.callspec.id.replace(" ", "_")
+    fields = {"alarm.switches": ("4:1:flash_fp32_o", "15:1:flash"), "telemetry.every": 10}
+    at = place.runs / case / "checkpoints/step_00000010"
+
+    def changed(run: Path) -> None:
+        change(run / name)
+
+    assert_equals_straight(place, case, Interruption(fields, "dies at 13", meanwhile=changed), logs=False)
+    said = [line for line in capsys.readouterr().err.splitlines() if "the weights do not depend on it" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"warning: {place.runs / case / name}: {told.format(at=at)}")
 
 
 def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: Patch) -> None:
@@ -213,7 +247,7 @@ def that_cannot_be_opened(refused: str, reason: int, *modes: str) -> Callable[[P
 
 def by_two_processes(place: Place, run: Path, patch: Patch) -> None:
     two = DistContext(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
-    patch.setattr(distributed, "start", lambda device: two)
+    patch.setattr(distributed, "start", lambda *_: two)
 
 
 def by_a_wandb_out_of_reach(place: Place, run: Path, patch: Patch) -> None:

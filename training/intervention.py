@@ -68,7 +68,7 @@ def made_before(line: dict[str, Any], resumed: int, known: Sequence[dict[str, An
     ``known``: the checkpoint's ``state()``. A switch of its very step that it knows was made before it.
     """
     made = {Switch(**entry).option() for entry in known}
-    there = line["step"] == resumed and line["kind"] == "switch" and line.get("option") in made
+    there = line["step"] == resumed and line.get("kind") == "switch" and line.get("option") in made
     return line["step"] < resumed or there
 
 

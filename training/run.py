@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,13 @@ from training import alarm, distributed, gpt2_weights, outcome, record, speed, t
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch
-from training.metrics import Metrics, import_wandb, start_wandb
+from training.metrics import METRICS_FILE, Metrics, import_wandb, start_wandb
 from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate
 from training.precision import rounding_seed
 from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
-from training.telemetry import Telemetry, probe_batch
+from training.telemetry import TELEMETRY_FILE, Telemetry, probe_batch
 from training.weights import is_checkpoint, load_weights, read_checkpoint
 
 
@@ -334,8 +335,12 @@ def open_telemetry(run: Run) -> None:
         rounding_seed=functools.partial(rounding_seed, config.run.seed, micro_batch=0),
         rate=functools.partial(learning_rate, config=config.optim),
     )
-    for earlier in run.telemetry.earlier():
-        alarm.update(run.alarm, earlier)
+    try:
+        for earlier in run.telemetry.earlier():
+            alarm.update(run.alarm, earlier)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # somebody has edited it
+        what = f"a line is no probe ({type(error).__name__}: {error}); the alarm does not know those from there on"
+        print(f"warning: {run.folder / TELEMETRY_FILE}: {what}", file=sys.stderr)
 
 
 # ---- checkpoints
@@ -351,6 +356,9 @@ def save(run: Run, step: int) -> None:
             if log is not None:
                 log.sync()
         if run.dist.is_main:
+            written = {METRICS_FILE: run.metrics.digests}
+            if run.telemetry is not None:
+                written[TELEMETRY_FILE] = run.telemetry.digests
             run.checkpoints.save(
                 step,
                 model_state=run.network.raw.state_dict(),
@@ -364,7 +372,7 @@ def save(run: Run, step: int) -> None:
                     "seconds": run.seconds(),
                     "data_digest": run.batches.digest(),
                     "switches": run.interventions.state(step),
-                    "lines": run.metrics.lines,
+                    "logs": record.log_digests(run.folder, written),
                 },
                 # While every step is skipped, the weights may be what is wrong: those from before stay.
                 prune=not run.guard.skips_in_a_row,
