@@ -141,7 +141,7 @@ def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeyp
     assert tree(tmp_path) == {}
     assert tree(place.data) == before
     logs = {"metrics.jsonl", "telemetry.jsonl"}
-    assert {path.name for path in run.iterdir()} == {"config.json", *logs, "checkpoints", "lock"}
+    assert {path.name for path in run.iterdir()} == {"config.json", *logs, "checkpoints", "lock", "exit.json"}
 
 
 def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
