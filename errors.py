@@ -107,7 +107,10 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def trainer_packages() -> Iterator[None]:
-    """Around the imports of a command line: a missing package of the trainer is one line and exit code 2."""
+    """Around the imports of a command line and around its work: a missing package of the trainer is one line and exit code 2.
+
+    Ctrl-C is one line, too (the interrupt's message if it has one), with exit code 130.
+    """
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -116,6 +119,9 @@ def trainer_packages() -> Iterator[None]:
             raise  # no package that pip installs
         print(f"error: this needs the package {package}: pip install '.[train]'", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -128,7 +134,7 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2.
 
-    Ctrl-C is one line, too (the interrupt's message if it has one), with exit code 130. A closed stdout (``| head``) is exit code 141.
+    Ctrl-C is one line with exit code 130, a closed stdout (``| head``) is exit code 141.
     """
 
     @functools.wraps(main)
@@ -140,9 +146,6 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
-        except KeyboardInterrupt as interrupt:
-            print(str(interrupt) or "interrupted", file=sys.stderr)
-            raise SystemExit(130) from None
         except BrokenPipeError:
             # What is still in the buffer would fail once more when the interpreter leaves.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

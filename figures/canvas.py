@@ -51,8 +51,8 @@ def sheet(height: float) -> Any:
     return figure
 
 
-def dress(axes: Any, *, x: str = "", y: str = "", title: str = "", grid: str = "y") -> None:
-    """Names, sizes of text, and no frame that says nothing."""
+def style_axes(axes: Any, *, x: str = "", y: str = "", title: str = "", grid: str = "y") -> None:
+    """Labels, text sizes, grid, and no frame above and at the right."""
     axes.set_xlabel(x, fontsize=TEXT)
     axes.set_ylabel(y, fontsize=TEXT)
     if title:

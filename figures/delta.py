@@ -114,7 +114,7 @@ def draw_delta(error: HeadError) -> Drawn:
         axes.axhline(0, color="0.3", linewidth=0.5)
         axes.set_xticks(range(len(names)), names)
         axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-        canvas.dress(axes, title=title)
+        canvas.style_axes(axes, title=title)
         numbers += [(name, int(i), float(v)) for i, v in zip(order, values, strict=True)]
     others[-1].set_xlabel("feature of the head, by |dO (O(lp) - O(hp))|", fontsize=canvas.TEXT)
     return Drawn(figure, pd.DataFrame(numbers, columns=["panel", "x", "value"]))
@@ -132,7 +132,7 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
         f"{error.label}\nmean {error.mean:.2g}, {z:.1f} standard errors; {error.positive:.0%} positive\n"
         "gray: two deviations of random signs"
     )
-    canvas.dress(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
+    canvas.style_axes(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
     step = max(1, len(total) // 2000)
     return [
         ("sum_over_tokens", int(place), float(value))

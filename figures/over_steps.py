@@ -69,7 +69,7 @@ def draw_norms(runs: Sequence[RunCurves]) -> Drawn:
             edges, np.arange(len(grid) + 1) - 0.5, grid, norm=norm, cmap=canvas.SIZES, rasterized=True
         )
         _mark(axes, 0, run)
-        canvas.dress(axes, y="layer", title=f"${name}$, {run.label}", grid="")
+        canvas.style_axes(axes, y="layer", title=f"${name}$, {run.label}", grid="")
         axes.set_yticks(range(0, len(grid), max(1, len(grid) // 6)))
         table = pd.DataFrame(grid.T, columns=[f"layer_{layer}" for layer in range(len(grid))])
         tables.append(pd.DataFrame({"run": run.name, "matrix": name, "step": steps}).join(table))
@@ -90,7 +90,7 @@ def draw_ties(runs: Sequence[RunCurves]) -> Drawn:
     """Figure 13: loss (of validation where all runs have it), and how many rows fulfill the stabilizer's condition, a repeated maximum.
 
     The paper counts the activations of its condition in one run; here the share of the probe batch's rows within 1e-3, which has the same
-    course: mean over all heads (thick), the largest of any head (thin).
+    shape: mean over all heads (thick), the largest of any head (thin).
     """
     from matplotlib.lines import Line2D
 
@@ -112,8 +112,8 @@ def draw_ties(runs: Sequence[RunCurves]) -> Drawn:
     if np.isfinite(top):
         upper.set_ylim(top=min(top, upper.get_ylim()[1]))
     lower.set_ylim(bottom=0)
-    canvas.dress(upper, y=f"{name}\n(nats/token)")
-    canvas.dress(lower, x="optimizer step", y="share of rows with\na repeated maximum")
+    canvas.style_axes(upper, y=f"{name}\n(nats/token)")
+    canvas.style_axes(lower, x="optimizer step", y="share of rows with\na repeated maximum")
     lines = [Line2D([], [], **_look(index)) for index in range(len(runs))]
     labels = [canvas.wrapped(run.label, COLUMN - 0.5) for run in runs]
     canvas.legend(figure, lines, labels, loc="outside upper left")

@@ -28,7 +28,7 @@ TEXT = 11.0
 
 
 @dataclass(frozen=True)
-class RunCurves:
+class DrawnRun:
     """One run to draw: ``label`` goes into the legend, ``exploded_at`` is marked.
 
     ``metrics`` as ``curves.metrics`` gives them, with the logits to draw as ``max_logit_max``.
@@ -59,7 +59,7 @@ PANELS = (
 )
 
 
-def draw_runs(runs: Sequence[RunCurves], path: Path, of_layer: str = "") -> None:
+def draw_runs(runs: Sequence[DrawnRun], path: Path, of_layer: str = "") -> None:
     """``run_figure`` into ``path`` (png, pdf or svg, by its ending), written aside and renamed."""
     figure = run_figure(runs, of_layer)
     picture = io.BytesIO()
@@ -68,7 +68,7 @@ def draw_runs(runs: Sequence[RunCurves], path: Path, of_layer: str = "") -> None
     files.write_bytes(path, picture.getvalue())
 
 
-def run_figure(runs: Sequence[RunCurves], of_layer: str = "") -> Any:
+def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
     """A matplotlib ``Figure`` of the runs; a panel appears when some run has a value that it can show, that of the loss where none does.
 
     ``of_layer``: added to the title of the logits, as in " of layer 1".
@@ -124,7 +124,7 @@ def style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": width}
 
 
-def _draw_panel(axes: Any, panel: Panel, runs: Sequence[RunCurves], window: int) -> None:
+def _draw_panel(axes: Any, panel: Panel, runs: Sequence[DrawnRun], window: int) -> None:
     seen = []
     for index, run in enumerate(runs):
         values = curves.column(run.metrics, panel.key)
@@ -175,7 +175,7 @@ def _scale(axes: Any, panel: Panel, seen: Sequence[np.ndarray]) -> None:
     axes.set_ylim(low - pad, high + pad)
 
 
-def _mark_explosions(all_axes: Sequence[Any], runs: Sequence[RunCurves]) -> None:
+def _mark_explosions(all_axes: Sequence[Any], runs: Sequence[DrawnRun]) -> None:
     first = min(run.metrics.index.min() for run in runs)
     last = max(run.metrics.index.max() for run in runs)
     span = max(last - first, 1)

@@ -94,7 +94,7 @@ def draw_similarity(rows: Sequence[RankOne]) -> Drawn:
         )
         for axes, (values, name, across, down) in zip(grid[:, column], pictures, strict=True):
             canvas.heat(figure, axes, values.numpy())
-            canvas.dress(axes, x=across, y="" if column else down, title=name, grid="")
+            canvas.style_axes(axes, x=across, y="" if column else down, title=name, grid="")
             if down == "token":
                 axes.set_yticks(places := [0, len(tokens) // 2, len(tokens) - 1], [tokens[place] for place in places])
             if across == "input feature":

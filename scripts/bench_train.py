@@ -47,7 +47,7 @@ with trainer_packages():
     from training.signals import PreemptionHandler
 
 WARM_UP = 3
-QUIET = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint.every", "0", "--data.verify", "size"]
+STEPS_ONLY = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint.every", "0", "--data.verify", "size"]
 """Flags of a run of which only the steps are timed."""
 
 
@@ -106,7 +106,7 @@ def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, Tr
     here = {"run.name": name, "run.folder": folder / "runs", "data.record": folder / "recordings" / name}
     here |= {"data.dataset": folder / "data"}
     typed = [word for field, value in here.items() for word in (f"--{field}", str(value))]
-    return name, configuration.override(recipe, [*QUIET, *typed, *shlex.split(flags)]), flags
+    return name, configuration.override(recipe, [*STEPS_ONLY, *typed, *shlex.split(flags)]), flags
 
 
 def prepare(variant: Variant, build: Callable[[], Callable[[int], None]]) -> None:

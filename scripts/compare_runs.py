@@ -37,7 +37,7 @@ with trainer_packages():
 
     import files
     from figures import curves
-    from figures.runs import RunCurves, draw_runs
+    from figures.runs import DrawnRun, draw_runs
     from training.intervention import INTERVENTIONS_FILE
     from training.metrics import METRICS_FILE, read_lines
 
@@ -365,7 +365,7 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], layer: int | None,
     for run, row in zip(runs, rows, strict=True):
         logits = run.of_layers("max_logit", "max" if layer is None else str(layer)).rename("max_logit_max")
         metrics = run.metrics.drop(columns="max_logit_max", errors="ignore").join(logits, how="outer")
-        drawn.append(RunCurves(f"{run.name}: {row['attention']}, {row['ended']}", metrics, row["exploded_at"]))
+        drawn.append(DrawnRun(f"{run.name}: {row['attention']}, {row['ended']}", metrics, row["exploded_at"]))
     try:
         draw_runs(drawn, path, "" if layer is None else f" of layer {layer}")
     except OSError as error:
