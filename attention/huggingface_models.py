@@ -86,7 +86,8 @@ def guard() -> None:
             except KeyError as error:  # of a model that keeps a table of its own classes by name
                 name = error.args[0] if error.args else None
                 refuse(
-                    is_ours(name), f"{model_class.__name__}: it has attention code of its own, and none for {name!r}"
+                    is_ours(name),
+                    f"{model_class.__name__}: its table of attention classes has no {name!r}: expected 'eager'",
                 )
                 raise
 
