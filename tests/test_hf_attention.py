@@ -33,6 +33,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": GROUPED,
     "Qwen3": GROUPED | {"head_dim": 32},
     "Gemma2": GROUPED | {"head_dim": 24, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
+    # Multi-head latent attention: V narrower than K. Without experts, which would switch on last bits.
+    "DeepseekV3": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 2,
+    },
     "GPT2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
