@@ -123,21 +123,24 @@ def loop(run: Run, preemption: PreemptionHandler) -> None:
 
             # Forward and backward. Nothing below waits for the device.
             optimizer.zero_grad(set_to_none=True)
-            total_loss = torch.zeros((), device=device)
+            total_loss, tree = torch.zeros((), device=device), network.tree
             for index, (inputs_BT, targets_BT) in enumerate(micro_batches):
-                seed = rounding_seed(config.run.seed, step, dist.rank + index * dist.world_size)
+                seed = rounding_seed(config.run.seed, step, run.batches.number(index))
                 seed_tensor = torch.full((), seed, dtype=torch.int64, device=device)  # a copy from the host would wait
                 # DDP exchanges gradients in the last backward pass; it decides that in the forward pass.
                 with distributed.no_sync(model, last=index == len(micro_batches) - 1):
                     with config.precision.autocast(device):
                         loss = model(to_device(inputs_BT, device), to_device(targets_BT, device), seed_tensor)[1]
-                        loss = loss / len(micro_batches)
+                        loss = loss / (tree.micro_batches if tree else len(micro_batches))
                     scaler.scale(loss).backward()
-                total_loss += loss.detach()
+                if tree:
+                    tree.add(loss)
+                else:
+                    total_loss += loss.detach()
+            loss = tree.total() if tree else distributed.all_reduce_mean(total_loss)
 
             # Clip.
             scaler.unscale_(optimizer)
-            loss = distributed.all_reduce_mean(total_loss)
             grad_norm = clip_gradients(model, config.optim.grad_clip)
 
             # Step, unless loss or gradient is not finite: the device decides that itself, as with a GradScaler.
@@ -235,7 +238,15 @@ def validate(run: Run) -> float:
     """Validation loss on the fixed batches, nats a token."""
     device = run.dist.device
     seed = torch.tensor(rounding_seed(run.config.run.seed, 0, 0), device=device)
-    return evaluate(run.network.evaluated, run.batches, device, run.config.precision.autocast(device), seed)
+    precision = run.config.precision
+    return evaluate(
+        run.network.evaluated,
+        run.batches,
+        device,
+        precision.autocast(device),
+        seed,
+        exact_sum=precision.fixed_sum_order,
+    )
 
 
 def probe(run: Run, step: int) -> dict[str, float | int]:

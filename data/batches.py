@@ -1,8 +1,8 @@
 """The batches of a run: drawn at random, recorded while training, or replayed from a recording.
 
 One row is one optimizer step: ``global_batch`` offsets into the training tokens, in an order that knows nothing of processes. Cut
-into micro-batches of ``micro_batch`` sequences, global micro-batch m * world_size + r belongs to rank r at its micro-step m. So any
-number of processes, with any accumulation, sees the same micro-batches.
+into micro-batches of ``micro_batch`` sequences, micro-batch m * world_size + r of the step belongs to rank r at its micro-step m, or
+(``contiguous``) each rank has neighbors. So any number of processes, with any accumulation, sees the same micro-batches.
 
 Shapes: G global batch, B micro-batch, T sequence length, W validation windows, N any number of sequences.
 """
@@ -126,6 +126,7 @@ class Batches:
         rank: int,
         world_size: int,
         position: int,
+        contiguous: bool,
     ):
         self.header, self.position = header, position
         self.vocabulary_size = header.vocabulary_size
@@ -133,7 +134,7 @@ class Batches:
         self.recording_name = Path(folder).resolve().name if folder else ""
         self.steps_available = None if recording is None else recording.steps
         self._config, self._sequences, self._recorder = config, sequences, recorder
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._contiguous = rank, world_size, contiguous
         self._offsets_at: Callable[[int], np.ndarray] = (
             self._drawn if recording is None else recording.offsets.__getitem__
         )
@@ -168,6 +169,12 @@ class Batches:
         """Micro-steps of each process in one optimizer step."""
         return self._config.global_batch // (self._config.micro_batch * self._world_size)
 
+    def number(self, micro_step: int) -> int:
+        """Which of the step's micro-batches, in the order of the batch, this process has at its ``micro_step``."""
+        if self._contiguous:
+            return self._rank * self.accumulation() + micro_step
+        return micro_step * self._world_size + self._rank
+
     def next(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of the next step: (inputs [B, T], targets [B, T]) int64 on the CPU; recorded by rank 0.
 
@@ -178,7 +185,7 @@ class Batches:
             raise _ended(self._config.replay, step)
         offsets_G = self._offsets_at(step)
         size = self._config.micro_batch
-        first = [(m * self._world_size + self._rank) * size for m in range(self.accumulation())]
+        first = [self.number(micro_step) * size for micro_step in range(self.accumulation())]
         batches = [_inputs_and_targets(self._sequences.training(offsets_G[start : start + size])) for start in first]
         if self._recorder is not None:
             self._recorder.append(offsets_G)
@@ -300,8 +307,12 @@ def open_batches(
     world_size: int = 1,
     source_run: str = "",
     resume_at: int | None = None,
+    *,
+    contiguous: bool = False,
 ) -> Batches:
     """Open the batches of process ``rank`` of ``world_size``; rank 0 writes a recording.
+
+    ``contiguous``: a process's micro-batches are neighbors in the batch.
 
     ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
     Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
@@ -335,6 +346,7 @@ def open_batches(
         rank=rank,
         world_size=world_size,
         position=position,
+        contiguous=contiguous,
     )
 
 

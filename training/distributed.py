@@ -189,6 +189,38 @@ def gather(tensor: Tensor) -> list[Tensor]:
     return received
 
 
+def gather_everywhere(tensor: Tensor) -> list[Tensor]:
+    """Each process's tensor, of any shape, in order of rank, as CPU tensors on every process."""
+    if not dist.is_initialized():
+        return [tensor.cpu().clone()]
+    received: list[Any] = [None] * world_size()
+    dist.all_gather_object(received, tensor.cpu())
+    return received
+
+
+def all_reduce_in_pairs(tensors: list[Tensor]) -> None:
+    """Add up each tensor over processes, in place: ranks 0 and 1, ranks 2 and 3 ..., then pairs of pairs.
+
+    Tensors of one dtype and device; a power of two of processes. Each process adds a share of all elements, so that as much is sent as by
+    a ring all-reduce.
+    """
+    if world_size() == 1:
+        return
+    lengths = [tensor.numel() for tensor in tensors]
+    share = -(-sum(lengths) // world_size())
+    padding = tensors[0].new_zeros(share * world_size() - sum(lengths))
+    flat = torch.cat([*(tensor.flatten() for tensor in tensors), padding])
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received, flat)
+    of_ranks = received.view(world_size(), share)
+    while len(of_ranks) > 1:
+        of_ranks = of_ranks[0::2] + of_ranks[1::2]
+    dist.all_gather_into_tensor(flat, of_ranks[0])
+    # Copied back, not kept as views: kernels choose by alignment, which is to be that of one process.
+    for tensor, summed in zip(tensors, flat.split([*lengths, len(padding)])[:-1], strict=True):
+        tensor.copy_(summed.view_as(tensor))
+
+
 def set_deterministic(on: bool) -> None:
     """Choose torch's deterministic kernels, an error where an operation has none. Call it before CUDA is used."""
     if on and os.environ.get(_CUBLAS_VARIABLE) != _CUBLAS_DETERMINISTIC:

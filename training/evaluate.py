@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import check_size
-from training.distributed import all_reduce_sum
+from training.distributed import all_reduce_sum, gather_everywhere
 
 IGNORED_TARGET = -1
 
@@ -42,6 +43,8 @@ def evaluate(
     device: torch.device,
     autocast_context: AbstractContextManager[object],
     rounding_seed: Tensor | None = None,
+    *,
+    exact_sum: bool = False,
 ) -> float:
     """Mean loss over the fixed validation batches of all processes, nats a token.
 
@@ -55,9 +58,10 @@ def evaluate(
         batches: the shares may differ in length between processes, or be empty.
         rounding_seed: int64 scalar on ``device``; the same for each batch, so that stochastic rounding too draws the same
             bits however the batches are dealt out.
+        exact_sum: add the batches' sums without any rounding, so that the number of processes shows in no bit.
     """
     # In double, so that neither the order of summation nor the number of processes shows in float32.
-    loss_and_count = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = [torch.zeros(2, dtype=torch.float64, device=device)]
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -66,9 +70,12 @@ def evaluate(
                 tokens_BT, targets_BT = tokens_BT.to(device), targets_BT.to(device)
                 _, loss = model(tokens_BT, targets_BT, rounding_seed)
                 count = (targets_BT != IGNORED_TARGET).sum().double()
-                loss_and_count += torch.stack([loss.double() * count, count])
+                sums.append(torch.stack([loss.double() * count, count]))
     finally:
         for module, training in modes:
             module.training = training
-    loss_sum, count_sum = all_reduce_sum(loss_and_count).tolist()
+    if exact_sum:
+        loss_sum, count_sum = map(math.fsum, torch.cat(gather_everywhere(torch.stack(sums))).T.tolist())
+    else:
+        loss_sum, count_sum = all_reduce_sum(sum(sums[1:], start=sums[0])).tolist()
     return loss_sum / count_sum

@@ -33,6 +33,7 @@ from training.precision import rounding_seed
 from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE, Telemetry, probe_batch
+from training.tree_sum import TreeSum, check_processes
 from training.weights import is_checkpoint, load_weights, read_checkpoint
 
 
@@ -49,6 +50,8 @@ class Network:
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     flops_per_token: int
+    tree: TreeSum | None
+    """What adds the gradients, with precision.fixed_sum_order."""
 
 
 @dataclass
@@ -89,6 +92,8 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
     Raises ``UserError`` when anything in the config is missing, foreign or impossible.
     """
     check_fits(config, dist.device)
+    if config.precision.fixed_sum_order:
+        check_processes(config.data, dist.world_size)
     folder = Path(config.run.folder) / config.run.name
     plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
     check = functools.partial(check_plans, config, dist.device)
@@ -203,7 +208,7 @@ def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branc
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)
-    if len(loaded.rng) != dist.world_size:
+    if len(loaded.rng) != dist.world_size and not (config.precision.fixed_sum_order and len(loaded.rng) == 1):
         field = "init_from" if branch else "resume"
         raise UserError(f"run.{field}: {loaded.path} is of {len(loaded.rng)} processes, not {dist.world_size}")
 
@@ -215,7 +220,14 @@ def open_data(
     # At 0 a recording that this run had begun is begun again; a new run has none, and leaves that of another alone.
     resume_at = start.position if start is not None else 0 if resumes else None
     new_recording = dist.is_main and config.data.record and not Path(config.data.record).exists()
-    batches = open_batches(config.data, dist.rank, dist.world_size, config.run.name, resume_at)
+    batches = open_batches(
+        config.data,
+        dist.rank,
+        dist.world_size,
+        config.run.name,
+        resume_at,
+        contiguous=config.precision.fixed_sum_order,
+    )
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
     gpt2 = start is None and config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
     if gpt2 and batches.header.vocabulary != "gpt2":
@@ -253,7 +265,7 @@ def build_network(
     optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
     if start is not None:
         restore(raw, optimizer, scaler, start, dist)
-    model, evaluated = speed.wrapped(raw, config.precision.compile, dist)
+    model, evaluated = speed.wrapped(raw, config.precision, dist)
 
     def throwaway_backward() -> None:
         zeros_BT = torch.zeros((config.data.micro_batch, config.data.sequence_length), dtype=torch.int64, device=device)
@@ -263,7 +275,9 @@ def build_network(
 
     distributed.settle(model, throwaway_backward)
     forget_logits(raw)
-    return Network(raw, model, evaluated, optimizer, scaler, raw.flops_per_token(config.data.sequence_length))
+    micro_batches = config.data.global_batch // config.data.micro_batch
+    tree = TreeSum(raw, micro_batches) if config.precision.fixed_sum_order else None
+    return Network(raw, model, evaluated, optimizer, scaler, raw.flops_per_token(config.data.sequence_length), tree)
 
 
 def open_folder(
@@ -349,6 +363,8 @@ def open_telemetry(run: Run) -> None:
 def save(run: Run, step: int) -> None:
     """Write the checkpoint of ``step`` (rank 0), recording and logs flushed before it."""
     states = distributed.gather(rng_state(run.dist.device))
+    if run.config.precision.fixed_sum_order and all(torch.equal(state, states[0]) for state in states):
+        del states[1:]  # any number of processes can go on from it
     failure = None
     try:
         run.batches.flush()
@@ -390,7 +406,7 @@ def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, load
     with reading(f"checkpoint {loaded.path}"):
         optimizer.load_state_dict(loaded.optimizer_state)
         scaler.load_state_dict(loaded.scaler_state)
-        set_rng_state(loaded.rng[dist.rank], dist.device)
+        set_rng_state(loaded.rng[dist.rank if len(loaded.rng) > 1 else 0], dist.device)
 
 
 def close(run: Run, error: BaseException | None = None) -> None:

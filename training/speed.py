@@ -60,7 +60,7 @@ def _check_quack(model: ModelConfig, precision: PrecisionConfig, device: torch.d
     raise invalid("speed.quack", True, expected)
 
 
-def wrapped(model: nn.Module, compiled: bool, dist: DistContext) -> tuple[nn.Module, nn.Module]:
+def wrapped(model: nn.Module, precision: PrecisionConfig, dist: DistContext) -> tuple[nn.Module, nn.Module]:
     """``model`` compiled, if asked for, and given to DDP: (the one to train, the one to evaluate, which is outside DDP)."""
-    evaluated = cast(nn.Module, torch.compile(model)) if compiled else model
-    return distributed.wrap(evaluated, dist), evaluated
+    evaluated = cast(nn.Module, torch.compile(model)) if precision.compile else model
+    return evaluated if precision.fixed_sum_order else distributed.wrap(evaluated, dist), evaluated

@@ -1,0 +1,98 @@
+"""precision.fixed_sum_order: the same bits on one, two and four processes (gloo), also where the number changes on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Place, left, preset, start_train, tree
+from torch import Tensor, nn
+
+from data.batches import DataConfig
+from errors import UserError
+from training.tree_sum import TreeSum, check_processes
+
+FIELDS: dict[str, Any] = {"precision.fixed_sum_order": True, "data.micro_batch": 1}
+
+
+def in_a_tree(terms: Tensor) -> Tensor:
+    """The sum of rows, by its definition: halves while the number of rows is even, else one after the other."""
+    if len(terms) % 2 == 0:
+        first, second = terms.chunk(2)
+        return in_a_tree(first) + in_a_tree(second)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 8, 12])
+def test_gradients_and_loss_are_added_in_the_tree(micro_batches: int) -> None:
+    model = nn.Linear(50, 1, bias=False)
+    inputs = torch.randn(micro_batches, 50, generator=torch.Generator().manual_seed(0))
+    tree_sum, losses = TreeSum(model, micro_batches), []
+    for row in inputs:
+        loss = model(row).sum()
+        loss.backward()
+        tree_sum.add(loss)
+        losses.append(loss.detach())
+    total = tree_sum.total()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad[0], in_a_tree(inputs))
+    assert torch.equal(total, in_a_tree(torch.stack(losses)))
+
+
+def test_processes_that_do_not_divide_the_tree_are_refused() -> None:
+    with pytest.raises(UserError, match="number of processes = 3: expected 1, 2, 4, as"):
+        check_processes(DataConfig(global_batch=24, micro_batch=2), 3)
+
+
+def sessions(place: Place, name: str, folder: str, fields: dict[str, Any], parts: list[tuple[int, int]]) -> Path:
+    """A run in sessions of (processes, last step). Runs of one name in folders of their own: a recording's header holds the name."""
+    here = {"run.folder": str(place.folder / folder), "data.record": str(place.folder / folder / "recording")}
+    for number, (processes, steps) in enumerate(parts):
+        resume = "yes" if number else "no"
+        config = place.config(name, {**FIELDS, **fields, **here, "run.steps": steps, "run.resume": resume})
+        done = start_train([str(place.preset_file(config))], processes)
+        assert done.returncode == 0, done.stderr
+    run = place.folder / folder / name
+    record = json.loads((run / "config.json").read_text())
+    assert [session["device"]["processes"] for session in record["sessions"]] == [processes for processes, _ in parts]
+    return run
+
+
+def assert_same(run: Path, expected: Path, step: int) -> None:
+    """Weights, moments, random states, logs and recording."""
+    assert left(run, step) == left(expected, step)
+    assert tree(run.parent / "recording") == tree(expected.parent / "recording")
+
+
+def test_two_processes_then_one_give_the_bits_of_one(place: Place) -> None:
+    straight = {**FIELDS, "run.folder": str(place.folder / "one"), "data.record": str(place.folder / "one/recording")}
+    place.train("run", {**straight, "run.steps": 8})
+    run = sessions(place, "run", "two", {}, [(2, 5)])
+    here = {"run.folder": str(run.parent), "data.record": str(run.parent / "recording")}
+    place.train("run", {**FIELDS, **here, "run.steps": 8, "run.resume": "yes"})
+    assert_same(run, place.folder / "one/run", 8)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {"attention": preset("flash_stochastic_o")},
+    # Twelve micro-batches: four leaves of three. The clip acts in every step.
+    "muon": {"optim.optimizer": "muon", "data.global_batch": 12, "model.qk_clip_tau": 1e-3},
+    "bfloat16": {"precision.dtype": "bfloat16", "model.tie_embeddings": False},
+    "float16": {"precision.dtype": "float16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_processes_gives_the_same_bits(place: Place, case: str) -> None:
+    fields = CASES[case]
+    one = sessions(place, case, f"{case}_one", fields, [(1, 60)])
+    for parts in ([(2, 60)], [(4, 60)], [(4, 23), (1, 41), (2, 60)]):
+        run = sessions(place, case, "_".join(map(str, [case, *parts])), fields, parts)
+        assert_same(run, one, 60)
