@@ -49,6 +49,7 @@ LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 """train_loss_end is the mean of so many last steps, at most a tenth of all, each 20 of them counted once: logs are thinned unevenly."""
 # Differences in these do not change how a run trains; a sentence of its own compares the data.
 WHERE = ("device", "git_commit", "init_sha256", "source_sha256", "versions")
+ENVIRONMENT = ("device.", "git_commit", "source_sha256", "versions.")
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
 
@@ -300,11 +301,6 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def against(first: Run, run: Run) -> str:
     """From where a run differs from the first, and in which settings. Raises ``UserError`` where no step is in both."""
-    losses = [one.column("train_loss") for one in (first, run)]
-    if not len(losses[0].index.intersection(losses[1].index)):
-        raise UserError(f"{run.name} and {first.name} have no step in common, so there is nothing to compare")
-    step = curves.first_difference(*losses)
-    parts = "the same training losses, bit for bit" if step is None else f"training losses differ from step {step} on"
     old, new = settings_of(first), settings_of(run)
     if old.get("source_sha256", "") == new.get("source_sha256"):  # another commit of the same source
         old["git_commit"] = new["git_commit"] = None
@@ -314,7 +310,23 @@ def against(first: Run, run: Run) -> str:
         changes.append("switches: {!r} -> {!r}".format(*switched))
     if alone := len(old.keys() ^ new.keys()):
         changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
-    return f"{run.name} against {first.name}: {parts}; {'; '.join(changes) or 'no setting differs'}."
+    settings, environment = ([c for c in changes if c.startswith(ENVIRONMENT) == told] for told in (False, True))
+    told = "; ".join(settings) or "no setting differs"
+    told += f"; environment: {', '.join(environment)}" if environment else ""
+    return f"{run.name} against {first.name}: {where_bits_part(first, run)}; {told}."
+
+
+def where_bits_part(first: Run, run: Run) -> str:
+    """The first step, and what is not the same bits there, of all that both runs logged. Raises ``UserError`` where no step is in both."""
+    if not len(first.column("train_loss").index.intersection(run.column("train_loss").index)):
+        raise UserError(f"{run.name} and {first.name} have no step in common, so there is nothing to compare")
+    names = ["train_loss", "grad_norm", "val_loss", *(name for name in first.probes if name in run.probes)]
+    found = {name: curves.first_difference(first.column(name), run.column(name)) for name in names}
+    parted = {name: step for name, step in found.items() if step is not None}
+    if not parted:
+        return "the same bits in every loss, gradient norm and probe that both logged"
+    step = min(parted.values())
+    return f"the same bits before step {step}, where they differ in {', '.join(n for n in parted if parted[n] == step)}"
 
 
 def data_sentence(runs: Sequence[Run]) -> str:

@@ -71,7 +71,9 @@ def test_it_is_told_where_runs_part_and_what_was_changed(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
-    assert f"fixed against failing: training losses differ from step 2 on; {change}\n" in told(capsys, *pair)
+    assert f"fixed against failing: the same bits before step 2, where they differ in train_loss; {change}\n" in told(
+        capsys, *pair
+    )
 
 
 def test_other_source_and_what_changed_between_sessions_are_told(
@@ -85,6 +87,26 @@ def test_other_source_and_what_changed_between_sessions_are_told(
     changes = told(capsys, old, new)
     assert "source_sha256: 'a' -> 'b'" in changes
     assert "device.threads: 1 -> '2 then 1'" in changes
+
+
+def test_bits_that_part_in_the_gradient_norm_first_and_another_environment_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other, two = (
+        write_run(tmp_path / name, [2.0] * 6, grad_norm=norm)
+        for name, norm in (("one", 1.0), ("other", 1.5), ("two", 1.0))
+    )
+    for run, processes in ((one, 1), (other, 1), (two, 2)):
+        content = json.loads((run / "config.json").read_text()) | {"device": {"processes": processes}}
+        (run / "config.json").write_text(json.dumps(content))
+    shown = told(capsys, one, other, two)
+    assert (
+        "other against one: the same bits before step 0, where they differ in grad_norm; no setting differs." in shown
+    )
+    same = (
+        "two against one: the same bits in every loss, gradient norm and probe that both logged; no setting differs; "
+    )
+    assert f"{same}environment: device.processes: 1 -> 2." in shown
 
 
 def test_a_run_of_a_folder_that_cannot_be_read_is_left_out_and_named(
