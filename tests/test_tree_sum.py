@@ -11,6 +11,7 @@ import torch
 from tiny_runs import Place, left, preset, start_train, tree
 from torch import Tensor, nn
 
+import train
 from data.batches import DataConfig
 from errors import UserError
 from training.tree_sum import TreeSum, check_processes
@@ -56,6 +57,9 @@ def sessions(place: Place, name: str, folder: str, fields: dict[str, Any], parts
     for number, (processes, steps) in enumerate(parts):
         resume = "yes" if number else "no"
         config = place.config(name, {**FIELDS, **fields, **here, "run.steps": steps, "run.resume": resume})
+        if processes == 1:
+            train.train(config)
+            continue
         done = start_train([str(place.preset_file(config))], processes)
         assert done.returncode == 0, done.stderr
     run = place.folder / folder / name
@@ -71,12 +75,8 @@ def assert_same(run: Path, expected: Path, step: int) -> None:
 
 
 def test_two_processes_then_one_give_the_bits_of_one(place: Place) -> None:
-    straight = {**FIELDS, "run.folder": str(place.folder / "one"), "data.record": str(place.folder / "one/recording")}
-    place.train("run", {**straight, "run.steps": 8})
-    run = sessions(place, "run", "two", {}, [(2, 5)])
-    here = {"run.folder": str(run.parent), "data.record": str(run.parent / "recording")}
-    place.train("run", {**FIELDS, **here, "run.steps": 8, "run.resume": "yes"})
-    assert_same(run, place.folder / "one/run", 8)
+    one = sessions(place, "run", "one", {}, [(1, 8)])
+    assert_same(sessions(place, "run", "two", {}, [(2, 5), (1, 8)]), one, 8)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -93,6 +93,6 @@ CASES: dict[str, dict[str, Any]] = {
 def test_any_number_of_processes_gives_the_same_bits(place: Place, case: str) -> None:
     fields = CASES[case]
     one = sessions(place, case, f"{case}_one", fields, [(1, 60)])
-    for parts in ([(2, 60)], [(4, 60)], [(4, 23), (1, 41), (2, 60)]):
+    for parts in ([(4, 60)], [(4, 23), (1, 41), (2, 60)]):
         run = sessions(place, case, "_".join(map(str, [case, *parts])), fields, parts)
         assert_same(run, one, 60)
