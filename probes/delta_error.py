@@ -81,12 +81,7 @@ def effective_numerics(group: HeadGroup) -> Numerics:
     return numerics.with_sites({"delta": "rowsum_p_dp"}) if group.backend == "sdpa_math" else numerics
 
 
-def high_outputs(layer: LayerCapture) -> Tensor:
-    """O of every head in high precision, [B, H, T, D]. Measured once, it can be given to the functions below as ``high_BHTD``."""
-    return over_groups(layer, lambda group: high_output(layer, group))
-
-
-def delta_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> DeltaError:
+def delta_errors(layer: LayerCapture) -> DeltaError:
     """delta in low and high precision for each token and head of a layer (arXiv 2510.04212, section 3.2, Figure 5a).
 
     Low precision is, head by head, what the layer's plan says: rowsum(dO * O) with the O that was produced where that O is
@@ -95,7 +90,7 @@ def delta_errors(layer: LayerCapture, *, high_BHTD: Tensor | None = None) -> Del
     """
     return DeltaError(
         low_BHT=over_groups(layer, lambda group: _low(layer, group)),
-        high_BHT=over_groups(layer, lambda group: _rowsum(_do(layer, group), _high(layer, group, high_BHTD))),
+        high_BHT=over_groups(layer, lambda group: _rowsum(_do(layer, group), high_output(layer, group))),
     )
 
 
@@ -209,13 +204,6 @@ def high_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
                 o += p @ problem.v[:, :, columns]
             outputs.append(o)
         return torch.cat(outputs, dim=2)
-
-
-def _high(layer: LayerCapture, group: HeadGroup, high_BHTD: Tensor | None) -> Tensor:
-    """``high_output``, taken from those of all heads where they are known."""
-    if high_BHTD is None:
-        return high_output(layer, group)
-    return high_BHTD[:, head_index(group.heads, high_BHTD.device)]
 
 
 def _do(layer: LayerCapture, group: HeadGroup) -> Tensor:
