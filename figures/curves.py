@@ -35,7 +35,7 @@ def by_step(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 
 def read_csv(path: Path) -> pd.DataFrame:
-    """A table that is kept of a published run. Raises ``UserError`` for a file that is none, or has no column ``step``."""
+    """The CSV of a published run. Raises ``UserError`` for another file, or one without a column ``step``."""
     try:
         table = pd.read_csv(path, dtype={"train_loss": str}, keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 
 def metrics(folder: Path) -> pd.DataFrame:
-    """What the run in ``folder`` logged. Raises ``UserError`` where it is no run, or has no training loss yet."""
+    """What the run in ``folder`` logged. Raises ``UserError`` for a folder that is no run, or has no training loss yet."""
     kept = folder / "metrics.csv"
     table = read_csv(kept) if kept.is_file() else by_step(read_metrics(folder))
     _check_numbers(table, [name for name in NUMBERS if name in table], folder)

@@ -1,4 +1,4 @@
-"""What ``scripts/figures.py`` draws from: run folders and checkpoints, read when first asked for."""
+"""The inputs of ``scripts/figures.py``: run folders and checkpoints, read at first use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from training.weights import read_checkpoint
 
 
 class MissingInputError(UserError):
-    """A figure asks for an input that was not given."""
+    """A figure needs an input that was not given."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def joined(parts: Sequence[LayerCapture]) -> LayerCapture:
 
 
 class Inputs:
-    """Everything that was given on the command line, opened once. ``figure`` is the one being drawn, for messages."""
+    """The inputs named on the command line, each opened once. ``figure`` is the one being drawn, for messages."""
 
     def __init__(self, args: argparse.Namespace):
         self._args = args

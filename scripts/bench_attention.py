@@ -173,7 +173,7 @@ def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: boo
                 # The first capture of a process failed twice with torch 2.11, SDPA first both times; the next does not.
                 graphs[name] = prepare(call, shape, expected, alive)
         except Exception as error:
-            # A peer that this machine lacks is no reason to lose the others; the table says which and why.
+            # A peer may be missing on this machine; the table says which and why.
             rows.append(
                 {
                     "shape": shape,
@@ -233,7 +233,7 @@ def ratios(rows: list[dict], ours: Iterable[str]) -> str:
 
 
 def shape_of(text: str) -> Shape:
-    """(B, T, H, HK, D) of a shape as typed. Raises ``UserError`` for what is none."""
+    """(B, T, H, HK, D) of a shape as typed. Raises ``UserError`` for any other text."""
     words = text.split(",")
     if len(words) not in (2, 5) or not all(word.isdecimal() and int(word) for word in words):
         raise invalid("--shapes", text, "B,T or B,T,H,HK,D, whole numbers of 1 or more")

@@ -7,7 +7,7 @@ A variant is ``NAME`` or ``NAME: FLAGS``, flags as train.py takes them; flags of
 round. A round runs every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds and their range,
 also of the ratio of tokens a second to nanoGPT's in the same round.
 nanoGPT runs as its bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
-A variant that fails is told of and makes the exit code 2; the others go on.
+A variant that fails is reported, and the exit code is 2; the others continue.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STEPS_ONLY = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint
 
 @dataclass
 class Variant:
-    """One that takes part: ``run(n)`` trains n steps, ``enter()`` sets its globals. ``times``: seconds a step, one a round."""
+    """One row of the table: ``run(n)`` trains n steps, ``enter()`` sets its globals. ``times``: seconds a step, one a round."""
 
     name: str
     tokens_per_step: int
@@ -70,7 +70,7 @@ class Variant:
     failed: str = ""
 
     def attempt(self, function: Callable[[Variant, Any], None], argument: Any) -> None:
-        """Call it; what it raises is noted, and the others go on."""
+        """Call it and keep its exception, so that the others continue."""
         try:
             function(self, argument)
         except Exception as error:
@@ -142,7 +142,7 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Variant:
                 try:
                     train.loop(built, PreemptionHandler())
                 except SystemExit as stop:
-                    # The policy for a loss that is not finite: the end of a run, but of no other variant's.
+                    # A loss that is not finite stopped this run; the other variants continue.
                     raise RuntimeError(said[-1]) from stop
             built.start_step = start + count
 
@@ -253,7 +253,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Build all, time them by turns; the content of the JSON."""
+    """Build all, time them in turns, and return the content of the JSON."""
     write_tokens(folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
     distributed.set_deterministic(True)  # cuBLAS hears of it before CUDA starts, whatever the first variant is
     torch._dynamo.config.recompile_limit = 256  # the variants share the code of one class
@@ -286,7 +286,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
 
 
 def check(args: argparse.Namespace, flags: list[str]) -> TrainConfig:
-    """The recipe. Raises ``UserError`` for what cannot be, before anything is built."""
+    """The recipe. Raises ``UserError`` for invalid arguments, before anything is built."""
     for name in ("rounds", "steps"):
         if getattr(args, name) < 1:
             raise invalid(f"--{name}", getattr(args, name), "at least 1")

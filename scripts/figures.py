@@ -52,7 +52,7 @@ def _figure_5(inputs: Inputs) -> Drawn:
 
 @dataclass(frozen=True)
 class Entry:
-    """One figure: what it shows, what it is drawn from, and how."""
+    """One figure: its content, its inputs and its function."""
 
     what: str
     needs: str
@@ -127,7 +127,7 @@ def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespa
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw what was asked for; with ``all``, what the inputs allow, and say what was left out and why."""
+    """Draw the figures named; with ``all``, those that the inputs allow, and report the others."""
     numbers, is_all, args = parse(argv)
     inputs = Inputs(args)
     for number in numbers:

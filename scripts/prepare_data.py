@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[Any, bool]:
-    """What was prepared, and whether it was there before."""
+    """The prepared data, and whether they existed before."""
     if arguments.kind == "text":
         from data.text import prepare_text
 
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise invalid("--name", name, "letters, digits, '.', '_' and '-'")
     folder = arguments.out / name
-    # By way of an exception what was begun is cleared away.
+    # As an exception, so that unfinished files are removed.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupted)
     started = time.monotonic()

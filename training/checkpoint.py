@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there: written aside, flushed, checksummed, renamed; no pickle anywhere.
+"""Checkpoints that are complete or absent: written aside, flushed, checksummed, renamed; no pickle.
 
 ``FOLDER/step_00001000/`` holds
     model.safetensors      parameters and buffers, tied ones once
@@ -211,13 +211,13 @@ class Checkpoints:
         for step, path in found.items():
             for_good = self.config.keep_every > 0 and step % self.config.keep_every == 0
             if step > newest or not (step in kept or for_good):
-                # Renamed first, so that a kill in the middle leaves no half folder that counts.
+                # Renamed first, so that a kill in between leaves no incomplete checkpoint.
                 doomed = self.folder / f".{_name(step)}.tmp"
                 os.rename(path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _refused(self, step: int, needed: int, error: OSError) -> UserError:
-        """What to tell when ``error`` stopped a save; the last good checkpoint is verified, not guessed."""
+        """The error for a save that ``error`` stopped; it names the last good checkpoint, which it verifies."""
         intact = (path for _, path in sorted(self._found().items(), reverse=True) if _damage(path) is None)
         existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         free = shutil.disk_usage(existing).free
@@ -260,7 +260,7 @@ def _write(path: Path, content: bytes | dict[str, Tensor]) -> str:
         try:
             save_file({name: tensor.detach().contiguous() for name, tensor in content.items()}, path)
         except SafetensorError as error:
-            # It tells of the system's error in words only: "... No space left on device (os error 28)".
+            # It has the system's error in words only: "... No space left on device (os error 28)".
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number is None:
                 raise
@@ -313,7 +313,7 @@ def _joined_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
+    """The damage to a checkpoint folder in words, or None."""
     try:
         with open_file(path / "SHA256SUMS") as file:
             lines = file.read().decode().splitlines()

@@ -228,7 +228,7 @@ def set_deterministic(on: bool) -> None:
             raise RuntimeError("set_deterministic(True) must be called before anything uses CUDA")
         os.environ[_CUBLAS_VARIABLE] = _CUBLAS_DETERMINISTIC
     torch.use_deterministic_algorithms(on)
-    # Filling new tensors with NaN costs writes and shows nothing in a run.
+    # Filling new tensors with NaN costs time and has no use in a run.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False

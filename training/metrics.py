@@ -1,4 +1,4 @@
-"""What a run has measured: one line of JSON a record in ``metrics.jsonl``, always; Weights & Biases beside it when asked for.
+"""The measurements of a run: one line of JSON a record in ``metrics.jsonl``; also Weights & Biases if the config asks for it.
 
 The columns a training run writes (each line carries ``step`` and whichever of the others it has):
 
@@ -105,7 +105,7 @@ class Metrics:
 
     Args:
         folder: the run's folder; made when missing. Lines that are there stay.
-        wandb_run: what ``start_wandb`` gave, closed with this; None without W&B.
+        wandb_run: the result of ``start_wandb``, closed with this; None without W&B.
         enabled: False on every process but the first; then nothing is read or written.
     """
 
@@ -250,7 +250,7 @@ def json_safe(value: Any) -> Any:
 
 
 def import_wandb(config: WandbConfig) -> Any:
-    """The wandb module. Raises ``UserError`` where it is not installed (call early, before a run has left anything)."""
+    """The wandb module. Raises ``UserError`` where it is not installed (call it before the run writes anything)."""
     try:
         import wandb
     except ImportError:
@@ -328,7 +328,7 @@ def _init_wandb(
 
 @contextlib.contextmanager
 def _unchanged_by_failure(folder: Path) -> Iterator[None]:
-    """Where what is done inside fails, take back what is new in ``folder``: W&B makes a run there before it looks for its service."""
+    """If the code inside fails, remove what is new in ``folder``: W&B makes a run there before it contacts its service."""
     there = sorted(folder.iterdir()) if folder.is_dir() else []
     before = {path: path.readlink() if path.is_symlink() else None for path in there}
     existed = folder.is_dir()

@@ -21,10 +21,10 @@ from errors import UserError, first_line
 
 
 class Recorder(Protocol):
-    """Captures what a function does to its device; like a CUDA graph, it leaves the doing to the first replay."""
+    """Captures what a function does to its device; like a CUDA graph, nothing runs before the first replay."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        """What ``work`` returned, and a function that does it once more, into the same tensors."""
+        """The result of ``work``, and a function that repeats it into the same tensors."""
 
 
 class CudaRecorder:

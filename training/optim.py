@@ -99,10 +99,10 @@ def learning_rate(step: int, config: OptimConfig) -> float:
 
 
 class MuonWithAdamW(Optimizer):
-    """Two optimizers that look like one to a loop, a ``GradScaler`` and a checkpoint.
+    """Two optimizers with the interface of one, for the loop, a ``GradScaler`` and checkpoints.
 
     The pair owns the state and the parameter groups (Muon's first), and both parts work on the same objects; therefore
-    torch's own ``state_dict``, ``load_state_dict`` and ``zero_grad`` serve the pair as they stand.
+    torch's own ``state_dict``, ``load_state_dict`` and ``zero_grad`` work for the pair.
     """
 
     def __init__(self, muon: Muon, adamw: AdamW):
@@ -122,7 +122,7 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; it replaces state and groups by new objects, which the parts are then given again."""
+        """As torch's, which makes new objects of state and groups; the two parts then share those."""
         super().load_state_dict(state_dict)
         self._share()
 

@@ -19,13 +19,13 @@ from training.distributed import all_reduce_max
 
 
 def clip_factors(max_logit_LH: Tensor, tau: float) -> Tensor:
-    """gamma = min(1, tau / max logit), 1 for maxima that are not finite (those are the non-finite policy's to handle)."""
+    """gamma = min(1, tau / max logit), 1 for maxima that are not finite, which the nonfinite policy handles."""
     exceeds_LH = torch.isfinite(max_logit_LH) & (max_logit_LH > tau)
     return torch.where(exceeds_LH, tau / max_logit_LH, 1.0)
 
 
 def forget_logits(model: GPT) -> None:
-    """Start the next step's maxima. ``clip_qk`` does it by itself."""
+    """Reset the maxima for the next step; ``clip_qk`` does so itself."""
     for attention in model.attentions():
         attention.max_logit_H.fill_(-math.inf)
 

@@ -217,7 +217,7 @@ def open_data(
     config: TrainConfig, dist: DistContext, resumes: bool, start: Loaded | None, undo: contextlib.ExitStack
 ) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
-    # At 0 a recording that this run had begun is begun again; a new run has none, and leaves that of another alone.
+    # At 0 this run's own recording starts again. A new run has no recording and must not touch one of another run.
     resume_at = start.position if start is not None else 0 if resumes else None
     new_recording = dist.is_main and config.data.record and not Path(config.data.record).exists()
     batches = open_batches(
@@ -254,7 +254,7 @@ def build_network(
 ) -> Network:
     """The model with its weights, from the checkpoint, a folder or drawn, and its optimizer."""
     device = dist.device
-    # Nothing draws from torch's own generators; checkpoints hold them, and those of equal runs are to be equal.
+    # Nothing draws from torch's own generators, but checkpoints hold them, and equal runs must have equal checkpoints.
     torch.manual_seed(config.run.seed)
     raw = GPT(config.model, plans, speed.operators(config.speed, config.model, config.precision, device))
     if start is None and config.run.init_from:
@@ -309,7 +309,7 @@ def open_folder(
         content["sessions"] = record.sessions(folder, start_step, made_with)
         if loaded is not None and (changed := record.code_changed(content["sessions"])):
             dist.print0(f"{folder}: {changed}")
-    # What may fail to start comes before anything that is there is changed.
+    # W&B may fail to start, so it comes before any existing file is changed.
     wandb_run = start_wandb(
         folder,
         config.wandb,
@@ -324,7 +324,7 @@ def open_folder(
     elif dist.is_main:
         record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
         checkpoints.clear()
-        # A kill may have come before the ones that are no longer kept had gone.
+        # A kill may have come before the save deleted old checkpoints.
         if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
             checkpoints.prune(loaded.step)
         if loaded is None:
@@ -390,7 +390,7 @@ def save(run: Run, step: int) -> None:
                     "switches": run.interventions.state(step),
                     "logs": record.log_digests(run.folder, written),
                 },
-                # While every step is skipped, the weights may be what is wrong: those from before stay.
+                # While every step is skipped, the weights may be broken: keep the checkpoints from before.
                 prune=not run.guard.skips_in_a_row,
             )
     except UserError as error:

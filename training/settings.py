@@ -98,7 +98,7 @@ class TrainConfig:
             )
         own = Path(self.run.folder, self.run.name)
         if self.data.record and Path(self.data.record).resolve().is_relative_to(own.resolve()):
-            # Made first, it would stand where the run is to be new.
+            # It is made before the run's folder, which must not exist yet.
             raise invalid("data.record", self.data.record, f"a folder outside of the run's own, {own}")
         # Layers and heads named by rules must exist; the error names the rule.
         self.attention.resolve(self.model.n_layer, self.model.n_head)
