@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
@@ -130,6 +131,27 @@ def json_text(content: Any) -> str:
 def write_json(path: Path, content: Any) -> None:
     """As ``write_text``, of ``json_text``."""
     write_text(path, json_text(content))
+
+
+class InUse:
+    """A file that a run reads all the time. ``check`` raises ``UserError`` once it has another size or time of change.
+
+    It is held by descriptor: another file that was put in its place changes nothing for who has opened this one.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._at_first = self._size_and_time()
+
+    def _size_and_time(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def check(self) -> None:
+        if self._size_and_time() != self._at_first:
+            raise UserError(f"{self.path}: it was written to while the run read it")
 
 
 def open_file(path: Path) -> BufferedReader:

@@ -9,7 +9,7 @@ Shapes: G global batch, B micro-batch, T sequence length, W validation windows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
+import files
+from data.recording import OFFSETS, Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
 from errors import UserError, check_size, invalid, spelled_like
 
@@ -127,7 +128,9 @@ class Batches:
         world_size: int,
         position: int,
         contiguous: bool,
+        in_use: Sequence[files.InUse] = (),
     ):
+        self._in_use = in_use
         self.header, self.position = header, position
         self.vocabulary_size = header.vocabulary_size
         folder = config.record or config.replay
@@ -215,6 +218,11 @@ class Batches:
         one that replays it, and one with the same seed that did neither, agree.
         """
         return self._digest.hex()
+
+    def check_files(self) -> None:
+        """Raise ``UserError`` if tokens or recording were written to since they were opened: later batches are then other ones."""
+        for file in self._in_use:
+            file.check()
 
     def flush(self) -> None:
         """Bring the recording to the disk. Call it before a checkpoint, which must not be ahead of the recording."""
@@ -324,6 +332,10 @@ def open_batches(
         )
         raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
     position = resume_at or 0
+    # Before they are verified.
+    used = [Path(config.dataset, name) for name in ("train.bin", "val.bin")]
+    used += [Path(config.replay, OFFSETS)] if config.replay else []
+    in_use = [files.InUse(path) for path in used if path.is_file()]
     recording, recorder = _open_recording(config) if config.replay else None, None
     # The processes of one host share the files: one of them reads all bytes.
     train, validation = _open_dataset(config, config.verify if rank == 0 else "size")
@@ -347,6 +359,7 @@ def open_batches(
         world_size=world_size,
         position=position,
         contiguous=contiguous,
+        in_use=in_use,
     )
 
 

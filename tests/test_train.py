@@ -23,6 +23,7 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from config import TrainConfig, from_json
 from data.batches import open_batches
 from data.recording import Recording
+from errors import UserError
 from model import GPT, initialize
 from training import distributed
 from training.run import Run
@@ -162,3 +163,39 @@ def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.M
     with pytest.raises(SystemExit):
         place.train("failed")
     assert alive_at_stop == [False]
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "offsets.npy"])
+def test_data_that_are_overwritten_under_a_run_end_it_with_the_last_good_checkpoint_named(
+    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = shutil.copytree(place.data, place.folder / f"data_{name}")
+    fields = {"data.dataset": str(data), "run.steps": 30}
+    place.train(f"source_{name}", {**fields, "data.record": place.recording(name)})
+    path = next(folder / name for folder in (data, Path(place.recording(name))) if (folder / name).exists())
+
+    def overwrite(run: Run, step: int) -> None:
+        if step == 13:
+            with open(path, "r+b") as file:
+                file.seek(-1, 2)
+                file.write(b"\0")
+
+    before_each_step(monkeypatch, overwrite)
+    with pytest.raises(UserError, match=rf"{name}: it was written to .*; the newest checkpoint is .*step_00000010;"):
+        place.train(f"overwritten_{name}", {**fields, "data.replay": place.recording(name)})
+    assert not (place.runs / f"overwritten_{name}/checkpoints/step_00000020").exists()
+
+
+def test_a_data_set_that_is_put_in_the_place_of_a_run_s_is_not_read(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = shutil.copytree(place.data, place.folder / "replaced")
+    expected = place.train("before_it_is_replaced", {"data.dataset": str(data)})
+
+    def replace(run: Run, step: int) -> None:
+        if step == 13:
+            (data / "new").write_bytes(bytes((data / "train.bin").stat().st_size))
+            (data / "new").replace(data / "train.bin")
+
+    before_each_step(monkeypatch, replace)
+    assert weights(place.train("replaced", {"data.dataset": str(data)}), 20) == weights(expected, 20)

@@ -43,6 +43,7 @@ _OF_A_START = (
     f"{WANDB_ID_FILE}.tmp",
 )
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
+_DECIDE_BITS = ("torch", "triton", "cuda", "numpy")
 # A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
 # What is computed stays the same; the digest shows that a data set in another folder is the same data.
 _FREE_ON_RESUME = (
@@ -77,8 +78,8 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     hardware = {"type": device.type, "name": platform.processor() or platform.machine(), "processes": world_size}
-    # On a CPU the number of threads decides in which order sums are taken, and so the last bits.
-    hardware |= {"threads": torch.get_num_threads()}
+    # On a CPU the number of threads and the kernels for its instructions decide in which order sums are taken, and so the last bits.
+    hardware |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
     if device.type == "cuda":
         hardware |= {"name": torch.cuda.get_device_name(device), "driver": _driver()}
     code = {"git_commit": _git_commit(), "source_sha256": source_sha256(_ROOT)}
@@ -105,13 +106,18 @@ def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[s
     return [*earlier, {"from_step": from_step, **facts}]
 
 
-def code_changed(of_run: list[dict[str, Any]]) -> str:
-    """A sentence if the last two sessions of a run have different Python sources; "" otherwise."""
+def what_changed(of_run: list[dict[str, Any]]) -> str:
+    """A sentence if the last two sessions of a run differ in what decides last bits: sources, versions, machine; "" otherwise."""
     if len(of_run) < 2:  # its config.json is gone
         return ""
-    before, now = (session.get("source_sha256", "unknown")[:12] for session in of_run[-2:])
-    apart = "it may differ from a run made in one go; config.json has both"
-    return "" if before == now else f"its code has changed, from source_sha256 {before} to {now}: {apart}"
+    before, now = (
+        {"source_sha256": session.get("source_sha256", "unknown")[:12]}
+        | {name: session.get("versions", {}).get(name, "unknown") for name in _DECIDE_BITS}
+        | {name: value for name, value in session.get("device", {}).items() if name != "processes"}
+        for session in of_run[-2:]
+    )
+    pairs = [f"{name} {before[name]} -> {now[name]}" for name in before if name in now and before[name] != now[name]]
+    return f"{', '.join(pairs)}: it may differ from a run made in one go; config.json has both" if pairs else ""
 
 
 def check_restart(folder: Path, checkpoints: Path) -> None:

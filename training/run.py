@@ -307,7 +307,7 @@ def open_folder(
             held.enter_context(record.lock(folder))
             undo.callback(record.clear_folder, folder)
         content["sessions"] = record.sessions(folder, start_step, made_with)
-        if loaded is not None and (changed := record.code_changed(content["sessions"])):
+        if loaded is not None and (changed := record.what_changed(content["sessions"])):
             dist.print0(f"{folder}: {changed}")
     # W&B may fail to start, so it comes before any existing file is changed.
     wandb_run = start_wandb(
@@ -367,6 +367,10 @@ def save(run: Run, step: int) -> None:
         del states[1:]  # any number of processes can go on from it
     failure = None
     try:
+        try:
+            run.batches.check_files()
+        except UserError as changed:
+            raise UserError(f"{changed}; {run.checkpoints.how_to_resume()}") from None
         run.batches.flush()
         for log in (run.metrics, run.telemetry):
             if log is not None:
