@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -122,10 +123,12 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
     if kernel.call is None:
         return Case(name, str(used), judge.UNVERIFIED, kernel.missing, {})
     try:
-        if name in CLASSES:
-            found = measures.accuracy(kernel.call, name, shape, dtype, device)
-        else:
-            found = measures.OWN[name][1](kernel.call, shape, dtype, device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells each kernel that it did not take
+            if name in CLASSES:
+                found = measures.accuracy(kernel.call, name, shape, dtype, device)
+            else:
+                found = measures.OWN[name][1](kernel.call, shape, dtype, device)
     except Exception as error:  # whatever a foreign kernel raises: it could not be looked at
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         return Case(name, str(used), judge.UNVERIFIED, reason, {})
