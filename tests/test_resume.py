@@ -293,6 +293,9 @@ REFUSED = {
         r"^optim\.lr = 0\.5: expected 0\.01 \(--optim\.lr 0\.01\), as in the checkpoint .*step_00000010$", {"optim.lr": 0.5}
     ),
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
+    "a_forgotten_recording_before_the_first_checkpoint": Refusal(
+        r"^data\.record = '': expected '.*' \(--data\.record .*\), as when", {"data.record": ""}, dies_at=5
+    ),
     "fewer_steps": Refusal(r"^run\.steps = 9: expected at least 10, where the checkpoint .* stands$", {"run.steps": 9}),
     "other_data": Refusal(
         r"^data\.dataset = '.*/other': expected the data that .*step_00000010",

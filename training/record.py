@@ -120,7 +120,7 @@ def what_changed(of_run: list[dict[str, Any]]) -> str:
     return f"{', '.join(pairs)}: it may differ from a run made in one go; config.json has both" if pairs else ""
 
 
-def check_restart(folder: Path, checkpoints: Path) -> None:
+def check_restart(folder: Path, checkpoints: Path, recording: str) -> None:
     """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start again."""
     path = folder / "config.json"
     if not path.is_file():
@@ -129,6 +129,9 @@ def check_restart(folder: Path, checkpoints: Path) -> None:
             "run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {first}start the run again"
         )
     content = _read_record(path)
+    before = content["config"].get("data", {}).get("record", "")
+    if before and not recording:
+        raise invalid("data.record", recording, f"{before!r} (--data.record {before}), as when {folder} was started")
     steps, every = content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
     # The line of a step follows its checkpoint.
     due = min((content["sessions"][0]["from_step"] // every + 1) * every, steps) if every else steps

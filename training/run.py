@@ -181,7 +181,7 @@ def checkpoint_to_resume(
     record.check_logs(folder)
     loaded = checkpoints.load_newest()
     if loaded is None:
-        record.check_restart(folder, checkpoints.folder)
+        record.check_restart(folder, checkpoints.folder, config.data.record)
         return None
     check_start(config, dist, loaded, branch=False)
     return loaded
