@@ -34,6 +34,19 @@ def test_an_end_is_one_line_and_a_code(
     assert capsys.readouterr().err == line
 
 
+def test_output_that_a_full_disk_does_not_take_is_one_line_and_a_code(capsys: pytest.CaptureFixture[str]) -> None:
+    @exit_on_user_error
+    def main() -> None:
+        print("a table")
+
+    with open("/dev/full", "w") as full, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        with pytest.raises(SystemExit) as stop:
+            main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: standard output: No space left on device\n"
+
+
 @pytest.mark.parametrize("name", ["training.no_such", "config"])
 def test_a_module_of_ours_is_no_package_to_install(name: str) -> None:
     with pytest.raises(ModuleNotFoundError), trainer_packages():

@@ -199,3 +199,13 @@ def test_a_data_set_that_is_put_in_the_place_of_a_run_s_is_not_read(
 
     before_each_step(monkeypatch, replace)
     assert weights(place.train("replaced", {"data.dataset": str(data)}), 20) == weights(expected, 20)
+
+
+def test_a_run_whose_output_is_on_a_full_disk_goes_on_without_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr("sys.stdout", full)
+        run = place.train("on_a_full_disk")
+    assert (run / "checkpoints/step_00000020").exists()
+    assert capsys.readouterr().err.count("standard output takes no more lines (No space left on device)") == 1

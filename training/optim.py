@@ -19,6 +19,9 @@ OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "constant"]
 Fused = Literal["auto", "on", "off"]
 
+LARGEST = 1e18
+"""Of a learning rate and what is like it: the square of one is still a float32, which the optimizer's kernels take."""
+
 # The matrices inside a block; a wrapper's prefix ("module.", "_orig_mod.") may stand before them.
 _HIDDEN_MATRIX = re.compile(r"(^|\.)h\.\d+\.(attn|mlp)\.(.+\.)?weight$")
 
@@ -60,8 +63,8 @@ class OptimConfig:
                 raise invalid(f"optim.{name}", getattr(self, name), get_args(choices))
         cosine = self.schedule == "cosine"
         bounds: tuple[tuple[str, bool, str], ...] = (
-            ("lr", 0 < self.lr < math.inf, "a finite number above 0"),
-            ("min_lr", 0 <= self.min_lr < math.inf, "a finite number of at least 0"),
+            ("lr", 0 < self.lr <= LARGEST, f"a number above 0, at most {LARGEST:g}"),
+            ("min_lr", 0 <= self.min_lr <= LARGEST, f"a number from 0 to {LARGEST:g}"),
             ("min_lr", not cosine or self.min_lr <= self.lr, f"at most optim.lr = {self.lr}"),
             ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
             (
@@ -71,9 +74,9 @@ class OptimConfig:
             ),
             ("beta1", 0 <= self.beta1 < 1, "at least 0 and below 1"),
             ("beta2", 0 <= self.beta2 < 1, "at least 0 and below 1"),
-            ("eps", 0 < self.eps < math.inf, "a finite number above 0"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number of at least 0"),
-            ("grad_clip", 0 <= self.grad_clip < math.inf, "a finite number of at least 0 (0 switches clipping off)"),
+            ("eps", 0 < self.eps <= LARGEST, f"a number above 0, at most {LARGEST:g}"),
+            ("weight_decay", 0 <= self.weight_decay <= LARGEST, f"a number from 0 to {LARGEST:g}"),
+            ("grad_clip", 0 <= self.grad_clip <= LARGEST, f"a number from 0 (no clipping) to {LARGEST:g}"),
             ("muon_momentum", 0 <= self.muon_momentum < 1, "at least 0 and below 1"),
         )
         for name, fine, expected in bounds:
