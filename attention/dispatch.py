@@ -31,6 +31,7 @@ def run(
     softcap: float = 0.0,
     causal: bool = True,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     mask: Mask = NO_MASK,
 ) -> Tensor:
     """Attention of one layer, O [B, T, H, D].
@@ -44,6 +45,7 @@ def run(
             it should be another one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
         scale: of Q K^T; default 1 / sqrt(D).
+        sinks: [H], one more logit of every row of a head, whose value is 0; differentiable.
         mask: what else of the keys is hidden.
 
     Returns the dtype of q, or float32 where a group passes its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
@@ -86,6 +88,11 @@ def run(
     mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
     other = v_BTHD.shape[3] != k_BTHD.shape[3]
     features = (*mask.features(), *(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))
+    if sinks is not None:
+        if tuple(sinks.shape) != (plan.n_head,) or not sinks.is_floating_point() or sinks.device != q_BTHD.device:
+            shape = f"{sinks.dtype} of shape {tuple(sinks.shape)} on {sinks.device}"
+            raise UserError(f"sinks are {shape}: expected a floating tensor of {plan.n_head} heads on {q_BTHD.device}")
+        features = (*features, "sinks")
     compiling = (
         torch.compiler.is_compiling()
     )  # what has no features is left to ``check`` then: no call for the compiler to see
@@ -104,8 +111,9 @@ def run(
         # Layers and groups get seeds far apart; Philox mixes the rest.
         offset = (plan.layer * plan.n_head + group.heads[0] + 1) * 0x9E3779B97F4A7C15 & (2**62 - 1)
         seed = rounding_seed ^ offset
+        of_group = sinks if sinks is None or len(group.heads) == plan.n_head else sinks[list(group.heads)]
         return BACKENDS[group.backend].run(
-            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap, mask=mask
+            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap, sinks=of_group, mask=mask
         )
 
     if len(plan.groups) == 1:

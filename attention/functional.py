@@ -44,6 +44,7 @@ def scaled_dot_product_attention(
     *,
     numerics: str | AttentionSpec = RECOMMENDED,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     rounding_seed: Tensor | None = None,
 ) -> Tensor:
     """O [B, H, T, DV], with the arguments of ``torch.nn.functional.scaled_dot_product_attention``.
@@ -66,6 +67,9 @@ def scaled_dot_product_attention(
             would wait; in compiled code Python's numbers.
         numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
         softcap: c > 0 replaces S by c tanh(S / c).
+        sinks: floating [H], one more logit of every query of a head, whose value is 0 (gpt-oss's ``s_aux``); differentiable. Rows of dS
+            then sum to zero over the keys and the sink together, and so they do by ``flash_consistent``; over the keys alone, to minus
+            the sink's term, -P_sink delta.
         rounding_seed: int64 tensor of shape [] on the query's device, another one at every step; for stochastic rounding only.
 
     Returns the dtype of the query, or float32 where the numerics leave O unrounded; laid out as the query. A query that sees no key has
@@ -83,8 +87,9 @@ def scaled_dot_product_attention(
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     most = max(query.ndim, key.ndim, value.ndim)
+    _refuse_sinks(sinks, query)
     q, k, v, attn_mask = _four_dimensional(query, key, value, attn_mask, enable_gqa, most)
-    o = _attend(q, k, v, attn_mask, own, scale, causal, bottom_right, softcap, numerics, rounding_seed)
+    o = _attend(q, k, v, attn_mask, own, scale, causal, bottom_right, softcap, sinks, numerics, rounding_seed)
     if most == 4:
         return o
     if most > 4:
@@ -103,6 +108,7 @@ def _attend(
     causal: bool,
     bottom_right: bool,
     softcap: float,
+    sinks: Tensor | None,
     numerics: str | AttentionSpec,
     rounding_seed: Tensor | None,
 ) -> Tensor:
@@ -120,6 +126,12 @@ def _attend(
     if bottom_right and T != S:
         mask = mask._replace(bottom_right=True)
     features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())
+    if sinks is not None:
+        refuse(
+            tuple(sinks.shape) != (H,),
+            f"sinks have shape {list(sinks.shape)}: expected [{H}], a number for each query head",
+        )
+        features += ("sinks",)
     chosen: Any = numerics
     if isinstance(numerics, AttentionSpec):  # which the compiler of torch 2.11 takes for no constant
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend)
@@ -133,6 +145,8 @@ def _attend(
     if empty:  # zeros, and gradients of zeros
         k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1) for x in (key, value))
         o = query @ k.mT @ v
+        if sinks is not None:
+            o = o + 0 * sinks.sum().to(o.dtype)
         return o.float() if unrounded else o
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if width != D:  # a pad of nothing would copy
@@ -141,7 +155,7 @@ def _attend(
         v = functional.pad(v, (0, value_width - DV))
     scale = 1 / math.sqrt(D) if scale is None else scale
     o = BACKENDS[backend].run(
-        q, k, v, sites, seed=rounding_seed, scale=scale, causal=causal, softcap=softcap, mask=mask
+        q, k, v, sites, seed=rounding_seed, scale=scale, causal=causal, softcap=softcap, sinks=sinks, mask=mask
     )
     return _laid_out_as(query, o[..., :DV])
 
@@ -154,6 +168,16 @@ def _laid_out_as(query: Tensor, o_BTHD: Tensor) -> Tensor:
             order[i], order[j] = order[j], order[i]
     back = [order.index(i) for i in range(3)]
     return o_BTHD.transpose(1, 2).permute(*order, 3).contiguous().permute(*back, 3)
+
+
+def _refuse_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    if sinks is None:
+        return
+    refuse(type(sinks) not in (Tensor, torch.nn.Parameter), f"sinks are a {type(sinks).__name__}: expected a tensor")
+    kind = f"sinks are {sinks.dtype} on {sinks.device}"
+    refuse(
+        not sinks.is_floating_point() or sinks.device != query.device, f"{kind}: expected floating, on {query.device}"
+    )
 
 
 def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:

@@ -33,6 +33,7 @@ FEATURES = {
     "keys": "mask of keys",
     "ranges": "range of keys for each query",
     "value_dim": "head dim of V other than that of K",
+    "sinks": "attention sink",
 }
 """What a call may ask for besides causal or full attention, in words. A backend lacks it (``backends.Backend``), or a site excludes it
 (``Site.without``), where its declaration says so."""
@@ -259,7 +260,7 @@ class Numerics:
         choices=("kept", "centered_keys", "corrected_rows"),
         acts_in=(DELTA,),
         backends=FLASH,
-        without={"softcap": "behind it dS does not sum to 0"},
+        without={"softcap": "behind it dS does not sum to 0", "sinks": "beside it dS of the keys does not sum to 0"},
     )
     """What becomes of r = rowsum(dS), which is 0 in exact arithmetic; without a soft-cap. An error e of delta leaves r = -e rowsum(P),
     and r (P K) / rowsum(P) in dQ. ``kept``: nothing. The others sum dS as rounded by ``score_gradients``. ``centered_keys``:
@@ -336,7 +337,7 @@ class Numerics:
         choices=("skipped", "visited"),
         acts_in=(FORWARD,),
         backends=FLASH,
-        without=dict.fromkeys(("bottom_right", "keys", "ranges"), "the published code is causal, and no more"),
+        without=dict.fromkeys(("bottom_right", "keys", "ranges", "sinks"), "the published code is causal, and no more"),
     )
     """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilized`` takes their
     masked scores for tied negative ones, so that m is at least 0 from there on."""

@@ -18,7 +18,10 @@ from .mask import NO_MASK, Mask
 from .reference.tiles import NAMESPACE
 
 # No defaults: torch leaves them out of the graphs by which it finds code that it has compiled before, by another schema.
-SETTINGS = "str numerics, float scale, bool causal, float softcap, bool bottom_right, Tensor? keys, Tensor? ranges, Tensor? has_holes"
+SETTINGS = (
+    "str numerics, float scale, bool causal, float softcap, Tensor? sinks, "
+    "bool bottom_right, Tensor? keys, Tensor? ranges, Tensor? has_holes"
+)
 FORWARD_TENSORS = "q k v seed"
 BACKWARD_TENSORS = "do q k v o counts saved"
 """Tensors of the passes of flash attention; ``o`` and ``counts`` are ``tiles.delta_operands``."""
@@ -27,12 +30,12 @@ BACKWARD_TENSORS = "do q k v o counts saved"
 def operator(
     name: str, tensors: str, outputs: int, compute: Callable[..., Any], fake: Callable[..., Any]
 ) -> CustomOpDef:
-    """An operator on tensors of these names: ``compute(*tensors, numerics, scale, causal, softcap, mask)``.
+    """An operator on tensors of these names: ``compute(*tensors, numerics, scale, causal, softcap, sinks, mask)``.
 
     ``fake`` takes the same, but for the mask in single fields, and gives ``outputs`` tensors of the same shapes, unwritten.
     """
     names = tensors.split()
-    before_mask = len(names) + 4
+    before_mask = len(names) + 5
 
     def call(*given: Any) -> Any:
         return compute(*given[:before_mask], Mask(*given[before_mask:]))
@@ -56,18 +59,21 @@ def differentiable(
 ) -> Callable[..., Tensor]:
     """The backend of an operator on ``FORWARD_TENSORS``, whose first output is O; gradients pass through no other.
 
-    ``keep(*outputs)`` is what ``backward(do, q, k, v, *kept, *settings)`` needs beside the inputs for dQ, dK and dV.
+    ``keep(*outputs)`` is what ``backward(do, q, k, v, *kept, *settings)`` needs beside the inputs for dQ, dK, dV and the gradient of
+    the sinks, which is empty where there are none.
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, _, *ctx.settings, keys, ranges, has_holes = inputs
+        q, k, v, _, *ctx.settings, sinks, ctx.bottom_right, keys, ranges, has_holes = inputs
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(q, k, v, *keep(*outputs), keys, ranges, has_holes)
+        ctx.save_for_backward(q, k, v, *keep(*outputs), sinks, keys, ranges, has_holes)
 
     def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *tensors, keys, ranges, has_holes = ctx.saved_tensors
-        return *backward(do, *tensors, *ctx.settings, keys, ranges, has_holes), *(None,) * 9
+        *tensors, sinks, keys, ranges, has_holes = ctx.saved_tensors
+        settings = (*ctx.settings, sinks, ctx.bottom_right, keys, ranges, has_holes)
+        dq, dk, dv, dsinks = backward(do, *tensors, *settings)
+        return dq, dk, dv, *(None,) * 5, None if sinks is None else dsinks, *(None,) * 4
 
     forward.register_autograd(pass_back, setup_context=setup_context)
 
@@ -81,15 +87,22 @@ def differentiable(
         scale: float,
         causal: bool,
         softcap: float,
+        sinks: Tensor | None = None,
         mask: Mask = NO_MASK,
     ) -> Tensor:
         """Attention [B, T, H, D] with the roundings of key ``numerics``; see ``attention.run`` for the arguments."""
-        found = forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, *mask)
+        found = forward(q_BTHD, k_BTHD, v_BTHD, seed, numerics, scale, causal, softcap, sinks, *mask)
         return found if isinstance(found, Tensor) else found[0]
 
     return run
 
 
-def gradients_like(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """dQ, dK and dV, unwritten."""
-    return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
+def empty_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    """Room for the gradient of the sinks [H] float32; empty where there are none."""
+    return torch.empty(0 if sinks is None else sinks.shape, device=q.device, dtype=torch.float32)
+
+
+def gradients_like(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    """dQ, dK, dV and the gradient of the sinks, unwritten; ``more`` ends with the sinks and the mask."""
+    sinks = more[-len(NO_MASK) - 1]
+    return *(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v)), empty_sinks(q, sinks)

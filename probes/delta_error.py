@@ -178,7 +178,7 @@ def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> t
     q, k, v, _, _ = layer.heads(group)
     operator = torch.ops.attention.flash_reference_forward
     o, delta_o, saved = operator(
-        q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap, *NO_MASK
+        q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap, None, *NO_MASK
     )
     if delta_o.numel() and not delta_o.is_floating_point():
         delta_o = o_for_delta(o, delta_o, numerics.concrete(FORMAT_OF[q.dtype]))

@@ -150,7 +150,7 @@ def compile_case(case: str, fp_fusion: bool | None = None) -> list[str] | None:
     t = torch.arange(T)
     window = torch.stack(((t - 255).clamp(min=0), t + 1)).expand(2, 2, T)
     masks = {"window": Mask(ranges=window), "keys": Mask(keys=torch.ones(2, T, dtype=torch.bool))}
-    settings = (1 / D**0.5, form.causal, form.softcap, masks.get(form.mask, NO_MASK))
+    settings = (1 / D**0.5, form.causal, form.softcap, None, masks.get(form.mask, NO_MASK))
     fusion = forward.FP_FUSION if fp_fusion is None else fp_fusion
     found: list[str] = []
     triton.runtime.driver.set_active(_Driver(int(arch)))

@@ -161,7 +161,7 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
     key = replace(AttentionSpec(preset=preset).resolve(), tile_q=0, tile_k=0).key()
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
     op = standard._forward if preset == "standard" else flash._forward
-    torch.library.opcheck(op, (q, k, v, torch.tensor(0), key, 0.5, True, 0.0, *NO_MASK))
+    torch.library.opcheck(op, (q, k, v, torch.tensor(0), key, 0.5, True, 0.0, None, *NO_MASK))
 
 
 DRAWN_P = ("probabilities_rounding=stochastic",)

@@ -101,5 +101,5 @@ def _dq(layer: LayerCapture) -> torch.Tensor:
     n = effective_numerics(group)
     q.requires_grad_()
     operator = torch.ops.attention.flash_reference_forward
-    o, *_ = operator(q, k, v, layer.rounding_seed, n.key(), layer.scale, True, layer.softcap, *NO_MASK)
+    o, *_ = operator(q, k, v, layer.rounding_seed, n.key(), layer.scale, True, layer.softcap, None, *NO_MASK)
     return torch.autograd.grad(o, q, do)[0].transpose(1, 2)

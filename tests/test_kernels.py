@@ -210,7 +210,7 @@ def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> 
 
     p = problem("random", device, shape=(1, 6, 1, 16))
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
-    arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0, *NO_MASK)
+    arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0, None, *NO_MASK)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(ops._forward, arguments, test_utils=tests)
 

@@ -53,7 +53,7 @@ def attention_row(scores: Tensor, numerics: Numerics) -> tuple[Tensor, Tensor]:
     n, c = scores.shape
     q = torch.ones(n, 1, 1, 1)
     k, v = scores.reshape(n, c, 1, 1), torch.ones(n, c, 1, 1)
-    o, _, lse = _forward(q, k, v, torch.tensor(0), numerics.key(), 1.0, False, 0.0, *NO_MASK)
+    o, _, lse = _forward(q, k, v, torch.tensor(0), numerics.key(), 1.0, False, 0.0, None, *NO_MASK)
     return o.flatten(), lse.flatten()
 
 

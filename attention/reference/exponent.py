@@ -43,6 +43,9 @@ class Exponent(Protocol):
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
         """Row normalizer of a tile (``stabilize.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
 
+    def sinks(self) -> tuple[Tensor, Tensor]:
+        """The sinks [H, 1, 1] in the unit of m, and the m, before ``statistics``, that a row has before its first tile."""
+
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         """exp(S - m); with L in place of m, or with log l, it is P."""
 
@@ -63,10 +66,16 @@ class SubtractFirst:
         return self.problem.scores(rows, columns)
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
-        m = tile_row_max(s, n or self.problem.sites.numerics)
+        return self._rounded(tile_row_max(s, n or self.problem.sites.numerics))
+
+    def _rounded(self, m: Tensor) -> Tensor:
         if self.problem.sites.numerics.row_max_rounding == "up":
             m = (m * math.log2(math.e)).ceil() * math.log(2)
         return m
+
+    def sinks(self) -> tuple[Tensor, Tensor]:
+        assert self.problem.sinks is not None
+        return self.problem.sinks, self._rounded(self.problem.sinks)
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s - m
@@ -92,8 +101,15 @@ class Fma:
         return self.problem.products(rows, columns)
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
-        m = tile_row_max(s, n or self.problem.sites.numerics, scale=self.problem.scale, unit=self.c)
+        return self._rounded(tile_row_max(s, n or self.problem.sites.numerics, scale=self.problem.scale, unit=self.c))
+
+    def _rounded(self, m: Tensor) -> Tensor:
         return m.ceil() if self.problem.sites.numerics.row_max_rounding == "up" else m
+
+    def sinks(self) -> tuple[Tensor, Tensor]:
+        assert self.problem.sinks is not None
+        sinks = self.problem.sinks * math.log2(math.e)
+        return sinks, self._rounded(sinks)
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s.double().mul_(self.c).sub_(m).float()
@@ -143,3 +159,12 @@ def probabilities(form: Exponent, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
         return form.exp(s, *saved_BHRZ.split(1, dim=-1))
     m, inverse = saved_BHRZ.split(1, dim=-1)
     return form.problem.sites.probabilities(form.exp(s, m)) * inverse
+
+
+def sink_probabilities(form: Exponent, saved_BHRZ: Tensor) -> Tensor:
+    """The weight of the sink in each row of a tile, [B, H, R, 1], as the backward pass makes it; it is never rounded."""
+    sinks, _ = form.sinks()
+    m, *second = saved_BHRZ.split(1, dim=-1)
+    if form.problem.sites.numerics.backward_probabilities == "forward":
+        return form.rescale(sinks, m) * second[0]
+    return form.rescale(sinks - m, second[0]) if second else form.rescale(sinks, m)

@@ -20,7 +20,7 @@ from ..numerics import LARGEST_SCALE, Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..rounding import low_bits, storage_dtype
 from .exact import exact_float32
-from .exponent import Exponent, exponent_of, probabilities, saved_rows, statistics_to_save
+from .exponent import Exponent, exponent_of, probabilities, saved_rows, sink_probabilities, statistics_to_save
 from .tiles import (
     DELTA_STREAM,
     FORMAT_OF,
@@ -68,6 +68,10 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
     shape = (*problem.q[:, :, rows].shape[:3], 1)
     m = torch.full(shape, -torch.inf, device=v.device)
     row_sum = divisor = torch.zeros(shape, device=v.device)
+    if problem.sinks is not None:
+        sinks, m_of_sinks = exponent.sinks()
+        m = sites.statistics(m_of_sinks).expand(shape)
+        row_sum = divisor = sites.statistics(exponent.rescale(sinks, m))
     o_bar = torch.zeros((*shape[:3], v.shape[3]), device=v.device)
     coarse = n.tile_product != "fp32" or n.accumulator != "fp32"
     o_exact = o_bar.clone() if coarse else o_bar
@@ -141,6 +145,8 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
         dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
         total += (p * dp).sum(dim=-1, keepdim=True)
         row_sum += p.sum(dim=-1, keepdim=True)
+    if problem.sinks is not None:
+        row_sum += sink_probabilities(exponent, saved)
     if n.delta == "rowsum_p_dp_normalized":
         total = _over_row_sum(total, row_sum)
     return problem.sites.delta_sum(total)
@@ -220,15 +226,17 @@ def _row_residual(
 def _add_gradients(
     totals: tuple[Tensor, ...], problem: Problem, heads: slice, do: Tensor, o: Tensor, saved: Tensor
 ) -> None:
-    """Add to dQ [B, H, T, D] and to dK and dV [B, HK, S, D] what comes of ``problem``: those of the H heads that ``heads`` names, no two
-    with the same keys. dO and O are of all heads, as is what was saved."""
-    dq, dk, dv = totals[0][:, heads], *totals[1:]
+    """Add to dQ [B, H, T, D], to dK and dV [B, HK, S, D] and to the gradient of the sinks [H] what comes of ``problem``: those of the H
+    heads that ``heads`` names, no two with the same keys. dO and O are of all heads, as is what was saved."""
+    dq, dk, dv, dsinks = totals[0][:, heads], *totals[1:3], totals[3][heads]
     do, o, saved = do[:, heads], o[:, heads], saved[:, heads]
     add = problem.sites.gradient_accumulator
     for rows in problem.row_tiles():
         do_rows, kept_rows = do[:, :, rows], saved_rows(saved, rows)
         delta = _delta_rows(problem, rows, do_rows, o[:, :, rows], kept_rows)
         excess, delta_of_keys = _row_residual(problem, rows, do_rows, kept_rows, delta)
+        if problem.sinks is not None:
+            dsinks -= (sink_probabilities(exponent_of(problem), kept_rows) * delta).sum(dim=(0, 2, 3))
         for columns in problem.column_tiles(rows):
             parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta, delta_of_keys)
             for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
@@ -239,20 +247,22 @@ def _add_gradients(
 
 def _backward_pass(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, counts: Tensor, saved: Tensor, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), each [B, T, H, D] in q's dtype. ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
+) -> tuple[Tensor, ...]:
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype, and the gradient of the sinks, float32. ``o`` and ``counts`` are
+    ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, *settings)
         do_BHTD = problem.seen_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         dk, dv = (torch.zeros_like(x[:, :: problem.group]) for x in (problem.k, problem.v))
-        totals = torch.zeros_like(problem.q), dk, dv
+        dsinks = torch.zeros(q.shape[2] if problem.sinks is not None else 0, device=q.device)
+        totals = torch.zeros_like(problem.q), dk, dv, dsinks
         for heads in (slice(head, None, problem.group) for head in range(problem.group)):
             _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, o_BHTD, saved)
-        return problem.gradients(*totals, q.dtype)
+        return *problem.gradients(*totals[:3], q.dtype), dsinks
 
 
-_backward = operator("flash_reference_backward", BACKWARD_TENSORS, 3, _backward_pass, gradients_like)
+_backward = operator("flash_reference_backward", BACKWARD_TENSORS, 4, _backward_pass, gradients_like)
 
 
 def row_deltas(
@@ -313,7 +323,7 @@ def _delta_tiles(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, key: str, seed: Tensor, scale: float, causal: bool, softcap: float
 ) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor]]:
     """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z] and delta [B, H, R, 1]."""
-    o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap, *NO_MASK)
+    o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap, None, *NO_MASK)
     problem = make_problem(q, k, v, key, scale, causal, softcap)
     do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
     o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)

@@ -56,10 +56,13 @@ class Problem:
     """Heads of queries that share one head of keys."""
     runs: Runs | None
     """What is hidden, where that is more than ``causal`` says."""
+    sinks: Tensor | None = None
+    """One more logit of each row, the same for all rows of a head, whose value is 0; [H, 1, 1] float32."""
 
     def of_heads(self, heads: slice) -> Problem:
         """The problem of some of the heads."""
-        return replace(self, q=self.q[:, heads], k=self.k[:, heads], v=self.v[:, heads])
+        sinks = None if self.sinks is None else self.sinks[heads]
+        return replace(self, q=self.q[:, heads], k=self.k[:, heads], v=self.v[:, heads], sinks=sinks)
 
     def row_tiles(self) -> Iterator[slice]:
         yield from _slices(self.q.shape[2], self.sites.numerics.tile_q)
@@ -137,7 +140,15 @@ def _slices(length: int, tile: int) -> Iterator[slice]:
 
 
 def make_problem(
-    q: Tensor, k: Tensor, v: Tensor, key: str, scale: float, causal: bool, softcap: float, mask: Mask = NO_MASK
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: str,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    sinks: Tensor | None = None,
+    mask: Mask = NO_MASK,
 ) -> Problem:
     sites = Sites(numerics_from_key(key), q.dtype)
     q_BHTD, k_BHTD, v_BHTD = (sites.inputs(x.transpose(1, 2).float()) for x in (q, k, v))
@@ -145,7 +156,8 @@ def make_problem(
     if group > 1:
         k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
     runs = mask.runs(q.shape[0], q.shape[1], k.shape[1], causal, q.device)
-    problem = Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group, runs)
+    of_heads = None if sinks is None else sinks.float()[:, None, None]
+    problem = Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group, runs, of_heads)
     if runs is None:
         return problem
     # What nobody sees may be anything: 0 times NaN is NaN.

@@ -9,6 +9,8 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ..mask import Mask, Runs
 from ..numerics import BACKWARD, DELTA, Numerics
+from ..operators import empty_sinks
 from ..reference.exponent import log2_scale
 from ..rounding import round_to as round_tensor
 from .block_sizes import Blocks, width
@@ -68,6 +71,7 @@ def query_kernel(
     p_low_bits,
     p_saved,
     p_delta,
+    p_of_sinks,
     p_center,
     p_dq,
     p_runs,
@@ -88,7 +92,7 @@ def query_kernel(
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
     A delta made from P takes two launches: one that makes delta only, and one for dQ, with delta LOADED. CORRECTED_ROWS passes the
-    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D].
+    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D]; ``p_of_sinks``: the sink's weight in each row [B, H, T].
     """
     ONLY_DELTA: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALIZED
     BT: tl.constexpr = SHAPE.BT
@@ -132,6 +136,8 @@ def query_kernel(
     b_pk = tl.zeros([BT, WIDTH], tl.float32)
     # [BT]: rowsum(P), and rowsum(dS) with dS as rounded for the product and before.
     b_row_sum = tl.zeros([BT], tl.float32)
+    if p_of_sinks is not None and SITES.delta == ROWSUM_P_DP_NORMALIZED:
+        b_row_sum += tl.load(p_of_sinks + p_row, mask=o_t < T, other=0.0)
     b_r = tl.zeros([BT], tl.float32)
     b_r_unrounded = tl.zeros([BT], tl.float32)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
@@ -358,9 +364,10 @@ def launch_backward(
     scale: float,
     causal: bool,
     softcap: float,
+    sinks: Tensor | None,
     mask: Mask,
-) -> Tensor:
-    """dQ, dK, dV side by side (``empty_gradients``).
+) -> tuple[Tensor, Tensor]:
+    """dQ, dK, dV side by side (``empty_gradients``), and the gradient of the sinks.
 
     ``n`` is concrete; ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L, or m and log2 l, as the forward kernel left
     them; ``blocks`` are those of dK/dV and of dQ.
@@ -384,6 +391,9 @@ def launch_backward(
         known["exponent"] = FMA.value
         sites = sites._replace(**known)
     scalars = Scalars(scale, log2_scale(scale) if sites.exponent != SCALED.value else 1.0, softcap)
+    of_sinks = None
+    if sinks is not None:
+        of_sinks = sink_probabilities(sinks.float()[:, None], saved, n, scalars, sites.exponent)
     query_sites = kernel_sites(n, (DELTA, BACKWARD), scale, softcap, causal, **known)
 
     def shape(blocks: Blocks, tma: bool, even: bool = False) -> Shape:
@@ -414,6 +424,7 @@ def launch_backward(
             p_low_bits=counts,
             p_saved=saved,
             p_delta=delta,
+            p_of_sinks=of_sinks,
             p_center=center,
             p_dq=dq,
             p_runs=runs and runs.keys_of_queries,
@@ -469,4 +480,21 @@ def launch_backward(
         enable_fp_fusion=FP_FUSION,
         maxnreg=of_keys.registers,
     )
-    return gradients
+    return gradients, empty_sinks(q, None) if of_sinks is None else -(of_sinks * delta).sum(dim=(0, 2))
+
+
+def sink_probabilities(sinks_H1: Tensor, saved: Tensor, n: Numerics, scalars: Scalars, exponent: int) -> Tensor:
+    """The weight of the sink in each row, [B, H, T], from what the forward kernel saved: L, or m and log2 l or 1 / d."""
+    in_log2 = sinks_H1 * math.log2(math.e)
+    if n.saved_statistics == "logsumexp":
+        return torch.exp(sinks_H1 - saved) if exponent == SCALED.value else torch.exp2(in_log2 - saved)
+    m, second = saved.unbind(2)
+    if exponent == SCALED.value:
+        difference = (sinks_H1 - m) * math.log2(math.e)
+    elif exponent == LATER.value:
+        difference = (sinks_H1 / scalars.scale - m) * scalars.unit
+    else:
+        difference = in_log2 - m
+    if n.backward_probabilities == "forward":
+        return torch.exp2(difference) * second
+    return torch.exp2(difference - second)

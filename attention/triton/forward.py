@@ -81,6 +81,7 @@ from .softmax import (
     several_close,
     shifted_row_max,
     subtrahend,
+    with_sink,
 )
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
@@ -187,6 +188,7 @@ def forward_kernel(
     p_delta_o,
     p_saved,
     p_seed,
+    p_sinks,
     p_runs,
     p_holes,
     H,
@@ -238,6 +240,9 @@ def forward_kernel(
     b_l = tl.zeros([BT], tl.float32)
     b_d = tl.zeros([BT], tl.float32)
     b_f = tl.full([BT], -float("inf"), tl.float32)
+    if p_sinks is not None:
+        b_m, b_l = with_sink(p_sinks, i_bh % H, scalars, BT, SITES)
+        b_d = b_l
     state = State(b_acc, b_exact, b_m, b_l, b_d, b_f)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     begin = 0
@@ -327,6 +332,7 @@ def launch_forward(
     scale: float,
     causal: bool,
     softcap: float,
+    sinks: Tensor | None,
     mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel. ``n`` is concrete; see ``empty_outputs`` for what comes back."""
@@ -352,6 +358,7 @@ def launch_forward(
         p_delta_o=delta_o,
         p_saved=saved,
         p_seed=seed,
+        p_sinks=None if sinks is None else sinks.float().contiguous(),
         p_runs=runs and runs.keys_of_queries,
         p_holes=runs and runs.holes,
         H=H,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import numerics_from_key
-from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, operator
+from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..reference.flash import kept_of
 from ..reference.tiles import FORMAT_OF
 from .backward import apart, empty_gradients, launch_backward
@@ -48,24 +48,27 @@ def _backward_pass(
     saved: Tensor,
     numerics: str,
     *settings: Any,
-) -> Tensor:
-    """dQ, dK and dV in one tensor (``backward.empty_gradients``). ``o`` and ``counts`` are ``tiles.delta_operands``,
-    ``saved`` is L, or m and log2 l."""
+) -> tuple[Tensor, Tensor]:
+    """dQ, dK and dV in one tensor (``backward.empty_gradients``), and the gradient of the sinks. ``o`` and ``counts`` are
+    ``tiles.delta_operands``, ``saved`` is L, or m and log2 l."""
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
         return launch_backward(do, q, k, v, o, counts, saved, n, blocks, *settings)
 
 
+def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    return empty_gradients(q, k, v), gradients_like(do, q, k, v, *more)[3]
+
+
 _forward = operator("flash_forward", FORWARD_TENSORS, 3, _forward_pass, _outputs)
-_backward = operator(
-    "flash_backward", BACKWARD_TENSORS, 1, _backward_pass, lambda do, q, k, v, *_: empty_gradients(q, k, v)
-)
+_backward = operator("flash_backward", BACKWARD_TENSORS, 2, _backward_pass, _gradients)
 
 
 def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept_and_settings: Any) -> list[Tensor]:
-    """dQ, dK and dV of the kernels."""
-    return apart(_backward(do, q, k, v, *kept_and_settings), q, k, v)
+    """dQ, dK, dV and the gradient of the sinks, of the kernels."""
+    found, dsinks = _backward(do, q, k, v, *kept_and_settings)
+    return [*apart(found, q, k, v), dsinks]
 
 
 flash = differentiable(_forward, gradients, kept_of)

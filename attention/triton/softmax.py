@@ -144,6 +144,24 @@ def subtrahend(b_m, RUNS: tl.constexpr):
 
 
 @triton.jit
+def with_sink(p_sinks, i_h, scalars, BT: tl.constexpr, SITES: tl.constexpr):
+    """m and l [BT] that rows have before their first tile, where a head has a sink: one more logit, whose value is 0."""
+    b_sink = tl.full([BT], tl.load(p_sinks + i_h), tl.float32)
+    if SITES.exponent == FMA or SITES.exponent == SEPARATE_MULTIPLY:
+        b_sink = rounded_product(b_sink, LOG2_E)
+    elif SITES.exponent == LATER:
+        b_sink = tl.div_rn(b_sink, tl.full([BT], scalars.scale, tl.float32))
+    b_m = b_sink
+    if SITES.row_max_rounding == UP and SITES.exponent == SCALED:
+        b_m = tl.ceil(b_m * LOG2_E) * LN_2
+    elif SITES.row_max_rounding == UP:
+        b_m = tl.ceil(b_m)
+    b_m = round_to(b_m, SITES.statistics)
+    b_l = round_to(rescaling(b_sink, b_m, scalars.unit, SITES.exponent), SITES.statistics)
+    return b_m, b_l
+
+
+@triton.jit
 def log_sum_exp(b_m, b_l, unit, FOLD: tl.constexpr):
     """L = m + log l, in log2 but where S is SCALED."""
     if FOLD == SCALED:
