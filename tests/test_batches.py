@@ -86,18 +86,22 @@ def test_inputs_are_the_tokens_at_the_offsets_and_targets_one_token_ahead(datase
     world=st.integers(1, 4),
     accumulation=st.integers(1, 3),
     seed=st.integers(0, 2**63 - 1),
+    contiguous=st.booleans(),
 )
-def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulation, seed):
+def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulation, seed, contiguous):
     sizes = {"global_batch": micro * world * accumulation, "micro_batch": micro, "seed": seed}
     with tempfile.TemporaryDirectory() as parent:
         single = record(dataset, Path(parent) / "r", 3, **sizes)
         replay = settings_for(dataset, replay=f"{parent}/r", **sizes)
         for config in (settings_for(dataset, **sizes), replay):
-            ranks = [open_batches(config, rank=rank, world_size=world) for rank in range(world)]
+            ranks = [open_batches(config, rank=rank, world_size=world, contiguous=contiguous) for rank in range(world)]
             for step in range(3):
                 split = [batches.next() for batches in ranks]
                 assert [len(share) for share in split] == [accumulation] * world
-                assert same([split[rank][m] for m in range(accumulation) for rank in range(world)], single[step])
+                numbered = {ranks[r].number(m): split[r][m] for r in range(world) for m in range(accumulation)}
+                assert same([numbered[number] for number in range(world * accumulation)], single[step])
+                if contiguous:
+                    assert same([batch for share in split for batch in share], single[step])
 
 
 def test_a_replay_has_its_own_order_and_refuses_another_seed(dataset, tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, left, preset, start_train, tree
+from tiny_runs import Place, command, environment, left, preset, start_train, tree
 from torch import Tensor, nn
 
 import train
@@ -51,6 +53,12 @@ def test_processes_that_do_not_divide_the_tree_are_refused() -> None:
         check_processes(DataConfig(global_batch=24, micro_batch=2), 3)
 
 
+def test_processes_that_would_compile_other_graphs_are_refused(place: Place) -> None:
+    fields = {**FIELDS, "precision.compile": True, "data.micro_batch": 4, "data.validation_sequences": 10}
+    with pytest.raises(UserError, match=r"data.validation_sequences = 10: expected a multiple of data.micro_batch = 4"):
+        place.config("ragged", fields)
+
+
 def sessions(place: Place, name: str, folder: str, fields: dict[str, Any], parts: list[tuple[int, int]]) -> Path:
     """A run in sessions of (processes, last step). Runs of one name in folders of their own: a recording's header holds the name."""
     here = {"run.folder": str(place.folder / folder), "data.record": str(place.folder / folder / "recording")}
@@ -79,11 +87,47 @@ def test_two_processes_then_one_give_the_bits_of_one(place: Place) -> None:
     assert_same(sessions(place, "run", "two", {}, [(2, 5), (1, 8)]), one, 8)
 
 
+KILLED = """
+import os, signal, train
+
+open_run = train.open_run
+
+def opened(config, dist):
+    run = open_run(config, dist)
+    draw = run.batches.next
+    def draw_or_die():
+        if run.batches.position == 23 and dist.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return draw()
+    run.batches.next = draw_or_die
+    return run
+
+train.open_run = opened
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_four_processes_one_of_which_is_killed_goes_on_with_two(place: Place, tmp_path: Path) -> None:
+    one = sessions(place, "killed", "killed_one", {}, [(1, 40)])
+    folder = place.folder / "killed_four"
+    fields = {**FIELDS, "run.folder": str(folder), "data.record": str(folder / "recording"), "run.steps": 40}
+    config = place.preset_file(place.config("killed", {**fields, "run.resume": "auto"}))
+    (tmp_path / "killed.py").write_text(KILLED)
+    line = command(tmp_path / "killed.py", [str(config)], 4)
+    killed = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (killed.returncode, "SIGKILL" in killed.stderr) == (1, True), killed.stderr
+    done = start_train([str(config)], 2)
+    assert done.returncode == 0, done.stderr
+    assert_same(folder / "killed", one, 40)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"attention": preset("flash_stochastic_o")},
     # Twelve micro-batches: four leaves of three. The clip acts in every step.
     "muon": {"optim.optimizer": "muon", "data.global_batch": 12, "model.qk_clip_tau": 1e-3},
     "bfloat16": {"precision.dtype": "bfloat16", "model.tie_embeddings": False},
+    "compiled": {"precision.compile": True, "model.n_layer": 1, "evaluation.every": 0, "data.micro_batch": 2},
     "float16": {"precision.dtype": "float16"},
 }
 
@@ -91,8 +135,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_processes_gives_the_same_bits(place: Place, case: str) -> None:
+    if case == "compiled" and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on the CPU")
+    torch._dynamo.reset()
     fields = CASES[case]
     one = sessions(place, case, f"{case}_one", fields, [(1, 60)])
-    for parts in ([(4, 60)], [(4, 23), (1, 41), (2, 60)]):
-        run = sessions(place, case, "_".join(map(str, [case, *parts])), fields, parts)
-        assert_same(run, one, 60)
+    assert_same(sessions(place, case, f"{case}_any", fields, [(4, 23), (1, 41), (2, 60)]), one, 60)

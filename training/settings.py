@@ -100,6 +100,13 @@ class TrainConfig:
         if self.data.record and Path(self.data.record).resolve().is_relative_to(own.resolve()):
             # It is made before the run's folder, which must not exist yet.
             raise invalid("data.record", self.data.record, f"a folder outside of the run's own, {own}")
+        data, precision = self.data, self.precision
+        if precision.fixed_sum_order and precision.compile and data.validation_sequences % data.micro_batch:
+            # The process that has the smaller batch would compile other graphs.
+            expected = (
+                f"a multiple of data.micro_batch = {data.micro_batch}, with precision.fixed_sum_order and compile"
+            )
+            raise invalid("data.validation_sequences", data.validation_sequences, expected)
         # Layers and heads named by rules must exist; the error names the rule.
         self.attention.resolve(self.model.n_layer, self.model.n_head)
 
