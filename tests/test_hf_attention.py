@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma2": GROUPED | {"head_dim": 24, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
     # Multi-head latent attention: V narrower than K. Without experts, which would switch on last bits.
     "DeepseekV3": {
+        "num_key_value_heads": 4,
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
         "qk_rope_head_dim": 8,
