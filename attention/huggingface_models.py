@@ -29,8 +29,6 @@ _FUSED = (
     "head_attention_forward",
     "flex_attention",
 )
-
-
 # A model that declares none of them may use its mask for more than attention, in the form that "eager" has (NLLB-MoE's router).
 _DECLARED = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 
@@ -72,17 +70,18 @@ def guard() -> None:
             switch(model, attn_implementation, *arguments, **settings)
             check_switched(model, attn_implementation)
             for part in model.modules():
-                watch_outputs(part)
+                if isinstance(part, PreTrainedModel):
+                    watch_outputs(part)
         except Exception:
             for config, name in zip(configs, before, strict=True):
                 config._attn_implementation_internal = name
             raise
 
-    def with_message(make: Any) -> Any:
+    def checked(make: Any) -> Any:
         @functools.wraps(make)
-        def made(model_class: Any, *arguments: Any, **settings: Any) -> Any:
+        def checked_make(model_class: Any, *arguments: Any, **settings: Any) -> Any:
             try:
-                return make(model_class, *arguments, **settings)
+                made = make(model_class, *arguments, **settings)
             except KeyError as error:  # of a model that keeps a table of its own classes by name
                 name = error.args[0] if error.args else None
                 refuse(
@@ -90,12 +89,14 @@ def guard() -> None:
                     f"{model_class.__name__}: its table of attention classes has no {name!r}: expected 'eager'",
                 )
                 raise
+            check(made[0] if isinstance(made, tuple) else made)  # also what was put into it after its post_init
+            return made
 
-        return classmethod(made)
+        return classmethod(checked_make)
 
     checked_post_init.looks_at_attention = True  # type: ignore[attr-defined]
     new = {"post_init": checked_post_init, "set_attn_implementation": checked_switch}
-    new |= {name: with_message(vars(PreTrainedModel)[name].__func__) for name in ("_from_config", "from_pretrained")}
+    new |= {name: checked(vars(PreTrainedModel)[name].__func__) for name in ("_from_config", "from_pretrained")}
     for name, function in new.items():
         setattr(PreTrainedModel, name, function)
 
@@ -167,8 +168,11 @@ def check_switched(model: Any, asked: Any) -> None:
             for part in key.split(".") if key else ():
                 wanted = wanted.get(part) if isinstance(wanted, dict) else None
             wanted = wanted.get("") if isinstance(wanted, dict) else wanted
-            missed = is_ours(wanted) and _name(config) != wanted
-            refuse(missed, f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}")
+            missed = (key or config is model.config) and is_ours(wanted) and _name(config) != wanted
+            refuse(
+                bool(missed),
+                f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}",
+            )
     none = not any(traits.registry and is_ours(_name(config)) for _, config, traits in reached)
     refuse(none, f"{type(model).__name__}: no part of it has attention that can be switched")
 

@@ -126,6 +126,16 @@ def test_code_that_transformers_does_not_have_is_refused_too(part: type[nn.Modul
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_attention_put_into_a_model_after_it_was_made_up_is_refused_too() -> None:
+    class Patched(transformers.LlamaModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layers[0].self_attn = OwnAttention(config.hidden_size)
+
+    with pytest.raises(ValueError, match="Patched: its OwnAttention has attention code of its own"):
+        Patched._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
+
+
 @pytest.mark.parametrize("part", [LinearMixer, lambda width: nn.MultiheadAttention(width, 4)])
 def test_layers_without_attention_and_torchs_own_change_nothing(part: Any) -> None:
     remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
