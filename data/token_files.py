@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +214,9 @@ def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
         yield whole
         _check_replaceable(folder, force)  # another process may have made it meanwhile
         if folder.exists():
-            shutil.rmtree(folder)
+            for name in _FILE_NAMES:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
         os.rename(whole, folder)
     files.sync_folder(folder.parent)
 

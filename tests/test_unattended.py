@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, optimizer, tree, weights
 
+import training.run
 from data.recording import Recorder, Recording
 from errors import UserError
+from training import record
 from training.run import Run
 from training.signals import EXIT_RESUME, SIGNALS
 
@@ -92,6 +94,40 @@ def test_auto_leaves_a_folder_alone_that_no_run_has_made(place: Place) -> None:
     with pytest.raises(UserError, match=r"^run\.name = 'papers': expected a new name, or a run's: .*thesis\.tex in it"):
         place.train("papers", AUTO)
     assert (place.runs / "papers/thesis.tex").read_text() == "so far"
+
+
+def test_auto_leaves_a_folder_of_wandb_alone_that_no_run_has_made(place: Place) -> None:
+    (place.runs / "sweep/wandb").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^run\.name = 'sweep': expected a new name, or a run's: .*wandb in it"):
+        place.train("sweep", AUTO)
+    assert (place.runs / "sweep/wandb").exists()
+
+
+def test_a_start_that_fails_removes_only_what_it_has_made(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(run: Run) -> None:
+        (run.folder / "notes.txt").write_text("somebody's")
+        raise UserError("no probe")
+
+    monkeypatch.setattr(training.run, "open_telemetry", fails)
+    with pytest.raises(UserError, match="no probe"):
+        place.train("notes")
+    assert [path.name for path in (place.runs / "notes").iterdir()] == ["notes.txt"]
+
+
+def test_a_start_that_another_one_has_overtaken_leaves_its_run_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has begun and ended between this one's look at the empty folder and its lock."""
+    lock = record.lock
+
+    def overtaken(folder: Path) -> Any:
+        (folder / "config.json").write_text("theirs")
+        return lock(folder)
+
+    monkeypatch.setattr(record, "lock", overtaken)
+    with pytest.raises(UserError, match="overtaken exists; choose another name"):
+        place.train("overtaken")
+    assert (place.runs / "overtaken/config.json").read_text() == "theirs"
 
 
 def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: Place) -> None:

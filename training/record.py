@@ -33,14 +33,15 @@ LOCK_FILE = "lock"
 EXIT_FILE = "exit.json"
 LOGS = (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE)
 # Files that a start may leave in a run's folder before it writes config.json.
+# The lock comes first and goes last: a folder without it is not a run's, unless it is empty.
 _OF_A_START = (
-    LOCK_FILE,
     EXIT_FILE,
     f"{EXIT_FILE}.tmp",
     "config.json.tmp",
     "wandb",
     WANDB_ID_FILE,
     f"{WANDB_ID_FILE}.tmp",
+    LOCK_FILE,
 )
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
 _DECIDE_BITS = ("torch", "triton", "cuda", "numpy")
@@ -214,7 +215,8 @@ def _removed_as_half_made(folder: Path) -> bool:
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is a file")
     if any((folder / name).exists() for name in ("config.json", "checkpoints")):
         return False
-    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in _OF_A_START):
+    own = _OF_A_START if (folder / LOCK_FILE).exists() else ()
+    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in own):
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is none, with {foreign[0]} in it")
     with lock(folder):  # refused where another process is about to train it
         clear_folder(folder)
@@ -222,12 +224,12 @@ def _removed_as_half_made(folder: Path) -> bool:
 
 
 def clear_folder(folder: Path) -> None:
-    """Remove a run's folder. A mount or a link stays, empty."""
-    for path in folder.iterdir():
+    """Remove what a start has made in a run's folder, and the folder if it holds nothing else. A mount or a link stays."""
+    for path in (folder / name for name in (*LOGS, "config.json", *_OF_A_START)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
 

@@ -305,6 +305,8 @@ def open_folder(
         if not resumes:
             record.make_folder(folder)
             held.enter_context(record.lock(folder))
+            if any(path.name != record.LOCK_FILE for path in folder.iterdir()):  # another start was faster
+                raise record.name_taken(folder)
             undo.callback(record.clear_folder, folder)
         content["sessions"] = record.sessions(folder, start_step, made_with)
         if loaded is not None and (changed := record.what_changed(content["sessions"])):
