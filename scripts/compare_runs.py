@@ -326,7 +326,7 @@ def where_bits_part(first: Run, run: Run) -> str:
     if not parted:
         return "the same bits in every loss, gradient norm and probe that both logged"
     step = min(parted.values())
-    return f"the same bits before step {step}, where they differ in {', '.join(n for n in parted if parted[n] == step)}"
+    return f"bits differ from step {step} on, first in {', '.join(n for n in parted if parted[n] == step)}"
 
 
 def data_sentence(runs: Sequence[Run]) -> str:

@@ -71,9 +71,7 @@ def test_it_is_told_where_runs_part_and_what_was_changed(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
-    assert f"fixed against failing: the same bits before step 2, where they differ in train_loss; {change}\n" in told(
-        capsys, *pair
-    )
+    assert f"fixed against failing: bits differ from step 2 on, first in train_loss; {change}\n" in told(capsys, *pair)
 
 
 def test_other_source_and_what_changed_between_sessions_are_told(
@@ -100,9 +98,7 @@ def test_bits_that_part_in_the_gradient_norm_first_and_another_environment_are_t
         content = json.loads((run / "config.json").read_text()) | {"device": {"processes": processes}}
         (run / "config.json").write_text(json.dumps(content))
     shown = told(capsys, one, other, two)
-    assert (
-        "other against one: the same bits before step 0, where they differ in grad_norm; no setting differs." in shown
-    )
+    assert "other against one: bits differ from step 0 on, first in grad_norm; no setting differs." in shown
     same = (
         "two against one: the same bits in every loss, gradient norm and probe that both logged; no setting differs; "
     )
