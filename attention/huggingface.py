@@ -24,7 +24,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
 
     A model whose attention code is its own, and never calls ours, raises ``ValueError`` when it is made and when it is switched.
     A model's call raises it for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for each keyword that
-    is not known to be harmless: sinks, position biases, indices of sparse attention, paged caches, ``output_attentions``.
+    is not known to be harmless: position biases, indices of sparse attention, paged caches, ``output_attentions``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -52,6 +52,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
         dropout: float = 0.0,
         is_causal: bool | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         _refuse_others(module, others)
@@ -78,6 +79,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
             enable_gqa=True,
             numerics=numerics,
             softcap=softcap or 0.0,
+            sinks=s_aux,
         )
         return o.transpose(1, 2).contiguous(), None
 

@@ -245,7 +245,7 @@ def test_numerics_that_no_call_could_have_are_refused_at_once(numerics: str, mes
         register(numerics, "another")
 
 
-@pytest.mark.parametrize("lacking", ["s_aux", "position_bias", "cache"])
+@pytest.mark.parametrize("lacking", ["position_bias", "cache"])
 def test_what_a_model_passes_and_the_kernels_lack_is_refused(lacking: str, ours: str) -> None:
     call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[ours]
     q = torch.zeros(1, 1, 4, 8)

@@ -193,7 +193,7 @@ def call(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool | Non
     return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[OURS](module, q, k, k, mask, **others)[0]
 
 
-@pytest.mark.parametrize("keyword", ["indices", "block_indices", "sinks", "s_aux", "position_bias", "head_mask", "any"])
+@pytest.mark.parametrize("keyword", ["indices", "block_indices", "sinks", "position_bias", "head_mask", "any"])
 def test_a_keyword_that_may_change_attention_is_refused(keyword: str) -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match=f"^low-precision attention: Module: it has no {keyword}"):
@@ -261,6 +261,22 @@ def test_sparse_attention_that_hands_indices_over_is_refused() -> None:
     model = transformers.GlmMoeDsaForCausalLM._from_config(config, attn_implementation=OURS)
     with pytest.raises(ValueError, match="GlmMoeDsaAttention: it has no indices"):
         model(input_ids=torch.zeros(1, 24, dtype=torch.int64))
+
+
+def test_attention_sinks_are_what_eager_makes_of_them() -> None:
+    """Loss and gradients of gpt-oss, those of the sinks among them; with one expert, as another one would switch on last bits."""
+    experts = {"num_local_experts": 1, "num_experts_per_tok": 1, "num_key_value_heads": 2, "head_dim": 8}
+    tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for name in ("eager", OURS):
+        config = transformers.GptOssConfig(**(SIZES | experts | {"sliding_window": 5}))
+        model = randomized(transformers.GptOssForCausalLM._from_config(config, attn_implementation=name))
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.copy_(torch.linspace(-1, 2, 4))
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+    assert any(name.endswith("sinks") for name in gradients[0])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
 
 
 GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
