@@ -35,8 +35,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Backend:
-    """``run(q, k, v, numerics, *, seed, scale, causal, softcap, mask)``: q [B, T, H, D], k [B, S, HK, D], v [B, S, HK, DV], ``numerics`` a
-    key, a ``Mask``; O [B, T, H, DV].
+    """``run(q, k, v, numerics, *, seed, scale, causal, softcap, sinks, mask)``: q [B, T, H, D], k [B, S, HK, D], v [B, S, HK, DV],
+    ``numerics`` a key, sinks [H] or None, a ``Mask``; O [B, T, H, DV].
 
     Sites that it does not have say so themselves (``numerics.site``); ``needs`` says what else it lacks, or None.
     """
