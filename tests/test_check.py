@@ -59,6 +59,8 @@ class _Tiled(torch.autograd.Function):
         for tile in tiles:
             dq = dq + tile.to(dq.dtype)
         dk, dv = ds.float().mT @ q.float(), p.to(q.dtype).float().mT @ do.float()
+        if ctx.fault == "dK of the last tile is 0":
+            dk[..., -TILE:, :] = 0
         dk, dv = (x.unflatten(1, (-1, ctx.n)).sum(2) for x in (dk, dv))
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
@@ -88,6 +90,7 @@ def test_delta_from_a_rounded_o_is_at_risk_and_gaussian_inputs_do_not_tell(kerne
         ("dQ added in BF16", "cancelling_tiles", "at risk"),
         ("last tile dropped", "last_key", "wrong"),
         ("mask off by one", "mask_edges", "wrong"),
+        ("dK of the last tile is 0", "full", "wrong"),
         ("exponent rounded", "one_hot", "at risk"),
     ],
 )
@@ -186,7 +189,7 @@ def test_the_command_takes_a_kernel_of_ones_own(
     assert main([f"mine_{function}:{function}", "--json", "report.json", *COMMAND]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["schema"], report["verdict"], len(report["cases"])) == (1, "safe", 1)
-    assert "verdict: safe" in capsys.readouterr().out
+    assert "verdict: safe in 1 of 19 classes" in capsys.readouterr().out
 
 
 def test_exit_codes() -> None:
@@ -198,14 +201,17 @@ def test_exit_codes() -> None:
     ("arguments", "message"),
     [
         (["flahs"], "kernel = 'flahs': "),
-        (["no_such_module:f"], "kernel = 'no_such_module:f': No module named 'no_such_module'"),
+        (["torch:falsh"], "kernel = 'torch:falsh': did you mean torch:flash?"),
+        (["flash", "--T", "0"], "expected B at least 1"),
+        (["flash", "--device", "tpu"], "device = 'tpu': expected cpu, or cuda where"),
+        (["no_such_module:f"], "kernel = 'no_such_module:f': ModuleNotFoundError: No module named 'no_such_module'"),
         (["math:pi"], "kernel = 'math:pi': pi is a float, expected a function"),
-        (["flash", "--H", "3", "--G", "2"], "expected H a multiple of G"),
+        (["flash", "--H", "3", "--G", "2"], "H a multiple of G"),
     ],
 )
 def test_a_wrong_name_is_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
-        main([*arguments, "--device", "cpu"])
+        main(arguments if "--device" in arguments else [*arguments, "--device", "cpu"])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -74,14 +74,16 @@ QUICK = (
 
 
 def _report(name: str, options: argparse.Namespace) -> Report:
-    sizes = {field.name: getattr(options, field.name) for field in fields(Shape) if getattr(options, field.name)}
+    sizes = {
+        field.name: getattr(options, field.name) for field in fields(Shape) if getattr(options, field.name) is not None
+    }
     import torch
 
     cuda = options.device == "cuda" or (options.device is None and torch.cuda.is_available())
     usual = (1024 if cuda else 256) // (2 if options.quick else 1)
     shape = Shape(**({"T": usual} | sizes | ({} if "G" in sizes else {"G": sizes.get("H", Shape.G)})))
-    if shape.H % shape.G or shape.G < 2 or shape.D < 8 or shape.T < 32:
-        raise UserError(f"{shape}: expected H a multiple of G, G at least 2, D at least 8, T at least 32")
+    if shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
+        raise UserError(f"{shape}: expected B at least 1, G at least 2, H a multiple of G, D at least 8, T at least 32")
     classes = options.classes or (QUICK if options.quick else ())
     shown = sys.stderr.isatty()
     return check_attention(

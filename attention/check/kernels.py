@@ -30,6 +30,10 @@ _TORCHS = {
 }
 
 
+_RESERVED = ("torch", "fa2", "fa3", "fa4")
+"""What stands before the colon of a public kernel's name."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """``missing``: why it cannot be called here; its cases are then unverified."""
@@ -58,7 +62,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         except (ImportError, OSError, RuntimeError) as error:
             return Kernel(kernel, None, f"cannot be imported: {type(error).__name__}: {_line(error)}")
     module, colon, function = kernel.partition(":")
-    if not colon or not module or not function:
+    if not (colon and module and function) or module in _RESERVED:
         raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *PRESETS))
     return Kernel(kernel, _called_as_it_asks(_imported(kernel, module, function)))
 
@@ -70,8 +74,8 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module)
         for part in function.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"kernel = {kernel!r}: {_line(error)}") from None
+    except Exception as error:  # whatever a user's module raises at its import
+        raise UserError(f"kernel = {kernel!r}: {type(error).__name__}: {_line(error)}") from None
     if not callable(found):
         raise UserError(f"kernel = {kernel!r}: {function} is a {type(found).__name__}, expected a function")
     return found

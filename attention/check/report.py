@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from .kernels import Kernel, find
 
 SCHEMA = 1
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KNOWN_CLASSES = (*CLASSES, *measures.OWN)
 LIMITS = (
     "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
     "the absence of the patterns that we know."
@@ -65,14 +67,16 @@ class Report:
         """Lines for a terminal."""
         width = max(len(case.name) for case in self.cases)
         lines = [f"{self.kernel}, {self.dtype}, {', '.join(self.environment.values())}"]
+        reasons = {case.reason for case in self.cases}
+        if self.verdict == judge.UNVERIFIED and len(reasons) == 1:
+            return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {reasons.pop()}"])
         for case in self.cases:
-            numbers = (
-                f"rows {case.measures['rows']:.1e}  dq x {case.measures.get('ratio_dq', float('inf')):.1f}"
-                if "rows" in case.measures
-                else ""
-            )
+            ratio = case.measures.get("ratio_dq", math.inf)
+            numbers = f"rows {case.measures['rows']:.1e}  dq x {ratio:.1f}" if "rows" in case.measures else ""
             lines.append(f"  {case.name:{width}}  {case.verdict:10}  {numbers:24}  {case.reason}".rstrip())
-        return "\n".join([*lines, f"verdict: {self.verdict}", LIMITS])
+        among = f" in {len(self.cases)} of {len(KNOWN_CLASSES)} classes" if len(self.cases) < len(KNOWN_CLASSES) else ""
+        inputs = f"Inputs: low_precision_attention.check.classes.make(CLASS, Shape(...), dtype, device); here {self.cases[0].shape}."
+        return "\n".join([*lines, f"verdict: {self.verdict}{among}", inputs, LIMITS])
 
 
 def _row(case: Case) -> str:
@@ -88,7 +92,7 @@ def check_attention(
     device: str | None = None,
     dtype: str = "bf16",
     shape: Shape | None = None,
-    classes: Sequence[str] = (),
+    classes: str | Sequence[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Run every class of inputs, or ``classes``, through a kernel and judge what comes out.
@@ -102,17 +106,19 @@ def check_attention(
 
     Raises ``UserError`` for names that do not exist. What a kernel raises makes a case unverified.
     """
+    classes = (classes,) if isinstance(classes, str) else tuple(classes)
     if dtype not in DTYPES:
         raise invalid("dtype", dtype, tuple(DTYPES))
-    known = (*CLASSES, *measures.OWN)
     for name in classes:
-        if name not in known:
-            raise invalid("class", name, known)
+        if name not in KNOWN_CLASSES:
+            raise invalid("class", name, KNOWN_CLASSES)
     found = find(kernel)
+    if device not in (None, "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise invalid("device", device, "cpu, or cuda where torch finds a GPU")
     there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = shape or Shape(T=1024 if there.type == "cuda" else 256)
     cases = []
-    for name in classes or known:
+    for name in classes or KNOWN_CLASSES:
         progress(name)
         cases.append(_case(found, name, asked, DTYPES[dtype], there))
     return Report(found.name, dtype, environment(there), tuple(cases))
