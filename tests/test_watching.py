@@ -434,7 +434,7 @@ def test_a_moved_layer_is_in_the_log_and_stays_moved_in_a_resumed_run(tmp_path: 
     assert left == {0: growing(range(40), None)[0][0]}
     assert sum("runs away" in line for line in said) == 1
     assert [record.get("switched") for record in records(log)] == [None] * (left[0] + 1) + [[0]] * (29 - left[0])
-    assert "By step 29 watch had moved layers 0 to flash_consistent." in verdict(log)
+    assert "By step 29 watch had moved layer 0 to flash_consistent." in verdict(log)
     _, said = growing(range(30, 31), log, **moved)
     assert "flash_consistent" in said[0]
     assert not any("runs away" in line for line in said)
