@@ -158,8 +158,10 @@ def main() -> None:
         plugins.append(Grid(options.every, options.longest))
         tests = ["tests/test_flash_attn.py"]
     os.chdir(options.checkout)
-    pytest.main(["-q", "--tb=short", "--no-header", "-p", "no:cacheprovider", *named, *tests], plugins=plugins)
+    code = pytest.main(["-q", "--tb=short", "--no-header", "-p", "no:cacheprovider", *named, *tests], plugins=plugins)
     print(tally)
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # nothing was tested
+        sys.exit(int(code))
 
 
 if __name__ == "__main__":
