@@ -99,16 +99,18 @@ class Recorder:
         Raises ``UserError`` when the folder holds anything else, when another process records there, or when it cannot be made.
         """
         with contextlib.ExitStack() as left:
-            if os.path.lexists(folder):
-                left.enter_context(_empty_recording(folder, header.source_run))
+            # Before the look at what is there: whoever begins a recording has this, so none appears after the look.
             hidden = left.enter_context(files.aside(folder))
+            begun = os.path.lexists(folder)
+            if begun:
+                left.enter_context(_empty_recording(folder, header.source_run))
             aside = hidden / folder.name
             try:
                 aside.mkdir()
                 file = files.lock(aside / OFFSETS, "x+b", _busy(folder))
                 recorder = cls(aside, header, 0, header.chain_start(), file)
                 recorder._sync(complete=False)
-                if os.path.lexists(folder):
+                if begun:
                     _remove(folder)
                 os.rename(aside, folder)
                 files.sync_folder(folder.parent)

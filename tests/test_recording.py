@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import files
 from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader
 from errors import UserError
 
@@ -302,6 +303,23 @@ def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
         Recorder.create(tmp_path / "r", make_header())
     Recorder.resume(tmp_path / "r", make_header(), 0).discard()
     assert contents(tmp_path / "r") == {"notes.txt": b"mine"}
+
+
+def test_a_recording_that_appears_during_a_start_is_left_alone(tmp_path, monkeypatch):
+    """The rival begins just before this start has its hidden folder."""
+    aside, rivals = files.aside, []
+
+    def late(folder):
+        monkeypatch.setattr(files, "aside", aside)
+        rivals.append(Recorder.create(folder, make_header(source_run="rival")))
+        return aside(folder)
+
+    monkeypatch.setattr(files, "aside", late)
+    with pytest.raises(UserError, match="another process is recording there"):
+        Recorder.create(tmp_path / "r", make_header())
+    rivals[0].append(make_rows(1)[0])
+    rivals[0].close()
+    assert Recording.open(tmp_path / "r").header.source_run == "rival"
 
 
 def begin_at_once(folder: Path, name: str) -> None:
