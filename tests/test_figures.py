@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_runs import TINY, Place, new_place
 
+from attention.check.captured import load
 from figures import canvas
-from scripts import figures
+from figures.inputs import open_checkpoint, validation_tokens
+from probes.capture import capture
+from scripts import capture_attention, figures
 from scripts.figures import REGISTRY
 
 WRITTEN = ("png", "csv")
@@ -83,3 +87,20 @@ def test_mistakes_are_one_line(place: Place, arguments: str, words: str, refused
         arguments = arguments.replace(name, str(path))
     out = [] if "--out" in arguments else ["--out", str(place.folder / "unused")]
     assert words in refused(figures.main, *shlex.split(arguments), *out)
+
+
+def test_a_checkpoint_gives_a_file_of_captured_attention(place: Place, tmp_path: Path) -> None:
+    """Its q, k, v and dO are those that ``probes.capture`` takes of the same weights and tokens, whose tests hold them to training."""
+    capture_attention.main(
+        [str(checkpoint(place)), "--layers", "1", "--heads", "1", "--length", "6", "--out", str(tmp_path)]
+    )
+    (file,) = tmp_path.iterdir()
+    found = load(file)
+    opened = open_checkpoint(checkpoint(place), torch.device("cpu"))
+    config = opened.config
+    tokens = validation_tokens(Path(config.data.dataset), config.data.sequence_length, 1, 256, torch.device("cpu"))
+    (layer,) = capture(opened.model, *tokens, [1], autocast=config.precision.autocast(torch.device("cpu")))
+    assert torch.equal(found.q, layer.q_BTHD.transpose(1, 2)[:, 1:2, :6])
+    assert torch.equal(found.do, layer.do_BTHD.transpose(1, 2)[:, 1:2, :6])
+    assert (found.about["step"], found.about["layer"], found.about["heads"]) == (8, 1, [1])
+    assert found.about["trained"][0]["source_sha256"]

@@ -1,5 +1,9 @@
-"""A crash test for attention kernels: ``python -m low_precision_attention.check KERNEL``, or ``check_attention(kernel)``."""
+"""A crash test for attention kernels: ``python -m low_precision_attention.check KERNEL``, or ``check_attention(kernel)``.
 
+``capture`` takes inputs for it from a model of one's own.
+"""
+
+from .captured import Captured, capture, load
 from .report import Case, Report, assert_safe, check_attention
 
-__all__ = ["Case", "Report", "assert_safe", "check_attention"]
+__all__ = ["Captured", "Case", "Report", "assert_safe", "capture", "check_attention", "load"]

@@ -1,0 +1,175 @@
+"""Attention as a run had it: q, k, v and dO of chosen layers, and a small file of them that the crash test reads.
+
+    with capture(model, layers=(1, 6)) as calls:
+        loss(model(batch)).backward()
+    calls[1].part(heads=(7,), length=512).save("layer_1.zip")
+
+The file is a zip of ``about.json`` and the bits of each tensor, little-endian, one plane a byte (all first bytes, all second ones, ...),
+which compresses better. Nothing in it is executed.
+
+Legend: B batch, H query heads, G key heads, T length, D head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..user_error import UserError, invalid
+from ..watching.passes import Pass, plain_mask
+
+NAMES = ("q", "k", "v", "do")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """q, dO [B, H, T, D] and k, v [B, G, T, D] of one call, on the CPU in one dtype; ``about``: where they are from, as JSON values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    scale: float
+    causal: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def part(
+        self, *, heads: Sequence[int] | None = None, sequences: int | None = None, length: int | None = None
+    ) -> Captured:
+        """Query heads by number, each with the keys it reads; the first sequences; the first queries and, where causal, keys."""
+        H, T = self.q.shape[1], self.q.shape[2]
+        chosen = tuple(range(H) if heads is None else heads)
+        if not chosen or not set(chosen) <= set(range(H)):
+            raise invalid("heads", list(chosen), f"numbers from 0 to {H - 1}")
+        if length is not None and not (1 <= length <= T and (self.causal or length == T)):
+            raise invalid("length", length, f"1 to {T}" if self.causal else f"{T}, as the attention is not causal")
+        q, k, v, do = (
+            x[:sequences, [h * x.shape[1] // H for h in chosen], :length] for x in (self.q, self.k, self.v, self.do)
+        )
+        numbers = self.about.get("heads", range(H))
+        about = {**self.about, "heads": [numbers[h] for h in chosen], "sequences": len(q), "length": q.shape[2]}
+        return replace(self, q=q, k=k, v=v, do=do, about=about)
+
+    def save(self, path: str | Path) -> None:
+        """Raises ``UserError`` where the file cannot be written."""
+        shapes = {name: list(getattr(self, name).shape) for name in NAMES}
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        about = {
+            "dtype": dtype,
+            "scale": self.scale,
+            "causal": self.causal,
+            "shapes": shapes,
+            "about": dict(self.about),
+        }
+        try:
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+                for name, content in (("about.json", json.dumps(about, indent=1).encode()), *self._planes()):
+                    # A date of its own would give each copy other bytes.
+                    archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+    def _planes(self) -> Iterator[tuple[str, bytes]]:
+        for name in NAMES:
+            x = getattr(self, name).contiguous()
+            content = bytearray(x.nbytes)
+            torch.frombuffer(content, dtype=torch.uint8).view(x.element_size(), -1).copy_(
+                x.view(torch.uint8).view(-1, x.element_size()).T
+            )
+            yield name, bytes(content)
+
+
+def load(file: str | Path | IO[bytes]) -> Captured:
+    """A file that ``Captured.save`` wrote. Raises ``UserError`` for any other."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            about = json.loads(archive.read("about.json"))
+            dtype, shapes = DTYPES[about["dtype"]], {name: tuple(map(int, about["shapes"][name])) for name in NAMES}
+            (B, H, T, D), G = shapes["q"], shapes["k"][1]
+            if (shapes["do"], shapes["k"], shapes["v"]) != (shapes["q"], (B, G, T, D), (B, G, T, D)) or H % G:
+                raise ValueError(f"shapes {shapes}")
+            q, k, v, do = (_tensor(archive.read(name), dtype, shapes[name]) for name in NAMES)
+        return Captured(q, k, v, do, float(about["scale"]), bool(about["causal"]), dict(about["about"]))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, NotImplementedError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{file}: no file of captured attention ({why})") from None
+
+
+def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    planes = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype.itemsize, math.prod(shape))
+    return planes.T.contiguous().view(dtype).view(shape)
+
+
+@contextlib.contextmanager
+def capture(
+    model: nn.Module, layers: Sequence[int], about: Mapping[str, Any] | None = None
+) -> Iterator[dict[int, Captured]]:
+    """Around one forward and backward pass: what attention of these layers read, and dO, by layer, once the block is over.
+
+    Args:
+        model: whose calls of torch's or this package's ``scaled_dot_product_attention``, or of an attention function of Hugging Face, are
+            seen, as ``watch`` sees them; they are numbered from 0.
+        about: JSON values to keep with them, as step, loss, commit, GPU.
+
+    The pass computes what it computes without this; a compiled model runs uncompiled. Raises ``ValueError`` for a layer that made no call,
+    got no gradient, or is not plain attention: a mask that is not causal, dropout, a soft-cap, sinks.
+    """
+    calls: dict[int, Captured] = {}
+    complete: dict[int, Captured] = {}
+
+    def attend(seeing: Pass, number: int, run: Any, named: dict[str, Any]) -> Tensor:
+        o: Tensor = run()
+        if number not in layers or number in calls:
+            return o
+        dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
+        q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in ("query", "key", "value"))
+        scale, causal = named["scale"] or q.shape[-1] ** -0.5, _is_causal(number, named)
+        call = calls[number] = Captured(q, k, v, torch.empty(0), scale, causal, {**(about or {}), "layer": number})
+
+        def output_gradient(do: Tensor) -> None:
+            complete[number] = replace(call, do=do.detach().to("cpu", dtype, copy=True))
+
+        if o.requires_grad:
+            o.register_hook(output_gradient)
+        return o
+
+    seeing = Pass(None, attend)
+    seeing.open(model, names=False)
+    try:
+        yield complete
+    finally:
+        seeing.close()
+    for layer in layers:
+        if layer not in calls:
+            raise ValueError(
+                f"capture: layer {layer}: expected one of the {seeing.seen} calls of attention that were seen, from 0"
+            )
+        if layer not in complete:
+            raise ValueError(f"capture: layer {layer}: no gradient came: expected the backward pass in the block")
+
+
+def _is_causal(layer: int, named: dict[str, Any]) -> bool:
+    """Raises ``ValueError`` for what is not plain attention, causal or full."""
+    q, k, v = (named[name] for name in ("query", "key", "value"))
+    T, S = q.shape[-2], k.shape[-2]
+    mask = plain_mask(named["attn_mask"], q.device)
+    plain = q.ndim == 4 and T == S and q.shape[-1] == v.shape[-1]
+    plain = plain and not named["dropout_p"] and not named.get("softcap") and named.get("sinks") is None
+    if mask is not None and plain:
+        visible = mask if mask.dtype == torch.bool else mask > -1e4
+        plain = bool((visible == torch.ones(T, S, dtype=torch.bool, device=mask.device).tril()).all())
+    if not plain:
+        raise ValueError(
+            f"capture: layer {layer}: expected as many keys as queries, no mask but the causal one, no dropout, no soft-cap"
+        )
+    return mask is not None or bool(named["is_causal"])

@@ -1,0 +1,88 @@
+"""Write q, k, v and dO of layers of a checkpoint to files that the crash test reads: RUN_step_S_layer_N.zip.
+
+    python scripts/capture_attention.py runs/flash/checkpoints/step_00002000 --layers 1 6 --out captured
+    python -m low_precision_attention.check torch:flash --inputs captured/flash_step_2000_layer_1.zip
+
+They are of validation sequences; dO is of their mean loss. Layers and heads count from 0. Another model than this trainer's:
+low_precision_attention.check.capture.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import _root  # noqa: F401
+
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+
+with trainer_packages():
+    import torch
+
+    import files
+    from attention.check.captured import Captured
+    from figures.checkpoints import build, fp16_scale
+    from figures.inputs import validation_tokens
+    from probes.capture import LayerCapture, capture
+    from training.checkpoint import Loaded
+    from training.record import environment
+    from training.weights import read_checkpoint
+
+CONFIG = ("model", "attention", "data", "optim", "precision")
+"""Sections of the run's config that are kept."""
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/step_00005000, or a run (its newest)")
+    parser.add_argument("--layers", type=int, nargs="+", required=True, metavar="N")
+    parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="all unless given")
+    parser.add_argument("--sequences", type=int, default=1, help="spread over the validation tokens (1)")
+    parser.add_argument("--length", type=int, help="first positions that are kept (all)")
+    parser.add_argument("--data", type=Path, help="data set (that of the checkpoint's run)")
+    parser.add_argument("--out", type=Path, default=Path("captured"), help="folder to write to (captured)")
+    options = parser.parse_args(argv)
+    if options.sequences < 1:
+        raise invalid("--sequences", options.sequences, "1 or more")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = read_checkpoint(options.checkpoint)
+    model, config, replaced = build(loaded, device)
+    if not set(options.layers) <= set(range(config.model.n_layer)):
+        raise invalid("--layers", options.layers, f"numbers from 0 to {config.model.n_layer - 1}")
+    if config.model.attention_softcap:
+        raise UserError("model.attention_softcap: expected 0, as the crash test has no soft-cap")
+    data, length = options.data or Path(config.data.dataset), config.data.sequence_length
+    batch = validation_tokens(data, length, options.sequences, config.model.vocab_size, device)
+
+    def look(scale: float) -> list[LayerCapture]:
+        autocast = config.precision.autocast(device)
+        return capture(model, *batch, options.layers, autocast=autocast, loss_scale=scale)
+
+    scale = fp16_scale(look) if config.precision.dtype == "float16" else 1.0
+    with torch.no_grad(), config.precision.autocast(device):
+        loss = model(*batch)[1].item()
+    about = _about(loaded) | {"loss": loss, "loss_scale": scale, "captured": environment(device, 1)}
+    if replaced:
+        about["computed_by"] = "flash_reference"
+    options.out.mkdir(parents=True, exist_ok=True)
+    for layer in look(scale):
+        q, k, v, do = (x.transpose(1, 2).cpu() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
+        whole = Captured(q, k, v, do, layer.scale, True, {**about, "layer": layer.layer})
+        path = options.out / f"{config.run.name}_step_{loaded.step}_layer_{layer.layer}.zip"
+        whole.part(heads=options.heads, length=options.length).save(path)
+        print(path)
+
+
+def _about(loaded: Loaded) -> dict[str, Any]:
+    """Step and config of a checkpoint, and what its run was made with."""
+    config = loaded.config_json
+    about = {"step": loaded.step, "seed": config["run"]["seed"], "config": {name: config[name] for name in CONFIG}}
+    record = loaded.path.parent.parent / "config.json"
+    return about | ({"trained": files.read_json(record)["sessions"]} if record.exists() else {})
+
+
+if __name__ == "__main__":
+    main()
