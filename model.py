@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) with the parameter names of nanoGPT, and the stabilizers that practice adds to it, off by default.
+"""GPT-2 (Radford et al. 2019) with the parameter names of nanoGPT; off by default, what a Llama changes in it and stabilizers.
 
 How attention is computed and rounded is not decided here: each layer hands q, k, v and its plan to ``attention.run``.
 
@@ -24,7 +24,10 @@ from fused.embedding import lookup
 from fused.gelu import gelu
 from fused.linear_cross_entropy import linear_cross_entropy
 
-Activation = Literal["gelu", "gelu_tanh"]
+Position = Literal["learned", "rotary", "none"]
+Norm = Literal["layer", "rms"]
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+RotaryTable = Literal["fp32", "bf16"]
 Operators = Literal["torch", "own", "quack"]
 """What computes everything but attention: plain torch, the operators of ``fused/``, or those with quack-kernels' MLP and head."""
 
@@ -37,6 +40,8 @@ class ModelConfig:
     """Transformer blocks."""
     n_head: int = 12
     """Attention heads a block; divides n_embd."""
+    n_kv_head: int = 0
+    """Heads of keys and values, each shared by n_head / n_kv_head heads of queries (Ainslie et al. 2023); 0: n_head."""
     n_embd: int = 768
     """Width of the residual stream."""
     block_size: int = 1024
@@ -47,12 +52,23 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this (50257 -> 50304); 1 pads nothing."""
     bias: bool = False
     """Biases in linear layers and layer norms, as OpenAI's GPT-2 has them."""
+    position: Position = "learned"
+    """learned: an embedding of positions; rotary: q and k turned by their position (Su et al. 2021), features d and d + D / 2 a pair, as
+    in Llama; none: neither."""
+    rotary_base: float = 10_000.0
+    """Pair d turns by rotary_base^(-2 d / D) radians a position."""
+    rotary_table: RotaryTable = "fp32"
+    """Format of the rotation's cosines and sines; bf16: as in a Hugging Face Llama in BF16. q and k are turned in FP32, rounded once."""
+    norm: Norm = "layer"
+    """layer: LayerNorm; rms: RMSNorm (Zhang & Sennrich 2019), without biases. Both in FP32, eps 1e-5."""
     activation: Activation = "gelu"
-    """gelu: exact (nanoGPT); gelu_tanh: its tanh approximation (OpenAI's GPT-2)."""
+    """gelu: exact (nanoGPT); gelu_tanh: its tanh approximation (OpenAI's GPT-2); swiglu: silu(W_g x) * W_1 x (Shazeer 2020), 8 / 3 as wide
+    inside as outside, rounded up to a multiple of 64."""
     tie_embeddings: bool = True
     """One matrix for token embedding and output head (Press & Wolf 2017)."""
     qk_norm: bool = False
-    """Layer norm over D of q and k in every head, one gain [D] for all (Henry et al. 2020; this form: Dehghani et al. 2023)."""
+    """Norm (of the kind of ``norm``) over D of q and k in every head, before any rotation, one gain [D] for all (Henry et al. 2020; this
+    form: Dehghani et al. 2023)."""
     attention_softcap: float = 0.0
     """Attention logits become cap * tanh(logit / cap) (Gemma 2: 50); 0 is off."""
     gated_attention: bool = False
@@ -65,14 +81,29 @@ class ModelConfig:
             check_size(f"model.{name}", getattr(self, name), 1)
         if self.n_embd % self.n_head:
             raise invalid("model.n_head", self.n_head, f"a divisor of model.n_embd = {self.n_embd}")
-        if self.activation not in get_args(Activation):
-            raise invalid("model.activation", self.activation, get_args(Activation))
+        check_size("model.n_kv_head", self.n_kv_head, 0)
+        if self.n_head % self.kv_heads:
+            raise invalid(
+                "model.n_kv_head", self.n_kv_head, f"a divisor of model.n_head = {self.n_head}, or 0 for as many"
+            )
+        choices = {"position": Position, "norm": Norm, "activation": Activation, "rotary_table": RotaryTable}
+        for name, known in choices.items():
+            if getattr(self, name) not in get_args(known):
+                raise invalid(f"model.{name}", getattr(self, name), get_args(known))
+        if self.position == "rotary" and self.head_width % 2:
+            expected = f"learned or none with an odd head width n_embd / n_head = {self.head_width}"
+            raise invalid("model.position", self.position, expected)
+        if not (self.rotary_base > 0 and math.isfinite(self.rotary_base)):
+            raise invalid("model.rotary_base", self.rotary_base, "a finite number above 0")
         for name in ("attention_softcap", "qk_clip_tau"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise invalid(f"model.{name}", value, "a finite number of at least 0 (0 is off)")
         if self.qk_norm and self.qk_clip_tau:
             expected = "0 together with model.qk_norm = True: a norm undoes any scaling of W_q and W_k"
+            raise invalid("model.qk_clip_tau", self.qk_clip_tau, expected)
+        if self.qk_clip_tau and self.features:
+            expected = "0 together with model.n_kv_head: it scales the keys of one head of queries"
             raise invalid("model.qk_clip_tau", self.qk_clip_tau, expected)
 
     @property
@@ -83,33 +114,72 @@ class ModelConfig:
     @property
     def least_parameters(self) -> int:
         """Parameters without biases, gains and what stabilizers add."""
-        blocks = 12 * self.n_layer * self.n_embd**2
-        return blocks + (self.padded_vocab_size + self.block_size) * self.n_embd
+        blocks = (10 * self.n_embd + 2 * self.kv_heads * self.head_width) * self.n_layer * self.n_embd
+        rows = self.padded_vocab_size + (self.block_size if self.position == "learned" else 0)
+        return blocks + rows * self.n_embd
 
     @property
     def head_width(self) -> int:
         """D."""
         return self.n_embd // self.n_head
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What attention must be able to do besides (``attention.numerics.FEATURES``)."""
+        return ("grouped",) if self.kv_heads < self.n_head else ()
+
+
+def make_norm(config: ModelConfig, width: int, bias: bool) -> nn.Module:
+    """The norm of ``config`` over the last dimension."""
+    return nn.RMSNorm(width, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(width, bias=bias)
+
+
+class Rotary(nn.Module):
+    """Turns the pair of features (d, d + D / 2) of position t by t * base^(-2 d / D), in FP32 (arXiv 2104.09864)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D = config.head_width
+        rate = config.rotary_base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+        angle_T1E = torch.arange(config.block_size, dtype=torch.float64)[:, None, None] * rate
+        table = torch.bfloat16 if config.rotary_table == "bf16" else torch.float32
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", angle_T1E.cos().to(table).float(), persistent=False)
+        self.register_buffer("sin", angle_T1E.sin().to(table).float(), persistent=False)
+
+    def forward(self, x_BTHD: Tensor, inverse: bool = False) -> Tensor:
+        """x [B, T, H, D] turned, or turned back, in its dtype."""
+        T = x_BTHD.shape[1]
+        cos, sin = self.cos[:T], -self.sin[:T] if inverse else self.sin[:T]
+        a, b = x_BTHD.chunk(2, dim=-1)  # products with the table are in FP32, its dtype
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BTHD)
+
 
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention: everything around q, k, v -> o, which is ``attention.run``'s.
 
-    ``c_attn`` rows are [W_q; W_k; W_v], the D rows of a head lie together inside each. While training with ``qk_clip_tau``,
-    ``max_logit_H`` keeps each head's largest logit until ``training.qk_clip`` reads it.
+    ``c_attn`` rows are [W_q; W_k; W_v], the D rows of a head lie together inside each; k and v may have fewer heads, HK. While training
+    with ``qk_clip_tau``, ``max_logit_H`` keeps each head's largest logit until ``training.qk_clip`` reads it.
     """
 
     def __init__(self, config: ModelConfig, plan: LayerPlan):
         super().__init__()
         C, D = config.n_embd, config.head_width
         self.plan = plan
-        self.n_head = config.n_head
+        self.heads = [config.n_head, config.kv_heads, config.kv_heads]
         self.softcap = config.attention_softcap
         self.tracks_logits = config.qk_clip_tau > 0
-        self.c_attn = nn.Linear(C, 3 * C, bias=config.bias)
+        self.c_attn = nn.Linear(C, sum(self.heads) * D, bias=config.bias)
         self.c_proj = nn.Linear(C, C, bias=config.bias)
-        self.q_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
-        self.k_norm = nn.LayerNorm(D, bias=False) if config.qk_norm else None
+        self.q_norm = make_norm(config, D, bias=False) if config.qk_norm else None
+        self.k_norm = make_norm(config, D, bias=False) if config.qk_norm else None
+        self.rotary = Rotary(config) if config.position == "rotary" else None
         self.gate = nn.Linear(C, C, bias=config.bias) if config.gated_attention else None
         self.max_logit_H: Tensor  # every rank's own: DDP synchronizes no buffers (training.distributed.wrap)
         self.register_buffer("max_logit_H", torch.full((config.n_head,), -math.inf), persistent=False)
@@ -118,14 +188,18 @@ class CausalSelfAttention(nn.Module):
         """[B, T, C] -> [B, T, C]; ``rounding_seed`` int64 [] on the same device."""
         B, T, C = x_BTC.shape
         # Split by heads, as the kernels return their gradients: a compiler then sees that joining them takes no copy.
-        fused_BTFD = self.c_attn(x_BTC).view(B, T, 3 * self.n_head, C // self.n_head)
-        q_BTHD, k_BTHD, v_BTHD = fused_BTFD.split(self.n_head, dim=2)
+        fused_BTFD = self.c_attn(x_BTC).view(B, T, sum(self.heads), C // self.heads[0])
+        q_BTHD, k_BTHD, v_BTHD = fused_BTFD.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            # Autocast hands layer norms back in float32; attention takes one dtype for q, k and v.
-            q_BTHD, k_BTHD = self.q_norm(q_BTHD).type_as(v_BTHD), self.k_norm(k_BTHD).type_as(v_BTHD)
+            # In float32, which autocast gives layer norms alone; attention takes one dtype for q, k and v.
+            q_BTHD, k_BTHD = (
+                norm(x.float()).type_as(v_BTHD) for norm, x in ((self.q_norm, q_BTHD), (self.k_norm, k_BTHD))
+            )
+        if self.rotary is not None:
+            q_BTHD, k_BTHD = self.rotary(q_BTHD), self.rotary(k_BTHD)
         if self.tracks_logits and self.training:
             with torch.no_grad():
-                logits_H = largest_logits(q_BTHD, k_BTHD, scale=(C // self.n_head) ** -0.5)
+                logits_H = largest_logits(q_BTHD, k_BTHD, scale=q_BTHD.shape[-1] ** -0.5)
                 self.max_logit_H.copy_(torch.maximum(self.max_logit_H, logits_H))
         o_BTHD = self.attend(q_BTHD, k_BTHD, v_BTHD, rounding_seed)
         o_BTC = o_BTHD.reshape(B, T, C)
@@ -150,20 +224,25 @@ def _gelu_tanh(h: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """W_2 gelu(W_1 x), four times as wide inside."""
+    """W_2 gelu(W_1 x), four times as wide inside; or SwiGLU, W_2 (silu(W_g x) * W_1 x), which has about as many parameters."""
 
     def __init__(self, config: ModelConfig, operators: Operators):
         super().__init__()
         self.fused = quack_kernels.mlp if operators == "quack" else None
         exact = functional.gelu if operators == "torch" else gelu
         self.activate = exact if config.activation == "gelu" else _gelu_tanh
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        gated = config.activation == "swiglu"
+        width = -(-8 * config.n_embd // (3 * 64)) * 64 if gated else 4 * config.n_embd
+        self.c_fc = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.c_gate = nn.Linear(config.n_embd, width, bias=config.bias) if gated else None
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         if self.fused is not None:
             return self.fused(x_BTC, self.c_fc.weight, self.c_proj.weight)
+        if self.c_gate is not None:
+            return self.c_proj(functional.silu(self.c_gate(x_BTC)) * self.c_fc(x_BTC))
         return self.c_proj(self.activate(self.c_fc(x_BTC)))
 
 
@@ -172,9 +251,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, plan: LayerPlan, operators: Operators):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = make_norm(config, config.n_embd, config.bias)
         self.attn = CausalSelfAttention(config, plan)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = make_norm(config, config.n_embd, config.bias)
         self.mlp = MLP(config, operators)
 
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:
@@ -190,13 +269,15 @@ class Transformer(nn.Module):
         super().__init__()
         self.look_up = functional.embedding if operators == "torch" else lookup
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
         self.h = nn.ModuleList(Block(config, plan, operators) for plan in plans)
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = make_norm(config, config.n_embd, config.bias)
 
     def forward(self, tokens_BT: Tensor, rounding_seed: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, C]."""
-        x_BTC = self.look_up(tokens_BT, self.wte.weight) + self.wpe.weight[: tokens_BT.shape[1]]
+        x_BTC = self.look_up(tokens_BT, self.wte.weight)
+        if self.wpe is not None:
+            x_BTC = x_BTC + self.wpe.weight[: tokens_BT.shape[1]]
         for block in self.h:
             x_BTC = block(x_BTC, rounding_seed)
         return self.ln_f(x_BTC)
@@ -272,8 +353,9 @@ class GPT(nn.Module):
         return self.attentions()[layer].c_attn.weight[: self.config.n_embd]
 
     def w_k(self, layer: int) -> Tensor:
-        """W_k of a layer, as ``w_q``."""
-        return self.attentions()[layer].c_attn.weight[self.config.n_embd : 2 * self.config.n_embd]
+        """W_k of a layer, [HK * D, C], as ``w_q``."""
+        rows = self.config.kv_heads * self.config.head_width
+        return self.attentions()[layer].c_attn.weight[self.config.n_embd :][:rows]
 
     def num_parameters(self) -> int:
         """Parameters, tied ones once."""
@@ -284,7 +366,7 @@ class GPT(nn.Module):
 
         N leaves out look-up tables; a tied one is a matrix product, too.
         """
-        tables = self.transformer.wpe.weight.numel()
+        tables = 0 if self.transformer.wpe is None else self.transformer.wpe.weight.numel()
         tables += 0 if self.config.tie_embeddings else self.transformer.wte.weight.numel()
         attention = 12 * self.config.n_layer * self.config.n_embd * sequence_length
         return 6 * (self.num_parameters() - tables) + attention

@@ -52,7 +52,12 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
     model, dtype = config.model, config.precision.torch_dtype
     try:
         attention.check_plans(
-            [plan], device=device, dtype=dtype, head_dim=model.head_width, softcap=model.attention_softcap
+            [plan],
+            device=device,
+            dtype=dtype,
+            head_dim=model.head_width,
+            softcap=model.attention_softcap,
+            features=model.features,
         )
     except UserError:
         groups = tuple(dataclasses.replace(group, backend="flash_reference") for group in plan.groups)

@@ -48,7 +48,7 @@ class RankOne:
 
 def rank_one(layer: LayerCapture, *, head: int, batch: int, token: int, source: str, label: str) -> RankOne:
     """The factors that Figure 4 shows, FP32 on the CPU."""
-    pk_BHTD = weighted_keys(layer)
+    pk_BHTD = layer.turned_back(weighted_keys(layer))
     return RankOne(
         source=source,
         label=label,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
-from model import GPT, CausalSelfAttention
+from model import GPT, CausalSelfAttention, Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,9 @@ class LayerCapture:
     x_BTC: Tensor
     """Input of ``c_attn`` (the block's normed input), before autocast rounds it for the product."""
     q_BTHD: Tensor
-    """Queries as ``attention.run`` reads them: after QK-norm."""
+    """Queries as ``attention.run`` reads them: after QK-norm and rotation."""
     k_BTHD: Tensor
+    """Keys, and values, of every head of queries: those that several share are repeated."""
     v_BTHD: Tensor
     o_BTHD: Tensor
     """Attention output as ``attention.run`` returns it: before a gate."""
@@ -42,6 +43,12 @@ class LayerCapture:
     """Which heads round how."""
     rounding_seed: Tensor
     """int64 []; as given to the model."""
+    rotary: Rotary | None = None
+    """What turned q and k."""
+
+    def turned_back(self, dq_BHTD: Tensor) -> Tensor:
+        """A gradient with respect to q as one with respect to W_q x: dW_q is its outer product with x."""
+        return dq_BHTD if self.rotary is None else self.rotary(dq_BHTD.transpose(1, 2), inverse=True).transpose(1, 2)
 
     def heads(self, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, o and dO of the heads of a group, each [B, T, H of the group, D]."""
@@ -97,6 +104,7 @@ def capture(
             softcap=attentions[layer].softcap,
             plan=attentions[layer].plan,
             rounding_seed=rounding_seed,
+            rotary=attentions[layer].rotary,
             **{name: tensor.detach() for name, tensor in kept[layer].items()},
         )
         for layer, do_BTHD in zip(chosen, gradients, strict=True)
@@ -131,6 +139,7 @@ def _keep_input(kept: dict[str, Tensor]) -> Callable[..., None]:
 def _keeping(attend: Callable[..., Tensor], kept: dict[str, Tensor]) -> Callable[..., Tensor]:
     def kept_too(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, rounding_seed: Tensor) -> Tensor:
         o_BTHD = attend(q_BTHD, k_BTHD, v_BTHD, rounding_seed)
+        k_BTHD, v_BTHD = (x.repeat_interleave(q_BTHD.shape[2] // x.shape[2], dim=2) for x in (k_BTHD, v_BTHD))
         kept.update(q_BTHD=q_BTHD, k_BTHD=k_BTHD, v_BTHD=v_BTHD, o_BTHD=o_BTHD)
         return o_BTHD
 

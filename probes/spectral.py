@@ -87,18 +87,19 @@ class SpectralNorms(NamedTuple):
 
 
 @torch.no_grad()
-def attention_norms(w_q_LCC: Tensor, w_k_LCC: Tensor, n_head: int) -> tuple[SpectralNorms, Tensor]:
+def attention_norms(w_q_LCC: Tensor, w_k_LKC: Tensor, n_head: int) -> tuple[SpectralNorms, Tensor]:
     """All spectral norms of the query and key weights, and W_Q's left singular vectors [L, C].
 
     Args:
-        w_q_LCC, w_k_LCC: float32 [L, C, C]; rows h * D .. (h + 1) * D are head h.
+        w_q_LCC, w_k_LKC: float32 [L, C, C] and [L, HK * D, C]; rows h * D .. (h + 1) * D are head h.
         n_head: H.
     """
     L, C, _ = w_q_LCC.shape
-    whole_2LCC = torch.stack([w_q_LCC, w_k_LCC])
-    heads_2LHDC = whole_2LCC.view(2, L, n_head, C // n_head, C)
+    heads_q_LHDC, heads_k_LHDC = (w.view(L, -1, C // n_head, C) for w in (w_q_LCC, w_k_LKC))
+    heads_k_LHDC = heads_k_LHDC.repeat_interleave(n_head // heads_k_LHDC.shape[1], dim=1)  # of each head of queries
+    heads_2LHDC = torch.stack([heads_q_LHDC, heads_k_LHDC])
     with exact_float32(w_q_LCC.device):
-        whole_2L, left_2LC = top_singular(whole_2LCC)
+        (w_q_L, left_LC), (w_k_L, _) = top_singular(w_q_LCC), top_singular(w_k_LKC)
         heads_2LH, _ = top_singular(heads_2LHDC)
         qk_LH = product_norm(*heads_2LHDC)
-    return SpectralNorms(whole_2L[0], whole_2L[1], heads_2LH[0], heads_2LH[1], qk_LH), left_2LC[0]
+    return SpectralNorms(w_q_L, w_k_L, heads_2LH[0], heads_2LH[1], qk_LH), left_LC

@@ -22,6 +22,7 @@ VARIANTS = {
     "qk_norm": dataclasses.replace(BASE, qk_norm=True),
     "gated": dataclasses.replace(BASE, gated_attention=True),
     "softcap": dataclasses.replace(BASE, attention_softcap=5.0),
+    "llama": dataclasses.replace(BASE, position="rotary", norm="rms", activation="swiglu"),
 }
 MIXED = AttentionConfig(
     flash_backend="flash_reference",

@@ -53,8 +53,8 @@ def test_weights_are_the_same_bits_with_a_probe_every_step_and_with_none(place: 
 # ---- what a probe says
 
 
-def tiny(attention: AttentionConfig, n_layer: int = 2) -> GPT:
-    config = ModelConfig(n_layer=n_layer, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1)
+def tiny(attention: AttentionConfig, n_layer: int = 2, **model: Any) -> GPT:
+    config = ModelConfig(n_layer=n_layer, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1, **model)
     model = GPT(config, attention.resolve(n_layer, 2))
     initialize(model, seed=0)
     return model
@@ -111,14 +111,16 @@ def test_stacked_layers_are_measured_as_each_alone(name: str, at_once: int, monk
             assert record["max_logit"][layer.layer][head] == pytest.approx(largest, rel=2.0**-8, abs=1e-6)
 
 
-def test_the_growth_of_w_q_by_the_row_residual_is_what_corrected_rows_take_out() -> None:
+@pytest.mark.parametrize("model", [{}, {"position": "rotary", "n_kv_head": 1}], ids=["GPT-2", "rotary, grouped"])
+def test_the_growth_of_w_q_by_the_row_residual_is_what_corrected_rows_take_out(model: dict[str, Any]) -> None:
     """-u^T (dW_Q with r kept, less dW_Q of corrected rows) v, all layers' heads put back together, by the gradients of q in FP32."""
     exact = ("output=m3", "score_gradients=fp32", "probabilities=fp32", "inputs=fp32")
     kept, corrected = (
         tiny(
             AttentionConfig(
                 flash_backend="flash_reference", default=AttentionSpec(sites=(*exact, f"row_residual={name}"))
-            )
+            ),
+            **model,
         )
         for name in ("kept", "corrected_rows")
     )
@@ -129,9 +131,10 @@ def test_the_growth_of_w_q_by_the_row_residual_is_what_corrected_rows_take_out()
         gradients = []
         for model in (kept, corrected):
             captured = capture(model, *batch(4)[:2], [layer], autocast=contextlib.nullcontext())[0]
-            q = captured.q_BTHD.clone().requires_grad_()
-            o = attention.run(q, captured.k_BTHD, captured.v_BTHD, captured.plan, rounding_seed=batch()[2])
-            (dq,) = torch.autograd.grad(o, q, captured.do_BTHD)
+            turn = captured.rotary or (lambda x, inverse=False: x)
+            wx = turn(captured.q_BTHD, inverse=True).requires_grad_()
+            o = attention.run(turn(wx), captured.k_BTHD, captured.v_BTHD, captured.plan, rounding_seed=batch()[2])
+            (dq,) = torch.autograd.grad(o, wx, captured.do_BTHD)
             gradients.append(torch.einsum("bthd,btc->hdc", dq, captured.x_BTC))
         r_HDC = gradients[0] - gradients[1]
         expected_H = -torch.einsum("hd,hdc,c->h", u_C.view(2, -1), r_HDC, v_C)

@@ -85,7 +85,9 @@ def load_weights(model: GPT, source: Path) -> None:
     Checked before anything is written: every tensor is there, none is left over. ``model`` may have stabilizers that add no
     parameters. Raises ``UserError`` where its shape is not the source's.
     """
-    names = ["n_layer", "n_head", "n_embd", "block_size", "bias", "tie_embeddings"]
+    names = ["n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "bias", "position", "norm", "tie_embeddings"]
+    if model.config.activation not in _ACTIVATIONS.values():
+        raise invalid("model.activation", model.config.activation, set(_ACTIVATIONS.values()))
     if source.suffix == ".pt":
         expected, tensors = nanogpt.read(source)
     else:

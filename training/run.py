@@ -166,7 +166,8 @@ def check_fits(config: TrainConfig, device: torch.device) -> None:
 def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPlan, ...]) -> None:
     """Raise ``UserError`` for an attention that this machine cannot compute."""
     dtype, head_dim, softcap = config.precision.torch_dtype, config.model.head_width, config.model.attention_softcap
-    attention.check_plans(plans, device=device, dtype=dtype, head_dim=head_dim, softcap=softcap)
+    features = config.model.features
+    attention.check_plans(plans, device=device, dtype=dtype, head_dim=head_dim, softcap=softcap, features=features)
 
 
 def checkpoint_to_resume(

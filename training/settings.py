@@ -108,7 +108,11 @@ class TrainConfig:
             )
             raise invalid("data.validation_sequences", data.validation_sequences, expected)
         # Layers and heads named by rules must exist; the error names the rule.
-        self.attention.resolve(self.model.n_layer, self.model.n_head)
+        plans = self.attention.resolve(self.model.n_layer, self.model.n_head)
+        share = self.model.n_head // self.model.kv_heads
+        for heads in (group.heads for plan in plans for group in plan.groups):
+            if len(heads) != share * len({head // share for head in heads}):
+                raise invalid("attention.rules", f"heads {heads}", f"whole groups of {share} heads, which share keys")
 
 
 def to_json(value: Any) -> Any:

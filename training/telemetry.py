@@ -180,8 +180,8 @@ def measure(
     """
     attentions = model.attentions()
     L, H = len(attentions), model.config.n_head
-    w_q_LCC, w_k_LCC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
-    norms, u_LC = attention_norms(w_q_LCC, w_k_LCC, H)
+    w_q_LCC, w_k_LKC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
+    norms, u_LC = attention_norms(w_q_LCC, w_k_LKC, H)
     measured = {
         "w_q_norm": norms.w_q,
         "w_k_norm": norms.w_k,
@@ -288,7 +288,7 @@ def _measure_row_residuals(heads: LayerCapture, loss_scale: float, u_ND: Tensor,
     r_BNT, key_BNTD = row_residuals(heads)
     r_BNT = r_BNT / loss_scale
     with exact_float32(r_BNT.device):
-        along_BNT = torch.einsum("bntd,nd->bnt", key_BNTD, u_ND)
+        along_BNT = torch.einsum("bntd,nd->bnt", heads.turned_back(key_BNTD), u_ND)
     terms_BNT = heads.scale * r_BNT * along_BNT * read_NBT.transpose(0, 1)
     return {
         "row_residual_mean": r_BNT.mean(dim=(0, 2)),
