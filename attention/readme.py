@@ -1,7 +1,6 @@
 """The tables of README.md, made from the declarations: ``python -m attention.readme`` writes them.
 
-Sites, features, bases and presets declare themselves (``numerics.py``, ``backends.py``, ``presets.py``); a table is found by the name of
-its first column.
+Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``); a table is found by the name of its first column.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .backends import BACKENDS
-from .numerics import BASES, DEFAULTS, FEATURES, HARDWARE, SITES, USES
+from .numerics import BASES, DEFAULTS, HARDWARE, SITES, USES
 from .plan import AttentionSpec
 from .presets import PRESETS
 
 README = Path(__file__).parent / "README.md"
-_TORCHS = ", ".join(f"`{backend}`" for backend in BACKENDS if backend.startswith("sdpa_"))
 
 
 def tables() -> dict[str, list[str]]:
@@ -24,7 +21,6 @@ def tables() -> dict[str, list[str]]:
     return {
         "site": list(_table(("site", "what it rounds or chooses", "default"), _sites())),
         "base": list(_table(("base", "for", "differs from `hardware` in"), _bases())),
-        "feature": list(_table(("feature", "what a call asks for", "not in", "not with"), _features())),
         "preset": list(_table(("preset", "changes on `hardware`", "for"), _presets())),
     }
 
@@ -34,13 +30,6 @@ def _sites() -> Iterator[tuple[str, ...]]:
         default = DEFAULTS[name] if isinstance(DEFAULTS[name], str) else f"{DEFAULTS[name]:.5g}"
         mark = "" if "standard" in declared.backends else " †" if "flash" in declared.backends else " ‡"
         yield f"`{name}`{mark}", declared.doc, default
-
-
-def _features() -> Iterator[tuple[str, ...]]:
-    for name, words in FEATURES.items():
-        lacking = ", ".join(f"`{backend}`" for backend, declared in BACKENDS.items() if name not in declared.features)
-        kept = _listed(tuple(site for site, declared in SITES.items() if name in declared.without))
-        yield f"`{name}`", words, lacking.replace(_TORCHS, "`sdpa_*`"), kept
 
 
 def _bases() -> Iterator[tuple[str, ...]]:
