@@ -315,6 +315,7 @@ def open_batches(
     world_size: int = 1,
     source_run: str = "",
     resume_at: int | None = None,
+    run_id: str = "",
     *,
     contiguous: bool = False,
 ) -> Batches:
@@ -323,6 +324,7 @@ def open_batches(
     ``contiguous``: a process's micro-batches are neighbors in the batch.
 
     ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
+    ``run_id``: a recording of another run is not gone on with.
     Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
     cannot be split over the processes.
     """
@@ -348,7 +350,7 @@ def open_batches(
         header = _new_header(config, train, validation, source_run)
     sequences = Sequences(train, validation, config.sequence_length, config.validation_sequences)
     if config.record and rank == 0:
-        recorder = _open_recorder(Path(config.record), header, resume_at)
+        recorder = _open_recorder(Path(config.record), header, resume_at, run_id)
     return Batches(
         config,
         header,
@@ -363,9 +365,9 @@ def open_batches(
     )
 
 
-def _open_recorder(folder: Path, header: RecordingHeader, resume_at: int | None) -> Recorder:
+def _open_recorder(folder: Path, header: RecordingHeader, resume_at: int | None, run_id: str) -> Recorder:
     if resume_at is None or (resume_at == 0 and not folder.exists()):
-        return Recorder.create(folder, header)
+        return Recorder.create(folder, header, run_id)
     if resume_at == 0 and read_header(folder)[2]:
         raise UserError(f"{folder}: a finished recording, and this run starts from step 0: record under another name")
-    return Recorder.resume(folder, header, resume_at)
+    return Recorder.resume(folder, header, resume_at, run_id)

@@ -29,8 +29,8 @@ from errors import UserError, check_size
 FORMAT_VERSION = 1
 HEAD_BYTES = 128
 CHECKSUM_BYTES = 8
-HEADER, OFFSETS = "header.json", "offsets.npy"
-_OWN_FILES = {HEADER, OFFSETS, f"{HEADER}.tmp"}
+HEADER, OFFSETS, RUN_ID = "header.json", "offsets.npy", "run_id"
+_OWN_FILES = {HEADER, OFFSETS, RUN_ID, f"{HEADER}.tmp", f"{RUN_ID}.tmp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,9 @@ class Recorder:
         self._changed = False
 
     @classmethod
-    def create(cls, folder: Path, header: RecordingHeader) -> Recorder:
-        """Start an empty recording; it appears under its name only when whole, in place of one that a killed start of this run left.
+    def create(cls, folder: Path, header: RecordingHeader, run_id: str = "") -> Recorder:
+        """Start an empty recording, of the run ``run_id`` if of any; it appears under its name only when whole, in place of one that a
+        killed start of this run left.
 
         Raises ``UserError`` when the folder holds anything else, when another process records there, or when it cannot be made.
         """
@@ -109,9 +110,11 @@ class Recorder:
                 aside.mkdir()
                 file = files.lock(aside / OFFSETS, "x+b", _busy(folder))
                 recorder = cls(aside, header, 0, header.chain_start(), file)
+                if run_id:
+                    files.write_text(aside / RUN_ID, f"{run_id}\n")
                 recorder._sync(complete=False)
-                if begun:
-                    _remove(folder)
+                if begun:  # moved, as a kill half-way through a removal would leave what nobody knows
+                    os.rename(folder, hidden / "begun")
                 os.rename(aside, folder)
                 files.sync_folder(folder.parent)
             except (OSError, UserError) as error:
@@ -120,17 +123,18 @@ class Recorder:
         return recorder
 
     @classmethod
-    def resume(cls, folder: Path, header: RecordingHeader, steps: int) -> Recorder:
-        """Go on after ``steps`` rows of a recording with the same header; later rows, of steps that are to be done again, are cut.
+    def resume(cls, folder: Path, header: RecordingHeader, steps: int, run_id: str = "") -> Recorder:
+        """Go on after ``steps`` rows of a recording with the same header and ``run_id``; later rows, to be done again, are cut.
 
         Nothing is changed before the first ``append`` or ``close``: what is checked after this may still refuse the resume.
         Raises ``UserError`` when there are fewer rows, when they are damaged, when another run wrote them, or one is writing them.
         """
         written, _, _ = read_header(folder)
-        for name, value in asdict(written).items():
-            if value != getattr(header, name):
+        own = asdict(header) | {"run_id": run_id}
+        for name, value in (asdict(written) | {"run_id": _run_id(folder)}).items():
+            if value != own[name]:
                 raise UserError(
-                    f"{folder}: its {name} is {value!r}, this run's is {getattr(header, name)!r}: not this run's recording"
+                    f"{folder}: its {name} is {value!r}, this run's is {own[name]!r}: not this run's recording"
                 )
         files.check_writable(folder / HEADER)
         try:
@@ -248,6 +252,17 @@ def _empty_recording(folder: Path, source_run: str) -> Iterator[None]:
             yield
     except OSError:
         raise taken from None
+
+
+def _run_id(folder: Path) -> str:
+    """Of the run that recorded there; "" for a recording that no run has made."""
+    try:
+        with files.open_file(folder / RUN_ID) as file:
+            return file.read(100).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{folder / RUN_ID}: unreadable: {error.strerror}") from None
 
 
 def _remove(folder: Path) -> None:

@@ -283,6 +283,11 @@ def by_a_recording_of_a_namesake(place: Place, run: Path, patch: Patch) -> None:
     place.train(run.name, {**elsewhere, "data.record": place.recording(run.name)})
 
 
+def by_an_unfinished_recording_of_a_namesake(place: Place, run: Path, patch: Patch) -> None:
+    elsewhere = {"run.folder": str(place.folder / "earlier"), "data.record": place.recording(run.name)}
+    place.train_until(5, run.name, elsewhere)
+
+
 def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
 
@@ -341,6 +346,10 @@ REFUSED = {
     ),
     "a_finished_recording": Refusal(
         r"a finished recording, and this run starts from step 0", {}, UNRECORDED, dies_at=5, spoil=by_a_recording_of_a_namesake
+    ),
+    "a_recording_of_a_namesake": Refusal(
+        r"its run_id is '[0-9a-f]{32}', this run's is '[0-9a-f]{32}': not this run's recording$",
+        {}, UNRECORDED, dies_at=5, spoil=by_an_unfinished_recording_of_a_namesake
     ),
     "a_recording_of_another_run": Refusal(
         r"its source_run is 'owner', this run's is 'a_recording_of_another_run'", {}, UNRECORDED, dies_at=5, spoil=by_a_recording_of_another

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, command, environment, left, preset, start_train, tree
+from tiny_runs import Place, command, environment, left, preset, recorded, start_train
 from torch import Tensor, nn
 
 import train
@@ -79,7 +79,7 @@ def sessions(place: Place, name: str, folder: str, fields: dict[str, Any], parts
 def assert_same(run: Path, expected: Path, step: int) -> None:
     """Weights, moments, random states, logs and recording."""
     assert left(run, step) == left(expected, step)
-    assert tree(run.parent / "recording") == tree(expected.parent / "recording")
+    assert recorded(run.parent / "recording") == recorded(expected.parent / "recording")
 
 
 def test_two_processes_then_one_give_the_bits_of_one(place: Place) -> None:

@@ -19,9 +19,9 @@ from tiny_runs import (
     lines,
     optimizer,
     preset,
+    recorded,
     reserved_port,
     start_train,
-    tree,
     weights,
 )
 
@@ -60,7 +60,7 @@ def test_two_processes_give_the_same_bits_twice(place: Place, two: Path) -> None
     assert lines(again) == lines(two)
     assert weights(again, 30) == weights(two, 30)
     assert optimizer(again, 30) == optimizer(two, 30)
-    assert tree(again.parent / "recording") == tree(two.parent / "recording")
+    assert recorded(again.parent / "recording") == recorded(two.parent / "recording")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def one(place: Place, two: Path) -> Path:
 
 
 def test_one_process_reads_exactly_the_data_of_two(place: Place, one: Path, two: Path) -> None:
-    assert tree(Path(place.recording("one"))) == tree(two.parent / "recording")
+    assert recorded(Path(place.recording("one"))) == recorded(two.parent / "recording")
     assert column(one, "data_digest") == column(two, "data_digest")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, optimizer, tree, weights
+from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, optimizer, recorded, tree, weights
 
 import training.run
 from data.recording import Recorder, Recording
@@ -34,7 +34,7 @@ def straight(place: Place) -> Path:
 def assert_same_run(place: Place, run: Path, straight: Path, recording: str) -> None:
     assert lines(run) == lines(straight)
     assert (weights(run, 20), optimizer(run, 20)) == (weights(straight, 20), optimizer(straight, 20))
-    assert tree(Path(place.recording(recording))) == tree(Path(place.recording("straight")))
+    assert recorded(Path(place.recording(recording))) == recorded(Path(place.recording("straight")))
 
 
 def fields_of(place: Place, case: str) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_to_the_same_bits(
     place.train("run", fields)
     assert weights(run, 20) == weights(straight, 20)
     assert [line["train_loss"] for line in lines(run)[:-1]] == [line["train_loss"] for line in lines(straight)[:-1]]
-    assert tree(Path(fields["data.record"])) == tree(Path(place.recording("straight")))
+    assert recorded(Path(fields["data.record"])) == recorded(Path(place.recording("straight")))
 
 
 def test_a_switch_of_the_step_that_it_leaves_before_is_recorded(place: Place) -> None:

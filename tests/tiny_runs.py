@@ -24,6 +24,7 @@ import train
 from attention import AttentionConfig, AttentionSpec
 from config import RunConfig, TrainConfig
 from data.batches import DataConfig
+from data.recording import RUN_ID
 from data.token_files import TokenWriter
 from files import sha256_file
 from model import ModelConfig
@@ -209,7 +210,7 @@ def assert_equals_straight(place: Place, name: str, interruption: Interruption, 
     found, expected = left(run, steps), left(elsewhere / name, steps)
     assert set(found) == set(expected)
     assert all(found[file] == expected[file] for file in found if logs or file.endswith("tensors"))
-    assert tree(Path(recordings[1])) == tree(Path(recordings[0]))
+    assert recorded(Path(recordings[1])) == recorded(Path(recordings[0]))
     return run
 
 
@@ -219,6 +220,11 @@ def tree(folder: Path) -> dict[str, str]:
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
     }
+
+
+def recorded(folder: Path) -> dict[str, str]:
+    """A recording's files and their digests, less which run made it."""
+    return {name: digest for name, digest in tree(folder).items() if name != RUN_ID}
 
 
 def environment() -> dict[str, str]:

@@ -121,6 +121,13 @@ def what_changed(of_run: list[dict[str, Any]]) -> str:
     return f"{', '.join(pairs)}: it may differ from a run made in one go; config.json has both" if pairs else ""
 
 
+def run_id(folder: Path, loaded: Loaded | None) -> str:
+    """The id of the run in ``folder``, from its checkpoint, else from config.json; "" for a run from before there were any."""
+    path = folder / "config.json"
+    known = loaded.extra if loaded is not None else _read_record(path) if path.is_file() else {}
+    return str(known.get("run_id", ""))
+
+
 def check_restart(folder: Path, checkpoints: Path, recording: str) -> None:
     """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start again."""
     path = folder / "config.json"

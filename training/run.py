@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import sys
 import time
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ class Run:
     peak_flops: float | None
     held: contextlib.ExitStack
     """The lock on its folder."""
+    id: str
+    """Random, from its first start on: its recording has it, too."""
 
     def seconds(self) -> float:
         """Wall time so far, earlier sessions of a resumed run included."""
@@ -123,9 +126,12 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
                 dist.print0(
                     f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}"
                 )
-        batches = open_data(config, dist, resumes, start, undo)
+        run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
+        batches = open_data(config, dist, resumes, start, run_id, undo)
         network = build_network(config, dist, interventions.plans, start)
-        wandb_run = open_folder(config, dist, folder, plans, batches, checkpoints, resumes, loaded, start, held, undo)
+        wandb_run = open_folder(
+            config, dist, folder, plans, batches, checkpoints, resumes, loaded, start, run_id, held, undo
+        )
         run = Run(
             config=config,
             dist=dist,
@@ -143,6 +149,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
             began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
             peak_flops=throughput.peak_flops(dist.device, config.run.peak_tflops),
             held=held,
+            id=run_id,
         )
         if start is not None:
             run.guard.load_state(start.extra["guard"])
@@ -215,7 +222,7 @@ def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branc
 
 
 def open_data(
-    config: TrainConfig, dist: DistContext, resumes: bool, start: Loaded | None, undo: contextlib.ExitStack
+    config: TrainConfig, dist: DistContext, resumes: bool, start: Loaded | None, run_id: str, undo: contextlib.ExitStack
 ) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
     # At 0 this run's own recording starts again. A new run has no recording and must not touch one of another run.
@@ -227,6 +234,7 @@ def open_data(
         dist.world_size,
         config.run.name,
         resume_at,
+        run_id,
         contiguous=config.precision.fixed_sum_order,
     )
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
@@ -291,6 +299,7 @@ def open_folder(
     resumes: bool,
     loaded: Loaded | None,
     start: Loaded | None,
+    run_id: str,
     held: contextlib.ExitStack,
     undo: contextlib.ExitStack,
 ) -> Any:
@@ -300,7 +309,7 @@ def open_folder(
     if config.run.init_from and loaded is None and dist.is_main:
         source = gpt2_weights.weights_file(Path(config.run.init_from)) if start is None else start.path / MODEL_FILE
         made_with["init_sha256"] = files.sha256_file(source)
-    content = {"config": to_json(config), **made_with, "batches": batches.identity}
+    content = {"run_id": run_id, "config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     if dist.is_main:
         if not resumes:
@@ -391,6 +400,7 @@ def save(run: Run, step: int) -> None:
                 position=run.batches.position,
                 config_json=to_json(run.config),
                 extra={
+                    "run_id": run.id,
                     "guard": run.guard.state(),
                     "seconds": run.seconds(),
                     "data_digest": run.batches.digest(),
