@@ -156,7 +156,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
                 discard(sys.stdout)
                 raise UserError(f"standard output: {error.strerror}") from error
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
             raise SystemExit(2) from None
         except BrokenPipeError:
             discard(sys.stdout)

@@ -134,22 +134,49 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class InUse:
-    """A file that a run reads all the time. ``check`` raises ``UserError`` once it has another size or time of change.
+    """A file that a run reads all the time. Raises ``OSError`` for anything but a file.
 
-    It is held by descriptor: another file that was put in its place changes nothing for who has opened this one.
+    It is held by descriptor: another file that was put in its place changes nothing for who has opened this one. And it is not mapped
+    into memory: one that was cut short would end the process with SIGBUS.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY)
+        with open_file(path) as file:
+            self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
         self._at_first = self._size_and_time()
+
+    @property
+    def size(self) -> int:
+        """Bytes, when it was opened."""
+        return self._at_first[0]
 
     def _size_and_time(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
+    def read(self, start: int, size: int) -> bytes:
+        """So many bytes from ``start`` on. Raises ``UserError`` where they are not there any more."""
+        parts, left = [], size
+        while left:  # the system gives at most 2 GiB at once
+            try:
+                part = os.pread(self._descriptor, left, start + size - left)
+            except OSError as error:
+                raise UserError(f"{self.path}: unreadable: {error.strerror}") from None
+            if not part:
+                raise UserError(f"{self.path}: it was cut short while it was read")
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def blocks(self, size: int = 1 << 22) -> Iterator[bytes]:
+        """All of it, ``size`` bytes at a time."""
+        for start in range(0, self.size, size):
+            yield self.read(start, min(size, self.size - start))
+
     def check(self) -> None:
+        """Raise ``UserError`` once it has another size or time of change."""
         if self._size_and_time() != self._at_first:
             raise UserError(f"{self.path}: it was written to while the run read it")
 

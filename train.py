@@ -89,7 +89,7 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
         how = run.checkpoints.how_to_resume()
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted: {how}") from None
-        error.add_note(how)  # the last line of a traceback
+        error.add_note(how)  # the last line of a traceback, or of an error in one line
         raise
     close(run)
 

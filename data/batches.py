@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import files
-from data.recording import OFFSETS, Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
+from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
 from errors import UserError, check_size, invalid, spelled_like
 
@@ -88,16 +88,16 @@ class Sequences:
                 )
         self.validation_windows = validation_windows
         self._train, self._validation = train, validation
-        self._places_T = np.arange(sequence_length + 1)
+        self._length = sequence_length + 1
         self._starts_W = validation_offsets(validation.header.count, sequence_length, validation_windows)
 
     def training(self, offsets_N: np.ndarray) -> np.ndarray:
         """The training sequences at these offsets."""
-        return self._train.tokens[offsets_N.astype(np.int64)[:, None] + self._places_T]
+        return self._train.sequences(offsets_N, self._length)
 
     def validation(self, windows: slice) -> np.ndarray:
         """Validation windows by number."""
-        return self._validation.tokens[self._starts_W[windows, None] + self._places_T]
+        return self._validation.sequences(self._starts_W[windows], self._length)
 
 
 def _inputs_and_targets(block_BT: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -138,9 +138,7 @@ class Batches:
         self.steps_available = None if recording is None else recording.steps
         self._config, self._sequences, self._recorder = config, sequences, recorder
         self._rank, self._world_size, self._contiguous = rank, world_size, contiguous
-        self._offsets_at: Callable[[int], np.ndarray] = (
-            self._drawn if recording is None else recording.offsets.__getitem__
-        )
+        self._offsets_at: Callable[[int], np.ndarray] = self._drawn if recording is None else recording.row
         facts = {name: getattr(header, name) for name in ("data_sha256", "sequence_length", "global_batch")}
         self._digest = checksum_of_facts(facts)
         for earlier in range(position):
@@ -334,10 +332,6 @@ def open_batches(
         )
         raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
     position = resume_at or 0
-    # Before they are verified.
-    used = [Path(config.dataset, name) for name in ("train.bin", "val.bin")]
-    used += [Path(config.replay, OFFSETS)] if config.replay else []
-    in_use = [files.InUse(path) for path in used if path.is_file()]
     recording, recorder = _open_recording(config) if config.replay else None, None
     # The processes of one host share the files: one of them reads all bytes.
     train, validation = _open_dataset(config, config.verify if rank == 0 else "size")
@@ -361,7 +355,7 @@ def open_batches(
         world_size=world_size,
         position=position,
         contiguous=contiguous,
-        in_use=in_use,
+        in_use=[file.file for file in (train, validation, recording) if file is not None],
     )
 
 

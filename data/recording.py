@@ -245,7 +245,7 @@ def _empty_recording(folder: Path, source_run: str) -> Iterator[None]:
         raise taken from None
     try:
         with files.lock(folder / OFFSETS, "r+b", _busy(folder)):
-            rows = len(_open_rows(folder / OFFSETS, header.global_batch + 1, None))
+            _, rows = _open_rows(folder / OFFSETS, header.global_batch + 1, None)
             foreign = {path.name for path in folder.iterdir()} - _OWN_FILES
             if complete or promised or rows or foreign or header.source_run != source_run:
                 raise taken
@@ -321,17 +321,23 @@ def _check_values(path: Path, content: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A recording opened for reading, checked as a whole; build it with ``open``.
-
-    offsets: uint64 [S, G], first token of each sequence in train.bin. checksum: of the last step.
-    """
+    """A recording opened for reading, checked as a whole; build it with ``open``. checksum: of the last step."""
 
     folder: Path
     header: RecordingHeader
     steps: int
     complete: bool
-    offsets: np.ndarray
     checksum: bytes
+    file: files.InUse
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """uint64 [S, G]: the first token of each sequence in train.bin."""
+        return np.array([self.row(step) for step in range(self.steps)]).reshape(self.steps, self.header.global_batch)
+
+    def row(self, step: int) -> np.ndarray:
+        """uint64 [G]: the offsets of one step. Raises ``UserError`` where the file was cut short meanwhile."""
+        return _row(self.file, self.header, step)[:-1]
 
     @classmethod
     def open(cls, folder: Path, limit: int | None = None) -> Recording:
@@ -341,29 +347,22 @@ class Recording:
         bad step).
         """
         header, promised, complete = read_header(folder)
-        table = _open_rows(folder / OFFSETS, header.global_batch + 1, promised if complete else None)
-        if len(table) < promised:
-            raise UserError(f"{folder}: truncated: {len(table)} of {promised} steps are there")
-        table = table if limit is None else table[:limit]
-        checksum = _check_chain(folder, header, table)
-        return cls(
-            folder=folder,
-            header=header,
-            steps=len(table),
-            complete=complete,
-            offsets=table[:, :-1],
-            checksum=checksum,
-        )
+        file, rows = _open_rows(folder / OFFSETS, header.global_batch + 1, promised if complete else None)
+        if rows < promised:
+            raise UserError(f"{folder}: truncated: {rows} of {promised} steps are there")
+        steps = rows if limit is None else min(rows, limit)
+        checksum = _check_chain(folder, header, file, steps)
+        return cls(folder=folder, header=header, steps=steps, complete=complete, checksum=checksum, file=file)
 
 
-def _open_rows(path: Path, numbers: int, exactly: int | None) -> np.ndarray:
-    """Read-only rows of a file of offsets: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
+def _open_rows(path: Path, numbers: int, exactly: int | None) -> tuple[files.InUse, int]:
+    """A file of offsets and its number of rows: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
     try:
-        with files.open_file(path) as file:
-            head = file.read(HEAD_BYTES)
-        size = path.stat().st_size
+        file = files.InUse(path)
     except OSError as error:
         raise UserError(f"{path}: unreadable: {error.strerror}") from None
+    size = file.size
+    head = file.read(0, min(size, HEAD_BYTES))
     counted = re.search(rb"'shape': \((\d+),", head)
     rows, width = int(counted[1]) if counted else 0, 8 * numbers
     if len(head) < HEAD_BYTES:
@@ -376,22 +375,25 @@ def _open_rows(path: Path, numbers: int, exactly: int | None) -> np.ndarray:
         raise UserError(f"{path}: truncated: {(size - HEAD_BYTES) // width} of {exactly} rows are there")
     elif rows != exactly or size != HEAD_BYTES + exactly * width:
         raise UserError(f"{path}: altered: {rows} rows in {size} bytes, header.json promises {exactly} rows")
-    if rows == 0:
-        return np.empty((0, numbers), dtype="<u8")
-    return np.memmap(path, dtype="<u8", mode="r", offset=HEAD_BYTES, shape=(rows, numbers))
+    return file, rows
 
 
-def _check_chain(folder: Path, header: RecordingHeader, table: np.ndarray) -> bytes:
+def _row(file: files.InUse, header: RecordingHeader, step: int) -> np.ndarray:
+    """uint64 [G + 1]: offsets and checksum."""
+    width = 8 * (header.global_batch + 1)
+    return np.frombuffer(file.read(HEAD_BYTES + step * width, width), dtype="<u8")
+
+
+def _check_chain(folder: Path, header: RecordingHeader, file: files.InUse, steps: int) -> bytes:
     """The last checksum, after comparing all of them and the range of all offsets."""
-    checksum = header.chain_start()
-    for step, row in enumerate(table):
+    checksum, last_start = header.chain_start(), header.data_tokens - header.sequence_length - 1
+    for step in range(steps):
+        row = _row(file, header, step)
         checksum = next_checksum(checksum, row[:-1])
         if checksum != row[-1:].tobytes():
             raise UserError(
                 f"{folder}: altered: step {step} does not match its checksum; the {step} steps before it are good"
             )
-    # A foreign writer can chain correctly and still point beyond the data.
-    too_far = np.flatnonzero((table[:, :-1] > header.data_tokens - header.sequence_length - 1).any(axis=1))
-    if len(too_far):
-        raise UserError(f"{folder}: step {too_far[0]} points beyond the {header.data_tokens} tokens of the data")
+        if (row[:-1] > last_start).any():  # a foreign writer can chain correctly all the same
+            raise UserError(f"{folder}: step {step} points beyond the {header.data_tokens} tokens of the data")
     return checksum

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,11 +63,26 @@ class TokenHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """One split of a data set: ``tokens`` is a read-only memory map, 1-D, ``[header.count]``."""
+    """One split of a data set, held by descriptor."""
 
     header: TokenHeader
-    tokens: np.ndarray
-    path: Path
+    file: files.InUse
+
+    @property
+    def path(self) -> Path:
+        """Of train.bin or val.bin."""
+        return self.file.path
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them, read-only, 1-D, ``[header.count]``."""
+        return self.sequences([0], self.header.count)[0]
+
+    def sequences(self, starts_N: Iterable[int], length: int) -> np.ndarray:
+        """``length`` tokens from each of these places on, read-only [N, length]. Raises ``UserError`` for a file that was cut short."""
+        width = self.header.stored_dtype.itemsize
+        raw = b"".join(self.file.read(start * width, length * width) for start in map(int, starts_N))
+        return np.frombuffer(raw, self.header.stored_dtype).reshape(-1, length)
 
     @classmethod
     def open(cls, folder: Path, split: str, *, verify: Literal["sha256", "size"] = "size") -> TokenFile:
@@ -81,25 +96,31 @@ class TokenFile:
         if not path.is_file():
             raise UserError(f"{path}: no such file; {_remedy(folder)}")
         expected = header.count * header.stored_dtype.itemsize
-        size = path.stat().st_size
-        if size != expected:
+        try:
+            file = files.InUse(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        if file.size != expected:
             raise UserError(
-                f"{path}: {size} bytes where its header says {expected}: damaged; {_remedy(folder, force=True)}"
+                f"{path}: {file.size} bytes where its header says {expected}: damaged; {_remedy(folder, force=True)}"
             )
-        if verify == "sha256" and (digest := files.sha256_file(path)) != header.sha256:
-            raise UserError(
-                f"{path}: SHA-256 {digest} where its header says {header.sha256}: damaged; {_remedy(folder, force=True)}"
-            )
-        tokens = np.memmap(path, header.stored_dtype, mode="r", shape=(header.count,))
         if verify == "sha256":
-            check_tokens(tokens, header.vocabulary_size, path)
-        return cls(header=header, tokens=tokens, path=path)
+            _verify(file, header, folder)
+        return cls(header=header, file=file)
 
 
-def check_tokens(tokens: np.ndarray, vocabulary_size: int, path: Path) -> None:
-    """Raise ``UserError`` for a token beyond the vocabulary: whoever signed it, no embedding has a row for it."""
-    if tokens.size and (largest := int(tokens.max())) >= vocabulary_size:
-        raise UserError(f"{path}: token {largest} in a vocabulary of {vocabulary_size}")
+def _verify(file: files.InUse, header: TokenHeader, folder: Path) -> None:
+    """Raise ``UserError`` for other bytes than were written, and for a token that no embedding has a row for, whoever signed it."""
+    digest, largest = hashlib.sha256(), 0
+    for block in file.blocks():
+        digest.update(block)
+        largest = max(largest, int(np.frombuffer(block, header.stored_dtype).max()))
+    if digest.hexdigest() != header.sha256:
+        raise UserError(
+            f"{file.path}: SHA-256 {digest.hexdigest()} where its header says {header.sha256}: damaged; {_remedy(folder, force=True)}"
+        )
+    if largest >= header.vocabulary_size:
+        raise UserError(f"{file.path}: token {largest} in a vocabulary of {header.vocabulary_size}")
 
 
 def mistyped(facts: Any) -> str | None:
@@ -110,6 +131,10 @@ def mistyped(facts: Any) -> str | None:
 
 def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
+        if (old := _old(folder)).is_dir():
+            raise UserError(
+                f"{folder}: its replacement was interrupted; go on with {old}, or {_remedy(folder, force=True)}"
+            )
         named = DATASETS / folder.name
         meant = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else ""
         meant = meant or spelled_like(folder, f"{split}.json").strip()
@@ -203,22 +228,38 @@ class TokenWriter:
 def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
     """A hidden folder to write a data set into; it becomes ``folder`` when the block ends, and goes when it raises.
 
-    A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. ``UserError``: ``folder``
-    holds something and ``force`` is off, or holds files that are not a data set's; or another process is making it.
+    A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. One that is replaced lies beside it for
+    a moment, as ``.NAME.old``; a kill then leaves it there, and the next run begins by putting it back. ``UserError``: ``folder`` holds
+    something and ``force`` is off, or holds files that are not a data set's; or another process is making it.
     """
     folder = Path(folder)
-    _check_replaceable(folder, force)
     with files.aside(folder) as hidden:
+        old = _old(folder)
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
+        _check_replaceable(folder, force)
         whole = hidden / folder.name
         whole.mkdir()
         yield whole
         _check_replaceable(folder, force)  # another process may have made it meanwhile
+        if old.exists():  # the kill came behind both renames
+            _remove(old)
         if folder.exists():
-            for name in _FILE_NAMES:
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
+            os.rename(folder, old)
         os.rename(whole, folder)
-    files.sync_folder(folder.parent)
+        files.sync_folder(folder.parent)
+        if old.exists():
+            _remove(old)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _remove(folder: Path) -> None:
+    for name in _FILE_NAMES:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _check_replaceable(folder: Path, force: bool) -> None:

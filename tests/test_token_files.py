@@ -1,7 +1,10 @@
 """data/token_files.py"""
 
+import itertools
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +95,40 @@ def test_force_replaces_the_whole_data_set(tmp_path):
     with new_dataset(tmp_path / "a", force=True) as staging:
         write(staging, split="val")
     assert (names(tmp_path), names(tmp_path / "a")) == (["a"], ["val.bin", "val.json"])
+
+
+def replaced_until(at: int, folder: Path) -> int:
+    """Replace the data set, in a process that is killed at its change number ``at`` of a folder; its exit code."""
+    child = os.fork()
+    if child == 0:
+        changes = itertools.count(1)
+
+        def kill(event: str, arguments: tuple[object, ...]) -> None:
+            if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir") and next(changes) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        with new_dataset(folder, force=True) as staging:
+            write(staging, tokens=(7, 8))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_wherever_a_replacement_is_killed_the_old_or_the_new_data_set_is_whole(tmp_path):
+    for at in itertools.count(1):
+        parent = tmp_path / str(at)
+        write(parent / "a")
+        code = replaced_until(at, parent / "a")
+        where = parent / "a" if (parent / "a").exists() else parent / ".a.old"
+        assert TokenFile.open(where, "train", verify="sha256").tokens.tolist() in ([1, 2, 50256], [7, 8])
+        if where.name == ".a.old":
+            with pytest.raises(UserError, match=r"its replacement was interrupted; go on with .*\.a\.old, or"):
+                TokenFile.open(parent / "a", "train")
+        assert replaced_until(0, parent / "a") == 0
+        assert names(parent) == ["a"]
+        if code == 0:
+            break
+    assert at > 5
 
 
 def test_force_spares_a_folder_of_other_files(tmp_path):

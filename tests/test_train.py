@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import shutil
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,25 +167,38 @@ def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.M
     assert alive_at_stop == [False]
 
 
+def overwrite_the_last_byte(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\0")
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, 200)
+
+
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "offsets.npy"])
-def test_data_that_are_overwritten_under_a_run_end_it_with_the_last_good_checkpoint_named(
-    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(overwrite_the_last_byte, "was written to while the run read it"), (cut_short, "was cut short while it was read")],
+)
+def test_data_that_change_under_a_run_end_it_with_the_last_good_checkpoint_named(
+    place: Place, name: str, change: Callable[[Path], None], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = shutil.copytree(place.data, place.folder / f"data_{name}")
+    case = f"{name}_{change.__name__}"
+    data = shutil.copytree(place.data, place.folder / f"data_{case}")
     fields = {"data.dataset": str(data), "run.steps": 30}
-    place.train(f"source_{name}", {**fields, "data.record": place.recording(name)})
-    path = next(folder / name for folder in (data, Path(place.recording(name))) if (folder / name).exists())
+    place.train(f"source_{case}", {**fields, "data.record": place.recording(case)})
+    path = next(folder / name for folder in (data, Path(place.recording(case))) if (folder / name).exists())
 
-    def overwrite(run: Run, step: int) -> None:
+    def at_13(run: Run, step: int) -> None:
         if step == 13:
-            with open(path, "r+b") as file:
-                file.seek(-1, 2)
-                file.write(b"\0")
+            change(path)
 
-    before_each_step(monkeypatch, overwrite)
-    with pytest.raises(UserError, match=rf"{name}: it was written to .*; the newest checkpoint is .*step_00000010;"):
-        place.train(f"overwritten_{name}", {**fields, "data.replay": place.recording(name)})
-    assert not (place.runs / f"overwritten_{name}/checkpoints/step_00000020").exists()
+    before_each_step(monkeypatch, at_13)
+    with pytest.raises(UserError, match=rf"{name}: it {told}\nthe newest checkpoint is .*step_00000010;"):
+        place.train(f"changed_{case}", {**fields, "data.replay": place.recording(case)})
+    assert not (place.runs / f"changed_{case}/checkpoints/step_00000020").exists()
 
 
 def test_a_data_set_that_is_put_in_the_place_of_a_run_s_is_not_read(

@@ -379,10 +379,7 @@ def save(run: Run, step: int) -> None:
         del states[1:]  # any number of processes can go on from it
     failure = None
     try:
-        try:
-            run.batches.check_files()
-        except UserError as changed:
-            raise UserError(f"{changed}; {run.checkpoints.how_to_resume()}") from None
+        run.batches.check_files()
         run.batches.flush()
         for log in (run.metrics, run.telemetry):
             if log is not None:
