@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .numerics import FEATURES, Numerics
+from .numerics import FEATURES, HARDWARE, Numerics, numerics_from_key
+from .presets import EXTERNAL
 from .triton.block_sizes import head_dim_obstacle, tile_obstacle
 from .user_error import UserError
 
@@ -36,7 +37,7 @@ class Call:
 @dataclass(frozen=True)
 class Backend:
     """``run(q, k, v, numerics, *, seed, scale, causal, softcap, sinks, mask)``: q [B, T, H, D], k [B, S, HK, D], v [B, S, HK, DV],
-    ``numerics`` a key, sinks [H] or None, a ``Mask``; O [B, T, H, DV].
+    ``numerics`` a key (of ``external`` the kernel's name), sinks [H] or None, a ``Mask``; O [B, T, H, DV].
 
     Sites that it does not have say so themselves (``numerics.site``); ``needs`` says what else it lacks, or None.
     """
@@ -66,6 +67,12 @@ def _flash_reference(*qkv: Any, **settings: Any) -> Any:
     from .reference.flash import flash_reference
 
     return flash_reference(*qkv, **settings)
+
+
+def _external(*qkv: Any, **settings: Any) -> Any:
+    from .external import run
+
+    return run(*qkv, **settings)
 
 
 def _interprets() -> bool:
@@ -114,7 +121,13 @@ BACKENDS: dict[str, Backend] = {
     "sdpa_math": _sdpa("sdpa_math"),
     "flash": Backend(_flash, _flash_needs),
     "flash_reference": Backend(_flash_reference),
+    EXTERNAL: Backend(_external, has_sites=False, features=("grouped",)),
 }
+
+
+def numerics_of(backend: str, key: str) -> Numerics:
+    """The roundings that ``HeadGroup.numerics`` names; of an external kernel, which has its own, a value that nothing reads."""
+    return HARDWARE if backend == EXTERNAL else numerics_from_key(key)
 
 
 def excluded(name: str, numerics: Numerics, features: tuple[str, ...], softcap: float) -> str | None:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, Call, excluded, obstacle
+from .backends import BACKENDS, Call, excluded, numerics_of, obstacle
 from .heads import head_index
 from .mask import NO_MASK, Mask
-from .numerics import numerics_from_key
 from .plan import HeadGroup, LayerPlan
 from .reference.tiles import FORMAT_OF
 from .user_error import UserError
@@ -137,7 +136,7 @@ def run(
 def _excluded(*asked: Any) -> str | None:
     """What ``excluded`` says, which a compiler takes for a constant. Torch 2.11 can do so for plain arguments only."""
     backend, numerics, features, softcap = asked
-    return excluded(backend, numerics_from_key(numerics), features, softcap)
+    return excluded(backend, numerics_of(backend, numerics), features, softcap)
 
 
 @functools.lru_cache(maxsize=256)  # every call asks
@@ -145,7 +144,7 @@ def _refuse(
     backend: str, numerics: str, features: tuple[str, ...], softcap: float, kind: str, fmt: str, *head_dims: int
 ) -> str | None:
     head_dim, value_dim = head_dims
-    return obstacle(backend, Call(kind, fmt, head_dim, numerics_from_key(numerics), softcap, features, value_dim))
+    return obstacle(backend, Call(kind, fmt, head_dim, numerics_of(backend, numerics), softcap, features, value_dim))
 
 
 def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
 from .attn_mask import is_bottom_right, is_causal_bias, mask_of
-from .backends import BACKENDS, Call, obstacle
+from .backends import BACKENDS, Call, numerics_of, obstacle
 from .mask import NO_MASK
-from .numerics import BASES, numerics_from_key
+from .numerics import BASES
 from .plan import AttentionConfig, AttentionSpec
 from .presets import PRESETS, RECOMMENDED, unaliased
 from .reference.tiles import FORMAT_OF
@@ -134,7 +134,7 @@ def _attend(
         features += ("sinks",)
     chosen: Any = numerics
     if isinstance(numerics, AttentionSpec):  # which the compiler of torch 2.11 takes for no constant
-        chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend)
+        chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend, numerics.kernel)
     asked = chosen, kind, FORMAT_OF[query.dtype], width or 8, value_width or 8, 1.0 if softcap else 0.0, features
     backend, sites, draws, unrounded = _resolved(*asked)
     if rounding_seed is None:
@@ -375,10 +375,10 @@ def _resolve(
     if isinstance(asked, str):
         spec = spec_of(asked)
     else:
-        spec = AttentionSpec(**dict(zip(("preset", "numerics", "sites", "backend"), asked, strict=True)))
+        spec = AttentionSpec(**dict(zip(("preset", "numerics", "sites", "backend", "kernel"), asked, strict=True)))
     config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
     group = config.resolve(1, 1)[0].groups[0]
-    chosen = numerics_from_key(group.numerics)
+    chosen = numerics_of(group.backend, group.numerics)
     reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features, value_dim))
     refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
     unrounded = BACKENDS[group.backend].has_sites and chosen.concrete(fmt).output == "fp32"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .backends import BACKENDS, Call, obstacle
-from .numerics import BASES, FLASH, Numerics, numerics_from_key, parse_site
-from .presets import PRESETS, unaliased
+from .backends import BACKENDS, Call, numerics_of, obstacle
+from .numerics import BASES, FLASH, Numerics, parse_site
+from .presets import EXTERNAL, PRESETS, named, unaliased
 from .user_error import UserError, invalid
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class AttentionSpec:
 
     preset: str = "flash"
     """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md), or robust, the recommended
-    one. The default is flash, which has no repair, unlike that of ``scaled_dot_product_attention``."""
+    one, or external, a kernel by name. The default is flash, which has no repair, unlike that of ``scaled_dot_product_attention``."""
     numerics: str = "hardware"
     """Base roundings: hardware (our Triton kernels), rounded_forward (our first emulation of the published forward pass), published (as the
     paper's code runs), fp32, microcosm."""
@@ -36,6 +36,8 @@ class AttentionSpec:
     """Single sites changed after that, as site=value, for example accumulator=m1."""
     backend: str = ""
     """Implementation in place of the preset's own, for this spec alone; empty keeps it (see ``AttentionConfig.flash_backend``)."""
+    kernel: str = ""
+    """Of preset external: MODULE:FUNCTION or a public kernel, as torch:flash (docs/kernels.md)."""
 
     def __post_init__(self) -> None:
         for name in ("preset", "numerics"):
@@ -50,8 +52,16 @@ class AttentionSpec:
         if self.preset in BASES:
             beside = f"a preset, with numerics = {self.preset!r} beside it, as this names a base of roundings"
             raise invalid("attention preset", self.preset, beside)
-        if self.preset not in PRESETS:
-            raise invalid("attention preset", self.preset, ("robust", *PRESETS))
+        if self.preset not in (*PRESETS, EXTERNAL):
+            raise invalid("attention preset", self.preset, ("robust", *PRESETS, EXTERNAL))
+        _require("attention kernel", self.kernel, str, "a name")
+        if (self.preset == EXTERNAL) != bool(self.kernel):
+            expected = "MODULE:FUNCTION or a public kernel, as torch:flash, with preset = 'external'"
+            raise invalid(
+                "attention kernel", self.kernel, "none without preset = 'external'" if self.kernel else expected
+            )
+        if self.kernel and self.backend:
+            raise invalid("attention backend", self.backend, "empty with preset = 'external'")
         if self.numerics not in BASES:
             raise invalid("attention numerics", self.numerics, BASES)
         if self.backend and self.backend not in BACKENDS:
@@ -69,12 +79,12 @@ class AttentionSpec:
 
     @property
     def resolved_backend(self) -> str:
-        return self.backend or PRESETS[self.preset].backend
+        return self.backend or named(self.preset).backend
 
     def resolve(self) -> Numerics:
         """The roundings: base, then the preset's sites, then ``sites``."""
         base = BASES[self.numerics]
-        return base.with_sites(PRESETS[self.preset].of(base)).with_sites(dict(parse_site(s) for s in self.sites))
+        return base.with_sites(named(self.preset).of(base)).with_sites(dict(parse_site(s) for s in self.sites))
 
     def label(self) -> str:
         """Short name for curves and tables, for example ``flash_delta_from_p (published)``."""
@@ -83,7 +93,7 @@ class AttentionSpec:
             for part in (*([] if self.numerics == "hardware" else [self.numerics]), *self.sites, self.backend)
             if part
         )
-        return f"{self.preset} ({extra})" if extra else self.preset
+        return f"{self.preset} ({extra})" if extra else self.kernel or self.preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +119,7 @@ class HeadGroup:
     spec: AttentionSpec
     backend: str
     numerics: str
-    """Key of the resolved ``Numerics``."""
+    """Key of the resolved ``Numerics``; of an external kernel, whose roundings are its own, its name."""
 
 
 @dataclass(frozen=True)
@@ -178,15 +188,16 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
     def moved(spec: AttentionSpec) -> AttentionSpec:
         if preset not in PRESETS:
             raise invalid("attention preset", preset, ("robust", *PRESETS))
-        stays = PRESETS[preset].backend == PRESETS[spec.preset].backend
-        return replace(spec, preset=preset, backend=backend or (spec.backend if stays else ""))
+        stays = PRESETS[preset].backend == named(spec.preset).backend
+        return replace(spec, preset=preset, backend=backend or (spec.backend if stays else ""), kernel="")
 
     specs = {head: moved(group.spec) for group in plan.groups for head in group.heads}
     return _plan_layer(plan.layer, [specs[head] for head in range(plan.n_head)], plan.flash_backend)
 
 
 def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
-    """The plans as JSON for a run's record, every rounding site spelled out: names of presets may come to mean something else."""
+    """The plans as JSON for a run's record, every rounding site spelled out, as names of presets may come to
+    mean something else; or an external kernel's name."""
     places: dict[tuple[str, str], dict[str, list[int]]] = {}
     for plan in plans:
         for group in plan.groups:
@@ -194,7 +205,11 @@ def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
             heads = places.setdefault((group.backend, group.numerics), {}).setdefault(str(plan.layer), [])
             heads[:] = sorted([*heads, *group.heads])
     return [
-        {"backend": backend, "numerics": json.loads(numerics), "heads_of_layer": where}
+        {
+            "backend": backend,
+            **({"kernel": numerics} if backend == EXTERNAL else {"numerics": json.loads(numerics)}),
+            "heads_of_layer": where,
+        }
         for (backend, numerics), where in places.items()
     ]
 
@@ -223,7 +238,10 @@ def _plan_layer(layer: int, specs: list[AttentionSpec], flash_backend: str) -> L
     def backend(spec: AttentionSpec) -> str:
         return flash_backend if not spec.backend and spec.resolved_backend == "flash" else spec.resolved_backend
 
-    made = [HeadGroup(tuple(heads), spec, backend(spec), spec.resolve().key()) for spec, heads in groups.items()]
+    def group(spec: AttentionSpec, heads: list[int]) -> HeadGroup:
+        return HeadGroup(tuple(heads), spec, backend(spec), spec.kernel or spec.resolve().key())
+
+    made = [group(spec, heads) for spec, heads in groups.items()]
     return LayerPlan(layer, len(specs), tuple(made), flash_backend)
 
 
@@ -235,11 +253,13 @@ def check_plans(
     head_dim: int,
     softcap: float = 0.0,
     features: tuple[str, ...] = (),
+    length: int = 128,
 ) -> None:
     """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can; and for other dtypes than
     float32, bfloat16 and float16.
 
-    ``features``: of ``numerics.FEATURES``, those that calls will use besides a soft-cap.
+    ``features``: of ``numerics.FEATURES``, those that calls will use besides a soft-cap. ``length``: of the sequences with which an
+    external kernel is tried.
     """
     import torch
 
@@ -250,11 +270,16 @@ def check_plans(
     kind, fmt = torch.device(device).type, FORMAT_OF[dtype]
     for plan in plans:
         for group in plan.groups:
-            call = Call(kind, fmt, head_dim, numerics_from_key(group.numerics), softcap, features)
+            call = Call(kind, fmt, head_dim, numerics_of(group.backend, group.numerics), softcap, features)
             reason = obstacle(group.backend, call)
+            if reason is None and group.backend == EXTERNAL:
+                from .external import check
+
+                check(group.numerics, torch.device(device), dtype, head_dim, length, grouped="grouped" in features)
             if reason is None:
                 continue
-            if _serves(group.backend, call):  # it is what is asked of it, and torch's kernels have no sites at all
+            # Torch's kernels and external ones have no sites at all.
+            if group.backend == EXTERNAL or _serves(group.backend, call):
                 what = "cannot do this"
                 able = [name for name, backend in BACKENDS.items() if backend.has_sites and not obstacle(name, call)]
             else:
@@ -268,6 +293,8 @@ def check_plans(
 
 def _serves(name: str, call: Call) -> bool:
     """Whether a backend could stand in on this machine, with the roundings of its own first preset."""
+    if name == EXTERNAL:
+        return False
     # flash_reference has no presets of its own: it computes those of flash.
     preset = next((preset for preset in PRESETS if PRESETS[preset].backend == name), name.partition("_")[0])
     return obstacle(name, replace(call, numerics=AttentionSpec(preset=preset).resolve())) is None

@@ -13,6 +13,9 @@ Sites = dict[str, Any]
 RECOMMENDED = "flash_consistent"
 """The preset that ``scaled_dot_product_attention`` uses unless told otherwise, and that "robust" stands for."""
 
+EXTERNAL = "external"
+"""The preset of a kernel that ``AttentionSpec.kernel`` names. It has no sites, and so no place in ``PRESETS``."""
+
 ALIASES = {"robust": RECOMMENDED}
 """Further names of presets."""
 
@@ -153,3 +156,8 @@ PRESETS: dict[str, Preset] = {
         },
     ),
 }
+
+
+def named(name: str) -> Preset:
+    """The preset of that name, ``EXTERNAL`` too."""
+    return Preset(EXTERNAL, "any kernel", {}) if name == EXTERNAL else PRESETS[name]

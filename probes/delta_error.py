@@ -20,10 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.check.classes import Problem as OutsideProblem
+from attention.check.measures import rows_from_outside
+from attention.external import loaded
 from attention.heads import head_index
 from attention.mask import NO_MASK
 from attention.numerics import FP32, Numerics, numerics_from_key, unrounded
 from attention.plan import HeadGroup
+from attention.presets import EXTERNAL
 from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of, probabilities, saved_rows
 from attention.reference.flash import row_deltas
@@ -76,7 +80,12 @@ class Summary:
 
 
 def effective_numerics(group: HeadGroup) -> Numerics:
-    """The roundings of a group. torch's math kernel is differentiated by autograd, so its delta is rowsum(P * dP)."""
+    """The roundings of a group. torch's math kernel is differentiated by autograd, so its delta is rowsum(P * dP).
+
+    ``HIGH`` stands for those of an external kernel, which are not known: what its delta is, nothing here says.
+    """
+    if group.backend == EXTERNAL:
+        return HIGH
     numerics = numerics_from_key(group.numerics)
     return numerics.with_sites({"delta": "rowsum_p_dp"}) if group.backend == "sdpa_math" else numerics
 
@@ -86,7 +95,7 @@ def delta_errors(layer: LayerCapture) -> DeltaError:
 
     Low precision is, head by head, what the layer's plan says: rowsum(dO * O) with the O that was produced where that O is
     the one in delta; otherwise what ``attention.reference.flash.row_deltas`` makes of the same q, k, v (a stochastic rounding
-    of a separate O is drawn again: same distribution, other bits than the run's).
+    of a separate O is drawn again: same distribution, other bits than the run's). NaN: an external kernel does not say.
     """
     return DeltaError(
         low_BHT=over_groups(layer, lambda group: _low(layer, group)),
@@ -108,7 +117,7 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
     """r = rowsum(dS) that dQ keeps, [B, H, T], in the units of delta, and each row's mean key P K / rowsum(P), [B, H, T, D], float32.
 
     Exact arithmetic has r = 0. As ``attention.reference.flash.row_residuals`` has it with the roundings of each head; kernels of torch's
-    as they are emulated.
+    as they are emulated, external ones as ``rows_from_outside`` measures them.
     """
 
     def measured(group: HeadGroup) -> Tensor:
@@ -116,6 +125,10 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
         r_BHT, key_BHTD = reference_row_residuals(
             q, k, v, do, effective_numerics(group), seed=layer.rounding_seed, scale=layer.scale, softcap=layer.softcap
         )
+        if group.backend == EXTERNAL:
+            q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
+            with torch.enable_grad():
+                r_BHT = rows_from_outside(loaded(group.numerics), OutsideProblem(q, k, v, do, layer.scale))
         return torch.cat((r_BHT[..., None], key_BHTD), dim=-1)
 
     both = over_groups(layer, measured)
@@ -151,7 +164,7 @@ def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
         if mean_HU.shape[1] > 1
         else torch.full_like(error_HN[:, 0], math.nan),
         rms_H=error_HN.square().mean(dim=-1).sqrt(),
-        positive_H=torch.where(signed_H > 0, positive_H, 0.5).double(),
+        positive_H=torch.where(signed_H > 0, positive_H, 0.5).double().where(~error_HN.isnan().any(-1), math.nan),
         units=mean_HU.shape[1],
     )
 
@@ -221,7 +234,8 @@ def _low_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """The O inside delta, or where delta has none the O passed on, float32 [B, H, T, D]."""
     numerics = effective_numerics(group)
     o_BTHD = layer.heads(group)[3]
-    if numerics.delta == "rowsum_do_o" and numerics.delta_output != "output":
+    known = group.backend != EXTERNAL
+    if known and numerics.delta == "rowsum_do_o" and numerics.delta_output != "output":
         o_BTHD = forward_pass(layer, group, numerics)[1]
     return o_BTHD.transpose(1, 2).float()
 
@@ -230,6 +244,8 @@ def _low_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
 def _low(layer: LayerCapture, group: HeadGroup) -> Tensor:
     numerics = effective_numerics(group)
     q, k, v, _, do = layer.heads(group)
+    if group.backend == EXTERNAL:
+        return do.new_full(do.transpose(1, 2).shape[:3], math.nan, dtype=torch.float32)
     if numerics.delta == "rowsum_do_o":
         sites = Sites(numerics, layer.q_BTHD.dtype)
         return sites.delta_sum(_rowsum(_do(layer, group), _low_output(layer, group)))

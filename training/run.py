@@ -173,8 +173,8 @@ def check_fits(config: TrainConfig, device: torch.device) -> None:
 def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPlan, ...]) -> None:
     """Raise ``UserError`` for an attention that this machine cannot compute."""
     dtype, head_dim, softcap = config.precision.torch_dtype, config.model.head_width, config.model.attention_softcap
-    features = config.model.features
-    attention.check_plans(plans, device=device, dtype=dtype, head_dim=head_dim, softcap=softcap, features=features)
+    settings: dict[str, Any] = {"head_dim": head_dim, "softcap": softcap, "features": config.model.features}
+    attention.check_plans(plans, device=device, dtype=dtype, **settings, length=config.data.sequence_length)
 
 
 def checkpoint_to_resume(

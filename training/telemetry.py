@@ -68,7 +68,10 @@ COLUMNS = {
     "row_residual_growth": "[L][H] -u^T G v, G the sum that r adds to dW_Q, (u, v) W_Q's top singular pair: above 0 it makes W_Q grow",
 }
 """Columns of ``telemetry.jsonl``. Besides them: ``step``; ``batch``, the next to be drawn; ``lr_sum``, the scheduled learning rates of
-all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standard errors."""
+all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standard errors.
+
+An external kernel does not say how it rounds: its ``delta_error_*`` are NaN, its logits unrounded, and its ``row_residual_*`` are measured
+from outside (``attention.check.measures.rows_from_outside``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,16 +116,34 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
 
 def row_sums(call: Call, p: Problem, dq: Tensor, row_size: Tensor) -> dict[str, float]:
     """``rows_raw``, ``rows``, ``rows_mean``, ``rows_mean_se`` of ``accuracy``, from the last column of dQ [B, H, T, D]."""
-    columns = [dq[..., -1].double(), *(run(call, p, p.do * c)[1][..., -1].double() / c for c in FACTORS[1:])]
-    mean = torch.stack(columns).mean(0)
+    mean = _last_column(call, p, dq)
     unit = row_size.square().mean().sqrt()
     signed = mean / unit
     return {
-        "rows_raw": (columns[0].square().mean().sqrt() / unit).item(),
+        "rows_raw": (dq[..., -1].double().square().mean().sqrt() / unit).item(),
         "rows": (mean.square().mean().sqrt() / unit).item(),
         "rows_mean": signed.mean().item(),
         "rows_mean_se": (signed.std() / signed.numel() ** 0.5).item(),
     }
+
+
+def _last_column(call: Call, p: Problem, dq: Tensor) -> Tensor:
+    """The last column of dQ [B, H, T, D], averaged over ``FACTORS``, in FP64: the rounding of dS drops out."""
+    columns = [dq[..., -1].double(), *(run(call, p, p.do * c)[1][..., -1].double() / c for c in FACTORS[1:])]
+    return torch.stack(columns).mean(0)
+
+
+def rows_from_outside(call: Call, p: Problem) -> Tensor:
+    """r = rowsum(dS), [B, H, T] float32, of any kernel on any operands, less what the rounding of dS leaves in it.
+
+    The feature that S has least of becomes 1 in K and 0 in Q, and dQ is scale * r there: S is what the other features make. One call
+    for each of ``FACTORS``; the host waits for nothing.
+    """
+    least = (p.q.float().square().mean((0, 1, 2)) * p.k.float().square().mean((0, 1, 2))).argmin()[None]
+    q, k = (x.index_copy(-1, least, x[..., -1:]) for x in (p.q, p.k))
+    q[..., -1], k[..., -1] = 0, 1
+    p = replace(p, q=q, k=k)
+    return (_last_column(call, p, run(call, p)[1]) / p.scale).float()
 
 
 def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:

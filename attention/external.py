@@ -1,0 +1,94 @@
+"""Any attention kernel as a backend, by its name: what ``check.kernels.find`` finds. Its roundings are its own, and not known here.
+
+Legend: B batch, H heads, T sequence, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from .check.kernels import Call, find
+from .mask import NO_MASK, Mask
+from .presets import PRESETS, unaliased
+from .user_error import UserError, invalid, one_line
+
+FAR = 0.5
+"""Of O's error over its size: an O of one mantissa bit has 0.1, another scale, mask or layout about 1."""
+
+
+@functools.cache
+def loaded(name: str) -> Call:
+    """Raises ``UserError`` for what is no kernel, or cannot be imported."""
+    if unaliased(name) in PRESETS:
+        raise invalid("attention kernel", name, f"a kernel, not a preset: preset = {name!r}")
+    kernel = find(name)
+    if kernel.call is None:
+        raise UserError(f"attention kernel = {name!r}: {kernel.missing}")
+    return kernel.call
+
+
+# It may be made of anything: an extension, Triton, PyTorch whose roundings a compiler would move. So the compiler leaves it alone.
+@torch.compiler.disable
+def run(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    kernel: str,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Mask = NO_MASK,
+) -> Tensor:
+    """O [B, T, H, D] of the kernel of that name; ``seed``, ``softcap``, ``sinks`` and ``mask``, which all are given, are not for it."""
+    with torch.autocast(q_BTHD.device.type, enabled=False):  # its backward pass runs outside, too
+        o = loaded(kernel)(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2), causal, scale)
+    return o.transpose(1, 2)
+
+
+def check(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int, *, grouped: bool = False
+) -> None:
+    """Raise ``UserError`` for a kernel that cannot serve: it is called as a layer calls it, with two heads and a backward pass.
+
+    O is held against plain attention, to ``FAR`` only: a kernel of another layout, mask or scale is refused, a coarse one is not.
+    """
+    if (reason := _obstacle(loaded(kernel), device, dtype, head_dim, length, grouped)) is not None:
+        where = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim} and length {length} on {device}"
+        raise UserError(f"attention kernel = {kernel!r} cannot serve {where}: {reason}")
+
+
+@functools.cache
+def _obstacle(
+    call: Call, device: torch.device, dtype: torch.dtype, head_dim: int, length: int, grouped: bool
+) -> str | None:
+    H, G = 2, 1 if grouped else 2
+    draw = torch.Generator().manual_seed(0)
+    fused = torch.randn(1, length, H + 2 * G, head_dim, generator=draw).to(device, dtype).requires_grad_()
+    q, k, v = (x.transpose(1, 2) for x in fused.split((H, G, G), dim=2))  # in strides, as of a fused projection
+    scale = 1 / math.sqrt(head_dim)
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            o = call(q, k, v, True, scale)
+            if not isinstance(o, Tensor) or o.shape != q.shape or o.dtype not in (dtype, torch.float32):
+                given = f"{o.dtype} of shape {list(o.shape)}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
+                return f"it gives {given}: expected {dtype} of shape {list(q.shape)}, as q"
+            (gradient,) = torch.autograd.grad(o, fused, torch.randn(o.shape, generator=draw).to(o))
+        finite = bool(gradient.isfinite().all())  # a GPU raises here at the latest
+    except Exception as error:  # whatever a kernel raises
+        return f"it raises {type(error).__name__}: {one_line(str(error))[:300]}"
+    first = slice(min(length, 1024))  # they see no other keys
+    q, k, v, o = (x.detach()[:, :, first].float() for x in (q, k, v, o))
+    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=device).triu(1)
+    plain = (q @ k.mT * scale).masked_fill(hidden, -math.inf).softmax(-1) @ v
+    off = ((o - plain).norm() / plain.norm()).item()
+    if not off < FAR:
+        return f"O is off by {off:.2g} of its size: expected causal attention with that scale, for [B, H, T, D] in any strides"
+    return None if finite else "its gradients are not finite"

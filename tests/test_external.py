@@ -1,0 +1,190 @@
+"""Any kernel as a backend of the trainer: it computes what it computes alone, and what it cannot serve is refused before the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import make, run
+from tiny_runs import Place, column, lines
+
+from attention import AttentionConfig, AttentionRule, AttentionSpec, check_plans
+from attention.check.classes import Shape
+from attention.check.classes import make as inputs
+from attention.check.measures import rows_from_outside
+from attention.functional import scaled_dot_product_attention
+from attention.reference.flash import row_residuals
+from errors import UserError
+
+CPU = torch.device("cpu")
+MATH, FLASH = (AttentionSpec(preset="external", kernel=f"torch:{name}") for name in ("math", "flash"))
+KERNELS = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+def coarse(q, k, v, causal, scale):
+    o = torchs(q, k, v, is_causal=causal, scale=scale)
+    mantissa, exponent = torch.frexp(o.float())
+    return o + (torch.ldexp((mantissa * 4).round() / 4, exponent).to(o.dtype) - o).detach()
+
+def other_layout(q, k, v, causal, scale):
+    return torchs(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=scale).transpose(1, 2)
+
+def other_order(q, k, v, scale, causal):
+    return torchs(q, k, v, is_causal=bool(causal), scale=float(scale))
+
+def forgets_strides(q, k, v, causal, scale):
+    q, k, v = (torch.as_strided(x, x.shape, torch.empty(x.shape).stride()) for x in (q, k, v))
+    return torchs(q, k, v, is_causal=causal, scale=scale)
+
+def no_backward(q, k, v, causal, scale):
+    return torchs(q, k, v, is_causal=causal, scale=scale).detach()
+
+def only_fp32(q, k, v, causal, scale):
+    if q.dtype != torch.float32:
+        raise NotImplementedError("FP32 alone\\nin two lines")
+    return torchs(q, k, v, is_causal=causal, scale=scale)
+
+def float64(q, k, v, causal, scale):
+    return torchs(q.double(), k.double(), v.double(), is_causal=causal, scale=scale)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(place: Place) -> Any:
+    (place.folder / "kernels_of_a_test.py").write_text(KERNELS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(place.folder))
+        yield place
+
+
+def external(kernel: str, *rules: AttentionRule) -> dict[str, Any]:
+    spec = AttentionSpec(preset="external", kernel=kernel)
+    return {"attention": AttentionConfig(flash_backend="flash_reference", default=spec, rules=rules)}
+
+
+def test_a_run_is_to_the_bit_that_of_the_same_kernel_under_its_own_preset(place: Place) -> None:
+    named = place.train("by_name", external("torch:math"))
+    preset = place.train("by_preset", {"attention": AttentionConfig(default=AttentionSpec(preset="sdpa_math"))})
+    for name in ("train_loss", "grad_norm", "val_loss", "max_logit_max"):
+        assert column(named, name) == column(preset, name), name
+    written = json.loads((named / "config.json").read_text())
+    assert written["config"]["attention"]["default"]["kernel"] == written["attention_name"] == "torch:math"
+    assert written["attention"] == [
+        {"backend": "external", "kernel": "torch:math", "heads_of_layer": {"0": [0, 1], "1": [0, 1]}}
+    ]
+
+
+def test_a_resumed_run_has_the_same_bits_and_takes_no_other_kernel(place: Place) -> None:
+    fields = external("kernels_of_a_test:coarse")
+    whole, resumed = place.train("whole", fields), place.train_until(15, "resumed", fields)
+    with pytest.raises(
+        UserError, match=r"attention.default.kernel = 'torch:math': expected .*kernels_of_a_test:coarse"
+    ):
+        place.train("resumed", {**external("torch:math"), "run.resume": "yes"})
+    place.train("resumed", {**fields, "run.resume": "yes"})
+    assert column(resumed, "train_loss") == column(whole, "train_loss")
+
+
+def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place: Place) -> None:
+    rule = AttentionRule(
+        layers=(1,), heads=(0,), attention=AttentionSpec(preset="external", kernel="kernels_of_a_test:coarse")
+    )
+    default = AttentionSpec(preset="flash_consistent")
+    run = place.train(
+        "mixed", {"attention": AttentionConfig(flash_backend="flash_reference", default=default, rules=(rule,))}
+    )
+    for probe in lines(run, name="telemetry.jsonl"):
+        for name in ("delta_error_mean", "delta_error_rms", "delta_error_positive"):
+            assert [[value == "nan" for value in heads] for heads in probe[name]] == [[False, False], [True, False]], (
+                name
+            )
+        for name in ("max_logit", "delta_rms", "row_residual_rms"):
+            assert torch.tensor(probe[name]).isfinite().all(), name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        ("torch:flsh", "did you mean torch:flash?"),
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("flash_consistent", "expected a kernel, not a preset"),
+        ("fa3", "cannot be imported"),
+        ("kernels_of_a_test:other_layout", "O is off by"),
+        ("kernels_of_a_test:other_order", "O is off by"),
+        ("kernels_of_a_test:forgets_strides", "O is off by"),
+        ("kernels_of_a_test:no_backward", "it raises RuntimeError: "),
+        ("kernels_of_a_test:only_fp32", "it raises NotImplementedError: FP32 alone in two lines"),
+        ("kernels_of_a_test:float64", "it gives torch.float64"),
+    ],
+)
+def test_what_cannot_serve_is_refused_before_the_run(kernel: str, reason: str, place: Place) -> None:
+    with pytest.raises(UserError) as error:
+        place.train("refused", {**external(kernel), "precision.dtype": "bfloat16"})
+    assert reason in str(error.value)
+    assert f"kernel = {kernel!r}" in str(error.value)
+    assert not (place.runs / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({"preset": "external"}, "attention kernel = ''"),
+        ({"preset": "flash", "kernel": "torch:math"}, "attention kernel = 'torch:math'"),
+        ({"numerics": "published"}, "attention numerics of external"),
+        ({"sites": ("output=m4",)}, "attention numerics of external"),
+        ({"backend": "flash"}, "attention backend = 'flash'"),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_it_are_refused(fields: dict[str, Any], start: str) -> None:
+    with pytest.raises(UserError, match="expected") as error:
+        AttentionSpec(**{"preset": "external", "kernel": "" if "preset" in fields else "torch:math", **fields})
+    assert str(error.value).startswith(start)
+
+
+def test_a_soft_cap_is_refused_and_grouped_heads_are_tried() -> None:
+    plans = AttentionConfig(default=MATH).resolve(1, 4)
+    settings: dict[str, Any] = {"device": CPU, "dtype": torch.bfloat16, "head_dim": 16}
+    with pytest.raises(UserError, match="it has no soft-cap"):
+        check_plans(plans, **settings, softcap=30.0)
+    check_plans(plans, **settings, features=("grouped",))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_compiler_does_not_look_inside(device: torch.device) -> None:
+    from attention import run as attend
+
+    def through_float32(q, k, v, plan, **settings):  # type: ignore[no-untyped-def]
+        return attend(*((x.float() * 1.0).bfloat16() for x in (q, k, v)), plan, **settings)
+
+    p = make("tied", torch.bfloat16, device)
+    torch.compiler.reset()
+    compiled = run(p, MATH, call=torch.compile(through_float32))
+    assert all(torch.equal(a, b) for a, b in zip(run(p, MATH), compiled, strict=True))
+
+
+def test_the_drop_in_takes_it_too() -> None:
+    q = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    a, b = (scaled_dot_product_attention(q, q, q, is_causal=True, numerics=n) for n in (FLASH, "sdpa_flash"))
+    assert torch.equal(a, b)
+
+
+def test_rows_measured_from_outside_are_those_inside() -> None:
+    """A kernel of ours with a coarse O, whose rows of dS the reference sums; one feature of Q is 0, so that S is the same for both."""
+    p = inputs("gaussian", Shape(B=2, H=2, G=2, T=64, D=16), torch.float32, CPU)
+    q, k = p.q.clone(), p.k.clone()
+    q[..., 3], k[..., 3] = 0, 0
+    p = replace(p, q=q, k=k)
+    spec = AttentionSpec(sites=("output=m4", "score_gradients=fp32"))
+
+    def kernel(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, numerics=spec)
+
+    settings: dict[str, Any] = {"seed": torch.tensor(0), "scale": p.scale}
+    inside = row_residuals(*(x.transpose(1, 2) for x in (p.q, p.k, p.v, p.do)), spec.resolve(), **settings)[0]
+    assert (rows_from_outside(kernel, p) - inside).norm() < 1e-3 * inside.norm()
