@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 from attention import scaled_dot_product_attention as ours
@@ -225,14 +224,3 @@ def test_second_derivatives_are_refused_where_they_are_asked_for(numerics: str) 
 def test_transforms_of_torch_func_are_refused(transform: Any) -> None:
     with pytest.raises(ValueError, match="query is within"):
         transform(lambda q: ours(q, q, q), tensors((1, 1, 4, 8))[0])
-
-
-def test_a_query_of_three_dimensions_serves_torchs_multihead_attention_unbatched() -> None:
-    from attention import replace_sdpa
-
-    torch.manual_seed(0)
-    layer, x = torch.nn.MultiheadAttention(16, 2), torch.randn(5, 16)
-    expected = layer(x, x, x, need_weights=False)[0]
-    with replace_sdpa("standard"):
-        torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], expected)
-    assert functional.scaled_dot_product_attention is TORCHS

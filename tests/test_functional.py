@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -92,11 +91,6 @@ def test_grouped_queries(groups: int, device: torch.device) -> None:
     assert_as_exact_as_torch(tensors(groups=groups, device=device), enable_gqa=True, is_causal=True)
 
 
-@pytest.mark.parametrize("width", [8, 80, 96])
-def test_any_head_dim(width: int, device: torch.device) -> None:
-    assert_as_exact_as_torch(tensors(width=width, device=device), is_causal=True)
-
-
 @pytest.mark.parametrize(("width", "value_width"), [(192, 128), (96, 64), (12, 20), (576, 512)])
 def test_values_of_another_head_dim(width: int, value_width: int, device: torch.device) -> None:
     if device.type == "cuda" and width > 256:
@@ -147,11 +141,6 @@ def test_what_padding_holds_is_never_read(mask: str, device: torch.device) -> No
     poisoned = (q, k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.inf))
     found = results(scaled_dot_product_attention, poisoned, do, attn_mask=allowed)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_second_turn_on_a_cache_with_padding_between_the_turns(device: torch.device) -> None:
-    seen = (T[:12] + 28 >= S) & ~((S >= 20) & (S < 20 + BATCH))
-    assert_as_exact_as_torch(tensors(queries=12, device=device), attn_mask=seen.to(device))
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding on the left", "window"])
@@ -496,19 +485,6 @@ def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_sai
         torch.softmax(inputs[0], dim=-1)
 
 
-@pytest.mark.parametrize("inner", [True, False])
-def test_blocks_inside_one_another_do_not_say_that_nothing_was_called(inner: bool) -> None:
-    *inputs, _ = tensors()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with replace_sdpa("flash"):
-            outside = None if inner else functional.scaled_dot_product_attention(*inputs)
-            with replace_sdpa("flash_delta_from_p"):
-                inside = functional.scaled_dot_product_attention(*inputs)
-    assert inside.shape == inputs[0].shape
-    assert outside is None or outside.shape == inside.shape
-
-
 COARSE, COARSER = (AttentionSpec(sites=(f"probabilities=m{bits}",)) for bits in (2, 1))
 
 
@@ -615,34 +591,6 @@ def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_call
         with replace_sdpa(spec):
             assert_attends(spec, lambda *_: call_backward())
     assert_attends(None, lambda *_: call_backward())
-
-
-def test_compiled_code_that_a_block_uses_again_is_not_said_to_call_nothing() -> None:
-    torch.compiler.reset()
-    *inputs, _ = tensors()
-    compiled = torch.compile(lambda *qkv: functional.scaled_dot_product_attention(*qkv), backend="eager")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="replace_sdpa")
-        for _ in range(2):
-            with replace_sdpa("flash"):
-                compiled(*inputs)
-
-
-def test_it_replaces_within_a_compiled_model_with_activation_checkpointing() -> None:
-    *inputs, do = tensors()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q.sin(), k, v, is_causal=True)
-
-    def model(*qkv: Tensor) -> Tensor:
-        return checkpoint(attend, *qkv, use_reentrant=False)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="replace_sdpa")
-        with replace_sdpa("flash_delta_from_p"):
-            expected = results(model, inputs, do)
-            found = results(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs, do)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def in_a_fresh_process(code: str) -> None:

@@ -225,13 +225,6 @@ def test_dropout_is_refused_and_a_reserved_name_too(ours: str) -> None:
         register(name="my_flash")
 
 
-@pytest.mark.parametrize("name", ["sdpa", "eager", "", None, 3])
-def test_a_name_of_transformers_or_none_at_all_is_refused(ours: str, name: Any) -> None:
-    """What stood under "sdpa" would be ours, without a word, in every model."""
-    with pytest.raises(ValueError, match=f"name = {name!r}: expected"):
-        register(name=name)
-
-
 def test_a_name_keeps_its_numerics(ours: str) -> None:
     """Models that have the name would change without a word."""
     assert register(name=ours) == ours
@@ -243,24 +236,6 @@ def test_a_name_keeps_its_numerics(ours: str) -> None:
 def test_numerics_that_no_call_could_have_are_refused_at_once(numerics: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         register(numerics, "another")
-
-
-@pytest.mark.parametrize("lacking", ["position_bias", "cache"])
-def test_what_a_model_passes_and_the_kernels_lack_is_refused(lacking: str, ours: str) -> None:
-    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[ours]
-    q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(ValueError, match=f"it has no {lacking}"):
-        call(torch.nn.Module(), q, q, q, None, **{lacking: q})
-
-
-def test_output_attentions_is_refused(ours: str) -> None:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=50, intermediate_size=32
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.set_attn_implementation(ours)
-    with pytest.raises(ValueError, match="LlamaForCausalLM: output_attentions: expected False"):
-        model(torch.zeros(1, 4, dtype=torch.int64), output_attentions=True)
 
 
 @pytest.mark.slow

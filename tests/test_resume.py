@@ -23,7 +23,6 @@ from tiny_runs import (
     column,
     left,
     make_data,
-    start_train,
     tree,
 )
 
@@ -186,18 +185,6 @@ def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypa
     assert {name: first[name] for name in ("versions", "device", "source_sha256")}.items() <= sessions[0].items()
 
 
-def test_a_resume_under_other_code_says_so(
-    place: Place, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = place.train("other_code", {"run.steps": 10})
-    before = record.source_sha256(ROOT)[:12]
-    place.train("other_code", {**RESUME, "run.steps": 12})
-    assert "it may differ" not in capsys.readouterr().out
-    monkeypatch.setattr(record, "source_sha256", lambda root: "0123" * 16)
-    place.train("other_code", {**RESUME, "run.steps": 14})
-    assert f"{run}: source_sha256 {before} -> 012301230123: it may differ" in capsys.readouterr().out
-
-
 def test_a_resume_with_another_number_of_threads_says_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     run = place.train("threads", {"run.steps": 10})
     record_of_run = json.loads((run / "config.json").read_text())
@@ -206,14 +193,6 @@ def test_a_resume_with_another_number_of_threads_says_so(place: Place, capsys: p
     (run / "config.json").write_text(json.dumps(record_of_run))
     place.train("threads", {**RESUME, "run.steps": 12})
     assert f"{run}: torch 1.0 -> {torch.__version__}, threads 7 -> 1: it may differ" in capsys.readouterr().out
-
-
-def test_a_run_whose_record_is_gone_is_resumed(place: Place) -> None:
-    run = place.train("no_record", {"run.steps": 10})
-    (run / "config.json").unlink()
-    place.train("no_record", {**RESUME, "run.steps": 12})
-    sessions = json.loads((run / "config.json").read_text())["sessions"]
-    assert [part["from_step"] for part in sessions] == [10]
 
 
 def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:
@@ -298,21 +277,14 @@ REFUSED = {
         r"^optim\.lr = 0\.5: expected 0\.01 \(--optim\.lr 0\.01\), as in the checkpoint .*step_00000010$", {"optim.lr": 0.5}
     ),
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
-    "a_forgotten_recording_before_the_first_checkpoint": Refusal(
-        r"^data\.record = '': expected '.*' \(--data\.record .*\), as when", {"data.record": ""}, dies_at=5
-    ),
+
     "fewer_steps": Refusal(r"^run\.steps = 9: expected at least 10, where the checkpoint .* stands$", {"run.steps": 9}),
     "other_data": Refusal(
         r"^data\.dataset = '.*/other': expected the data that .*step_00000010",
         {"data.dataset": "{place}/other"},
         fields=UNRECORDED,
     ),
-    "more_than_the_data_holds": Refusal(
-        r"^telemetry\.sequences = 9: expected at most data\.validation_sequences = 8$",
-        {"telemetry.sequences": 9},
-        fields={"run.steps": 15},
-        dies_at=0,
-    ),
+
     "processes": Refusal(
         r"step_00000010 is of 1 processes, not 2", {"data.micro_batch": 4}, spoil=by_two_processes, mended=True
     ),
@@ -433,27 +405,3 @@ def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypa
     with pytest.raises(UserError, match="another process is training"):
         record.lock(run)
     held.close()
-
-
-def test_a_file_system_without_locks_is_told(
-    place: Place, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def without(file: Any, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(record.fcntl, "flock", without)
-    place.train("free_for_all", {"run.steps": 1})
-    assert "cannot be locked (No locks available)" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_all_processes_leave_a_run_that_another_one_trains(place: Place) -> None:
-    fields = {"run.steps": 10, "data.micro_batch": 2}
-    run = place.train("busy_for_two", fields)
-    preset_file = str(place.preset_file(place.config("busy_for_two", {**fields, **RESUME})))
-    with record.lock(run):
-        before = tree(run)
-        done = start_train([preset_file], processes=2)
-        assert tree(run) == before
-    assert done.returncode != 0
-    assert f"error: run.name = 'busy_for_two': another process is training {run}" in done.stderr

@@ -16,7 +16,6 @@ from tiny_runs import ROOT, Place, before_each_step, command, environment, lines
 import training.run
 from data.recording import Recorder, Recording
 from errors import UserError
-from training import record
 from training.run import Run
 from training.signals import EXIT_RESUME, SIGNALS
 
@@ -81,26 +80,19 @@ def test_a_run_starts_in_an_empty_folder_that_somebody_made_for_it(place: Place,
     assert (tmp_path / "config.json").is_file()
 
 
-def test_auto_leaves_a_file_alone(place: Place) -> None:
-    place.runs.mkdir(exist_ok=True)
-    (place.runs / "file").write_text("so far")
-    with pytest.raises(UserError, match=r"^run\.name = 'file': expected a new name, or a run's: .* is a file"):
-        place.train("file", AUTO)
-
-
-def test_auto_leaves_a_folder_alone_that_no_run_has_made(place: Place) -> None:
-    (place.runs / "papers").mkdir(parents=True)
-    (place.runs / "papers/thesis.tex").write_text("so far")
-    with pytest.raises(UserError, match=r"^run\.name = 'papers': expected a new name, or a run's: .*thesis\.tex in it"):
-        place.train("papers", AUTO)
-    assert (place.runs / "papers/thesis.tex").read_text() == "so far"
-
-
-def test_auto_leaves_a_folder_of_wandb_alone_that_no_run_has_made(place: Place) -> None:
-    (place.runs / "sweep/wandb").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"^run\.name = 'sweep': expected a new name, or a run's: .*wandb in it"):
-        place.train("sweep", AUTO)
-    assert (place.runs / "sweep/wandb").exists()
+@pytest.mark.parametrize(
+    ("found", "told"), [("thesis.tex", r"thesis\.tex in it"), ("wandb/x", "wandb in it"), ("", "")]
+)
+def test_auto_leaves_alone_what_no_run_has_made(place: Place, found: str, told: str) -> None:
+    there = place.runs / f"not_a_run_{found[:5]}" / found
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.write_text("so far")
+    name = f"not_a_run_{found[:5]}"
+    with pytest.raises(
+        UserError, match=rf"^run\.name = '{name}': expected a new name, or a run's: .*{told or 'a file'}"
+    ):
+        place.train(name, AUTO)
+    assert there.read_text() == "so far"
 
 
 def test_a_start_that_fails_removes_only_what_it_has_made(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,22 +104,6 @@ def test_a_start_that_fails_removes_only_what_it_has_made(place: Place, monkeypa
     with pytest.raises(UserError, match="no probe"):
         place.train("notes")
     assert [path.name for path in (place.runs / "notes").iterdir()] == ["notes.txt"]
-
-
-def test_a_start_that_another_one_has_overtaken_leaves_its_run_alone(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one has begun and ended between this one's look at the empty folder and its lock."""
-    lock = record.lock
-
-    def overtaken(folder: Path) -> Any:
-        (folder / "config.json").write_text("theirs")
-        return lock(folder)
-
-    monkeypatch.setattr(record, "lock", overtaken)
-    with pytest.raises(UserError, match="overtaken exists; choose another name"):
-        place.train("overtaken")
-    assert (place.runs / "overtaken/config.json").read_text() == "theirs"
 
 
 def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: Place) -> None:

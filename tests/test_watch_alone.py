@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import io
 import multiprocessing
 import pickle
@@ -165,15 +164,6 @@ def test_threads_that_watch_replace_and_train_do_not_meet() -> None:
             assert loss(*kind) == alone[kind], kind
 
     in_threads(*(lambda kind=kind: many(kind) for kind in kinds * 2))  # type: ignore[misc]
-
-
-def test_one_model_trained_by_many_threads_is_looked_at_once_a_step(tmp_path: Path) -> None:
-    model = Model()
-    with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
-        in_threads(*[lambda: model(data()).backward()] * 4)
-    steps = [record["step"] for record in records(tmp_path / "log")]
-    assert steps == sorted(set(steps))
-    assert all(len(record["max_logit"]) == 2 for record in records(tmp_path / "log"))
 
 
 @pytest.mark.parametrize("implementation", ["mine", "sdpa"])
@@ -337,24 +327,6 @@ def test_a_watched_model_can_be_compiled_and_exported_for_evaluation() -> None:
         seen.close()
 
 
-@pytest.mark.parametrize("graphs", ["one", "many"])
-def test_a_model_that_is_compiled_in_the_middle_of_a_run_trains_on(graphs: str) -> None:
-    torch.compiler.reset()
-    said: list[str] = []
-    model = Meddles(lambda model: torch._dynamo.graph_break() if graphs == "many" else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, every=1, optimizer=optimizer, say=said.append) as seen:
-        train(model, 2, optimizer)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            train(torch.compile(model, backend="eager"), 5, optimizer)
-    assert seen.record["step"] == 1
-    assert (
-        any("the model is compiled" in str(one.message) for one in found)
-        or "after 1: the model was compiled" in said[0]
-    )
-
-
 def test_a_model_that_calls_itself_without_gradients_is_looked_at_once() -> None:
     class Teaches(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -425,20 +397,6 @@ def test_a_full_disk_is_one_warning() -> None:
     assert "the log ends before step 0" in warning
 
 
-def test_a_disk_that_fills_keeps_the_records_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, looks = tmp_path / "log", []
-
-    def strict(record: Any) -> Any:
-        looks.append(record)
-        if len(looks) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return record
-
-    monkeypatch.setattr("attention.watching.watch.strict", strict)
-    assert len(four_steps({"log": log})) == 1
-    assert [record["step"] for record in records(log)] == [0, 1]
-
-
 @pytest.mark.parametrize(
     "settings", [{"wandb": type("Run", (), {"log": raises})()}, {"say": raises}], ids=["W&B", "say"]
 )
@@ -456,22 +414,6 @@ def test_a_measurement_that_fails_is_one_warning(name: str, monkeypatch: pytest.
     monkeypatch.setattr(look if name == "measure" else look.Look, name, raises)
     (warning,) = [line for line in four_steps({}) if "planted" in line]
     assert "measuring failed, and the training goes on" in warning
-
-
-def test_attention_that_ceases_to_be_seen_is_one_warning() -> None:
-    class Changes(Model):
-        seen_steps = 1
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen_steps -= 1
-            return super().forward(x) if self.seen_steps >= 0 else self.blocks[0].qkv(x).square().mean()
-
-    model = Changes()
-    with watch(model, every=1, say=lambda line: None):
-        train(model)
-        with pytest.warns(UserWarning, match="made no call of scaled_dot_product_attention") as found:
-            train(model, 3)
-    assert len(found) == 1
 
 
 def test_what_a_moved_layer_cannot_do_later_runs_as_it_did() -> None:
