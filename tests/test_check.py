@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torchs
 
-from attention.check import assert_safe, check_attention
+from attention.check import Captured, assert_safe, check_attention
 from attention.check.__main__ import main
 from attention.check.classes import CLASSES, Shape, make
 from attention.check.measures import OWN, exact, plain, run
@@ -102,6 +103,62 @@ def test_a_sabotaged_kernel_is_found(fault: str, name: str, verdict: str) -> Non
     assert (found.verdict, good.verdict) == (verdict, "safe"), (found, good)
 
 
+@pytest.mark.parametrize("name", ["padding", "window"])
+def test_a_mask_that_is_not_followed_is_found(name: str) -> None:
+    def causal_only(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False, scale: Any = None
+    ) -> Any:
+        return torchs(query, key, value, is_causal=True, scale=scale)
+
+    found, good = (
+        check_attention(kernel, device="cpu", shape=SMALL, classes=(name,)).cases[0]
+        for kernel in (causal_only, "torch:math")
+    )
+    assert (found.verdict, good.verdict) == ("wrong", "safe"), (found, good)
+
+
+def test_a_kernel_without_an_argument_for_masks_is_told_so_and_can_be_safe() -> None:
+    report = check_attention(tiled(), device="cpu", shape=SMALL)
+    assert (report.verdict, report.not_tried) == ("safe", ("padding", "window"))
+    assert check_attention(tiled(), device="cpu", shape=SMALL, classes="window").verdict == "unverified"
+
+
+@pytest.mark.parametrize("what", ["other strides", "stride 0"])
+def test_a_kernel_that_misreads_strides_of_do_is_found(what: str) -> None:
+    class AsIfContiguous(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, o: Tensor) -> Tensor:
+            return o.clone()
+
+        @staticmethod
+        def backward(ctx: Any, do: Tensor) -> Tensor:  # type: ignore[override]
+            if what == "stride 0":
+                return do * (do.stride(-1) or 2)
+            return do.as_strided(do.shape, do.contiguous().stride()) if do.stride(-1) else do
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return AsIfContiguous.apply(plain(q, k, v, causal, scale))  # type: ignore[no-any-return]
+
+    (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="repeatability").cases
+    assert (case.verdict, what in case.reason) == ("wrong", True)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "flash_consistent"])
+def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
+    """The feature of the file that does nothing to the logits, here because q is 0 there, makes way; and dO is of a usual size."""
+    p = make("common_part", Shape(T=128), torch.bfloat16, CPU)
+    file = str(tmp_path / "x.zip")
+    Captured(p.q.roll(5, -1), p.k.roll(5, -1), p.v, p.do * 2.0**-20, p.scale).save(file)
+    got = make(file, SMALL, torch.bfloat16, CPU)
+    assert (got.q[..., -1].unique().item(), got.k[..., -1].unique().item()) == (0, 1)
+    assert torch.equal((got.do / got.do.abs().amax()).float(), (p.do / p.do.abs().amax()).float())
+    report = check_attention(kernel, device="cpu", classes=file)
+    assert (report.verdict, report.cases[0].shape) == (
+        "at risk" if kernel == "flash" else "safe",
+        "B 2 H 4 G 4 T 128 D 64",
+    )
+
+
 def test_scores_in_bf16_are_named() -> None:
     report = check_attention("standard", device="cpu", shape=SMALL, classes=("peaked_1000",))
     assert report.cases[0].reason.startswith("scores: ")
@@ -188,8 +245,8 @@ def test_the_command_takes_a_kernel_of_ones_own(
     monkeypatch.syspath_prepend(tmp_path)
     assert main([f"mine_{function}:{function}", "--json", "report.json", *COMMAND]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["schema"], report["verdict"], len(report["cases"])) == (1, "safe", 1)
-    assert "verdict: safe in 1 of 19 classes" in capsys.readouterr().out
+    assert (report["schema"], report["verdict"], len(report["cases"])) == (2, "safe", 1)
+    assert "verdict: safe in 1 of 21 classes" in capsys.readouterr().out
 
 
 def test_exit_codes() -> None:

@@ -33,6 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--class", dest="classes", action="append", default=[], choices=reasons(), help="only this; may be repeated"
     )
+    parser.add_argument(
+        "--inputs",
+        action="append",
+        default=[],
+        metavar="FILE.zip",
+        help="only this file of captured inputs; may be repeated",
+    )
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
     parser.add_argument("--json", metavar="FILE", help="write the report there, - for the standard output")
     parser.add_argument("--markdown", action="store_true", help="print a table for a page")
@@ -84,7 +91,9 @@ def _report(name: str, options: argparse.Namespace) -> Report:
     shape = Shape(**({"T": usual} | sizes | ({} if "G" in sizes else {"G": sizes.get("H", Shape.G)})))
     if shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
         raise UserError(f"{shape}: expected B at least 1, G at least 2, H a multiple of G, D at least 8, T at least 32")
-    classes = options.classes or (QUICK if options.quick else ())
+    if wrong := [file for file in options.inputs if not file.endswith(".zip")]:
+        raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
+    classes = [*options.classes, *options.inputs] or (QUICK if options.quick else ())
     shown = sys.stderr.isatty()
     return check_attention(
         name,

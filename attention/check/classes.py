@@ -1,19 +1,24 @@
 """Classes of inputs on which attention kernels differ, each with its reason.
 
 In every class the last feature of K is 1 and that of Q is 0. Logits do not change, and the last column of dQ is scale * rowsum(dS), which
-so is measured from outside. dO has four significant bits, so that its multiples by 9 to 15 are exact in BF16.
+so is measured from outside. dO has four significant bits, so that its multiples by 9 to 15 are exact in BF16. Of captured inputs the
+feature that does least to the logits makes way for the ones.
 
 Legend: B batch, H query heads, G key heads, T length, D head dim.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .captured import Captured, load
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,16 @@ class Shape:
         return f"B {self.B} H {self.H} G {self.G} T {self.T} D {self.D}"
 
 
+class Mask(NamedTuple):
+    """``visible``: bool [B, 1, T, T], what causal attention hides included; ``window``: keys that a query sees, itself among them, or 0."""
+
+    visible: Tensor
+    window: int = 0
+
+
 @dataclass(frozen=True)
 class Problem:
-    """q, dO [B, H, T, D], k, v [B, G, T, D]; scale of the logits."""
+    """q, dO [B, H, T, D], k, v [B, G, T, D]; scale of the logits. Where there is a mask, ``causal`` is False."""
 
     q: Tensor
     k: Tensor
@@ -38,6 +50,15 @@ class Problem:
     do: Tensor
     scale: float
     causal: bool = True
+    mask: Mask | None = None
+
+    def visible(self) -> Tensor:
+        """Which keys a query sees, bool [1 or B, 1, T, T]."""
+        if self.mask is not None:
+            return self.mask.visible
+        T = self.q.shape[2]
+        whole = torch.ones(1, 1, T, T, dtype=torch.bool, device=self.q.device)
+        return whole.tril() if self.causal else whole
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,9 @@ class InputClass:
     make: Callable[[list[Tensor], torch.Generator], list[Tensor]] = lambda x, _: x
     shape: Callable[[Shape], Shape] = lambda x: x
     causal: bool = True
+    mask: Callable[[Shape], Mask] | None = None
+    file: str = ""
+    """Beside this module, of captured inputs."""
 
 
 def _common(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -90,6 +114,27 @@ def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     return [0.1 * q, 0.3 * k + 2 * shared, 0.1 * v + slope, 0.2 * do + direction]
 
 
+def _padding(s: Shape) -> Mask:
+    """All sequences but the last end in padding."""
+    lengths = torch.tensor([s.T - s.T // 3 - 1 - b for b in range(s.B - 1)] + [s.T])
+    there = torch.arange(s.T) < lengths[:, None, None, None]
+    return Mask(there & torch.ones(s.T, s.T, dtype=torch.bool).tril())
+
+
+def _window(s: Shape) -> Mask:
+    width = s.T // 4 + 1
+    near = torch.ones(s.T, s.T, dtype=torch.bool).tril().triu(1 - width)
+    return Mask(near.expand(s.B, 1, s.T, s.T), width)
+
+
+def _garbage(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
+    """What stands in padding is large."""
+    q, k, v, do = x
+    B, _G, T, _D = k.shape
+    there = _padding(Shape(B=B, T=T)).visible[:, :, -1, :, None]
+    return [q, torch.where(there, k, 30 * k), torch.where(there, v, 1000 * v), do]
+
+
 CLASSES: dict[str, InputClass] = {
     "gaussian": InputClass("what most tests of kernels use; delta's error is small and has no direction here"),
     "common_part": InputClass(
@@ -114,23 +159,73 @@ CLASSES: dict[str, InputClass] = {
     "odd_length": InputClass("a length that no tile divides", shape=lambda s: replace(s, T=s.T + 13)),
     "grouped": InputClass("grouped queries: two query heads to a key head", shape=lambda s: replace(s, H=4, G=2)),
     "full": InputClass("no causal mask", causal=False),
+    "padding": InputClass("keys behind a sequence's end, with large numbers: nobody may see them", _garbage, mask=_padding),
+    "window": InputClass("a query sees the last quarter of keys only: the mask has two edges", mask=_window),
 }  # fmt: skip
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
 
 def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
-    """The inputs of a class: the same numbers on every device."""
+    """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
+    if name not in CLASSES:
+        return _problem_of(captured(name), dtype, device)
     chosen = CLASSES[name]
     shape = chosen.shape(shape)
     generator = torch.Generator().manual_seed(list(CLASSES).index(name))
     sizes = ((shape.H,), (shape.G,), (shape.G,), (shape.H,))
     x = [torch.randn(shape.B, heads, shape.T, shape.D, generator=generator) for (heads,) in sizes]
     q, k, v, do = chosen.make(x, generator)
+    mask = chosen.mask(shape) if chosen.mask else None
+    if mask is not None:
+        mask = Mask(mask.visible.to(device), mask.window)
+    return _problem(q, k, v, do, 1 / math.sqrt(shape.D), chosen.causal and mask is None, mask, dtype, device)
+
+
+def shape_of(name: str, shape: Shape) -> Shape:
+    """The shape that a class has where ``shape`` is asked for."""
+    if name in CLASSES:
+        return CLASSES[name].shape(shape)
+    x = captured(name)
+    return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], x.q.shape[3])
+
+
+@functools.lru_cache(maxsize=8)
+def captured(name: str) -> Captured:
+    """Raises ``UserError`` for a file that is none."""
+    return load(name)
+
+
+def _problem_of(x: Captured, dtype: torch.dtype, device: torch.device) -> Problem:
+    q, k, v, do = (t.float() for t in (x.q, x.k, x.v, x.do))
+    n, D = q.shape[1] // k.shape[1], q.shape[-1]
+    size = q.square().mean((0, 2)).unflatten(0, (-1, n)).mean(1) * k.square().mean((0, 2))
+    order_GD = torch.arange(D).repeat(len(size), 1)
+    least = size.argmin(-1, keepdim=True)
+    order_GD.scatter_(1, least, D - 1)
+    order_GD[:, -1:] = least
+    q = q.gather(-1, order_GD.repeat_interleave(n, 0)[None, :, None].expand_as(q))
+    k = k.gather(-1, order_GD[None, :, None].expand_as(k))
+    # dO of a mean loss is tiny; a power of two changes no rounding of BF16, and FP16 does not lose it.
+    do = do * 2.0 ** -math.floor(math.log2(do.abs().amax().clamp(min=2.0**-100).item()))
+    return _problem(q, k, v, do, x.scale, x.causal, None, dtype, device)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    scale: float,
+    causal: bool,
+    mask: Mask | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Problem:
     q, k = q.clone(), k.clone()
     q[..., -1], k[..., -1] = 0.0, 1.0
     do = _to_four_bits(do)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
-    return Problem(q, k, v, do, 1 / math.sqrt(shape.D), chosen.causal)
+    return Problem(q, k, v, do, scale, causal, mask)
 
 
 def _to_four_bits(x: Tensor) -> Tensor:

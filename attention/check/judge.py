@@ -37,9 +37,11 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             if below
             else (SAFE, "")
         )
+    leaks = [what for what in ("first_row", "hidden", "idle") if found.get(what, 0) != 0]
+    if leaks:
+        return WRONG, "mask: leaks at " + ", ".join(leaks)
     if name == "mask_edges":
-        leaks = [what for what in ("first_row", "future", "idle") if found[what] != 0]
-        return (WRONG, "mask: leaks at " + ", ".join(leaks)) if leaks else (SAFE, "")
+        return SAFE, ""
     if name == "last_key":
         return (WRONG, "the last key of an odd length is lost") if not found["missed"] < SIZE_WRONG else (SAFE, "")
     if name == "not_a_number":
@@ -49,6 +51,9 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             else (SAFE, "")
         )
     if name == "repeatability":
+        for what, where in (("alone", "alone"), ("strides", "in other strides"), ("expanded", "with a dO of stride 0")):
+            if not found[f"{what}_off"] < SIZE_WRONG:
+                return WRONG, f"{where} a sequence has other results, by {found[f'{what}_off']:.1e}"
         return (AT_RISK, "not deterministic: a run cannot be replayed") if not found["deterministic"] else (SAFE, "")
     return _accuracy(found, WELL_CONDITIONED if name in EASY else math.inf)
 

@@ -1,4 +1,4 @@
-"""Attention kernels by name, each as one call ``(q, k, v, causal, scale) -> o`` on [B, H, T, D]."""
+"""Attention kernels by name, each as one call ``(q, k, v, causal, scale, mask=None) -> o`` on [B, H, T, D]."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 from ..functional import scaled_dot_product_attention as ours
 from ..presets import ALIASES, PRESETS
 from ..user_error import UserError, invalid
+from .classes import Mask
 
-Call = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
+Call = Callable[..., Tensor]
+"""Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False."""
 
 _TORCHS = {
     "torch:flash": SDPBackend.FLASH_ATTENTION,
@@ -36,11 +38,12 @@ _RESERVED = ("torch", "fa2", "fa3", "fa4")
 
 @dataclass(frozen=True)
 class Kernel:
-    """``missing``: why it cannot be called here; its cases are then unverified."""
+    """``missing``: why it cannot be called here; its cases are then unverified. ``masks``: whether it has an argument for a mask."""
 
     name: str
     call: Call | None
     missing: str = ""
+    masks: bool = True
 
 
 def find(kernel: str | Callable[..., Any]) -> Kernel:
@@ -51,20 +54,23 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     gives o, or a tuple that begins with o. Raises ``UserError`` for a name that is none of these.
     """
     if callable(kernel):
-        return Kernel(getattr(kernel, "__qualname__", repr(kernel)), _called_as_it_asks(kernel))
+        return _users(getattr(kernel, "__qualname__", repr(kernel)), kernel)
     if kernel in PRESETS or kernel in ALIASES:
-        return Kernel(
-            kernel, lambda q, k, v, c, s: ours(q, k, v, is_causal=c, scale=s, enable_gqa=True, numerics=kernel)
-        )
+
+        def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+            visible = None if mask is None else mask.visible
+            return ours(q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=True, numerics=kernel)
+
+        return Kernel(kernel, call)
     if kernel in KNOWN:
         try:
-            return Kernel(kernel, KNOWN[kernel]())
+            return Kernel(kernel, KNOWN[kernel](), masks=kernel not in ("xformers", "te"))
         except (ImportError, OSError, RuntimeError) as error:
             return Kernel(kernel, None, f"cannot be imported: {type(error).__name__}: {_line(error)}")
     module, colon, function = kernel.partition(":")
     if not (colon and module and function) or module in _RESERVED:
         raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *PRESETS))
-    return Kernel(kernel, _called_as_it_asks(_imported(kernel, module, function)))
+    return _users(kernel, _imported(kernel, module, function))
 
 
 def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
@@ -81,19 +87,23 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
     return found
 
 
-def _called_as_it_asks(function: Callable[..., Any]) -> Call:
+def _users(name: str, function: Callable[..., Any]) -> Kernel:
     try:
-        names = inspect.signature(function).parameters
+        names = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin
-        names = {"is_causal": None, "enable_gqa": None}  # type: ignore[assignment]
+        names = {"is_causal", "enable_gqa", "attn_mask"}
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+        if mask is not None and "attn_mask" not in names:
+            raise NotImplementedError("it has no argument attn_mask")
         if "is_causal" not in names:
             return _first(function(q, k, v, causal, scale))
-        grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] and "enable_gqa" in names else {}
-        return _first(function(q, k, v, is_causal=causal, scale=scale, **grouped))
+        more: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] and "enable_gqa" in names else {}
+        if mask is not None:
+            more["attn_mask"] = mask.visible
+        return _first(function(q, k, v, is_causal=causal, scale=scale, **more))
 
-    return call
+    return Kernel(name, call, masks={"attn_mask", "is_causal"} <= names)
 
 
 def _first(found: Any) -> Tensor:
@@ -105,9 +115,10 @@ def _line(error: BaseException) -> str:
 
 
 def _torchs(backend: SDPBackend) -> Call:
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+        visible = None if mask is None else mask.visible
         with sdpa_kernel(backend):
-            return torchs(q, k, v, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+            return torchs(q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
     return call
 
@@ -121,9 +132,13 @@ def _flex() -> Call:
     def causal_mask(T: int, S: int, device: torch.device) -> Any:
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, T, S, device=device)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        mask = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
-        return _first(compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]))
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+        blocks = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
+        if mask is not None:
+            B, _, T, S = mask.visible.shape
+            visible = mask.visible
+            blocks = create_block_mask(lambda b, h, i, j: visible[b, 0, i, j], B, None, T, S, device=q.device)
+        return _first(compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] < q.shape[1]))
 
     return call
 
@@ -132,9 +147,14 @@ def _flash_attn(module: str, **settings: Any) -> Call:
     """Tri Dao's packages: [B, T, H, D]."""
     function = importlib.import_module(module).flash_attn_func
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _first(function(q, k, v, softmax_scale=scale, causal=causal, **settings)).transpose(1, 2)
+        if mask is None:
+            return _first(function(q, k, v, softmax_scale=scale, causal=causal, **settings)).transpose(1, 2)
+        if not mask.window:
+            raise NotImplementedError("padding: not tried here, as these packages take packed sequences in its place")
+        near = {"causal": True, "window_size": (mask.window - 1, 0)}
+        return _first(function(q, k, v, softmax_scale=scale, **near, **settings)).transpose(1, 2)
 
     return call
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .classes import Problem, Shape, make, one_hot
+from .classes import Mask, Problem, Shape, make, one_hot
 from .kernels import Call
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -24,26 +24,26 @@ Results = tuple[Tensor, ...]
 def run(call: Call, p: Problem, do: Tensor | None = None) -> Results:
     """O, dQ, dK, dV of a kernel."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
-    o = call(q, k, v, p.causal, p.scale)
+    o = call(q, k, v, p.causal, p.scale, **({} if p.mask is None else {"mask": p.mask}))
     if o.shape != p.q.shape:
         raise RuntimeError(f"it gives O of shape {list(o.shape)} for q of shape {list(p.q.shape)}")
     return o.detach(), *torch.autograd.grad(o, (q, k, v), (p.do if do is None else do).to(o.dtype))
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
     """The baseline, without tiles: softmax in FP32; P and dS in the dtype of v for their products, as any kernel has them."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     s = q.float() @ k.float().mT * scale
     if s.requires_grad:
         s.register_hook(lambda ds: ds.to(q.dtype).float())
-    return (_masked(s, causal).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
+    return (_masked(s, causal, mask).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
     """O as eager PyTorch computes it in 16 bits: S rounded to the dtype of q."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     s = (q.float() @ k.float().mT * scale).to(q.dtype).float()
-    return (_masked(s, causal).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
+    return (_masked(s, causal, mask).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
 
 
 def exact(p: Problem) -> tuple[Results, Results, Tensor]:
@@ -54,7 +54,7 @@ def exact(p: Problem) -> tuple[Results, Results, Tensor]:
     q, k, v = (x.detach().double().requires_grad_() for x in (p.q, p.k, p.v))
     n = q.shape[1] // k.shape[1]
     k_H, v_H = (x.repeat_interleave(n, 1) for x in (k, v))
-    weights = _masked(q @ k_H.mT * p.scale, p.causal).softmax(-1)
+    weights = _masked(q @ k_H.mT * p.scale, p.causal, p.mask).softmax(-1)
     o, do = weights @ v_H, p.do.double()
     gradients = torch.autograd.grad(o, (q, k, v), do)
     weights, o, k_H, v_H = (x.detach() for x in (weights, o, k_H, v_H))
@@ -71,7 +71,9 @@ def exact(p: Problem) -> tuple[Results, Results, Tensor]:
     return (o, *gradients), sizes, ds.sum(-1)  # fmt: skip
 
 
-def _masked(s: Tensor, causal: bool) -> Tensor:
+def _masked(s: Tensor, causal: bool, mask: Mask | None) -> Tensor:
+    if mask is not None:
+        return s.masked_fill(~mask.visible, -math.inf)
     if not causal:
         return s
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
@@ -100,9 +102,10 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
         measures[f"error_{x}"] = error / e.norm().item()
         measures[f"ratio_{x}"] = error / max(own, 2.0**-24 * size.norm().item())
         measures[f"size_{x}"] = error / size.norm().item()
-    measures["eager_o"] = (eager(p.q, p.k, p.v, p.causal, p.scale).double() - expected[0]).norm().item() / expected[
-        0
-    ].norm().item()
+    o_of_eager = eager(p.q, p.k, p.v, p.causal, p.scale, p.mask).double()
+    measures["eager_o"] = ((o_of_eager - expected[0]).norm() / expected[0].norm()).item()
+    if p.mask is not None:
+        measures |= leaks(call, p)
     measures |= row_sums(call, p, found[1], row_size)
     error = found[1].double() - expected[1]
     if bool(error.isfinite().all()) and bool(error.any()):
@@ -161,19 +164,29 @@ def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
 
 
 def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """How much leaks over the causal mask's edge: all three are 0 for a right kernel.
-
-    ``first_row``: O of query 0, which sees key 0 alone, less V of key 0; ``future``: largest dK, dV of keys behind all rows that have a dO;
-    ``idle``: largest dQ of rows whose dO is 0.
-    """
+    """``leaks`` of a causal mask, and ``first_row``: O of query 0, which sees key 0 alone, less V of key 0. All 0 where right."""
     p = make("gaussian", shape, dtype, device)
-    n, half = shape.H // shape.G, shape.T // 2 + 1
-    do = p.do.clone()
-    do[:, :, half:] = 0
-    o, dq, dk, dv = run(call, p, do)
-    first = (o[:, :, 0].double() - p.v[:, :, 0].repeat_interleave(n, 1).double()).abs().amax().item()
-    future = max(x[:, :, half:].double().abs().amax().item() for x in (dk, dv))
-    return {"first_row": first, "future": future, "idle": dq[:, :, half:].double().abs().amax().item()}
+    o = run(call, p)[0]
+    first = (o[:, :, 0].double() - p.v[:, :, 0].repeat_interleave(shape.H // shape.G, 1).double()).abs().amax().item()
+    return {"first_row": first, **leaks(call, p)}
+
+
+def leaks(call: Call, p: Problem) -> dict[str, float]:
+    """What passes a mask's edges where half of the rows have a dO, either half; 0 to the bit for a right kernel.
+
+    ``hidden``: largest dK, dV of keys that none of these rows sees; ``idle``: largest dQ of the other rows.
+    """
+    T = p.q.shape[2]
+    hidden, idle = 0.0, 0.0
+    for rows in (slice(T // 2 + 1), slice(T // 2 + 1, T)):
+        do = torch.zeros_like(p.do)
+        do[:, :, rows] = p.do[:, :, rows]
+        _, dq, dk, dv = run(call, p, do)
+        seen = p.visible()[:, 0, rows].any(1)[:, None, :, None]
+        hidden = max(hidden, *(x.masked_fill(seen, 0).double().abs().amax().item() for x in (dk, dv)))
+        dq[:, :, rows] = 0
+        idle = max(idle, dq.double().abs().amax().item())
+    return {"hidden": hidden, "idle": idle}
 
 
 def last_key(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -188,22 +201,29 @@ def last_key(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device)
 
 
 def not_a_number(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """``spread``: numbers that are not finite where they must be, when a query of head 0 is NaN and one of the last head infinite.
+    """``spread``: numbers that are not finite where they must be, when in the first sequence a query of head 0 is NaN and one of the last
+    head infinite.
 
     They may reach O and dQ of their own rows, and dK and dV of their own heads.
     """
     p = make("gaussian", shape, dtype, device)
     q, t = p.q.clone(), shape.T // 3
-    q[:, 0, t, 0], q[:, -1, t, 0] = math.nan, math.inf
+    q[0, 0, t, 0], q[0, -1, t, 0] = math.nan, math.inf
     o, dq, dk, dv = run(call, replace(p, q=q))
-    rows = torch.ones(shape.H, shape.T, dtype=torch.bool, device=device)
-    rows[0, t] = rows[-1, t] = False
-    elsewhere = (o[:, rows], dq[:, rows], dk[:, 1:-1], dv[:, 1:-1])
+    free = torch.ones(shape.B, shape.H, shape.T, dtype=torch.bool, device=device)
+    free[0, 0, t] = free[0, -1, t] = False
+    heads = torch.ones(shape.B, shape.G, dtype=torch.bool, device=device)
+    heads[0, 0] = heads[0, -1] = False
+    elsewhere = (o[free], dq[free], dk[heads], dv[heads])
     return {"spread": float(sum(int((~x.isfinite()).sum()) for x in elsewhere))}
 
 
 def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """1 or 0: the same bits in five calls with other work on the device; alone as in a batch; in other strides."""
+    """1 or 0: the same bits in five calls with other work on the device, alone as in a batch, in other strides.
+
+    ``alone_off``, ``strides_off``, ``expanded_off``: the largest relative difference of O, dQ, dK, dV then; the last where dO is one number
+    in a stride of 0, as ``o.sum().backward()`` gives it, from the same in memory of its own.
+    """
     p = make("common_part", shape, dtype, device)
     first = run(call, p)
     again = []
@@ -212,12 +232,23 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         torch.mm(noise, noise * i)
         again.append(run(call, p))
     alone = run(call, replace(p, q=p.q[:1], k=p.k[:1], v=p.v[:1], do=p.do[:1]))
-    turned = replace(p, q=_in_other_strides(p.q), k=_in_other_strides(p.k), v=_in_other_strides(p.v))
+    in_batch = tuple(x[:1] for x in first)
+    q, k, v, do = map(_in_other_strides, (p.q, p.k, p.v, p.do))
+    turned = run(call, replace(p, q=q, k=k, v=v, do=do))
+    ones = torch.ones((), dtype=dtype, device=device).expand_as(p.do)
     return {
         "deterministic": float(all(same(first, other) for other in again)),
-        "batch_invariant": float(same(tuple(x[:1] for x in first), alone)),
-        "strides": float(same(first, run(call, turned))),
+        "batch_invariant": float(same(in_batch, alone)),
+        "strides": float(same(first, turned)),
+        "alone_off": off(in_batch, alone),
+        "strides_off": off(first, turned),
+        "expanded_off": off(run(call, p, ones.contiguous()), run(call, p, ones)),
     }
+
+
+def off(a: Results, b: Results) -> float:
+    """The largest ||x - y|| / ||x||."""
+    return max(((x.double() - y.double()).norm() / x.double().norm()).item() for x, y in zip(a, b, strict=True))
 
 
 def _in_other_strides(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -14,10 +15,10 @@ import torch
 
 from ..user_error import invalid
 from . import judge, measures
-from .classes import CLASSES, Shape
+from .classes import CLASSES, Shape, captured, shape_of
 from .kernels import Kernel, find
 
-SCHEMA = 1
+SCHEMA = 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
 LIMITS = (
@@ -45,6 +46,8 @@ class Report:
     dtype: str
     environment: dict[str, str]
     cases: tuple[Case, ...]
+    not_tried: tuple[str, ...] = ()
+    """Classes with a mask, where the kernel has no argument for one."""
 
     @property
     def verdict(self) -> str:
@@ -76,6 +79,8 @@ class Report:
             lines.append(f"  {case.name:{width}}  {case.verdict:10}  {numbers:24}  {case.reason}".rstrip())
         among = f" in {len(self.cases)} of {len(KNOWN_CLASSES)} classes" if len(self.cases) < len(KNOWN_CLASSES) else ""
         inputs = f"Inputs: low_precision_attention.check.classes.make(CLASS, Shape(...), dtype, device); here {self.cases[0].shape}."
+        if self.not_tried:
+            lines.append(f"  not tried, as it has no argument attn_mask: {', '.join(self.not_tried)}")
         return "\n".join([*lines, f"verdict: {self.verdict}{among}", inputs, LIMITS])
 
 
@@ -101,6 +106,7 @@ def check_attention(
         kernel: a function or a name, see ``kernels.find``.
         device: "cuda" where there is one, else "cpu".
         dtype: of q, k, v: bf16, fp16 or fp32.
+        classes: their names, and paths of files of captured inputs, which end in .zip.
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
@@ -110,7 +116,9 @@ def check_attention(
     if dtype not in DTYPES:
         raise invalid("dtype", dtype, tuple(DTYPES))
     for name in classes:
-        if name not in KNOWN_CLASSES:
+        if name.endswith(".zip"):
+            captured(name)
+        elif name not in KNOWN_CLASSES:
             raise invalid("class", name, KNOWN_CLASSES)
     found = find(kernel)
     if device not in (None, "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
@@ -118,23 +126,22 @@ def check_attention(
     there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = shape or Shape(T=1024 if there.type == "cuda" else 256)
     cases = []
-    for name in classes or KNOWN_CLASSES:
+    masked = tuple(name for name, c in CLASSES.items() if c.mask and not classes and not found.masks)
+    for name in classes or (name for name in KNOWN_CLASSES if name not in masked):
         progress(name)
         cases.append(_case(found, name, asked, DTYPES[dtype], there))
-    return Report(found.name, dtype, environment(there), tuple(cases))
+    return Report(found.name, dtype, environment(there), tuple(cases), masked)
 
 
 def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
-    used = CLASSES[name].shape(shape) if name in CLASSES else shape
+    used = shape if name in measures.OWN else shape_of(name, shape)
     if kernel.call is None:
         return Case(name, str(used), judge.UNVERIFIED, kernel.missing, {})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells each kernel that it did not take
-            if name in CLASSES:
-                found = measures.accuracy(kernel.call, name, shape, dtype, device)
-            else:
-                found = measures.OWN[name][1](kernel.call, shape, dtype, device)
+            measure = measures.OWN[name][1] if name in measures.OWN else functools.partial(measures.accuracy, name=name)
+            found = measure(kernel.call, shape=shape, dtype=dtype, device=device)
     except Exception as error:  # whatever a foreign kernel raises: it could not be looked at
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         return Case(name, str(used), judge.UNVERIFIED, reason, {})
