@@ -52,8 +52,8 @@ def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
-    ranges, keys, has_holes = _split(mask) if compiling else _known("split", own, mask, _split)
-    return Mask(ranges=ranges.expand(B, 2, T), keys=keys.expand(B, S), has_holes=has_holes)
+    ranges, keys, padded = _split(mask) if compiling else _known("split", own, mask, _split)
+    return Mask(ranges=ranges.expand(B, 2, T), keys=keys.expand(B, S), padded=padded)
 
 
 def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
@@ -94,15 +94,15 @@ def _(mask: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::split_of_mask", mutates_args=())
 def _split(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranges [B, 2, T] and padding [B, S] of a mask [B, 1, T, S], and ``Mask.has_holes``; B may be 1."""
+    """Ranges [B, 2, T] and padding [B, S] of a mask [B, 1, T, S], and ``Mask.padded``; B may be 1."""
     capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     refuse(capturing, "attn_mask in a CUDA graph: expected one of shape [batch, 1, 1, keys], or is_causal")
     try:
-        ranges, keys, has_holes = split(mask[:, 0])
+        ranges, keys, padded = split(mask[:, 0])
     except ValueError as error:
         expected = "a range of keys for each query, neither end going back, less padding, keys hidden from all queries"
         refuse(True, f"attn_mask: {error}: expected {expected}; use torch's own function for other masks")
-    return ranges, keys, torch.tensor(has_holes)
+    return ranges, keys, torch.tensor(padded)
 
 
 @_split.register_fake

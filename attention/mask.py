@@ -1,7 +1,7 @@
-"""Which keys a query sees, beside plain causal or full attention: ``Mask``, and the runs of keys that backends read in its place.
+"""Which keys a query sees, beside plain causal or full attention: ``Mask``, and the key ranges that backends read in its place.
 
-Every mask here, but for holes in ``keys``, shows a query one run of keys, and later queries no earlier run. Two numbers a query say it
-all, and two a key which queries see it. ``split`` finds these in a mask of a bool for each query and key.
+Every mask here, but for padding inside of a range, shows a query one range of keys, and later queries no earlier range. Two numbers a
+query say it all, and two a key which queries see it. ``split`` finds these in a mask of a bool for each query and key.
 
 Legend: B batch, T queries, S keys.
 """
@@ -22,22 +22,22 @@ class Mask(NamedTuple):
     """What of a call's keys is hidden, beside what ``causal`` hides; its fields are names of ``numerics.FEATURES``.
 
     Windows, packing and prefixes are ``ranges``. A query that sees no key has O = 0 and passes no gradient. Never read are keys that
-    ``keys`` hides, and queries whose range is empty. Other keys that no query sees, and queries that see holes alone, must be finite: 0 is
-    their factor.
+    ``keys`` hides, and queries whose range is empty. Other keys that no query sees, and queries whose range is all padding, must be
+    finite: 0 is their factor.
     """
 
     bottom_right: bool = False
     """With ``causal``: query t sees keys up to t + S - T, as in decoding with a cache; else up to t."""
     keys: Tensor | None = None
-    """Which keys are there: bool [B, S]."""
+    """Padding mask: bool [B, S], False where a key is hidden from all queries."""
     ranges: Tensor | None = None
     """Integers [B, 2, T]: first of the keys that each query sees, and the one after the last; neither decreases along the queries."""
-    has_holes: Tensor | None = None
+    padded: Tensor | None = None
     """bool [] on the CPU, False where ``ranges`` say all that ``keys`` do, which is then not read, as kernels are faster without."""
 
     def features(self) -> tuple[str, ...]:
         """The fields that ask for something."""
-        asked = self._asdict() | {"has_holes": None}
+        asked = self._asdict() | {"padded": None}
         return tuple(name for name, value in asked.items() if isinstance(value, Tensor) or value)
 
     def check(self, B: int, T: int, S: int, device: torch.device) -> None:
@@ -56,51 +56,51 @@ class Mask(NamedTuple):
         """Whether there may be tokens that nobody sees, which may hold anything."""
         return self.keys is not None or self.ranges is not None
 
-    def runs(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> Runs | None:
+    def key_ranges(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> KeyRanges | None:
         """What backends read; None where ``causal`` says it all. Nothing waits for the device."""
         if self.hides():
-            return _runs(self, B, T, S, causal, device)
+            return _key_ranges(self, B, T, S, causal, device)
         if not (self.bottom_right and causal and T != S):
             return None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph keeps memory of its own
-            return _runs(self, B, T, S, causal, device)
+            return _key_ranges(self, B, T, S, causal, device)
         return _bottom_right(B, T, S, device)
 
 
 NO_MASK = Mask()
 
 
-class Runs(NamedTuple):
-    """Runs [first, last) of a ``Mask``; neither end decreases along a batch entry."""
+class KeyRanges(NamedTuple):
+    """Ranges [first, last) of a ``Mask``; neither end decreases along a batch entry."""
 
     keys_of_queries: Tensor
     """[B, 2, T] int32: first and last of the keys that a query sees."""
     queries_of_keys: Tensor
     """[B, 2, S] int32: the same of the queries that see a key."""
-    holes: Tensor | None
-    """bool [B, S], False where a key inside of runs is hidden; None: there are none."""
+    padding: Tensor | None
+    """bool [B, S], False where a key inside of a range is hidden; None where none is."""
 
     def empty(self) -> Tensor:
-        """Queries that see no key, bool [B, T]; holes do not count."""
+        """Queries that see no key, bool [B, T]; padding does not count."""
         return self.keys_of_queries[:, 0] >= self.keys_of_queries[:, 1]
 
-    def unseen(self) -> Tensor:
+    def hidden_keys(self) -> Tensor:
         """Keys that no query sees, bool [B, S]."""
-        unseen = self.queries_of_keys[:, 0] >= self.queries_of_keys[:, 1]
-        return unseen if self.holes is None else unseen | ~self.holes
+        hidden = self.queries_of_keys[:, 0] >= self.queries_of_keys[:, 1]
+        return hidden if self.padding is None else hidden | ~self.padding
 
 
 @functools.lru_cache(maxsize=64)
-def _bottom_right(B: int, T: int, S: int, device: torch.device) -> Runs:
+def _bottom_right(B: int, T: int, S: int, device: torch.device) -> KeyRanges:
     with torch.inference_mode(False):
-        return _runs(Mask(bottom_right=True), B, T, S, True, device)
+        return _key_ranges(Mask(bottom_right=True), B, T, S, True, device)
 
 
-def _runs(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device) -> Runs:
+def _key_ranges(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device) -> KeyRanges:
     s = torch.arange(S, device=device)
     # [B or 1, T or 1]: where the keys that a query may see begin and end, whatever its place.
     begin, end = torch.zeros_like(s[:1, None]), torch.full_like(s[:1, None], S)
-    keys = mask.keys if mask.has_holes is None or bool(mask.has_holes) else None
+    keys = mask.keys if mask.padded is None or bool(mask.padded) else None
     if keys is not None:
         end = torch.where(keys, s + 1, 0).amax(dim=1, keepdim=True)
         begin = torch.where(keys, s, S).amin(dim=1, keepdim=True).minimum(end)
@@ -113,8 +113,8 @@ def _runs(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device
     first = begin.minimum(last).contiguous()
     s = s.expand(B, S).contiguous()
     of_keys = [torch.searchsorted(ends, s, right=True, out_int32=True) for ends in (last, first)]
-    holes = None if keys is None else keys.contiguous()
-    return Runs(torch.stack((first, last), dim=1).int(), torch.stack(of_keys, dim=1), holes)
+    padding = None if keys is None else keys.contiguous()
+    return KeyRanges(torch.stack((first, last), dim=1).int(), torch.stack(of_keys, dim=1), padding)
 
 
 class Split(NamedTuple):
@@ -124,7 +124,7 @@ class Split(NamedTuple):
     """[B, 2, T] int32, as ``Mask.ranges``; the two are equal for a query that sees no key."""
     keys: Tensor
     """bool [B, S]: keys that some query sees."""
-    has_holes: bool
+    padded: bool
     """Whether ``keys`` hides any key inside of a range; else ``ranges`` say all."""
 
 
@@ -145,11 +145,11 @@ def split(visible: Tensor) -> Split:
     gap = count != before.gather(1, last) - before.gather(1, first.masked_fill(empty, 0))
     back = (end != last) & ~empty
     back[:, 1:] |= begin[:, 1:] < begin[:, :-1]
-    holes = count != (last - first).masked_fill(empty, 0)
-    has_gap, goes_back, has_holes = torch.stack((gap.any(), back.any(), holes.any())).tolist()
+    inside = count != (last - first).masked_fill(empty, 0)
+    has_gap, goes_back, padded = torch.stack((gap.any(), back.any(), inside.any())).tolist()
     if has_gap or goes_back:
         raise ValueError(_why_not(visible, gap if has_gap else back, has_gap))
-    return Split(torch.stack((begin, end), dim=1).int(), keys, has_holes)
+    return Split(torch.stack((begin, end), dim=1).int(), keys, padded)
 
 
 def _why_not(visible: Tensor, wrong: Tensor, has_gap: bool) -> str:

@@ -333,7 +333,7 @@ class Numerics:
     ``stabilized`` shifts m by more than 23, l is the floor, and O comes out scaled down."""
     hidden_tiles: str = site(
         "skipped",
-        "tiles that the mask hides from a row: skipped, visited",
+        "fully masked tiles: skipped, visited",
         choices=("skipped", "visited"),
         acts_in=(FORWARD,),
         backends=FLASH,

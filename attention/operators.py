@@ -20,7 +20,7 @@ from .reference.tiles import NAMESPACE
 # No defaults: torch leaves them out of the graphs by which it finds code that it has compiled before, by another schema.
 SETTINGS = (
     "str numerics, float scale, bool causal, float softcap, Tensor? sinks, "
-    "bool bottom_right, Tensor? keys, Tensor? ranges, Tensor? has_holes"
+    "bool bottom_right, Tensor? keys, Tensor? ranges, Tensor? padded"
 )
 FORWARD_TENSORS = "q k v seed"
 BACKWARD_TENSORS = "do q k v o counts saved"
@@ -64,14 +64,14 @@ def differentiable(
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, _, *ctx.settings, sinks, ctx.bottom_right, keys, ranges, has_holes = inputs
+        q, k, v, _, *ctx.settings, sinks, ctx.bottom_right, keys, ranges, padded = inputs
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(q, k, v, *keep(*outputs), sinks, keys, ranges, has_holes)
+        ctx.save_for_backward(q, k, v, *keep(*outputs), sinks, keys, ranges, padded)
 
     def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *tensors, sinks, keys, ranges, has_holes = ctx.saved_tensors
-        settings = (*ctx.settings, sinks, ctx.bottom_right, keys, ranges, has_holes)
+        *tensors, sinks, keys, ranges, padded = ctx.saved_tensors
+        settings = (*ctx.settings, sinks, ctx.bottom_right, keys, ranges, padded)
         dq, dk, dv, dsinks = backward(do, *tensors, *settings)
         return dq, dk, dv, *(None,) * 5, None if sinks is None else dsinks, *(None,) * 4
 

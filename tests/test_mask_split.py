@@ -49,4 +49,4 @@ def test_ranges_and_padding_are_given_back(given_parts: tuple[Tensor, Tensor]) -
     found: Split = split(mask)
     assert torch.equal(joined(found.ranges, found.keys), mask)
     assert (found.ranges.diff(dim=2) >= 0).all()
-    assert found.has_holes != torch.equal(joined(found.ranges, torch.ones_like(found.keys)), mask)
+    assert found.padded != torch.equal(joined(found.ranges, torch.ones_like(found.keys)), mask)

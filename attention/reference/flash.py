@@ -28,7 +28,7 @@ from .tiles import (
     Problem,
     Sites,
     delta_operands,
-    kept_apart,
+    keeps_own_output,
     make_problem,
     multiply,
     o_for_delta,
@@ -46,7 +46,7 @@ class _RowSumFloor:
         self.m_shifted: Tensor | None = None
 
     def of_tile(self, s: Tensor, m: Tensor, sites: Sites) -> Tensor:
-        """The least row sum [B, H, R, 1] of a tile: 0 where the row does not see it, unless hidden tiles are visited."""
+        """The least row sum [B, H, R, 1] of a tile: 0 where the row does not see it, unless fully masked tiles are visited."""
         least = torch.full_like(m, self.numerics.row_sum_floor)
         if not self.numerics.row_sum_floor:
             return least
@@ -94,7 +94,7 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
-    row_sum, divisor = (x.masked_fill(m == -torch.inf, 1.0) if problem.runs else x for x in (row_sum, divisor))
+    row_sum, divisor = (x.masked_fill(m == -torch.inf, 1.0) if problem.ranges else x for x in (row_sum, divisor))
     m = problem.filled(m, torch.inf)  # so that P is 0
     return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, divisor, sites)
 
@@ -109,7 +109,7 @@ def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any)
         n = problem.sites.numerics
         o, o_exact = o.transpose(1, 2).contiguous(), o_exact.transpose(1, 2).contiguous()
         output = round_output(o, n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
-        if not kept_apart(n):
+        if not keeps_own_output(n):
             delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
         elif n.delta_output == "low16":
             delta_output = low_bits(o_exact, output.float(), n.output)
@@ -122,7 +122,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: A
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     shape = (*q.shape[:3], v.shape[3])
     output = torch.empty(shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
-    if kept_apart(n):
+    if keeps_own_output(n):
         delta_output = torch.empty(shape, device=q.device, dtype=storage_dtype(n.delta_output, q.dtype))
     else:
         delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
@@ -252,7 +252,7 @@ def _backward_pass(
     ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, *settings)
-        do_BHTD = problem.seen_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
+        do_BHTD = problem.visible_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         dk, dv = (torch.zeros_like(x[:, :: problem.group]) for x in (problem.k, problem.v))
         dsinks = torch.zeros(q.shape[2] if problem.sinks is not None else 0, device=q.device)

@@ -29,7 +29,7 @@ def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:
         sinks = problem.sinks.expand(*s.shape[:3], 1)
         return s, torch.softmax(torch.cat((s, sinks), dim=-1), dim=-1)[..., :-1]
     p = torch.softmax(s, dim=-1)
-    return s, p if problem.runs is None else p.masked_fill((s == -torch.inf).all(dim=-1, keepdim=True), 0.0)
+    return s, p if problem.ranges is None else p.masked_fill((s == -torch.inf).all(dim=-1, keepdim=True), 0.0)
 
 
 def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any) -> Tensor:
@@ -49,7 +49,7 @@ def _backward_pass(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) 
     with exact_float32(q.device):
         problem = make_problem(q, k, v, *settings)
         sites = problem.sites
-        do_BHTD = problem.seen_rows(sites.output_gradient(do.transpose(1, 2).float()))
+        do_BHTD = problem.visible_rows(sites.output_gradient(do.transpose(1, 2).float()))
         s, p = _probabilities(problem)
         dp = sites.probability_gradients(do_BHTD @ problem.v.transpose(-1, -2))
         delta = sites.delta_sum((p * dp).sum(dim=-1, keepdim=True))

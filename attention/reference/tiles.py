@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..mask import NO_MASK, Mask, Runs
+from ..mask import NO_MASK, KeyRanges, Mask
 from ..numerics import Numerics, numerics_from_key
 from ..rounding import random_bits, round_to, storage_dtype, tile_random_bits, with_low_bits
 
@@ -54,7 +54,7 @@ class Problem:
     softcap: float
     group: int
     """Heads of queries that share one head of keys."""
-    runs: Runs | None
+    ranges: KeyRanges | None
     """What is hidden, where that is more than ``causal`` says."""
     sinks: Tensor | None = None
     """One more logit of each row, the same for all rows of a head, whose value is 0; [H, 1, 1] float32."""
@@ -70,7 +70,7 @@ class Problem:
     def column_tiles(self, rows: slice, *, hidden: bool = False) -> Iterator[slice]:
         """Tiles of keys that some of these rows may see, or all."""
         for columns in _slices(self.k.shape[2], self.sites.numerics.tile_k):
-            if hidden or self.runs is not None or not self.causal or columns.start < rows.stop:
+            if hidden or self.ranges is not None or not self.causal or columns.start < rows.stop:
                 yield columns
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
@@ -85,13 +85,13 @@ class Problem:
         return self._masked(self.q[:, :, rows] @ self.k[:, :, columns].transpose(-1, -2), rows, columns)
 
     def _masked(self, s: Tensor, rows: slice, columns: slice) -> Tensor:
-        if self.runs is not None:
-            first, last = (x[:, rows, None] for x in self.runs.keys_of_queries.unbind(1))
+        if self.ranges is not None:
+            first, last = (x[:, rows, None] for x in self.ranges.keys_of_queries.unbind(1))
             column = torch.arange(columns.start, columns.stop, device=s.device)
-            seen = (column >= first) & (column < last)
-            if self.runs.holes is not None:
-                seen = seen & self.runs.holes[:, None, columns]
-            return s.masked_fill(~seen[:, None], -torch.inf)
+            visible = (column >= first) & (column < last)
+            if self.ranges.padding is not None:
+                visible = visible & self.ranges.padding[:, None, columns]
+            return s.masked_fill(~visible[:, None], -torch.inf)
         if self.causal and columns.stop > rows.start + 1:
             row = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
             column = torch.arange(columns.start, columns.stop, device=s.device)
@@ -100,17 +100,17 @@ class Problem:
 
     def filled(self, m: Tensor, value: float) -> Tensor:
         """m [B, H, R, 1] with ``value`` in rows that have seen no key."""
-        return m if self.runs is None else m.masked_fill(m == -torch.inf, value)
+        return m if self.ranges is None else m.masked_fill(m == -torch.inf, value)
 
-    def seen_rows(self, x: Tensor) -> Tensor:
+    def visible_rows(self, x: Tensor) -> Tensor:
         """x [B, H, T, D] with 0 in rows that see no key."""
-        return x if self.runs is None else x.masked_fill(self.runs.empty()[:, None, :, None], 0.0)
+        return x if self.ranges is None else x.masked_fill(self.ranges.empty()[:, None, :, None], 0.0)
 
     def mean_key(self) -> Tensor:
         """The mean of the keys that some query sees, [B, H, 1, D]."""
-        if self.runs is None:
+        if self.ranges is None:
             return self.k.mean(dim=2, keepdim=True)
-        count = (~self.runs.unseen()).sum(dim=1).clamp(min=1)
+        count = (~self.ranges.hidden_keys()).sum(dim=1).clamp(min=1)
         return self.k.sum(dim=2, keepdim=True) / count[:, None, None, None]
 
     def weights(self, p_bar_BHRC: Tensor, rows: slice, columns: slice, seed: Tensor) -> Tensor:
@@ -155,15 +155,15 @@ def make_problem(
     group = q_BHTD.shape[1] // k_BHTD.shape[1]
     if group > 1:
         k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
-    runs = mask.runs(q.shape[0], q.shape[1], k.shape[1], causal, q.device)
+    ranges = mask.key_ranges(q.shape[0], q.shape[1], k.shape[1], causal, q.device)
     of_heads = None if sinks is None else sinks.float()[:, None, None]
-    problem = Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group, runs, of_heads)
-    if runs is None:
+    problem = Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group, ranges, of_heads)
+    if ranges is None:
         return problem
     # What nobody sees may be anything: 0 times NaN is NaN.
-    unseen = runs.unseen()[:, None, :, None]
-    k_BHTD, v_BHTD = (x.masked_fill(unseen, 0.0) for x in (k_BHTD, v_BHTD))
-    return replace(problem, q=problem.seen_rows(q_BHTD), k=k_BHTD, v=v_BHTD)
+    hidden = ranges.hidden_keys()[:, None, :, None]
+    k_BHTD, v_BHTD = (x.masked_fill(hidden, 0.0) for x in (k_BHTD, v_BHTD))
+    return replace(problem, q=problem.visible_rows(q_BHTD), k=k_BHTD, v=v_BHTD)
 
 
 def multiply(a: Tensor, b: Tensor, products: str) -> Tensor:
@@ -175,8 +175,8 @@ def multiply(a: Tensor, b: Tensor, products: str) -> Tensor:
     return a_high @ b_low + a_low @ b_high + a_high @ b_high
 
 
-def kept_apart(n: Numerics) -> bool:
-    """Whether the O for delta is kept beside O itself."""
+def keeps_own_output(n: Numerics) -> bool:
+    """Whether delta has an O of its own, kept beside O."""
     return n.delta == "rowsum_do_o" and n.delta_output != "output"
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..mask import Mask, Runs
+from ..mask import KeyRanges, Mask
 from ..numerics import BACKWARD, DELTA, Numerics
 from ..operators import empty_sinks
 from ..reference.exponent import log2_scale
@@ -48,14 +48,14 @@ from .loads import (
     block_scores,
     load_keys,
     load_output_rows,
+    load_padding,
+    load_ranges,
     load_rows,
-    load_seen,
     load_statistics,
     place,
     rows_source,
     store_rows,
     takes_descriptor,
-    there,
 )
 from .round_blocks import dot, operand, round_to, with_low_bits
 from .softmax import probabilities, round_scores
@@ -74,8 +74,8 @@ def query_kernel(
     p_of_sinks,
     p_center,
     p_dq,
-    p_runs,
-    p_holes,
+    p_key_ranges,
+    p_padding,
     H,
     T,
     S,
@@ -104,16 +104,16 @@ def query_kernel(
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
-    if SHAPE.CAUSAL or SHAPE.RUNS:
+    if SHAPE.CAUSAL or SHAPE.RANGES:
         i_t = blocks - 1 - i_t
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
     p_row = i_bh.to(tl.int64) * T + o_t
-    seen, m_t = None, None
-    if SHAPE.RUNS:
-        seen = load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT, SHAPE.HOLES)
-        m_t = (o_t < T) & (seen.b_first < seen.b_last)
-        some_from, some_to = seen.some_from, seen.some_to
+    ranges, m_t = None, None
+    if SHAPE.RANGES:
+        ranges = load_ranges(p_key_ranges, p_padding, i_bh, H, row, T, S, BT, SHAPE.PADDED)
+        m_t = (o_t < T) & (ranges.b_first < ranges.b_last)
+        some_from, some_to = ranges.some_from, ranges.some_to
     # [BT, WIDTH]
     b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE.D, WIDTH, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
@@ -142,13 +142,13 @@ def query_kernel(
     b_r_unrounded = tl.zeros([BT], tl.float32)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
-    if SHAPE.RUNS:
+    if SHAPE.RANGES:
         middle = some_from // BS * BS
         last = some_to
         S = last  # nobody sees what comes behind it
-    queries = Queries(b_q, o_t, i_bh, H, seen)
+    queries = Queries(b_q, o_t, i_bh, H, ranges)
     keys = Keys(p_k, p_v, strides_k, strides_v, S)
-    for MASKED in tl.static_range(1 if SHAPE.RUNS else 0, 2):
+    for MASKED in tl.static_range(1 if SHAPE.RANGES else 0, 2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):
             b_s, b_k = block_scores(queries, keys, start, scalars, SITES, SHAPE, MASKED == 1, DTYPE)
             b_v = load_keys(p_v, strides_v, queries, start, S, SHAPE.DV, SHAPE.WIDTH_V, SHAPE, MASKED == 1)
@@ -209,9 +209,9 @@ def key_kernel(
     p_delta,
     p_dk,
     p_dv,
-    p_runs,
-    p_runs_of_keys,
-    p_holes,
+    p_key_ranges,
+    p_query_ranges,
+    p_padding,
     H,
     T,
     S,
@@ -246,17 +246,17 @@ def key_kernel(
     b_k, b_v = operand(b_k, SITES.inputs, DTYPE), operand(b_v, SITES.inputs, DTYPE)
     b_dk_part = tl.zeros([BS, WIDTH], tl.float32)
     b_dv_part = tl.zeros([BS, WIDTH_V], tl.float32)
-    if SHAPE.RUNS:
-        p_from = p_runs_of_keys + (i_group // heads).to(tl.int64) * (2 * S)
+    if SHAPE.RANGES:
+        p_from = p_query_ranges + (i_group // heads).to(tl.int64) * (2 * S)
         m_k = tl.load(p_from + o_s, mask=o_s < S, other=0) < tl.load(p_from + S + o_s, mask=o_s < S, other=0)
-        if SHAPE.HOLES:
-            m_k = m_k & there(p_holes + (i_group // heads).to(tl.int64) * S, column, S, BS)
+        if SHAPE.PADDED:
+            m_k = m_k & load_padding(p_padding + (i_group // heads).to(tl.int64) * S, column, S, BS)
         # What nobody sees may be anything: 0 times NaN is NaN.
         b_k, b_v = tl.where(m_k[:, None], b_k, 0.0), tl.where(m_k[:, None], b_v, 0.0)
     # Rows before ``first`` see none of these columns; from ``middle`` on, all of them.
     first = column // BT * BT if SHAPE.CAUSAL else 0
     middle = tl.cdiv(column + BS - 1, BT) * BT if SHAPE.CAUSAL else 0
-    if SHAPE.RUNS:
+    if SHAPE.RANGES:
         edge = tl.minimum(column + BS, S) - 1
         first = tl.load(p_from + column) // BT * BT
         middle = tl.load(p_from + S + edge)
@@ -265,13 +265,13 @@ def key_kernel(
     # Heads that share these keys follow one another, each summed over its rows, in every program in the same order.
     for i_head in range(SHAPE.GROUP):
         i_bh = i_group * SHAPE.GROUP + i_head
-        for MASKED in tl.static_range(1, 0 if SHAPE.RUNS else -1, -1):
+        for MASKED in tl.static_range(1, 0 if SHAPE.RANGES else -1, -1):
             for start in range(first if MASKED else middle, tl.minimum(middle, T) if MASKED else T, BT):
                 o_t = start + tl.arange(0, BT)
                 p_row = i_bh.to(tl.int64) * T + o_t
                 m_t = None
-                if SHAPE.RUNS:
-                    p_first = p_runs + (i_bh // H).to(tl.int64) * (2 * T) + o_t
+                if SHAPE.RANGES:
+                    p_first = p_key_ranges + (i_bh // H).to(tl.int64) * (2 * T) + o_t
                     b_first = tl.load(p_first, mask=o_t < T, other=0)
                     b_last = tl.load(p_first + T, mask=o_t < T, other=0)
                     m_t = b_first < b_last
@@ -289,10 +289,10 @@ def key_kernel(
                 else:
                     b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
                 b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
-                if SHAPE.RUNS:
+                if SHAPE.RANGES:
                     b_s = round_scores(b_s, b_s, scalars, SITES, SHAPE.SOFTCAP, False)
                     m_s = (o_s[:, None] >= b_first[None, :]) & (o_s[:, None] < b_last[None, :])
-                    if SHAPE.HOLES:
+                    if SHAPE.PADDED:
                         b_s = tl.where(m_s & m_k[:, None], b_s, -float("inf"))
                     elif (start < all_from) | (start + BT > all_to):
                         b_s = tl.where(m_s, b_s, -float("inf"))
@@ -325,7 +325,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.empty((B, max(T, S), *heads), device=q.device, dtype=q.dtype)
 
 
-def apart(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def split_gradients(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """dQ, dK and dV from the one tensor of ``empty_gradients``, each cut to its length."""
     # Split by a list, and cut where lengths differ only: torch.compile then sees that split and joined they are the whole again.
     return [
@@ -342,13 +342,13 @@ def _split(gradients: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [g.unflatten(2, x.shape[2:]) for g, x in zip(parts, tensors, strict=True)]
 
 
-def mean_key(k: Tensor, n: Numerics, runs: Runs | None) -> Tensor:
+def mean_key(k: Tensor, n: Numerics, ranges: KeyRanges | None) -> Tensor:
     """The mean of the keys that some query sees, [B, HK, D] float32."""
     rounded = round_tensor(k.float(), n.inputs)
-    if runs is None:
+    if ranges is None:
         return rounded.mean(dim=1).contiguous()
-    unseen = runs.unseen()[:, :, None, None]
-    return rounded.masked_fill(unseen, 0.0).sum(dim=1) / (~unseen).sum(dim=1).clamp(min=1)
+    hidden = ranges.hidden_keys()[:, :, None, None]
+    return rounded.masked_fill(hidden, 0.0).sum(dim=1) / (~hidden).sum(dim=1).clamp(min=1)
 
 
 def launch_backward(
@@ -375,8 +375,8 @@ def launch_backward(
     (B, T, H, D), (_, S, HK, _) = q.shape, k.shape
     of_keys, of_queries = blocks
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
-    runs = mask.runs(B, T, S, causal, q.device)
-    center = mean_key(k, n, runs) if n.row_residual == "centered_keys" else delta
+    ranges = mask.key_ranges(B, T, S, causal, q.device)
+    center = mean_key(k, n, ranges) if n.row_residual == "centered_keys" else delta
     gradients = empty_gradients(q, k, v)
     dq, dk, dv = _split(gradients, q, k, v)
     by_columns = of_queries.descriptors and takes_descriptor(k, v) and not mask.hides()
@@ -407,11 +407,11 @@ def launch_backward(
             GROUP=H // HK,
             HEADS=blocks.heads,
             TMA=tma,
-            CAUSAL=causal and runs is None,
+            CAUSAL=causal and ranges is None,
             SOFTCAP=softcap > 0,
             EVEN=even,
-            RUNS=runs is not None,
-            HOLES=runs is not None and runs.holes is not None,
+            RANGES=ranges is not None,
+            PADDED=ranges is not None and ranges.padding is not None,
         )
 
     def queries(delta_code: int) -> None:
@@ -427,8 +427,8 @@ def launch_backward(
             p_of_sinks=of_sinks,
             p_center=center,
             p_dq=dq,
-            p_runs=runs and runs.keys_of_queries,
-            p_holes=runs and runs.holes,
+            p_key_ranges=ranges and ranges.keys_of_queries,
+            p_padding=ranges and ranges.padding,
             H=H,
             T=T,
             S=S,
@@ -460,9 +460,9 @@ def launch_backward(
         p_delta=delta,
         p_dk=dk,
         p_dv=dv,
-        p_runs=runs and runs.keys_of_queries,
-        p_runs_of_keys=runs and runs.queries_of_keys,
-        p_holes=runs and runs.holes,
+        p_key_ranges=ranges and ranges.keys_of_queries,
+        p_query_ranges=ranges and ranges.queries_of_keys,
+        p_padding=ranges and ranges.padding,
         H=H,
         T=T,
         S=S,

@@ -142,10 +142,10 @@ class Shape(NamedTuple):
     """``row_sum_floor`` is above 0."""
     MMA_SUMS: bool = False
     """``rounded_and_summed`` may be used: blocks of S are as warpgroups' products leave them, 32 elements a thread."""
-    RUNS: bool = False
-    """A query sees a run of keys that is read (``mask.Runs``), in place of CAUSAL."""
-    HOLES: bool = False
-    """Keys inside of runs may be hidden."""
+    RANGES: bool = False
+    """The range of keys that a query sees is read (``mask.KeyRanges``), in place of CAUSAL."""
+    PADDED: bool = False
+    """Keys inside of a range may be hidden."""
 
 
 class Strides(NamedTuple):
@@ -157,8 +157,8 @@ class Strides(NamedTuple):
     d: int
 
 
-class Seen(NamedTuple):
-    """Which keys a block of rows sees, inside a kernel: runs [first, last)."""
+class VisibleRanges(NamedTuple):
+    """Which keys a block of rows sees, inside a kernel: ranges [first, last)."""
 
     b_first: Any
     """[BT]"""
@@ -167,10 +167,10 @@ class Seen(NamedTuple):
     """Some row sees keys from here on, up to ``some_to``."""
     some_to: Any
     all_from: Any
-    """All rows see all keys from here on, up to ``all_to``, holes apart."""
+    """All rows see all keys from here on, up to ``all_to``, but for padding."""
     all_to: Any
-    p_holes: Any
-    """Of the batch entry, where there are HOLES."""
+    p_padding: Any
+    """Of the batch entry, where PADDED."""
 
 
 class Queries(NamedTuple):
@@ -183,8 +183,8 @@ class Queries(NamedTuple):
     i_bh: Any
     """Of B H."""
     H: Any
-    seen: Any
-    """``Seen``, or None."""
+    ranges: Any
+    """``VisibleRanges``, or None."""
 
 
 class Keys(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..mask import Mask
 from ..numerics import FORWARD, Numerics
 from ..reference.exponent import log2_scale
-from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, kept_apart, saved_shape
+from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, keeps_own_output, saved_shape
 from ..rounding import storage_dtype
 from .block_sizes import Blocks, walks_tiles, width
 from .codes import (
@@ -50,8 +50,8 @@ from .layout import check_sums
 from .loads import (
     block_scores,
     load_keys,
+    load_ranges,
     load_rows,
-    load_seen,
     place,
     rows_source,
     store_rows,
@@ -78,9 +78,9 @@ from .softmax import (
     log_sum_exp,
     rescaling,
     row_normalizer,
+    safe_maximum,
     several_close,
     shifted_row_max,
-    subtrahend,
     with_sink,
 )
 
@@ -117,7 +117,7 @@ def forward_range(
     SHIFTS: tl.constexpr = SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE
     for start in range(first, last, BS):
         b_s, _ = block_scores(queries, keys, start, scalars, SITES, SHAPE, MASKED, DTYPE)
-        if SHAPE.ONE_LOOP and not SHAPE.RUNS:
+        if SHAPE.ONE_LOOP and not SHAPE.RANGES:
             # Few blocks hide columns: a branch costs less than the start of a second loop.
             if start >= middle:
                 b_s = tl.where(visible(queries.o_t, start, keys.S, SHAPE.CAUSAL, SHAPE.EVEN, BS), b_s, -float("inf"))
@@ -132,8 +132,8 @@ def forward_range(
             b_m_plain = tl.maximum(b_m, b_r)
             b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
             b_m_new = tl.maximum(b_m, b_r)
-            b_m_plain = subtrahend(b_m_plain, SHAPE.RUNS)
-            b_base = subtrahend(b_m_new, SHAPE.RUNS)
+            b_m_plain = safe_maximum(b_m_plain, SHAPE.RANGES)
+            b_base = safe_maximum(b_m_new, SHAPE.RANGES)
             b_p = exponential(b_s, b_m_plain[:, None], scalars.unit, FOLD)
             b_p *= rescaling(b_m_plain, b_base, scalars.unit, FOLD)[:, None]
         else:
@@ -141,7 +141,7 @@ def forward_range(
                 b_r = shifted_row_max(b_r, m_tied, limits, SITES.row_max)
                 b_r = hidden_row_max(b_r, SITES.row_max, SITES.hidden_tiles)
             b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
-            b_base = subtrahend(b_m_new, SHAPE.RUNS)
+            b_base = safe_maximum(b_m_new, SHAPE.RANGES)
             b_p = exponential(b_s, b_base[:, None], scalars.unit, FOLD)
         b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
         if SHAPE.FLOOR:
@@ -189,8 +189,8 @@ def forward_kernel(
     p_saved,
     p_seed,
     p_sinks,
-    p_runs,
-    p_holes,
+    p_key_ranges,
+    p_padding,
     H,
     T,
     S,
@@ -211,15 +211,15 @@ def forward_kernel(
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
-    if SHAPE.CAUSAL or SHAPE.RUNS:
+    if SHAPE.CAUSAL or SHAPE.RANGES:
         i_t = blocks - 1 - i_t  # the rows with most columns first, so that the last programs to run are short
     row = i_t * BT
     o_t = row + tl.arange(0, BT)
-    seen, m_t = None, None
-    if SHAPE.RUNS:
-        seen = load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT, SHAPE.HOLES)
-        m_t = (o_t < T) & (seen.b_first < seen.b_last)
-        some_from, some_to = seen.some_from, seen.some_to
+    ranges, m_t = None, None
+    if SHAPE.RANGES:
+        ranges = load_ranges(p_key_ranges, p_padding, i_bh, H, row, T, S, BT, SHAPE.PADDED)
+        m_t = (o_t < T) & (ranges.b_first < ranges.b_last)
+        some_from, some_to = ranges.some_from, ranges.some_to
     # [BT, WIDTH]
     b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE.D, SHAPE.WIDTH, True, False, m_t)
     b_q = operand(b_q, SITES.inputs, DTYPE)
@@ -246,11 +246,11 @@ def forward_kernel(
     state = State(b_acc, b_exact, b_m, b_l, b_d, b_f)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     begin = 0
-    if SHAPE.RUNS:
+    if SHAPE.RANGES:
         begin = some_from // (tile if SHAPE.TILED else BS) * (tile if SHAPE.TILED else BS)
         last = some_to
         S = last  # nobody sees what comes behind it
-    queries = Queries(b_q, o_t, i_bh, H, seen)
+    queries = Queries(b_q, o_t, i_bh, H, ranges)
     keys = Keys(p_k, p_v, strides_k, strides_v, S)
     if SHAPE.TILED:
         for first in range(begin, last, tile):
@@ -278,7 +278,7 @@ def forward_kernel(
         for _ in range(tl.cdiv(last, tile), tl.cdiv(S, tile)):
             state = hidden_tile(state, limits, scalars.unit, SITES, SHAPE.FLOOR)
     b_acc, b_exact, b_m, b_l, b_d, b_f = state
-    if SHAPE.RUNS:
+    if SHAPE.RANGES:
         m_none = b_m == -float("inf")  # rows that saw no key: O is 0, and P is with such an m
         b_l = tl.where(m_none, 1.0, b_l)
         b_d = tl.where(m_none, 1.0, b_d)
@@ -316,7 +316,7 @@ def empty_outputs(q: Tensor, v: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Te
     float32, all unwritten."""
     shape = (*q.shape[:3], v.shape[3])
     o = torch.empty(shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
-    keep = kept_apart(n)
+    keep = keeps_own_output(n)
     delta_dtype = storage_dtype(n.delta_output, q.dtype) if keep else q.dtype
     delta_o = torch.empty(shape if keep else 0, device=q.device, dtype=delta_dtype)
     return o, delta_o, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
@@ -343,7 +343,7 @@ def launch_forward(
     unit = log2_scale(scale) if in_exponent else 1.0
     # S is so many times what the kernel compares; m counts as that does, or FMA and SEPARATE_MULTIPLY in log2.
     times = scale if in_exponent else 1.0
-    runs = mask.runs(B, T, S, causal, q.device)
+    ranges = mask.key_ranges(B, T, S, causal, q.device)
     tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
     # Presets that have l have its sum beside d's, in an order that published runs fix.
     only_d = n.backward_probabilities == "forward" and n.probabilities == "bf16"
@@ -359,8 +359,8 @@ def launch_forward(
         p_saved=saved,
         p_seed=seed,
         p_sinks=None if sinks is None else sinks.float().contiguous(),
-        p_runs=runs and runs.keys_of_queries,
-        p_holes=runs and runs.holes,
+        p_key_ranges=ranges and ranges.keys_of_queries,
+        p_padding=ranges and ranges.padding,
         H=H,
         T=T,
         S=S,
@@ -386,20 +386,20 @@ def launch_forward(
             GROUP=H // k.shape[2],
             HEADS=blocks.heads,
             TMA=tma,
-            CAUSAL=causal and runs is None,
+            CAUSAL=causal and ranges is None,
             SOFTCAP=softcap > 0,
             EVEN=S % blocks.columns == 0,
-            ONE_LOOP=runs is not None or (blocks.one_loop and (tma or S % blocks.columns == 0)),
+            ONE_LOOP=ranges is not None or (blocks.one_loop and (tma or S % blocks.columns == 0)),
             TILED=walks_tiles(n, blocks),
             FLOOR=n.row_sum_floor > 0,
             MMA_SUMS=mma_sums,
-            RUNS=runs is not None,
-            HOLES=runs is not None and runs.holes is not None,
+            RANGES=ranges is not None,
+            PADDED=ranges is not None and ranges.padding is not None,
         ),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         enable_fp_fusion=FP_FUSION,
-        # As many programs an SM, and what runs need does not spill.
-        maxnreg=128 if runs is not None and blocks.registers == 112 else blocks.registers,
+        # As many programs an SM, and what ranges need does not spill.
+        maxnreg=128 if ranges is not None and blocks.registers == 112 else blocks.registers,
     )
     return o, delta_o, saved

@@ -12,7 +12,15 @@ from ..reference.tiles import PROBABILITIES_STREAM
 from .codes import FP32, LARGEST, OUTPUT_ITSELF, PLAIN, ROUNDED, SCALED_DOWN, STABILIZED, STABILIZED_SAFE, State
 from .loads import block_scores, load_keys
 from .round_blocks import dot, operand, round_to, weights
-from .softmax import exponential, hidden_row_max, least_row_sum, rescaling, row_normalizer, shifted_row_max, subtrahend
+from .softmax import (
+    exponential,
+    hidden_row_max,
+    least_row_sum,
+    rescaling,
+    row_normalizer,
+    safe_maximum,
+    shifted_row_max,
+)
 
 _PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)
 
@@ -63,7 +71,7 @@ def forward_tile(
     if SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE:
         b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
     b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
-    b_base = subtrahend(b_m_new, SHAPE.RUNS)
+    b_base = safe_maximum(b_m_new, SHAPE.RANGES)
     b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
     b_sum = tl.zeros([BT], tl.float32)
     b_rounded_sum = tl.zeros([BT], tl.float32)

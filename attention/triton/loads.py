@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .block_sizes import width
-from .codes import BF16, INTERPRETED, MAX_AND_SUM, NEAREST, Seen, Strides
+from .codes import BF16, INTERPRETED, MAX_AND_SUM, NEAREST, Strides, VisibleRanges
 from .round_blocks import dot, operand, round_mantissa
 from .softmax import round_scores
 
@@ -88,32 +88,32 @@ def load_keys(
     """Rows [start, start + BS) of K or V, D wide, for the head of some queries: GROUP of these, side by side, share a head of keys."""
     BS: tl.constexpr = SHAPE.BS
     m_r = None
-    if SHAPE.HOLES:
-        m_r = there(queries.seen.p_holes, start, S, BS)
+    if SHAPE.PADDED:
+        m_r = load_padding(queries.ranges.p_padding, start, S, BS)
     if SHAPE.GROUP == 1:
         i_keys, heads = queries.i_bh, queries.H
     else:
         i_keys, heads = queries.i_bh // SHAPE.GROUP, queries.H // SHAPE.GROUP
-    return load_rows(p_x, strides, i_keys, heads, start, S, BS, D, WIDTH, MASKED or SHAPE.RUNS, SHAPE.TMA, m_r)
+    return load_rows(p_x, strides, i_keys, heads, start, S, BS, D, WIDTH, MASKED or SHAPE.RANGES, SHAPE.TMA, m_r)
 
 
 @triton.jit
-def there(p_holes, start, S, BS: tl.constexpr):
-    """Which of the keys [start, start + BS) of one batch entry are there, [BS]."""
+def load_padding(p_padding, start, S, BS: tl.constexpr):
+    """The padding mask of the keys [start, start + BS) of one batch entry, [BS]."""
     o_s = start + tl.arange(0, BS)
-    return tl.load(p_holes + o_s, mask=o_s < S, other=0) != 0
+    return tl.load(p_padding + o_s, mask=o_s < S, other=0) != 0
 
 
 @triton.jit
-def load_seen(p_runs, p_holes, i_bh, H, row, T, S, BT: tl.constexpr, HOLES: tl.constexpr):
-    """What the rows [row, row + BT) see, as ``Seen``."""
-    p_first = p_runs + (i_bh // H).to(tl.int64) * (2 * T)
+def load_ranges(p_key_ranges, p_padding, i_bh, H, row, T, S, BT: tl.constexpr, PADDED: tl.constexpr):
+    """What the rows [row, row + BT) see, as ``VisibleRanges``."""
+    p_first = p_key_ranges + (i_bh // H).to(tl.int64) * (2 * T)
     o_t = tl.minimum(row + tl.arange(0, BT), T - 1)
     bottom = tl.minimum(row + BT, T) - 1
-    p_b = p_runs
-    if HOLES:
-        p_b = p_holes + (i_bh // H).to(tl.int64) * S
-    return Seen(
+    p_b = p_key_ranges
+    if PADDED:
+        p_b = p_padding + (i_bh // H).to(tl.int64) * S
+    return VisibleRanges(
         tl.load(p_first + o_t),
         tl.load(p_first + T + o_t),
         tl.load(p_first + row),
@@ -183,19 +183,21 @@ def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, SAVED_STATISTICS:
 def block_scores(
     queries, keys, start, scalars, SITES: tl.constexpr, SHAPE: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """S of one block [BT, BS], and K of its columns [BS, WIDTH]. With RUNS S is -inf wherever it should be, MASKED or not."""
+    """S of one block [BT, BS], and K of its columns [BS, WIDTH]. With RANGES S is -inf wherever it should be, MASKED or not."""
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
-    S, seen = keys.S, queries.seen
+    S, ranges = keys.S, queries.ranges
     b_k = load_keys(keys.p_k, keys.strides_k, queries, start, S, SHAPE.D, SHAPE.WIDTH, SHAPE, MASKED)
     b_k = operand(b_k, SITES.inputs, DTYPE)
     b_s = dot(queries.b_q, tl.trans(b_k), tl.zeros([BT, BS], tl.float32))
-    if SHAPE.RUNS:
+    if SHAPE.RANGES:
         b_s = round_scores(b_s, b_s, scalars, SITES, SHAPE.SOFTCAP, False)
-        if SHAPE.HOLES:
-            b_s = tl.where(in_runs(seen, start, BS) & there(seen.p_holes, start, S, BS)[None, :], b_s, -float("inf"))
-        elif (start < seen.all_from) | (start + BS > seen.all_to):
-            b_s = tl.where(in_runs(seen, start, BS), b_s, -float("inf"))
+        if SHAPE.PADDED:
+            b_s = tl.where(
+                in_range(ranges, start, BS) & load_padding(ranges.p_padding, start, S, BS)[None, :], b_s, -float("inf")
+            )
+        elif (start < ranges.all_from) | (start + BS > ranges.all_to):
+            b_s = tl.where(in_range(ranges, start, BS), b_s, -float("inf"))
     else:
         m_s = visible(queries.o_t, start, S, SHAPE.CAUSAL, False, BS)
         b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED)
@@ -203,10 +205,10 @@ def block_scores(
 
 
 @triton.jit
-def in_runs(seen, start, BS: tl.constexpr):
-    """Which of the columns [start, start + BS) the rows see, [BT, BS]; holes do not count."""
+def in_range(ranges, start, BS: tl.constexpr):
+    """Which of the columns [start, start + BS) the rows see, [BT, BS]; padding does not count."""
     o_s = (start + tl.arange(0, BS))[None, :]
-    return (o_s >= seen.b_first[:, None]) & (o_s < seen.b_last[:, None])
+    return (o_s >= ranges.b_first[:, None]) & (o_s < ranges.b_last[:, None])
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ..numerics import numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..reference.flash import kept_of
 from ..reference.tiles import FORMAT_OF
-from .backward import apart, empty_gradients, launch_backward
+from .backward import empty_gradients, launch_backward, split_gradients
 from .block_sizes import backward_blocks, forward_blocks
 from .forward import empty_outputs, launch_forward
 
@@ -68,7 +68,7 @@ _backward = operator("flash_backward", BACKWARD_TENSORS, 2, _backward_pass, _gra
 def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept_and_settings: Any) -> list[Tensor]:
     """dQ, dK, dV and the gradient of the sinks, of the kernels."""
     found, dsinks = _backward(do, q, k, v, *kept_and_settings)
-    return [*apart(found, q, k, v), dsinks]
+    return [*split_gradients(found, q, k, v), dsinks]
 
 
 flash = differentiable(_forward, gradients, kept_of)

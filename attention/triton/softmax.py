@@ -136,9 +136,9 @@ def rescaling(b_m, b_m_new, unit, FOLD: tl.constexpr):
 
 
 @triton.jit
-def subtrahend(b_m, RUNS: tl.constexpr):
-    """m as it is subtracted: 0 in rows that have seen no key, whose S is -inf as their m is."""
-    if RUNS:
+def safe_maximum(b_m, RANGES: tl.constexpr):
+    """m, or 0 in rows that have seen no key: there S and m are -inf, and S - m would be NaN."""
+    if RANGES:
         b_m = tl.where(b_m == -float("inf"), 0.0, b_m)
     return b_m
 
