@@ -15,6 +15,8 @@ from kernel_tests import INTERPRETED, Runner
 
 import attention
 from attention import AttentionConfig, AttentionSpec
+from attention.check.classes import Problem as Inputs
+from attention.check.measures import exact
 from attention.numerics import SITES
 from errors import UserError
 
@@ -73,6 +75,22 @@ def test_taken_out_they_are_zero(rounded: str, saved: str, runner: Runner) -> No
     assert left["kept"] > 1e-3
     assert left["centered_keys"] < 1e-5
     assert left["corrected_rows"] < left["kept"] * 2.0**-7
+
+
+def test_beside_flash_consistent_the_mean_key_takes_out_what_the_rounding_of_ds_leaves(runner: Runner) -> None:
+    """Of dQ, against FP64; dK and dV stay as they are."""
+    p = moved(common_keys((1, 64, 2, 16), logit=5.0), runner.device)
+    q, k, v, do = (x.transpose(1, 2) for x in (p.q, p.k, p.v, p.do))
+    exact_dq = exact(Inputs(q, k, v, do, scale=0.25))[0][1].transpose(1, 2)
+
+    def found(chosen: str) -> tuple[float, torch.Tensor, torch.Tensor]:
+        sites = (*BLOCKS, f"row_residual={chosen}")
+        _, dq, dk, dv = run(p, AttentionSpec(preset="flash_consistent", sites=sites, backend=runner.backend))
+        return (dq.double() - exact_dq).norm().item(), dk, dv
+
+    kept, centered = found("kept"), found("centered_keys")
+    assert centered[0] < 0.75 * kept[0]
+    assert all(torch.equal(a, b) for a, b in zip(kept[1:], centered[1:], strict=True))
 
 
 def test_rows_whose_p_is_zero_throughout_have_no_gradient(runner: Runner) -> None:

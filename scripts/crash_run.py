@@ -1,0 +1,142 @@
+"""Train with an attention kernel: does it fail where its control does not?
+
+    python scripts/crash_run.py mykernels:attention
+    python scripts/crash_run.py torch:flash configs/fast_failure.py --data.replay replay_batches/public --run.steps 6500
+
+Crash-tests the kernel, then trains four runs on the same batches and compares them: with the kernel, with torch's math kernel (the
+control), with plain attention, and with the recipe's own attention, which should fail. KERNEL is that of
+python -m low_precision_attention.check. CONFIG and the options behind it are train.py's, for all four. Without CONFIG it is the tiny
+model of configs/quickstart.py in BF16, minutes on a CPU, whose own attention has an O of one mantissa bit: a kernel fails there whose delta
+is about as far off. No BF16 kernel should, and one that does not may still fail a larger model.
+
+Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the kernel fails and its control is stable; 2 usage;
+3 unverified: it cannot run, its control is not stable, or nothing failed.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import _root  # noqa: F401
+
+from errors import OneLineParser, UserError, exit_on_user_error, trainer_packages
+
+with trainer_packages():
+    import torch
+
+    import config as configuration
+    from attention.check import check_attention
+    from attention.presets import PRESETS, unaliased
+    from training.metrics import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ("--model.gated-attention", "--run.steps=800", "--precision.dtype=bfloat16", "--run.device=auto")
+CLASSES = ("gaussian", "common_part", "shared_direction", "peaked_1000", "one_hot", "mask_edges")
+UNVERIFIED = 3
+
+
+def attention_options(preset: str, kernel: str = "") -> list[str]:
+    spec = ["--attention.default.preset", preset, "--attention.default.numerics", "hardware"]
+    return [*spec, "--attention.default.kernel", kernel] if kernel else spec
+
+
+def arms(kernel: str) -> dict[str, list[str]]:
+    """Options of each run by its name."""
+    tested = attention_options(kernel) if unaliased(kernel) in PRESETS else attention_options("external", kernel)
+    control = attention_options("external", "torch:math")
+    return {"kernel": tested, "control": control, "plain": attention_options("standard"), "recipe": []}
+
+
+def verdict(ended: dict[str, str]) -> tuple[int, str]:
+    """Exit code and sentence, of how each run ended (``compare_runs``)."""
+    failed = {run for run, how in ended.items() if how.startswith(("exploded", "NaN", "unstable"))}
+    stable = {run for run, how in ended.items() if how.startswith("stable") and "too short" not in how}
+    if "control" not in stable:
+        return UNVERIFIED, "unverified: the control is not stable, so a failure would not be the kernel's"
+    if "kernel" in failed:
+        return 1, f"the kernel fails ({ended['kernel']}), its control does not"
+    if "kernel" not in stable:
+        return UNVERIFIED, f"unverified: the kernel's run is {ended['kernel']}"
+    if "recipe" not in failed:
+        return (
+            UNVERIFIED,
+            "unverified: the recipe's own attention does not fail, so that the kernel is stable says nothing",
+        )
+    return 0, "the kernel is stable, on batches on which the recipe's own attention fails"
+
+
+def train(options: Sequence[str], folder: Path, name: str, cpu: bool) -> None:
+    """One run. Raises ``UserError`` where it did not start."""
+    print(f"== {name}", flush=True)
+    # One thread: the same bits on every machine of a kind.
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if cpu else {})
+    command = [sys.executable, str(ROOT / "train.py"), *options, "--run.folder", str(folder), "--run.name", name]
+    code = subprocess.run(command, env=environment).returncode
+    if code == 130:
+        raise KeyboardInterrupt
+    if code and not (folder / name / METRICS_FILE).is_file():
+        raise UserError(f"the run {name} did not start (exit code {code})")
+
+
+def how_ended(folder: Path, table: Path) -> dict[str, str]:
+    with table.open(newline="") as file:
+        ended = {row["run"]: row["ended"] for row in csv.DictReader(file)}
+    for name in ended:
+        bad = [line["step"] for line in read_metrics(folder / name) if "nonfinite" in line]
+        if bad and not ended[name].startswith(("exploded", "NaN")):
+            ended[name] = f"NaN in a gradient at {bad[0]:,}"
+    return ended
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, train, compare, judge."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
+    parser = OneLineParser(
+        description=__doc__, usage="crash_run.py KERNEL [CONFIG] [--out FOLDER] [options of train.py]"
+    )
+    parser.add_argument("--out", type=Path, help="folder of runs and picture (runs/crash_run/KERNEL)")
+    parser.add_argument("--patience", help="steps above the margin that make an explosion: see compare_runs.py")
+    options, rest = parser.parse_known_args(argv[len(names) :])
+    if len(names) not in (1, 2):
+        raise UserError("usage: crash_run.py KERNEL [CONFIG] [options of train.py]; --help says more")
+    kernel, tiny = names[0], len(names) == 1
+    replaced = {option.partition("=")[0] for option in rest}
+    tiny_options = [option for option in TINY if option.partition("=")[0] not in replaced]
+    recipe = [str(ROOT / "configs/quickstart.py"), *tiny_options, *rest] if tiny else [names[1], *rest]
+    config = configuration.load(recipe)
+    folder = options.out or Path("runs/crash_run", re.sub(r"[^A-Za-z0-9._-]", "_", kernel))
+    if folder.exists():
+        raise UserError(f"--out {folder}: it is there already: remove it or name another folder")
+
+    device = config.run.device if config.run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[config.precision.dtype]
+    report = check_attention(kernel, device=device, dtype=dtype, classes=CLASSES)
+    print(report.text(), flush=True)
+    if report.cases[0].verdict == "unverified":
+        raise SystemExit(UNVERIFIED)
+
+    of_arms = arms(kernel)
+    for name, attention in of_arms.items():
+        train([*recipe, *attention], folder, name, device == "cpu")
+    table = folder / "compare.csv"
+    patience = options.patience or ("50" if tiny else "200")
+    compare = [sys.executable, str(ROOT / "scripts/compare_runs.py"), *(str(folder / name) for name in of_arms)]
+    compare += ["--out", str(folder / "compare.png"), "--table", str(table), "--patience", patience]
+    if code := subprocess.run(compare).returncode:
+        raise SystemExit(code)
+    code, sentence = verdict(how_ended(folder, table))
+    print(f"verdict: {sentence}")
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
