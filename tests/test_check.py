@@ -41,9 +41,15 @@ class _Tiled(torch.autograd.Function):
         p = (s - m).exp()
         if fault == "exponent rounded":  # P of a large maximum is more than 1
             p = (s - m * (1 - 2.0**-23)).exp()
-        total = p.sum(-1, keepdim=True)
-        o = p.to(q.dtype).float() @ values.float() / total
-        ctx.save_for_backward(q, k, v, p / total, o.to(q.dtype).float() if fault == "delta from a rounded O" else o)
+        p_bar = p.to(q.dtype).float()
+        if fault == "P rounded down":
+            p_bar = (p.view(torch.int32) & -65536).view(torch.float32)
+        total = (p_bar if fault == "P rounded before its sum" else p).sum(-1, keepdim=True)
+        o = p_bar @ values.float() / total
+        weights = p / total
+        if fault == "lse in BF16":
+            weights = (s - (m + total.log()).to(q.dtype).float()).exp()
+        ctx.save_for_backward(q, k, v, weights, o.to(q.dtype).float() if fault == "delta from a rounded O" else o)
         ctx.scale, ctx.fault = scale, fault
         return o.to(q.dtype)
 
@@ -70,7 +76,11 @@ def tiled(fault: str = "") -> Callable[..., Tensor]:
     return lambda q, k, v, causal, scale: _Tiled.apply(q, k, v, causal, scale, fault)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kernel", ["torch:math", "flash_consistent", tiled()], ids=["math", "consistent", "own"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["torch:math", "flash_consistent", tiled(), tiled("P rounded before its sum")],
+    ids=["math", "consistent", "own", "P rounded before its sum"],
+)
 def test_kernels_whose_rows_of_ds_sum_to_zero_are_safe(kernel: Any) -> None:
     assert_safe(kernel, device="cpu", shape=SMALL)
 
@@ -93,6 +103,8 @@ def test_delta_from_a_rounded_o_is_at_risk_and_gaussian_inputs_do_not_tell(kerne
         ("mask off by one", "mask_edges", "wrong"),
         ("dK of the last tile is 0", "full", "wrong"),
         ("exponent rounded", "one_hot", "at risk"),
+        ("P rounded down", "common_part", "at risk"),
+        ("lse in BF16", "peaked_100", "wrong"),
     ],
 )
 def test_a_sabotaged_kernel_is_found(fault: str, name: str, verdict: str) -> None:
@@ -101,6 +113,14 @@ def test_a_sabotaged_kernel_is_found(fault: str, name: str, verdict: str) -> Non
 
     found, good = cases(tiled(fault)), cases(tiled())
     assert (found.verdict, good.verdict) == (verdict, "safe"), (found, good)
+
+
+def test_rounding_to_one_side_is_named() -> None:
+    reasons = [
+        check_attention(tiled(fault), device="cpu", shape=SMALL, classes="common_part").cases[0].reason
+        for fault in ("P rounded down", "delta from a rounded O")
+    ]
+    assert ["rounded to one side" in reason for reason in reasons] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["padding", "window"])

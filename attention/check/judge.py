@@ -22,6 +22,8 @@ SIZE_WRONG = 2.0**-5
 EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full")
 WELL_CONDITIONED = 50.0
 """Of a tensor's error over plain attention's in the classes EASY, where nothing enlarges a rounding error: flash kernels have 2."""
+BIAS = 0.5
+"""Of O, in 2^-9 of its elements, where rounding is to one side: then it is 1.3; of kernels that round to nearest 0.03 or less."""
 FMA_LIMIT = 1e5
 """Kernels with the FMA exponent lose O = V between 45,426 and this, by head dim."""
 
@@ -73,9 +75,11 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     if found["rows"] > SIZE_WRONG:
         return WRONG, f"delta or P: rows of dS sum to {found['rows']:.1e} of their size"
     if found["rows"] > ROWS_AT_RISK:
+        side = f"; rounded to one side: O is off by {found['bias_o']:.1f} x 2^-9 in the mean"
         return (
             AT_RISK,
-            f"delta or P: rows of dS sum to {found['rows']:.1e} of their size, dQ has {found['ratio_dq']:.1f} x plain's error",
+            f"delta or P: rows of dS sum to {found['rows']:.1e} of their size, dQ has {found['ratio_dq']:.1f} x plain's error"
+            + (side if abs(found["bias_o"]) > BIAS else ""),
         )
     coarse = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if coarse:

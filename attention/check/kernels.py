@@ -205,3 +205,12 @@ KNOWN: dict[str, Callable[[], Call]] = {
     "te": _te,
 }
 """Public kernels. What is not installed is unverified."""
+
+PACKAGES = {
+    "fa2": "flash-attn",
+    "fa3": "flash-attn-3",
+    "fa4": "flash-attn-4",
+    "xformers": "xformers",
+    "te": "transformer-engine",
+}
+"""Where they are from, by what stands before the colon; those of torch have torch's version."""

@@ -9,14 +9,16 @@ import platform
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from ..presets import PRESETS
 from ..user_error import invalid
 from . import judge, measures
 from .classes import CLASSES, Shape, captured, shape_of
-from .kernels import Kernel, find
+from .kernels import PACKAGES, Kernel, find
 
 SCHEMA = 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -130,7 +132,7 @@ def check_attention(
     for name in classes or (name for name in KNOWN_CLASSES if name not in masked):
         progress(name)
         cases.append(_case(found, name, asked, DTYPES[dtype], there))
-    return Report(found.name, dtype, environment(there), tuple(cases), masked)
+    return Report(found.name, dtype, environment(there) | package_of(found.name), tuple(cases), masked)
 
 
 def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
@@ -156,6 +158,15 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
     }
+
+
+def package_of(kernel: str) -> dict[str, str]:
+    """The version of the package that a public kernel is from."""
+    package = PACKAGES.get(kernel.partition(":")[0], "triton" if kernel in PRESETS else "")
+    try:
+        return {package: f"{package} {version(package)}"} if package else {}
+    except PackageNotFoundError:
+        return {}
 
 
 def assert_safe(kernel: str | Callable[..., Any], *, unverified: bool = False, **options: Any) -> None:
