@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import UserError, exit_on_user_error, trainer_packages
@@ -64,12 +63,13 @@ def train(config: TrainConfig) -> None:
     distributed.set_tf32(config.precision.tf32)
     with PreemptionHandler(starting=True) as preemption:
         try:
+            outcome.forget(config.run)
             dist = distributed.start(config.run.device, config.run.timeout)
             build_and_loop(config, dist, preemption)
             distributed.barrier()
         except BaseException as error:
-            if preemption.starting and preemption.requested and config.run.resume != "no" and distributed.is_rank_0():
-                outcome.write_of_start(Path(config.run.folder, config.run.name), error)
+            if preemption.starting:
+                outcome.write_of_start(config.run, error)
             # Its frames hold the model, and DDP must be gone before the process group that it uses.
             traceback.clear_frames(error.__traceback__)
             raise
@@ -82,15 +82,20 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
     run = open_run(config, dist)
     try:
         preemption.starting = False
+        preemption.on_silence = lambda: outcome.write_of_silence(
+            run.folder, run.batches.position, run.checkpoints.how_to_resume()
+        )
         announce(run)
         loop(run, preemption)
     except BaseException as error:
+        preemption.speak()
         close(run, error)
         how = run.checkpoints.how_to_resume()
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted: {how}") from None
         error.add_note(how)  # the last line of a traceback, or of an error in one line
         raise
+    preemption.speak()
     close(run)
 
 

@@ -351,9 +351,13 @@ def test_a_refused_resume_leaves_everything_as_it_was(
         else place.train(name, {"run.steps": 10, **first})
     )
     given.spoil(place, run, monkeypatch)
+    (run / "exit.json").unlink()
     before = tree(run), links(run), tree(place.folder / "recordings")
     with pytest.raises(UserError, match=given.message):
         place.train(name, {**fields, **here(place, given.rest), **RESUME})
+    said = json.loads((run / "exit.json").read_text())
+    assert (said["code"], said["step"]) == (2, None)
+    (run / "exit.json").unlink()
     assert (tree(run), links(run), tree(place.folder / "recordings")) == before
     monkeypatch.undo()
     record.lock(run).close()

@@ -89,6 +89,34 @@ def test_asked_to_exit_before_it_is_built_a_run_says_start_me_again(
     assert len(lines(place.train(name, {**AUTO, "run.steps": 2}))) == 3
 
 
+@pytest.mark.parametrize("resume", ["yes", "auto"])
+def test_what_a_former_session_has_said_is_gone_before_a_start_can_be_killed(
+    place: Place, resume: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place.train(f"former_{resume}", {"run.steps": 2})
+    assert outcome_of(run)["code"] == 0
+    seen = []
+    monkeypatch.setattr(train.distributed, "start", lambda *_: seen.append((run / "exit.json").exists()))
+    with pytest.raises(AttributeError):
+        place.train(run.name, {"run.steps": 3, "run.resume": resume})
+    assert seen == [False]
+
+
+def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowhere_else(place: Place) -> None:
+    """With run.resume auto. The start that follows takes the folder."""
+    mistake = {"data.dataset": "nowhere"}
+    for resume in ("no", "yes", "auto"):
+        with pytest.raises(UserError, match="nowhere|a checkpoint in"):
+            place.train("mistaken", {**mistake, "run.resume": resume})
+        assert (place.runs / "mistaken").exists() == (resume == "auto")
+    assert outcome_of(place.runs / "mistaken")["code"] == 2
+    assert outcome_of(place.train("mistaken", {**AUTO, "run.steps": 1}))["code"] == 0
+    finished = (place.runs / "mistaken/exit.json").read_text()
+    with pytest.raises(UserError, match="exists"):
+        place.train("mistaken")
+    assert (place.runs / "mistaken/exit.json").read_text() == finished
+
+
 def run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-c", script, *arguments]
     return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60)
@@ -265,7 +293,7 @@ class Held:
         ("start", signal.SIGKILL, "launcher", EXIT_RESUME),
         ("start", signal.SIGTERM, "everybody", EXIT_RESUME),
         ("start", signal.SIGUSR1, "launcher", EXIT_RESUME),
-        ("start", signal.SIGINT, "everybody", None),
+        ("start", signal.SIGINT, "everybody", 130),
     ],
 )
 def test_a_signal_ends_all_processes_and_exit_json_says_how(
@@ -284,6 +312,21 @@ def test_a_process_that_does_not_answer_ends_the_run_with_the_last_checkpoint_na
     os.kill(held.ranks[1], signal.SIGSTOP)
     assert held.left() == 1
     assert "the newest checkpoint is" in held.output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_asked_to_exit_while_a_process_is_stopped_a_run_names_its_last_checkpoint_and_ends_with_torchrun(
+    place: Place, tmp_path: Path, stopped: int
+) -> None:
+    fields = {"run.timeout": 300.0, "checkpoint.every": 2}
+    held = Held(place, tmp_path, f"stopped_{stopped}", "loop", fields, "--shutdown-timeout=15")
+    os.kill(held.ranks[stopped], signal.SIGSTOP)
+    time.sleep(1)
+    held.send(signal.SIGTERM, "launcher")
+    assert held.left() == EXIT_RESUME
+    assert "if it is killed now: the newest checkpoint is" in held.output.read_text()
+    assert Path(outcome_of(held.run)["checkpoint"]).is_dir()
 
 
 @pytest.mark.slow

@@ -87,39 +87,59 @@ def test_two_processes_then_one_give_the_bits_of_one(place: Place) -> None:
     assert_same(sessions(place, "run", "two", {}, [(2, 5), (1, 8)]), one, 8)
 
 
-KILLED = """
-import os, signal, train
+FAULTY = """
+import errno, os, signal, sys, time
+import train, training.checkpoint
 
+rank, action = int(sys.argv.pop()), sys.argv.pop()
 open_run = train.open_run
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 def opened(config, dist):
     run = open_run(config, dist)
     draw = run.batches.next
-    def draw_or_die():
-        if run.batches.position == 23 and dist.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def draw_after_the_fault():
+        if run.batches.position == 23 and dist.rank == rank:
+            exec(action)
         return draw()
-    run.batches.next = draw_or_die
+    run.batches.next = draw_after_the_fault
     return run
 
 train.open_run = opened
 train.main()
 """
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", 3),
+    "hangs": ("time.sleep(100)", 1),
+    "NaN": ("next(run.network.raw.parameters()).register_hook(lambda g: g * float('nan'))", 1),
+    "full disk": ("training.checkpoint._write = full", 0),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def straight(place: Place) -> Path:
+    return sessions(place, "faulty", "straight", {}, [(1, 40)])
 
 
 @pytest.mark.slow
-def test_a_run_of_four_processes_one_of_which_is_killed_goes_on_with_two(place: Place, tmp_path: Path) -> None:
-    one = sessions(place, "killed", "killed_one", {}, [(1, 40)])
-    folder = place.folder / "killed_four"
+@pytest.mark.parametrize("fault", FAULTS)
+def test_after_a_fault_of_one_process_the_same_command_gives_the_bits_of_one(
+    place: Place, tmp_path: Path, straight: Path, fault: str
+) -> None:
+    """It happens to one of four processes; two go on."""
+    folder, (action, rank) = place.folder / fault.replace(" ", "_"), FAULTS[fault]
     fields = {**FIELDS, "run.folder": str(folder), "data.record": str(folder / "recording"), "run.steps": 40}
-    config = place.preset_file(place.config("killed", {**fields, "run.resume": "auto"}))
-    (tmp_path / "killed.py").write_text(KILLED)
-    line = command(tmp_path / "killed.py", [str(config)], 4)
-    killed = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=120)
-    assert (killed.returncode, "SIGKILL" in killed.stderr) == (1, True), killed.stderr
+    config = place.preset_file(place.config("faulty", {**fields, "run.resume": "auto", "run.timeout": 20.0}))
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    line = command(tmp_path / "faulty.py", [str(config), action, str(rank)], 4)
+    assert subprocess.run(line, env=environment(), capture_output=True, timeout=120).returncode == 1
+    assert not (folder / "faulty/checkpoints/step_00000040").exists()
     done = start_train([str(config)], 2)
     assert done.returncode == 0, done.stderr
-    assert_same(folder / "killed", one, 40)
+    assert_same(folder / "faulty", straight, 40)
 
 
 CASES: dict[str, dict[str, Any]] = {

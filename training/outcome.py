@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from errors import UserError, first_line
 from files import write_json
-from training import record
+from training import distributed, record
 from training.checkpoint import found_in
 from training.record import EXIT_FILE
-from training.signals import EXIT_RESUME
+from training.settings import RunConfig
+from training.signals import EXIT_RESUME, SILENCE
 
 
-def write(folder: Path, error: BaseException | None, step: int) -> None:
+def write(folder: Path, error: BaseException | None, step: int | None, why: str = "") -> None:
     """Write ``exit.json`` of a run that ``error`` ended (None: it is done) when it had drawn ``step`` batches. The run must be locked."""
     found = found_in(folder / "checkpoints")
     content = {
         "code": exit_code(error),
-        "reason": reason(error),
+        "reason": why or reason(error),
         "step": step,
         "checkpoint": str(found[max(found)]) if found else None,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     try:
         write_json(folder / EXIT_FILE, content)
@@ -29,12 +33,36 @@ def write(folder: Path, error: BaseException | None, step: int) -> None:
         print(f"warning: {folder / EXIT_FILE} cannot be written ({failure.strerror})", file=sys.stderr)
 
 
-def write_of_start(folder: Path, error: BaseException) -> None:
-    """As ``write``, for a start that was asked to exit. Where another process has the run, nothing is written."""
-    with contextlib.suppress(UserError, OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with record.lock(folder):
-            write(folder, error, 0)
+def forget(run: RunConfig) -> None:
+    """Remove what an earlier session has left, before anything that a ``kill -9`` may end: no exit.json then says that it was killed."""
+    folder = Path(run.folder, run.name)
+    if run.resume != "no" and distributed.is_rank_0() and (folder / EXIT_FILE).is_file() and record.begun(folder):
+        with contextlib.suppress(UserError, OSError), record.lock(folder):
+            (folder / EXIT_FILE).unlink()
+
+
+def write_of_start(run: RunConfig, error: BaseException) -> None:
+    """As ``write``, for a start that ``error`` ended. Nothing in a folder that is not the run's, or that another process has.
+
+    With run.resume no it cannot be: a new run leaves nothing before it has begun, and another's must stay as it is.
+    """
+    folder = Path(run.folder, run.name)
+    own = {"no": False, "yes": record.begun(folder), "auto": record.begun(folder) or record.free(folder)}
+    if distributed.is_rank_0() and own[run.resume]:
+        with contextlib.suppress(UserError, OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with record.lock(folder):
+                write(folder, error, None)
+
+
+def write_of_silence(folder: Path, step: int, how_to_resume: str) -> None:
+    """As ``write``, for a run that was asked to exit and may be killed before it can. Rank 0 does it, or another one in its place."""
+    if not distributed.is_rank_0():
+        time.sleep(SILENCE)
+        if (folder / EXIT_FILE).exists() or not folder.is_dir():
+            return
+    write(folder, SystemExit(EXIT_RESUME), step, "asked to exit, and has not saved; start it again")
+    print(f"{folder}: asked to exit, and still at step {step}; if it is killed now: {how_to_resume}", file=sys.stderr)
 
 
 def exit_code(error: BaseException | None) -> int:

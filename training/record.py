@@ -220,14 +220,28 @@ def exists(folder: Path, is_main: bool) -> bool:
 def _removed_as_half_made(folder: Path) -> bool:
     if not folder.is_dir():
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is a file")
-    if any((folder / name).exists() for name in ("config.json", "checkpoints")):
+    if begun(folder):
         return False
-    own = _OF_A_START if (folder / LOCK_FILE).exists() else ()
-    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in own):
+    if foreign := _foreign(folder):
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is none, with {foreign[0]} in it")
     with lock(folder):  # refused where another process is about to train it
         clear_folder(folder)
     return True
+
+
+def begun(folder: Path) -> bool:
+    """Whether the folder holds a run, and not only what a start leaves."""
+    return any((folder / name).exists() for name in ("config.json", "checkpoints"))
+
+
+def free(folder: Path) -> bool:
+    """Whether nothing is there, or nothing but what a start leaves."""
+    return not folder.exists() or (folder.is_dir() and not _foreign(folder))
+
+
+def _foreign(folder: Path) -> list[str]:
+    own = _OF_A_START if (folder / LOCK_FILE).exists() else ()
+    return sorted(path.name for path in folder.iterdir() if path.name not in own)
 
 
 def clear_folder(folder: Path) -> None:
@@ -296,7 +310,7 @@ def lock_everywhere(folder: Path, is_main: bool) -> AbstractContextManager[objec
     locked: AbstractContextManager[object] = contextlib.nullcontext()
     failure = None
     try:
-        if is_main and any((folder / name).exists() for name in ("config.json", "checkpoints")):
+        if is_main and begun(folder):
             locked = lock(folder)
     except UserError as error:
         failure = error

@@ -154,8 +154,6 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         if start is not None:
             run.guard.load_state(start.extra["guard"])
         open_telemetry(run)
-        if dist.is_main:
-            (folder / record.EXIT_FILE).unlink(missing_ok=True)  # of the session before
         undo.pop_all()
     return run
 
