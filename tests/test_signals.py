@@ -106,7 +106,7 @@ def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowher
     """With run.resume auto. The start that follows takes the folder."""
     mistake = {"data.dataset": "nowhere"}
     for resume in ("no", "yes", "auto"):
-        with pytest.raises(UserError, match="nowhere|a checkpoint in"):
+        with pytest.raises(UserError, match=r"nowhere|a checkpoint in"):
             place.train("mistaken", {**mistake, "run.resume": resume})
         assert (place.runs / "mistaken").exists() == (resume == "auto")
     assert outcome_of(place.runs / "mistaken")["code"] == 2

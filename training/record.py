@@ -260,11 +260,6 @@ def name_taken(folder: Path) -> UserError:
     return UserError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
 
 
-def occupied(folder: Path) -> bool:
-    """Whether anything stands where a new run would go; an empty folder, as a mount may be, does not."""
-    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
-
-
 def make_folder(folder: Path) -> None:
     """Make a new run's folder, or take an empty one. Raises ``UserError`` when it cannot be made, or when a run has begun in it."""
     try:

@@ -105,12 +105,13 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         import_wandb(config.wandb)  # its absence must show before anything is written
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     resume = config.run.resume
-    resumes = record.exists(folder, dist.is_main) if resume == "auto" else resume == "yes"
+    there = resume != "yes" and record.exists(folder, dist.is_main)
+    if there and resume == "no":
+        raise record.name_taken(folder)
+    resumes = there or resume == "yes"
     with contextlib.ExitStack() as undo:
         held = undo.enter_context(contextlib.ExitStack())
         loaded = checkpoint_to_resume(config, dist, folder, checkpoints, held) if resumes else None
-        if not resumes and record.occupied(folder):
-            raise record.name_taken(folder)
         # Where this session begins: the run's own checkpoint, or the checkpoint of another run.
         start = loaded or checkpoint_to_branch_from(config, dist)
         interventions = Interventions(
