@@ -185,14 +185,17 @@ def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypa
     assert {name: first[name] for name in ("versions", "device", "source_sha256")}.items() <= sessions[0].items()
 
 
-def test_a_resume_with_another_number_of_threads_says_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_with_another_number_of_threads_or_other_products_says_so(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = place.train("threads", {"run.steps": 10})
     record_of_run = json.loads((run / "config.json").read_text())
-    record_of_run["sessions"][0]["device"]["threads"] = 7
+    record_of_run["sessions"][0]["device"] |= {"threads": 7, "products": "of another CPU"}
     record_of_run["sessions"][0]["versions"]["torch"] = "1.0"
     (run / "config.json").write_text(json.dumps(record_of_run))
     place.train("threads", {**RESUME, "run.steps": 12})
-    assert f"{run}: torch 1.0 -> {torch.__version__}, threads 7 -> 1: it may differ" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{run}: torch 1.0 -> {torch.__version__}, threads 7 -> 1, products of another CPU -> " in out
 
 
 def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:

@@ -81,10 +81,22 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     hardware = {"type": device.type, "name": platform.processor() or platform.machine(), "processes": world_size}
     # On a CPU the number of threads and the kernels for its instructions decide in which order sums are taken, and so the last bits.
     hardware |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
-    if device.type == "cuda":
+    if device.type == "cpu":
+        hardware["products"] = _products()
+    else:
         hardware |= {"name": torch.cuda.get_device_name(device), "driver": _driver()}
     code = {"git_commit": _git_commit(), "source_sha256": source_sha256(_ROOT)}
     return {"versions": versions, **code, "device": hardware}
+
+
+def _products() -> str:
+    """Digest of matrix products on the CPU: MKL and oneDNN choose kernels by the CPU and by variables of theirs, and report neither."""
+    digest, generator = hashlib.sha256(), torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for m, k, n in ((48, 16, 48), (256, 128, 384)):
+            a_MK, b_KN = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
+            digest.update((a_MK @ b_KN).float().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def source_sha256(root: Path) -> str:

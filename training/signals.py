@@ -61,7 +61,9 @@ class PreemptionHandler:
             read, self._written = os.pipe()
             os.set_blocking(self._written, False)
             self._wakeup = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # that thread takes no signal
             threading.Thread(target=self._listen, args=(read,), daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self
 
     def _listen(self, read: int) -> None:
