@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "BusyError",
     "OneLineParser",
     "UserError",
     "check_finite",
@@ -47,6 +48,10 @@ LARGEST = {
     "validation_sequences": 2**24,
 }
 """Larger sizes are typing errors: code that used them would allocate or loop without end. 2**53 for all other fields."""
+
+
+class BusyError(UserError):
+    """Another process has what this one needs: a run, a recording, a folder to write."""
 
 
 def check_size(field: str, value: object, least: int) -> None:

@@ -17,7 +17,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, cast
 
-from errors import UserError
+from errors import BusyError, UserError
 
 
 def sync_folder(folder: Path) -> None:
@@ -33,7 +33,7 @@ def sync_folder(folder: Path) -> None:
 def aside(folder: Path) -> Iterator[Path]:
     """A hidden folder beside ``folder`` for what is to become it, of this process alone. It goes at the end.
 
-    Raises ``UserError`` where another process has it, or where it cannot be made.
+    Raises ``BusyError`` where another process has it, ``UserError`` where it cannot be made.
     """
     hidden = folder.with_name(f".{folder.name}.partial")
     try:
@@ -50,7 +50,7 @@ def aside(folder: Path) -> Iterator[Path]:
         except OSError:  # a file system without locks
             taken = False
         if taken:
-            raise UserError(f"{folder}: another process is writing it; wait for its end")
+            raise BusyError(f"{folder}: another process is writing it; wait for its end")
         for left in hidden.iterdir():
             if left.is_dir():
                 shutil.rmtree(left)
@@ -67,7 +67,7 @@ def aside(folder: Path) -> Iterator[Path]:
 def lock(path: Path, mode: str, busy: str) -> FileIO:
     """``path``, opened unbuffered in ``mode``, which no other process has while this one has it open; a kill lets go of it.
 
-    ``mode`` is one that writes, as NFS locks no other. Raises ``UserError(busy)`` where another process has it, or another file
+    ``mode`` is one that writes, as NFS locks no other. Raises ``BusyError(busy)`` where another process has it, or another file
     went in its place meanwhile, and ``OSError`` where it cannot be opened. A file system without locks is a warning.
     """
     file: Any = open(path, mode, buffering=0)  # noqa: SIM115
@@ -77,7 +77,7 @@ def lock(path: Path, mode: str, busy: str) -> FileIO:
             raise FileNotFoundError
     except (BlockingIOError, PermissionError, FileNotFoundError):
         file.close()
-        raise UserError(busy) from None
+        raise BusyError(busy) from None
     except OSError as error:
         what = "nothing keeps a second process from writing it at the same time"
         print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tiny_runs import ROOT, Place, before_each_step, command, environment, lines
 
+import files
 import train
 from errors import UserError
 from training import distributed
@@ -111,6 +112,9 @@ def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowher
         assert (place.runs / "mistaken").exists() == (resume == "auto")
     assert outcome_of(place.runs / "mistaken")["code"] == 2
     assert outcome_of(place.train("mistaken", {**AUTO, "run.steps": 1}))["code"] == 0
+    with files.aside(Path(place.recording("theirs"))), pytest.raises(UserError, match="another process"):
+        place.train("beside", {**AUTO, "data.record": place.recording("theirs")})
+    assert not (place.runs / "beside").exists()
     finished = (place.runs / "mistaken/exit.json").read_text()
     with pytest.raises(UserError, match="exists"):
         place.train("mistaken")

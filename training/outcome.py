@@ -8,7 +8,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from errors import UserError, first_line
+from errors import BusyError, UserError, first_line
 from files import write_json
 from training import distributed, record
 from training.checkpoint import found_in
@@ -42,13 +42,13 @@ def forget(run: RunConfig) -> None:
 
 
 def write_of_start(run: RunConfig, error: BaseException) -> None:
-    """As ``write``, for a start that ``error`` ended. Nothing in a folder that is not the run's, or that another process has.
+    """As ``write``, for a start that ``error`` ended. Nothing in a folder that is not the run's, or that another process has or may take.
 
     With run.resume no it cannot be: a new run leaves nothing before it has begun, and another's must stay as it is.
     """
     folder = Path(run.folder, run.name)
     own = {"no": False, "yes": record.begun(folder), "auto": record.begun(folder) or record.free(folder)}
-    if distributed.is_rank_0() and own[run.resume]:
+    if distributed.is_rank_0() and own[run.resume] and not isinstance(error, BusyError):
         with contextlib.suppress(UserError, OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with record.lock(folder):

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import torch
 
-from errors import UserError, invalid
+from errors import BusyError, UserError, invalid
 from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
@@ -267,9 +267,9 @@ def clear_folder(folder: Path) -> None:
         folder.rmdir()
 
 
-def name_taken(folder: Path) -> UserError:
+def name_taken(folder: Path) -> BusyError:
     """The error for a new run whose folder holds another run."""
-    return UserError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
+    return BusyError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
 
 
 def make_folder(folder: Path) -> None:
@@ -287,7 +287,7 @@ def make_folder(folder: Path) -> None:
 def lock(folder: Path) -> IO[bytes]:
     """Lock the run in ``folder`` until the returned file is closed; the kernel closes it when the process dies.
 
-    Raises ``UserError`` when another process has the lock, or the file cannot be made. A file system without locks is a warning.
+    Raises ``BusyError`` when another process has it, ``UserError`` where there can be no file. A file system without locks is a warning.
     """
     path = folder / LOCK_FILE
     while True:
@@ -301,7 +301,7 @@ def lock(folder: Path) -> IO[bytes]:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 file.close()
                 busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
-                raise UserError(f"run.name = {folder.name!r}: {busy}") from None
+                raise BusyError(f"run.name = {folder.name!r}: {busy}") from None
             what = f"nothing keeps a second process from training {folder} at the same time"
             print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
             return file
