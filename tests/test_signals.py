@@ -123,7 +123,15 @@ def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowher
 
 def run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60)
+    return subprocess.run(
+        line,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell starts with &
+    )
 
 
 def test_ctrl_c_that_torchrun_sends_on_counts_once() -> None:
