@@ -87,7 +87,9 @@ def _flash_needs(call: Call) -> str | None:
     elif call.device != "cuda" and not _interprets():
         reason = "it needs a CUDA device (or TRITON_INTERPRET=1)"
     else:
-        reason = head_dim_obstacle(call.head_dim) or head_dim_obstacle(call.value_dim or call.head_dim)
+        reason = head_dim_obstacle(call.head_dim) or head_dim_obstacle(
+            (call.value_dim or call.head_dim) + (8 if call.numerics.delta_error == "zero_sum" else 0)
+        )
         reason = reason or tile_obstacle(call.numerics)
     instead = "flash_reference runs anywhere (backend='flash_reference', in train.py --attention.flash-backend flash_reference)"
     return reason and f"{reason}; {instead}"

@@ -252,6 +252,37 @@ class Numerics:
     )
     """A stochastic one draws independently of ``output_rounding``."""
     delta_sum: str = _format("fp32", "delta", acts_in=(DELTA,))
+    delta_error: str = site(
+        "none",
+        "a chosen error of delta: none, random, constant, scale, rounding, zero_sum",
+        choices=("none", "random", "constant", "scale", "rounding", "zero_sum"),
+        acts_in=(DELTA,),
+        backends=FLASH,
+        conflict=(
+            "none where delta is rowsum_do_o: the error is added to a delta from P",
+            lambda n: n.delta_error != "none" and n.delta == "rowsum_do_o",
+        ),
+    )
+    """delta + e, to ask which errors do harm. With a the ``delta_error_size`` and rms(delta) the root mean square over the rows of a
+    batch element and head: ``random``: +-a rms(delta), a sign each row; ``constant``: a rms(delta); ``scale``: a delta; ``rounding``:
+    a (rowsum(dO * O) - delta), so that a = 1 is ``rowsum_do_o``. ``zero_sum``: delta stays exact and dP is off by the e of ``random`` times
+    a sign each key, so that rows of dS still sum to 0."""
+    delta_error_size: float = site(
+        0.01,
+        "a of delta_error",
+        within=("a finite number other than 0", lambda size: math.isfinite(size) and size != 0),
+        acts_in=(DELTA,),
+        backends=FLASH,
+    )
+    delta_error_rows: str = site(
+        "all",
+        "rows with delta_error: all, tied, untied, one_hot, as_many_as_tied, as_many_as_untied",
+        choices=("all", "tied", "untied", "one_hot", "as_many_as_tied", "as_many_as_untied"),
+        acts_in=(DELTA,),
+        backends=FLASH,
+    )
+    """``tied``: two P are within a factor of 1 - 2^-9, so that if one P_bar rounds to 1 in BF16, both do. ``one_hot``: a P is at least
+    1 - 2^-9. ``as_many_as_``: so many rows of each batch element and head, drawn at random."""
     probability_gradients: str = _format("fp32", "dP", acts_in=(DELTA, BACKWARD))
     score_gradients: str = _format("input", "dS in dS K and dS^T Q", acts_in=(BACKWARD,))
     row_residual: str = site(

@@ -23,7 +23,7 @@ SETTINGS = (
     "bool bottom_right, Tensor? keys, Tensor? ranges, Tensor? padded"
 )
 FORWARD_TENSORS = "q k v seed"
-BACKWARD_TENSORS = "do q k v o counts saved"
+BACKWARD_TENSORS = "do q k v seed o counts saved"
 """Tensors of the passes of flash attention; ``o`` and ``counts`` are ``tiles.delta_operands``."""
 
 
@@ -59,15 +59,15 @@ def differentiable(
 ) -> Callable[..., Tensor]:
     """The backend of an operator on ``FORWARD_TENSORS``, whose first output is O; gradients pass through no other.
 
-    ``keep(*outputs)`` is what ``backward(do, q, k, v, *kept, *settings)`` needs beside the inputs for dQ, dK, dV and the gradient of
+    ``keep(seed, *outputs)`` is what ``backward(do, q, k, v, *kept, *settings)`` needs beside the inputs for dQ, dK, dV and the gradient of
     the sinks, which is empty where there are none.
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, _, *ctx.settings, sinks, ctx.bottom_right, keys, ranges, padded = inputs
+        q, k, v, seed, *ctx.settings, sinks, ctx.bottom_right, keys, ranges, padded = inputs
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(q, k, v, *keep(*outputs), sinks, keys, ranges, padded)
+        ctx.save_for_backward(q, k, v, *keep(seed, *outputs), sinks, keys, ranges, padded)
 
     def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         *tensors, sinks, keys, ranges, padded = ctx.saved_tensors

@@ -167,7 +167,9 @@ def compile_case(case: str, fp_fusion: bool | None = None) -> list[str] | None:
             q, k, v, torch.tensor(0), n, forward_blocks(n, dtype, max(D, DV), T, T), *settings
         )
         blocks = backward_blocks(n, dtype, max(D, DV), T, T)
-        backward.launch_backward(torch.zeros_like(o), q, k, v, *kept_of(o, *rest), n, blocks, *settings)
+        backward.launch_backward(
+            torch.zeros_like(o), q, k, v, *kept_of(torch.tensor(0), o, *rest), n, blocks, *settings
+        )
     finally:
         patch.stopall()
     return found

@@ -64,6 +64,9 @@ SITES: dict[str, tuple[Row, ...]] = {
     "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "low16")),),
     "delta_rounding": (Row(DELTA, beside=("delta_output=m3",)),),
     "delta_sum": (Row(DELTA, standard=DELTA),),
+    "delta_error": (Row(DELTA, beside=("delta=rowsum_p_dp", "delta_error_size=0.5", "output=m3")),),
+    "delta_error_size": (Row(DELTA, beside=("delta=rowsum_p_dp", "delta_error=constant"), values=("-0.5",)),),
+    "delta_error_rows": (Row(DELTA, beside=("delta=rowsum_p_dp", "delta_error=random")),),
     "probability_gradients": (Row(DELTA, standard=DELTA),),
     "score_gradients": (Row(DELTA, standard=DELTA),),
     "row_residual": (
@@ -167,6 +170,8 @@ TOGETHER = [
     Meeting(f"{MANY_BLOCKS} tile_k=48 delta_output=fp32", "tied", BF16),
     Meeting("delta=rowsum_p_dp", numerics="microcosm"),
     Meeting("output_rounding=stochastic", numerics="microcosm"),
+    Meeting("delta=rowsum_p_dp delta_error=rounding delta_error_rows=as_many_as_tied", "tied", BF16),
+    Meeting("delta=rowsum_p_dp_normalized delta_error=zero_sum row_residual=corrected_rows", COMMON, BF16),
     *(
         Meeting(f"row_residual={residual} {sites}", COMMON, dtype)
         for residual in ("centered_keys", "corrected_rows")

@@ -19,6 +19,7 @@ from ..mask import NO_MASK
 from ..numerics import LARGEST_SCALE, Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..rounding import low_bits, storage_dtype
+from .dose import delta_errors, with_zero_sum_noise
 from .exact import exact_float32
 from .exponent import Exponent, exponent_of, probabilities, saved_rows, sink_probabilities, statistics_to_save
 from .tiles import (
@@ -152,6 +153,30 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
     return problem.sites.delta_sum(total)
 
 
+def _top_two(problem: Problem, rows: slice, saved: Tensor) -> Tensor:
+    """The two largest P of each row of a tile, [B, H, 2, R]."""
+    top = torch.zeros_like(saved[..., :1]).expand(*saved.shape[:3], 2)
+    exponent = exponent_of(problem)
+    for columns in problem.column_tiles(rows):
+        p = probabilities(exponent, exponent.scores(rows, columns), saved)
+        top = torch.cat((top, p), dim=-1).topk(2, dim=-1).values
+    return top.transpose(-1, -2)
+
+
+def _deltas(problem: Problem, do: Tensor, o: Tensor, saved: Tensor, seed: Tensor) -> tuple[Tensor, Tensor | None]:
+    """delta of all rows and its ``delta_error``, None where there is none, [B, H, T, 1]; the operands are those of ``_delta_rows``."""
+    n = problem.sites.numerics
+    tiles = [(rows, saved_rows(saved, rows)) for rows in problem.row_tiles()]
+    delta = torch.cat([_delta_rows(problem, rows, do[:, :, rows], o[:, :, rows], kept) for rows, kept in tiles], dim=2)
+    if n.delta_error == "none":
+        return delta, None
+    top_two = None
+    if n.delta_error_rows != "all":
+        top_two = torch.cat([_top_two(problem, rows, kept) for rows, kept in tiles], dim=3)
+    error = delta_errors(delta.squeeze(-1), do.transpose(1, 2), o.transpose(1, 2), top_two, seed, n)
+    return delta, error[..., None]
+
+
 def _over_row_sum(x: Tensor, row_sum: Tensor) -> Tensor:
     """x / rowsum(P) [B, H, R, .]; 0 in a row whose P is 0 throughout (an L far too large), as x is there."""
     return x / row_sum.masked_fill(row_sum == 0, 1.0)
@@ -224,16 +249,16 @@ def _row_residual(
 
 
 def _add_gradients(
-    totals: tuple[Tensor, ...], problem: Problem, heads: slice, do: Tensor, o: Tensor, saved: Tensor
+    totals: tuple[Tensor, ...], problem: Problem, heads: slice, do: Tensor, delta: Tensor, saved: Tensor
 ) -> None:
     """Add to dQ [B, H, T, D], to dK and dV [B, HK, S, D] and to the gradient of the sinks [H] what comes of ``problem``: those of the H
-    heads that ``heads`` names, no two with the same keys. dO and O are of all heads, as is what was saved."""
+    heads that ``heads`` names, no two with the same keys. dO and delta are of all heads, as is what was saved."""
     dq, dk, dv, dsinks = totals[0][:, heads], *totals[1:3], totals[3][heads]
-    do, o, saved = do[:, heads], o[:, heads], saved[:, heads]
+    do, deltas, saved = do[:, heads], delta[:, heads], saved[:, heads]
     add = problem.sites.gradient_accumulator
     for rows in problem.row_tiles():
         do_rows, kept_rows = do[:, :, rows], saved_rows(saved, rows)
-        delta = _delta_rows(problem, rows, do_rows, o[:, :, rows], kept_rows)
+        delta = deltas[:, :, rows]
         excess, delta_of_keys = _row_residual(problem, rows, do_rows, kept_rows, delta)
         if problem.sinks is not None:
             dsinks -= (sink_probabilities(exponent_of(problem), kept_rows) * delta).sum(dim=(0, 2, 3))
@@ -246,7 +271,15 @@ def _add_gradients(
 
 
 def _backward_pass(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, counts: Tensor, saved: Tensor, *settings: Any
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    o: Tensor,
+    counts: Tensor,
+    saved: Tensor,
+    *settings: Any,
 ) -> tuple[Tensor, ...]:
     """(dQ, dK, dV), each [B, T, H, D] in q's dtype, and the gradient of the sinks, float32. ``o`` and ``counts`` are
     ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
@@ -254,12 +287,20 @@ def _backward_pass(
         problem = make_problem(q, k, v, *settings)
         do_BHTD = problem.visible_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
+        delta, error = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
+        if error is not None and problem.sites.numerics.delta_error == "zero_sum":
+            do, noisy_v = with_zero_sum_noise(do, v, error.squeeze(-1), seed)
+            problem = make_problem(q, k, noisy_v, *settings)
+            do_BHTD = problem.visible_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
+            delta, _ = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
+        elif error is not None:
+            delta = delta + error
         dk, dv = (torch.zeros_like(x[:, :: problem.group]) for x in (problem.k, problem.v))
         dsinks = torch.zeros(q.shape[2] if problem.sinks is not None else 0, device=q.device)
         totals = torch.zeros_like(problem.q), dk, dv, dsinks
         for heads in (slice(head, None, problem.group) for head in range(problem.group)):
-            _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, o_BHTD, saved)
-        return *problem.gradients(*totals[:3], q.dtype), dsinks
+            _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, delta, saved)
+        return *problem.gradients(*totals[:2], dv[..., : v.shape[3]], q.dtype), dsinks
 
 
 _backward = operator("flash_reference_backward", BACKWARD_TENSORS, 4, _backward_pass, gradients_like)
@@ -327,15 +368,16 @@ def _delta_tiles(
     problem = make_problem(q, k, v, key, scale, causal, softcap)
     do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
     o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
+    delta, error = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
+    if error is not None and problem.sites.numerics.delta_error != "zero_sum":
+        delta = delta + error
     for rows in problem.row_tiles():
-        kept = saved_rows(saved, rows)
-        delta = _delta_rows(problem, rows, do_BHTD[:, :, rows], o_BHTD[:, :, rows], kept)
-        yield problem, rows, do_BHTD[:, :, rows], kept, delta
+        yield problem, rows, do_BHTD[:, :, rows], saved_rows(saved, rows), delta[:, :, rows]
 
 
-def kept_of(o: Tensor, delta_output: Tensor, saved: Tensor) -> tuple[Tensor, ...]:
-    """What the backward pass needs of the outputs."""
-    return *delta_operands(o, delta_output), saved
+def kept_of(seed: Tensor, o: Tensor, delta_output: Tensor, saved: Tensor) -> tuple[Tensor, ...]:
+    """What the backward pass needs of the outputs, and the seed."""
+    return seed, *delta_operands(o, delta_output), saved
 
 
 flash_reference = differentiable(_forward, _backward, kept_of)

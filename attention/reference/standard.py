@@ -69,4 +69,4 @@ def _backward_pass(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) 
 
 _forward = operator("standard_forward", FORWARD_TENSORS, 1, _forward_pass, _output)
 _backward = operator("standard_backward", "do q k v", 4, _backward_pass, gradients_like)
-standard = differentiable(_forward, _backward, lambda o: ())
+standard = differentiable(_forward, _backward, lambda *_: ())

@@ -22,7 +22,8 @@ installed ``low_precision_attention``."""
 TORCHS = functional.scaled_dot_product_attention
 """torch's own, whatever ``replace_sdpa`` puts in its place: ``functional.py`` imports this module before anything can call that."""
 OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
-"""Streams of random bits: the O passed on, the O inside delta and P_bar are drawn independently."""
+ROW_SIGN_STREAM, ROW_CHOICE_STREAM, COLUMN_SIGN_STREAM = 3, 4, 5
+"""Streams of random bits, independent of each other: the O passed on, the O inside delta and P_bar; and what ``delta_error`` draws."""
 
 FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

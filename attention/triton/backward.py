@@ -19,10 +19,13 @@ from torch import Tensor
 from ..mask import KeyRanges, Mask
 from ..numerics import BACKWARD, DELTA, Numerics
 from ..operators import empty_sinks
+from ..reference.dose import NOISE_COLUMNS, delta_errors, with_zero_sum_noise
 from ..reference.exponent import log2_scale
+from ..reference.tiles import FORMAT_OF, o_for_delta
 from ..rounding import round_to as round_tensor
-from .block_sizes import Blocks, width
+from .block_sizes import Blocks, backward_blocks, width
 from .codes import (
+    ALL_ROWS,
     CENTERED_KEYS,
     CORRECTED_ROWS,
     FMA,
@@ -31,6 +34,7 @@ from .codes import (
     LOADED,
     LOW_BITS,
     MAX_AND_SUM,
+    NO_ERROR,
     REUSED,
     ROWSUM_DO_O,
     ROWSUM_P_DP,
@@ -72,6 +76,7 @@ def query_kernel(
     p_saved,
     p_delta,
     p_of_sinks,
+    p_top_two,
     p_center,
     p_dq,
     p_key_ranges,
@@ -92,9 +97,11 @@ def query_kernel(
     """dQ of one block of rows and, for the key kernel, their delta = rowsum(dO * O).
 
     A delta made from P takes two launches: one that makes delta only, and one for dQ, with delta LOADED. CORRECTED_ROWS passes the
-    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D]; ``p_of_sinks``: the sink's weight in each row [B, H, T].
+    corrected delta on. ``p_center``: c of CENTERED_KEYS, [B, HK, D]; ``p_of_sinks``: the sink's weight in each row [B, H, T];
+    ``p_top_two``: the two largest P of each row, [B, H, 2, T], for ``delta_error_rows``.
     """
     ONLY_DELTA: tl.constexpr = SITES.delta == ROWSUM_P_DP or SITES.delta == ROWSUM_P_DP_NORMALIZED
+    CLASSES: tl.constexpr = ONLY_DELTA and SITES.delta_error != NO_ERROR and SITES.delta_error_rows != ALL_ROWS
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
     WIDTH: tl.constexpr = SHAPE.WIDTH
@@ -140,6 +147,7 @@ def query_kernel(
         b_row_sum += tl.load(p_of_sinks + p_row, mask=o_t < T, other=0.0)
     b_r = tl.zeros([BT], tl.float32)
     b_r_unrounded = tl.zeros([BT], tl.float32)
+    b_first, b_second = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
     if SHAPE.RANGES:
@@ -160,6 +168,8 @@ def query_kernel(
             b_dp = round_to(b_dp, SITES.probability_gradients)
             if ONLY_DELTA:
                 b_delta += tl.sum(b_p * b_dp, 1)
+                if CLASSES:
+                    b_first, b_second = top_two(b_p, b_first, b_second)
                 if SITES.delta == ROWSUM_P_DP_NORMALIZED:
                     b_row_sum += tl.sum(b_p, 1)
             else:
@@ -197,6 +207,20 @@ def query_kernel(
         if SITES.delta == ROWSUM_P_DP_NORMALIZED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
         tl.store(p_delta + p_row, round_to(b_delta, SITES.delta_sum), mask=o_t < T)
+        if CLASSES:
+            p_pair = p_top_two + i_bh.to(tl.int64) * (2 * T) + o_t
+            tl.store(p_pair, b_first, mask=o_t < T)
+            tl.store(p_pair + T, b_second, mask=o_t < T)
+
+
+@triton.jit
+def top_two(b_p, b_first, b_second):
+    """The two largest of a block's rows and of what came before, [BT] each; two that are equal are both."""
+    b_top = tl.max(b_p, 1)
+    m_top = b_p == b_top[:, None]
+    b_next = tl.max(tl.where(m_top, 0.0, b_p), 1)
+    b_next = tl.where(tl.sum(m_top.to(tl.int32), 1) > 1, b_top, b_next)
+    return tl.maximum(b_first, b_top), tl.maximum(tl.minimum(b_first, b_top), tl.maximum(b_second, b_next))
 
 
 @triton.jit
@@ -356,6 +380,7 @@ def launch_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    seed: Tensor,
     o: Tensor,
     counts: Tensor,
     saved: Tensor,
@@ -375,6 +400,8 @@ def launch_backward(
     (B, T, H, D), (_, S, HK, _) = q.shape, k.shape
     of_keys, of_queries = blocks
     delta = torch.empty((B, H, T), device=q.device, dtype=torch.float32)
+    classes = n.delta_error != "none" and n.delta_error_rows != "all"
+    largest_p = torch.empty((B, H, 2, T), device=q.device, dtype=torch.float32) if classes else None
     ranges = mask.key_ranges(B, T, S, causal, q.device)
     center = mean_key(k, n, ranges) if n.row_residual == "centered_keys" else delta
     gradients = empty_gradients(q, k, v)
@@ -425,6 +452,7 @@ def launch_backward(
             p_saved=saved,
             p_delta=delta,
             p_of_sinks=of_sinks,
+            p_top_two=largest_p,
             p_center=center,
             p_dq=dq,
             p_key_ranges=ranges and ranges.keys_of_queries,
@@ -449,6 +477,22 @@ def launch_backward(
 
     # The dQ kernel comes first: it has dO of its rows on chip and writes delta for the other.
     queries(query_sites.delta)
+    if n.delta_error != "none":
+        do_read = round_tensor(do.float(), n.output_gradient)
+        if ranges is not None:
+            do_read = do_read.masked_fill(ranges.empty()[:, :, None, None], 0.0)
+        error = delta_errors(delta, do_read, o_for_delta(o, counts, n), largest_p, seed, n)
+        if n.delta_error == "zero_sum":
+            exact = n.with_sites({"delta_error": "none"})
+            more = v.shape[3] + NOISE_COLUMNS
+            wide = backward_blocks(exact, FORMAT_OF[q.dtype], max(D, more), T, S)
+            noisy_do, noisy_v = with_zero_sum_noise(do, v, error, seed)
+            settings = scale, causal, softcap, sinks, mask
+            found, dsinks = launch_backward(noisy_do, q, k, noisy_v, seed, o, counts, saved, exact, wide, *settings)
+            for to, x in zip(split_gradients(gradients, q, k, v), split_gradients(found, q, k, noisy_v), strict=True):
+                to.copy_(x[..., : to.shape[3]])
+            return gradients, dsinks
+        delta += error
     if n.delta != "rowsum_do_o":
         queries(LOADED.value)
     key_kernel[(B * HK * triton.cdiv(S, of_keys.columns),)](

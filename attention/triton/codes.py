@@ -47,6 +47,8 @@ _, REUSED = _codes(SITES["backward_probabilities"].choices)
 _, UP = _codes(SITES["row_max_rounding"].choices)
 KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
 ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED = _codes(SITES["delta"].choices)
+NO_ERROR, *_ = _codes(SITES["delta_error"].choices)
+ALL_ROWS, *_ = _codes(SITES["delta_error_rows"].choices)
 LOADED = tl.constexpr(len(SITES["delta"].choices))
 """delta that an earlier launch made."""
 SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))

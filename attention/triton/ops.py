@@ -43,6 +43,7 @@ def _backward_pass(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    seed: Tensor,
     o: Tensor,
     counts: Tensor,
     saved: Tensor,
@@ -54,7 +55,7 @@ def _backward_pass(
     n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
     with torch.cuda.device_of(q):
-        return launch_backward(do, q, k, v, o, counts, saved, n, blocks, *settings)
+        return launch_backward(do, q, k, v, seed, o, counts, saved, n, blocks, *settings)
 
 
 def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
