@@ -63,15 +63,18 @@ def test_a_full_disk_names_the_file_and_the_step(tmp_path: Path) -> None:
 
 
 def test_a_broken_wandb_does_not_end_the_run(tmp_path: Path) -> None:
-    def fail(record: dict[str, Any]) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ConnectionError("gone")
 
     metrics = make(tmp_path)
-    metrics._wandb_run = SimpleNamespace(log=fail)
+    metrics._wandb_run = broken = SimpleNamespace(log=fail, finish=fail)
     with pytest.warns(UserWarning, match="gone"):
         metrics.log(0, train_loss=1.0)
     metrics.log(1, train_loss=1.0)
     assert len(read_metrics(tmp_path)) == 2
+    metrics._wandb_run = broken
+    with pytest.warns(UserWarning, match="gone"):
+        metrics.close()
 
 
 @pytest.fixture

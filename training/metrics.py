@@ -153,7 +153,10 @@ class Metrics:
             self._file.close()
             self._file = None
         if self._wandb_run is not None:
-            self._wandb_run.finish(exit_code=exit_code)
+            try:
+                self._wandb_run.finish(exit_code=exit_code)
+            except Exception as error:
+                warnings.warn(f"W&B could not finish its run ({error}); {METRICS_FILE} is whole", stacklevel=2)
             self._wandb_run = None
 
 
