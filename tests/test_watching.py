@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -99,7 +100,7 @@ def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> 
         "dq_error": (dq.sum(dim=(0, 2)) - exact).norm(dim=-1) / exact.norm(),
         "nan_made": torch.zeros(H).double(),
     }
-    assert set(expected) | {"row_residual_do_o"} == set(COLUMNS)
+    assert set(expected) | {"row_residual"} == set(COLUMNS)
     for name, value in expected.items():
         torch.testing.assert_close(torch.tensor(seen.record[name][1]).double(), value, rtol=2e-3, atol=1e-6, msg=name)
 
@@ -110,11 +111,32 @@ def test_the_rounding_of_o_is_seen_in_delta_and_in_r_and_is_none_in_fp32() -> No
         model = Model().to(dtype)
         with watch(model) as seen:
             model(data().to(dtype)).backward()
-        found[dtype] = {
-            name: max(map(max, seen.record[name])) for name in ("delta_error", "row_residual_do_o", "dq_error")
-        }
+        found[dtype] = {name: max(map(max, seen.record[name])) for name in ("delta_error", "row_residual", "dq_error")}
     for name, rounded in found[torch.bfloat16].items():
         assert rounded > 1e-3 > 100 * found[torch.float32][name]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
+    """torch's math formula forms delta from P: its rows sum to 0 though O is in BF16. Only the forward pass has a pinned kernel."""
+
+    class Attends(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            mask = torch.zeros(T, T).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+            how = {"attn_mask": mask.bfloat16()} if masked else {"is_causal": True}
+            return functional.scaled_dot_product_attention(q, k, k * 1.0, **how).square().sum()
+
+    q, k = (torch.randn(B, H, T, D).bfloat16().requires_grad_() for _ in range(2))
+    found = {}
+    for name in ("flash", "math"):
+        with watch(model := Attends(), say=lambda line: None) as seen:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION if name == "flash" else SDPBackend.MATH):
+                loss = model(q, k)
+            loss.backward()
+        error, found[name] = (torch.tensor(seen.record[column][0]) for column in ("delta_error", "row_residual"))
+    assert (0.5 * error < found["flash"]).all()
+    assert (found["flash"] < 2 * error).all()
+    assert (found["math"] < 1e-2 * error).all()
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
@@ -63,8 +64,10 @@ class Look:
         softcap: float,
         dropout: float = 0.0,
         heads_at: int = -3,
+        kernel: Callable[..., Tensor] | None = None,
     ) -> None:
-        """Copy a call; ``heads_at``: which dimension of q, k, v and o the heads are, -3 or -2."""
+        """Copy a call; ``heads_at``: which dimension of q, k, v and o the heads are, -3 or -2; ``kernel``: what made o, called as torch's
+        function."""
         # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
         sequences, dtype = self._sequences, (q if o is None else o).dtype
 
@@ -74,6 +77,13 @@ class Look:
 
         if mask is not None:
             mask = mask.detach().reshape(-1, *(1,) * (3 - mask.ndim), *mask.shape[-3:])[:sequences].clone()
+        again = None
+        if kernel is not None and not softcap:
+
+            def again(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+                bias = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)  # as autocast has it
+                return kernel(q, k, v, bias, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+
         self._calls[layer] = Call(
             q_BHTD=few(q),
             k_BHSD=few(k),
@@ -84,6 +94,7 @@ class Look:
             scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             softcap=float(softcap),
             dropout=dropout,
+            kernel=again,
         )
         if o is None or not o.requires_grad:
             return

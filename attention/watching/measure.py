@@ -9,7 +9,7 @@ Legend: B batch, H heads, T queries, D head dim; R the queries of one chunk, S t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..reference.exact import exact_float32
-from ..reference.tiles import FORMAT_OF
 from ..rounding import round_to
 
 TIE_TOLERANCES = (0.0, 1e-3, 2.0**-9)
@@ -159,14 +158,15 @@ COLUMNS = {
     "one_hot": "share of rows whose largest probability rounds to 1 in BF16",
     "delta_error": "root mean square of rowsum(dO * O) - rowsum(P * dP), O as attention returned it, over that of rowsum(P * dP)",
     "delta_bias": "mean of the same, over the same",
-    "row_residual_do_o": "root mean square of r = rowsum(dS) as FlashAttention's formula delta = rowsum(dO * O) leaves it, over the same",
+    "row_residual": "root mean square of rowsum(dS) as the kernel leaves it, over the same; measured with its calls (check.measures)",
     "dq_error": "||sum over queries of dQ - dQ in FP32|| over the layer's ||sum of dQ in FP32||, dQ as attention's backward pass made it",
     "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
 }
-"""Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown).
+"""Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown); and ``row_residual`` of what is no
+call of torch's ``scaled_dot_product_attention`` or ours, or has a soft-cap or sinks.
 
-``delta_*`` and ``row_residual_do_o`` are of that formula, whatever the kernel does: one with another delta, as torch's math formula or
-``flash_delta_from_p``, has rows of dS that sum to about 0, and only ``dq_error`` shows it.
+``delta_*`` are of that formula, whatever the kernel does: of one with another delta, as torch's math formula or ``flash_delta_from_p``,
+``row_residual`` is about 0. It is of q and k without one feature, and without the rounding of dS.
 """
 _ONE = 1 - 2.0**-9
 SCORES = 2**24
@@ -187,6 +187,8 @@ class Call:
     scale: float
     softcap: float
     dropout: float
+    kernel: Callable[..., Tensor] | None = None
+    """What made O, called as ``check.kernels.Call`` with the mask of this call; None where that is not known."""
     do_BHTD: Tensor | None = None
     dq_BHTD: Tensor | None = None
 
@@ -210,8 +212,7 @@ def measure(call: Call) -> dict[str, Tensor]:
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
-                ds = round_to(p * (dp - from_o[..., None]), FORMAT_OF.get(call.q_BHTD.dtype, "fp32"))
-                found |= {"delta": delta, "error": from_o - delta, "r": ds.sum(dim=-1)}
+                found |= {"delta": delta, "error": from_o - delta}
                 slope = (1 - (s / call.softcap).square()).masked_fill(s == -math.inf, 0.0) if call.softcap else 1.0
                 dq[:, :, chosen] = call.scale * (p * (dp - delta[..., None]) * slope) @ k[:, :, : s.shape[-1]]
             for name, value in found.items():
@@ -232,7 +233,8 @@ def measure(call: Call) -> dict[str, Tensor]:
         size = mean(whole["delta"].square()).sqrt()
         columns["delta_error"] = _over(mean(whole["error"].square()).sqrt(), size)
         columns["delta_bias"] = _over(mean(whole["error"]), size)
-        columns["row_residual_do_o"] = _over(mean(whole["r"].square()).sqrt(), size)
+        if (r := _row_sums(call)) is not None:
+            columns["row_residual"] = _over(mean(r.square() * (whole["max"] != -math.inf)).sqrt(), size)
     if call.dq_BHTD is not None:
         dq = dq.where((whole["max"] != -math.inf)[..., None], 0.0)
         if do is not None:
@@ -244,6 +246,21 @@ def measure(call: Call) -> dict[str, Tensor]:
             read &= dq.abs().amax() <= torch.finfo(call.dq_BHTD.dtype).max
         columns["nan_made"] = (read & ~call.dq_BHTD.isfinite().all(dim=-1).all(dim=-1).all(dim=0)).float()
     return columns
+
+
+def _row_sums(call: Call) -> Tensor | None:
+    """rowsum(dS) [B, H, T] as the kernel leaves it; None where that is not known."""
+    if call.kernel is None or call.do_BHTD is None:
+        return None
+    from ..check.classes import Problem  # its package captures inputs by what is here
+    from ..check.measures import rows_from_outside
+
+    problem = Problem(call.q_BHTD, call.k_BHSD, call.v_BHSD, call.do_BHTD, call.scale, call.causal)
+    try:
+        with torch.enable_grad(), torch.autocast(call.q_BHTD.device.type, enabled=False):
+            return rows_from_outside(call.kernel, problem)
+    except (RuntimeError, ValueError):  # it takes no call of a few sequences, or has no backward pass
+        return None
 
 
 def _over(x: Tensor, size: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
@@ -111,7 +113,7 @@ class Pass(TorchFunctionMode):
             arguments = named(*args, **kwargs)
         except TypeError:  # ``func`` says what is wrong
             return func(*args, **kwargs)
-        return self.attend(lambda: func(*args, **kwargs), arguments)
+        return self.attend(functools.partial(func, *args, **kwargs), arguments)
 
     def attend(self, run: Callable[[], Tensor], arguments: dict[str, Any]) -> Tensor:
         """A call of attention was made, with these arguments: let ``run`` or another compute it."""
@@ -167,6 +169,24 @@ class Pass(TorchFunctionMode):
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)
 """The innermost pass of this thread."""
+
+
+def kernel_of(run: Callable[..., Any]) -> Callable[..., Tensor] | None:
+    """What computed a call of torch's function or ours, with the choices in force now; None for another."""
+    if not isinstance(run, functools.partial) or run.keywords.get("sinks") is not None:
+        return None
+    if run.func not in (TORCHS, scaled_dot_product_attention):
+        return None
+    if run.func is scaled_dot_product_attention:
+        own = {name: run.keywords[name] for name in ("numerics", "rounding_seed") if name in run.keywords}
+        return functools.partial(scaled_dot_product_attention, **own)
+    backends = _cur_sdpa_kernel_backends(with_priority=True)
+
+    def call(*qkv: Any, **settings: Any) -> Tensor:
+        with sdpa_kernel(backends, set_priority=True):
+            return TORCHS(*qkv, **settings)
+
+    return call
 
 
 _SIGNATURE = inspect.signature(scaled_dot_product_attention)

@@ -15,6 +15,7 @@ Legend: B batch, H heads, G key heads, T queries, S keys, D head dim.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule, RunsAway
 from .log import close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look
 from .measure import as_lists
-from .passes import COMPILED, Hook, Pass, plain_mask
+from .passes import COMPILED, Hook, Pass, kernel_of, plain_mask
 
 STEPS, RATE = "steps", "summed learning rate"
 """What a log's clock is."""
@@ -351,6 +352,7 @@ class Watch:
                 o = scaled_dot_product_attention(**named, numerics=moved)
             except ValueError as error:
                 self._warn("switch", f"{self._cannot(number, error)}; it runs as it did")
+        computed = run if o is None else functools.partial(scaled_dot_product_attention, numerics=moved)
         o = run() if o is None else o
         if look is None:
             return o
@@ -362,7 +364,8 @@ class Watch:
             q, k, v = (named[name] for name in ("query", "key", "value"))
             causal, mask = bool(named["is_causal"]), plain_mask(named["attn_mask"], q.device)
             flags = {name: named[name] for name in ("scale", "softcap")}
-            look.keep(layer, q, k, v, kept, mask=mask, causal=causal, dropout=named["dropout_p"], **flags)
+            flags |= {"causal": causal, "dropout": named["dropout_p"], "kernel": kernel_of(computed)}
+            look.keep(layer, q, k, v, kept, mask=mask, **flags)
 
         self._guard(keep)
         return o
