@@ -68,22 +68,15 @@ def smooth_loss(folder: Path, window: int = 100) -> pd.Series:
     return means.set_axis(means.index * window + window / 2)
 
 
-def loss_and_logits(steps: int, lowest_loss: float, highest_loss: float, ticks: range) -> tuple[Figure, Any, Any]:
-    """A figure of two panels: left the training loss, right the largest logit of layer 1, with the threshold of the FMA exponent."""
-    figure, [[left, right]] = page(4.2, 1, 2)
-    left.set(ylim=(lowest_loss, highest_loss), xlim=(0, steps))
-    right.set(yscale="log", ylim=(1, 5e7), xlim=(0, steps))
-    right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
-    left.set_title("training loss", fontsize=12, loc="left")
-    right.set_title("largest attention logit of layer 1", fontsize=12, loc="left")
-    for axis in (left, right):
-        count_steps(axis, ticks)
-    return figure, left, right
-
-
 def front() -> Figure:
     """Left the training loss, right the largest logit of layer 1, of five attentions on three seeds each."""
-    figure, left, right = loss_and_logits(13_200, 2.7, 8, range(0, 13_000, 4000))
+    figure, [[left, right]] = page(4.2, 1, 2)
+    left.set(ylim=(2.7, 8), xlim=(0, 13_200))
+    right.set(yscale="log", ylim=(1, 5e7), xlim=(0, 13_200))
+    right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
+    for axis, title in ((left, "training loss"), (right, "largest attention logit of layer 1")):
+        axis.set_title(title, fontsize=12, loc="left")
+        count_steps(axis, range(0, 13_000, 4000))
     consistent = EXPERIMENTS / "consistent" / "runs"
     for runs, color in (
         (f"{RUNS}/sdpa_flash{{}}", BLACK),
@@ -190,25 +183,10 @@ def gradient_norms(folder: Path) -> pd.DataFrame:
     return probes(folder).set_index("step")[["max_logit_1"]].join(medians, how="inner").loc[1000:]
 
 
-def public_recipe() -> Figure:
-    """``flash`` and ``flash_consistent`` on the same batches of the public text: training loss and largest logit of layer 1."""
-    figure, left, right = loss_and_logits(3900, 0, 4, range(0, 3001, 1000))
-    for run, color in (("python_flash", ORANGE), ("python_consistent", BLUE)):
-        folder = EXPERIMENTS / "public_recipe" / "runs" / run
-        loss, rows = smooth_loss(folder, 50), probes(folder)
-        left.plot(loss.index, loss, color=color, linewidth=1.5)
-        right.plot(rows["step"], rows["max_logit_1"], color=color, linewidth=1.5)
-    write(left, (2600, 2.6, "flash", ORANGE), (1900, 0.25, "flash_consistent", BLUE))
-    write(right, (2300, 1e6, "flash", ORANGE), (1500, 22, "flash_consistent", BLUE))
-    write(right, (100, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY))
-    return figure
-
-
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
     save(layers(), FAST_FAILURE / "layers.png")
     save(large_logits(), FAST_FAILURE / "large_logits.png")
-    save(public_recipe(), EXPERIMENTS / "public_recipe" / "curves.png")
 
 
 if __name__ == "__main__":

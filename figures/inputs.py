@@ -93,9 +93,7 @@ class Inputs:
         self._args = args
         self.figure = 0
         self.layer: int = args.layer
-        self.sequence: int = args.sequence
         self.sequences: int = args.sequences
-        self.token: int | None = args.token
         self.capture = cache(self._capture)
 
     @cached_property
@@ -153,8 +151,6 @@ class Inputs:
         opened = self.checkpoints()[which]
         config = opened.config
         T = config.data.sequence_length
-        self._check("sequence", self.sequence, self.sequences)
-        self._check("token", self.token or 0, T)
         folder = self._args.data or Path(config.data.dataset)
         count = self.sequences
         tokens_BT, targets_BT = validation_tokens(folder, T, count, config.model.vocab_size, self.device)

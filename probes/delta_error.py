@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of, probabilities, saved_rows
 from attention.reference.flash import row_deltas
 from attention.reference.flash import row_residuals as reference_row_residuals
-from attention.reference.tiles import FORMAT_OF, Problem, Sites, make_problem, o_for_delta
+from attention.reference.tiles import FORMAT_OF, Sites, make_problem, o_for_delta
 from probes.capture import LayerCapture
 
 HIGH = FP32.with_sites({"output": "fp32", "inputs": "fp32", "tile_q": 0, "tile_k": 0})
@@ -72,11 +73,6 @@ class Summary:
     """Share of tokens with an error above 0, of those with one (0.5 where there is none)."""
     units: int
     """n of the standard error."""
-
-    @property
-    def z_H(self) -> Tensor:
-        """Mean over standard error; 0 where there is no error at all."""
-        return torch.where(self.mean_H == 0, 0.0, self.mean_H / self.standard_error_H)
 
 
 def effective_numerics(group: HeadGroup) -> Numerics:
@@ -179,12 +175,6 @@ def over_groups(layer: LayerCapture, measure: Callable[[HeadGroup], Tensor]) -> 
     return torch.cat(parts, dim=1)[:, back]
 
 
-def problem_of(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> Problem:
-    """The operands of a group as a ``Problem``: float32 [B, H, T, D], with the sites of ``numerics``."""
-    q, k, v, _, _ = layer.heads(group)
-    return make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap)
-
-
 @torch.no_grad()
 def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
     """O, the O inside delta (empty where it is O) [B, T, H, D], and what ``saved_shape`` says, by ``flash_reference``."""
@@ -205,18 +195,29 @@ def high_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
     n = numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
     if unrounded(n) and n.backward_probabilities == "unrounded":
         return forward_pass(layer, group, HIGH.with_sites({"inputs": n.inputs}))[0].transpose(1, 2)
+    return under_p(layer, group, "v")
+
+
+@torch.no_grad()
+def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, through_softcap: bool = False) -> Tensor:
+    """P K or P V of a group with the P that its backward pass recomputes, float32 [B, H, T, D].
+
+    ``through_softcap``: each P carries the factor of the soft-cap's gradient.
+    """
+    numerics = effective_numerics(group)
     saved = forward_pass(layer, group, numerics)[2]
+    q, k, v, _, _ = layer.heads(group)
     with exact_float32(layer.q_BTHD.device):
-        problem = problem_of(layer, group, numerics)
-        exponent = exponent_of(problem)
-        outputs = []
+        problem = make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap)
+        exponent, x, parts = exponent_of(problem), getattr(problem, name), []
         for rows in problem.row_tiles():
-            o = torch.zeros_like(problem.v[:, :, rows])
+            total = torch.zeros_like(x[:, :, rows])
             for columns in problem.column_tiles(rows):
-                p = probabilities(exponent, exponent.scores(rows, columns), saved_rows(saved, rows))
-                o += p @ problem.v[:, :, columns]
-            outputs.append(o)
-        return torch.cat(outputs, dim=2)
+                s = exponent.scores(rows, columns)
+                p = probabilities(exponent, s, saved_rows(saved, rows))
+                total += (problem.through_softcap(p, s) if through_softcap else p) @ x[:, :, columns]
+            parts.append(total)
+        return torch.cat(parts, dim=2)
 
 
 def _do(layer: LayerCapture, group: HeadGroup) -> Tensor:

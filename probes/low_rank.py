@@ -17,39 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.plan import HeadGroup
 from attention.reference.exact import exact_float32
-from attention.reference.exponent import exponent_of, probabilities, saved_rows
 from probes.capture import LayerCapture
-from probes.delta_error import (
-    effective_numerics,
-    forward_pass,
-    over_groups,
-    problem_of,
-)
+from probes.delta_error import over_groups, under_p
 
 
 def weighted_keys(layer: LayerCapture) -> Tensor:
     """(P K)[T] for every token, [B, H, T, D] float32: the keys' mean under the P that the backward pass recomputes."""
-    return over_groups(layer, lambda group: _weighted_keys(layer, group))
-
-
-@torch.no_grad()
-def _weighted_keys(layer: LayerCapture, group: HeadGroup) -> Tensor:
-    numerics = effective_numerics(group)
-    saved = forward_pass(layer, group, numerics)[2]
-    with exact_float32(layer.q_BTHD.device):
-        problem = problem_of(layer, group, numerics)
-        exponent = exponent_of(problem)
-        sums = []
-        for rows in problem.row_tiles():
-            total = torch.zeros_like(problem.k[:, :, rows])
-            for columns in problem.column_tiles(rows):
-                s = exponent.scores(rows, columns)
-                p = problem.through_softcap(probabilities(exponent, s, saved_rows(saved, rows)), s)
-                total += p @ problem.k[:, :, columns]
-            sums.append(total)
-        return torch.cat(sums, dim=2)
+    return over_groups(layer, lambda group: under_p(layer, group, "k", through_softcap=True))
 
 
 def _outer_sum(rows_BHTD: Tensor, x_BTC: Tensor) -> Tensor:

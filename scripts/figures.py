@@ -29,12 +29,9 @@ def _figure_4(inputs: Inputs) -> Drawn:
     inputs.check_alike()
     count = len(inputs.checkpoints())
     # One checkpoint: two of its sequences. Several: the same sequence in each.
-    chosen, last = inputs.sequence, inputs.sequences - 1
-    for which, batch in (
-        [(i, chosen) for i in range(count)] if count > 1 else [(0, chosen), (0, 0 if chosen == last else last)]
-    ):
+    for which, batch in [(i, 0) for i in range(count)] if count > 1 else [(0, 0), (0, inputs.sequences - 1)]:
         (layer, _), head = inputs.capture(which), inputs.head()
-        token = delta.largest_error_in(layer, head, batch) if inputs.token is None else inputs.token
+        token = delta.largest_error_in(layer, head, batch)
         source = inputs.checkpoints()[which].label
         label = f"{source}, sequence {batch}"
         rows.append(similarity.rank_one(layer, head=head, batch=batch, token=token, source=source, label=label))
@@ -44,8 +41,6 @@ def _figure_4(inputs: Inputs) -> Drawn:
 def _figure_5(inputs: Inputs) -> Drawn:
     (layer, loss_scale), head = inputs.capture(), inputs.head()
     batch, token = delta.largest_error(layer, head)
-    if inputs.token is not None:
-        batch, token = inputs.sequence, inputs.token
     error = delta.head_error(layer, head=head, batch=batch, token=token, label=inputs.place(), loss_scale=loss_scale)
     return delta.draw_delta(error)
 
@@ -66,11 +61,6 @@ REGISTRY: dict[int, Entry] = {
     11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: over_steps.draw_norms(inputs.runs)),
     13: Entry("repeated maxima before the explosion", RUNS, lambda inputs: over_steps.draw_ties(inputs.runs)),
 }
-GONE = {
-    **dict.fromkeys((2, 7), "scripts/compare_runs.py draws losses"),
-    **dict.fromkeys((3, 6, 8, 9, 12), "commit c487be1 draws it"),
-}
-"""What replaced figures that were drawn here."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,8 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, default=8, help="sequences of the validation tokens to read (8)")
     parser.add_argument("--layer", type=int, default=1, help="which layer (1, the paper's layer 2)")
     parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
-    parser.add_argument("--sequence", type=int, default=0, help="the sequence that --token is in (0)")
-    parser.add_argument("--token", type=int, help="which token (figures 4, 5: the one with the largest error)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
     parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder to write to (pictures)")
     return parser
@@ -104,13 +92,8 @@ def _parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespace]:
     """Numbers, whether ``all`` was asked for, and the options, checked."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    for number in args.figures:  # first, as what is gone had options of its own
-        if number.isdecimal() and int(number) in GONE:
-            raise UserError(f"figure {number}: {GONE[int(number)]}")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    for name in ("layer", "head", "sequence", "token"):
+    args = parser.parse_args(argv)
+    for name in ("layer", "head"):
         if (getattr(args, name) or 0) < 0:
             raise invalid(f"--{name}", getattr(args, name), "a number from 0")
     if args.sequences < 1:

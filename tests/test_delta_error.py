@@ -66,9 +66,10 @@ def test_planted_bias_has_its_sign_and_its_head(sign: float) -> None:
     """O of the tied head moves away from zero (tests/test_bias.py), dO > 0 there: the error of delta has the sign of V."""
     layer = tied_layer(sign=sign, spec=PAPER)
     summary = summarize(delta_errors(layer).error_BHT)
-    assert sign * summary.z_H[1] > 8
+    z_H = summary.mean_H / summary.standard_error_H
+    assert sign * z_H[1] > 8
     assert sign * (summary.positive_H[1] - 0.5) > 0.3
-    assert summary.z_H[[0, 2]].abs().max() < 4
+    assert z_H[[0, 2]].abs().max() < 4
 
 
 def test_the_summary_of_known_numbers() -> None:

@@ -24,7 +24,7 @@ SUMMARIES = sorted(path.parent.name for path in EXPERIMENTS.glob("*/summary.csv"
 
 def test_the_pictures_can_be_drawn() -> None:
     draw = runpy.run_path(str(EXPERIMENTS / "draw_pictures.py"), run_name="imported")
-    for name in ("front", "layers", "large_logits", "public_recipe"):
+    for name in ("front", "layers", "large_logits"):
         assert draw[name]().axes
 
 

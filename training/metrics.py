@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -38,12 +37,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import files
+from attention.watching.log import loose, strict
 from errors import UserError, invalid
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id.txt"
 WandbMode = Literal["disabled", "offline", "online"]
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +207,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise TypeError
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: line {number} is not a record with a step") from None
-        yield _restored(record)
+        yield loose(record)
 
 
 def line_digests(content: bytes) -> list[str]:
@@ -222,16 +221,7 @@ def text_of(records: Iterable[dict[str, Any]]) -> str:
 
 
 def _line(record: dict[str, Any]) -> str:
-    return json.dumps(json_safe(record), allow_nan=False) + "\n"
-
-
-def _restored(value: Any) -> Any:
-    """The inverse of ``json_safe``."""
-    if isinstance(value, dict):
-        return {name: _restored(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_restored(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+    return json.dumps(strict(record), allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
@@ -239,17 +229,6 @@ def _plain(value: Any) -> bool | int | float | str | None:
     if value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(f"a metric is a bool, int, float, str or None, not {type(value).__name__}")
     return value
-
-
-def json_safe(value: Any) -> Any:
-    """``value``, lists and dicts entry by entry, with strings for floats that strict JSON cannot write."""
-    if isinstance(value, dict):
-        return {name: json_safe(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [json_safe(item) for item in value]
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
 def import_wandb(config: WandbConfig) -> Any:

@@ -31,7 +31,7 @@ def read_log(log: Path) -> list[dict[str, Any]]:
     try:
         content = log.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        records = [_loose(json.loads(line)) for line in whole.splitlines()]
+        records = [loose(json.loads(line)) for line in whole.splitlines()]
         if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
             raise ValueError
         if content and not records:
@@ -102,12 +102,12 @@ def strict(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _loose(value: Any) -> Any:
+def loose(value: Any) -> Any:
     """What ``strict`` was given."""
     if isinstance(value, dict):
-        return {name: _loose(one) for name, one in value.items()}
+        return {name: loose(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_loose(one) for one in value]
+        return [loose(one) for one in value]
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
