@@ -355,7 +355,6 @@ def main() -> int:
     if not arguments.here:
         parts = PARTS if chosen == "all" else (chosen,)
         return max([in_a_process(part, action_name, arguments.quick) for part in parts])
-    sys.path.insert(0, str(ROOT))
     if action_name == "--write":
         values = record(chosen)
         head = json.dumps({"machine": machine()}, indent=1)[:-2]

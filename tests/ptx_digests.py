@@ -57,7 +57,7 @@ FORMS = {
 
 def cases() -> Iterator[str]:
     """Every preset on the bases ``hardware`` and ``published``; the presets of ``CORE`` on the others, with every form, and with every
-    head dim and in FP16 on every target."""
+    head dim, in FP16 and in FP32 (there also where V is narrower) on every target."""
     from attention.numerics import BASES
     from attention.presets import PRESETS
 
@@ -68,6 +68,7 @@ def cases() -> Iterator[str]:
         *itertools.product(CORE, ("hardware",), (64,), FORMS, ("bf16",), (90,)),
         *itertools.product(CORE, ("hardware",), HEAD_DIMS, ("causal",), ("bf16",), TARGETS),
         *itertools.product(CORE, ("hardware",), (64,), ("causal",), ("fp16",), TARGETS),
+        *itertools.product(CORE, ("hardware",), (64, "192/128"), ("causal",), ("fp32",), TARGETS),
     ]
     yield from dict.fromkeys("|".join(map(str, case)) for case in every)
 
@@ -236,6 +237,7 @@ def _weaknesses(case: str) -> Iterator[str]:
 def in_a_process(*arguments: str) -> tuple[int, str]:
     """Run this file in a Python of its own, whose kernels are compiled and not interpreted. Its exit code and what it prints."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         command = [sys.executable, __file__, "--here", *arguments]
@@ -256,7 +258,6 @@ def main() -> int:
         code, printed = in_a_process(*sys.argv[1:])
         print(printed, end="")
         return code
-    sys.path.insert(0, str(ROOT))
     if arguments.show:
         print("\n\n".join(map(what_counts, compile_case(arguments.show) or ["refused"])))
         return 0

@@ -198,23 +198,6 @@ def test_what_this_machine_cannot_run_is_refused_with_the_reason(
     assert ("cannot run on cpu" in str(error.value)) == ("standard" in able)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, "bfloat16"], ids=str)
-def test_a_dtype_without_roundings_is_refused(dtype: Any) -> None:
-    plans = AttentionConfig().resolve(1, 1)
-    with pytest.raises(UserError, match=f"^dtype = {dtype!r}: expected float32, bfloat16 or float16$"):
-        attention.check_plans(plans, device="cpu", dtype=dtype, head_dim=16)
-
-
-@pytest.mark.parametrize("seed", [0, torch.tensor([0]), torch.tensor(0, dtype=torch.int32)], ids=str)
-def test_a_seed_that_is_no_int64_scalar_is_refused(seed: object) -> None:
-    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
-    q = torch.zeros(2, 8, 3, 16)
-    with pytest.raises(
-        UserError, match=r"^rounding_seed = .*: expected an int64 tensor of shape \[\], as torch.tensor"
-    ):
-        attention.run(q, q, q, plan, rounding_seed=seed)  # type: ignore[arg-type]
-
-
 def test_a_mask_in_a_compiled_call_is_that_of_an_eager_one() -> None:
     plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
     q = torch.randn(2, 8, 3, 16)
@@ -225,40 +208,33 @@ def test_a_mask_in_a_compiled_call_is_that_of_an_eager_one() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("change", "name"), [({"mask": torch.ones(8, 8)}, "mask"), ({"plan": ()}, "plan")])
-def test_a_mask_or_plan_of_another_kind_is_refused(change: dict, name: str) -> None:
-    q, plan = torch.randn(2, 8, 3, 16), AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
-    with pytest.raises(UserError, match=f"^{name} is a (Tensor|tuple): expected a "):
-        attention.run(q, q, q, **({"plan": plan, "rounding_seed": torch.tensor(0)} | change))
-
-
-def test_tensors_laid_out_as_for_torch_are_refused() -> None:
-    """[B, H, T, D] would attend over heads, and come back in the same shape."""
-    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
-    q = torch.randn(2, 3, 8, 16)
-    with pytest.raises(
-        UserError, match=r"layer 0: q has shape \(2, 3, 8, 16\): expected .* with the 3 heads of the plan"
-    ):
-        attention.run(q, q, q, plan, rounding_seed=torch.tensor(0))
-    q = q.transpose(1, 2)
-    with pytest.raises(UserError, match=r"k has shape \(2, 8, 2, 16\)"):
-        attention.run(q, q[:, :, :2], q[:, :, :2], plan, rounding_seed=torch.tensor(0))
-    assert attention.run(q, q, q, plan, rounding_seed=torch.tensor(0)).shape == q.shape
+Q = torch.randn(2, 8, 3, 16)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda q, k, v: (q[:0], k[:0], v[:0]), "q has shape"),
-        (lambda q, k, v: (q, k[:1], v[:1]), "k has shape"),
-        (lambda q, k, v: (q, k, v[:, :4]), "v has shape"),
-        (lambda q, k, v: (q, k.bfloat16(), v), "k is torch.bfloat16"),
-        (lambda q, k, v: (q, k, v.to("meta")), "v is torch.float32 on meta"),
-        (lambda q, k, v: (q, k.long(), v), "k is torch.int64: expected float32"),
+        # [B, H, T, D], as torch has it, would attend over heads, and come back in the same shape.
+        (
+            dict.fromkeys("qkv", Q.transpose(1, 2)),
+            r"layer 0: q has shape \(2, 3, 8, 16\): .* with the 3 heads of the plan",
+        ),
+        (dict.fromkeys("qkv", Q[:0]), "q has shape"),
+        (dict.fromkeys("kv", Q[:, :, :2]), r"k has shape \(2, 8, 2, 16\)"),
+        (dict.fromkeys("kv", Q[:1]), "k has shape"),
+        ({"v": Q[:, :4]}, "v has shape"),
+        ({"k": Q.bfloat16()}, "k is torch.bfloat16"),
+        ({"k": Q.long()}, "k is torch.int64: expected float32"),
+        ({"v": Q.to("meta")}, "v is torch.float32 on meta"),
+        ({"mask": torch.ones(8, 8)}, "^mask is a Tensor: expected a "),
+        ({"plan": ()}, "^plan is a tuple: expected a "),
+        *(({"rounding_seed": x}, "^rounding_seed = .*: expected an int64 tensor") for x in (0, torch.tensor([0]))),
     ],
 )
-def test_tensors_that_do_not_fit_each_other_are_refused(change: Any, reason: str) -> None:
-    """Kernels would read beyond them."""
+def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
+    """Kernels would read beyond tensors of other shapes."""
     plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
+    named = dict.fromkeys("qkv", Q) | {"plan": plan, "rounding_seed": torch.tensor(0)} | change
+    q, k, v = (named.pop(name) for name in "qkv")
     with pytest.raises(UserError, match=reason):
-        attention.run(*change(*torch.randn(3, 2, 8, 3, 16)), plan, rounding_seed=torch.tensor(0))
+        attention.run(q, k, v, **named)

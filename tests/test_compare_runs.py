@@ -62,16 +62,14 @@ def told(capsys: pytest.CaptureFixture[str], *folders: Path) -> str:
     return capsys.readouterr().out
 
 
-def test_it_is_told_how_each_run_ended(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [line.split(" | ") for line in told(capsys, *pair).splitlines() if line.startswith("| f")]
-    assert [(row[0], row[3]) for row in rows] == [("| failing", "exploded at 3"), ("| fixed", "stable to 5")]
-
-
-def test_it_is_told_where_runs_part_and_what_was_changed(
+def test_it_is_told_how_each_run_ended_where_they_part_and_what_was_changed(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    shown = told(capsys, *pair)
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| f")]
+    assert [(row[0], row[3]) for row in rows] == [("| failing", "exploded at 3"), ("| fixed", "stable to 5")]
     change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
-    assert f"fixed against failing: bits differ from step 2 on, first in train_loss; {change}\n" in told(capsys, *pair)
+    assert f"fixed against failing: bits differ from step 2 on, first in train_loss; {change}\n" in shown
 
 
 def test_other_source_and_what_changed_between_sessions_are_told(
@@ -117,11 +115,6 @@ def test_a_run_of_a_folder_that_cannot_be_read_is_left_out_and_named(
     assert re.search(r"^Left out: .*runs/new/metrics\.jsonl", shown, re.M)
 
 
-def test_a_step_that_no_run_measured_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
-    run = write_run(tmp_path / "run", [2.0] * 6)
-    assert "--at = 99: expected a step" in refused(compare_runs.main, run, "--out", "none", "--at", 99)
-
-
 def test_settings_that_one_record_lacks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = write_run(tmp_path / "old", [2.0] * 6, settings={"speed": {"retired": 1, "removed": 2}, "seed": 1})
     new = write_run(tmp_path / "new", [2.0] * 6, settings={"seed": 2})
@@ -146,11 +139,6 @@ def test_one_sentence_about_the_data(
     b = write_run(tmp_path / "b", [2.0] * 6, digests=digests)
     compare(a, b, "--out", "none")
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:")] == [sentence]
-
-
-def test_runs_without_a_common_step(tmp_path: Path, refused: Callable[..., str]) -> None:
-    a, b = write_run(tmp_path / "a", [2.0] * 3), write_run(tmp_path / "b", [2.0] * 3, first=10)
-    assert "b and a have no step in common" in refused(compare_runs.main, a, b)
 
 
 # ---- rows of runs as train.py leaves them, and of ones that are kept as CSV
@@ -254,6 +242,9 @@ def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, refused: Calla
     one = place.runs / "one"
     broken = published(tmp_path / "broken", ["3"])
     (broken / "metrics.csv").write_text("loss\n3\n")
+    a, b = write_run(tmp_path / "a", [2.0] * 3), write_run(tmp_path / "b", [2.0] * 3, first=10)
+    assert "b and a have no step in common" in refused(compare_runs.main, a, b)
+    assert "--at = 99: expected a step" in refused(compare_runs.main, a, "--out", "none", "--at", 99)
     assert "two runs have the name one" in refused(compare_runs.main, one, one)
     assert "--layer = 2: expected 0 to 1" in refused(compare_runs.main, one, "--layer", "2")
     assert "expected a column step of whole numbers" in refused(compare_runs.main, broken)
@@ -290,12 +281,6 @@ def test_a_large_gradient_norm_of_the_warm_up_shows_with_its_step(
     (folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     compare_runs.main([str(folder), "--out", "none"])
     assert "| 64.9 at 3 |" in capsys.readouterr().out
-
-
-def test_a_picture_that_is_replaced_is_told(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for expected in ("Picture: {}\n", "Picture: {}, in place of an earlier one\n"):
-        compare_runs.main([str(place.runs / "one"), "--out", str(tmp_path / "a.png")])
-        assert expected.format(tmp_path / "a.png") in capsys.readouterr().out
 
 
 def test_switches_are_told_in_the_column_of_the_attention(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_runs import environment
 from torch import nn
 
 from training import distributed
 
-ROOT = Path(__file__).resolve().parent.parent
 WORLD = 3
 
 
@@ -36,9 +34,8 @@ def test_without_torchrun_this_is_the_only_process() -> None:
 
 
 WORKER = """
-import hashlib, json, sys
+import hashlib, json
 from pathlib import Path
-sys.path.insert(0, {root!r})
 import torch
 from torch import nn
 from training import distributed
@@ -89,10 +86,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
     worker = folder / "worker.py"
-    worker.write_text(WORKER.format(root=str(ROOT), folder=str(folder)))
+    worker.write_text(WORKER.format(folder=str(folder)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}", str(worker)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]

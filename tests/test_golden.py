@@ -25,8 +25,7 @@ def test_what_changes_products_changes_the_fingerprint() -> None:
     """BLAS of NumPy and vectors of torch: equal CPU names do not give equal last bits."""
 
     def fingerprint(**variables: str) -> str:
-        code = "import sys; sys.path.insert(0, 'tests'); import golden; print(golden.machine())"
-        command = [sys.executable, "-c", code]
+        command = [sys.executable, "-c", "import runpy; print(runpy.run_path('tests/golden.py')['machine']())"]
         return subprocess.check_output(command, cwd=golden.ROOT, env={**os.environ, **variables}, text=True)
 
     assert (

@@ -82,11 +82,6 @@ def test_a_switch_that_cannot_be_fails_before_the_run_starts(place: Place, text:
     assert not (place.runs / "impossible").exists()
 
 
-def test_a_switch_that_the_run_ends_before_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    place.train("short", {**SWITCH, "run.steps": 7})
-    assert "alarm.switches: 7:1:flash_delta_from_p acts on no step: the run ends at step 7" in capsys.readouterr().out
-
-
 # ---- runs
 
 

@@ -47,10 +47,6 @@ def test_what_no_document_can_be_is_left_out(tmp_path: Path, content: str | byte
     assert made(tmp_path, wheel(tmp_path / "1.whl", a_py=LINE * 5, b_py=content)) == [(LINE * 5).rstrip().encode()]
 
 
-def test_only_python_sources_are_read(tmp_path: Path) -> None:
-    assert len(made(tmp_path, wheel(tmp_path / "1.whl", a_py=LINE * 5, b_txt=LINE * 6))) == 1
-
-
 @pytest.mark.parametrize("content", [b"no archive", None])
 def test_what_is_no_wheel_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None) -> None:
     path = tmp_path / "broken.whl"
@@ -59,10 +55,3 @@ def test_what_is_no_wheel_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="2"):
         made(tmp_path, path)
     assert str(path) in capsys.readouterr().err
-
-
-def test_wheels_without_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        made(tmp_path, wheel(tmp_path / "empty.whl", b_txt=LINE * 6))
-    assert "no Python source" in capsys.readouterr().err
-    assert not (tmp_path / "text.txt").exists()

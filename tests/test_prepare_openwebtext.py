@@ -65,9 +65,3 @@ def test_other_documents_or_tokens_than_nanogpts_are_refused(tmp_path, source, m
     with pytest.raises(UserError, match=message):
         prepare(tmp_path, source, allow_other_counts=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_damaged_parquet_is_one_line(tmp_path, source):
-    (source / "train-00001.parquet").write_bytes(b"not parquet")
-    with pytest.raises(UserError, match="cannot load"):
-        prepare(tmp_path, source)

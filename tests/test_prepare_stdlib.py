@@ -4,7 +4,6 @@ import pytest
 
 from data.stdlib import VAL_EVERY, library_files, prepare_stdlib
 from data.token_files import TokenFile
-from errors import UserError
 
 
 @pytest.fixture
@@ -31,12 +30,3 @@ def test_no_file_is_in_both_splits(tmp_path, library):
     ]
     assert [len(found) for found in split_documents] == [2 * VAL_EVERY - 2, 2]
     assert not split_documents[0] & split_documents[1]
-
-
-def test_other_data_in_the_place_is_kept(tmp_path, library):
-    prepare_stdlib(tmp_path / "out", library=library)
-    before = TokenFile.open(tmp_path / "out", "train").header
-    (library / "package/m000.py").write_text("# changed\n")
-    with pytest.raises(UserError, match="--force replaces it"):
-        prepare_stdlib(tmp_path / "out", library=library)
-    assert TokenFile.open(tmp_path / "out", "train", verify="sha256").header == before

@@ -112,13 +112,6 @@ def test_a_byte_order_mark_is_left_out_at_the_start_of_a_file_only(content):
     assert documents(b"one\n" + content[:3]) == [b"one\n\xef\xbb\xbf"]
 
 
-def test_the_count_is_told_even_where_the_text_is_refused(tmp_path, capsys):
-    (tmp_path / "t.txt").write_text("one<|endoftext|>\ntwo<|endoftext|>\n")
-    with pytest.raises(UserError, match="one document cannot be split"):
-        prepare(tmp_path, tmp_path / "t.txt")
-    assert "2 <|endoftext|> not alone on a line" in capsys.readouterr().err
-
-
 def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(data.text, "BATCH_BYTES", 100)
     source = tmp_path / "t.txt"

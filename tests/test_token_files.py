@@ -31,11 +31,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_tokens_come_back(tmp_path):
-    write(tmp_path)
-    assert TokenFile.open(tmp_path, "train").tokens.tolist() == [1, 2, 50256]
-
-
 def test_a_signed_token_beyond_the_vocabulary_is_refused(tmp_path):
     write(tmp_path)
     edit_header(tmp_path, vocabulary_size=50256)
@@ -136,12 +131,3 @@ def test_force_spares_a_folder_of_other_files(tmp_path):
     with pytest.raises(UserError, match=r"'notes.txt', which is no token file"), new_dataset(tmp_path, force=True):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_a_name_in_place_of_a_folder_is_told_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^stdlib: no such data set; make it with: .* stdlib --out \.$"):
-        TokenFile.open(Path("stdlib"), "train")
-    (tmp_path / "data/tokens/stdlib").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"^stdlib: no such data set; did you mean data/tokens/stdlib\?$"):
-        TokenFile.open(Path("stdlib"), "train")

@@ -7,7 +7,6 @@ terms in another order; N is the number of tokens whose losses a step averages.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import shutil
@@ -21,8 +20,6 @@ import torch
 from tiny_runs import TINY, Place, before_each_step, column, lines, preset, tree, weights
 
 import train
-from attention import AttentionConfig, AttentionRule, AttentionSpec
-from config import TrainConfig, from_json
 from data.batches import open_batches
 from data.recording import Recording
 from errors import UserError
@@ -127,14 +124,6 @@ def test_compiled_equals_eager(place: Place) -> None:
 
 
 # ---- what a run leaves
-
-
-def test_record_of_a_run_gives_its_config_back(place: Place) -> None:
-    rule = AttentionRule(layers=(1,), heads=(0,), attention=AttentionSpec(preset="standard"))
-    fields = {"attention": AttentionConfig(flash_backend="flash_reference", rules=(rule,)), "run.steps": 1}
-    run = place.train("ruled", fields)
-    record = json.loads((run / "config.json").read_text())
-    assert from_json(TrainConfig, record["config"]) == place.config("ruled", fields)
 
 
 def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,34 +62,10 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
     assert answer(records)[0].split(":")[0] == first
 
 
-@pytest.mark.parametrize(
-    ("logit", "advice"),
-    [
-        (400.0, "Go on watching."),
-        (5_900.0, "Run the control."),
-        (50_000.0, "Past 45,426: run the control, from a checkpoint before that."),
-    ],
-)
-def test_a_run_that_is_unclear_at_large_logits_is_sent_to_the_control(logit: float, advice: str) -> None:
-    assert answer([record(step, logit) for step in range(100, 1001, 100)])[0].endswith(advice)
-
-
 @pytest.mark.parametrize(("layers", "name"), [({}, 1), ({"layers": [3, 7]}, 7)])
 def test_the_layer_that_ran_away_is_named_with_its_step(layers: dict[str, list[int]], name: int) -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
     assert answer([one | layers for one in RUNS_AWAY])[1] == f"Layer {name} ran away at step 600."
-
-
-@pytest.mark.parametrize(("last", "judged"), [(3_800, False), (4_000, True)])
-def test_a_log_too_short_to_tell_of_growth_says_so(last: int, judged: bool) -> None:
-    sentence = answer([record(step, 900.0) for step in range(3_000, last, 100)])[0]
-    assert ("1.3 are needed" in sentence) != judged
-
-
-def test_a_dead_run_is_not_told_to_go_on() -> None:
-    dead = [record(0, 50.0), record(1, 300.0), record(2, math.nan)]
-    assert "Go on" in answer(dead[:2])[0]
-    assert "earlier checkpoint" in answer(dead)[0]
 
 
 def test_layers_that_come_and_go_and_files_of_two_runs_are_refused() -> None:
