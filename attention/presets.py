@@ -104,25 +104,25 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_untiled": _flash("is tiling the cause?", tile_q=0, tile_k=0),
     "flash_stable": _flash(
-        "Algorithm 3, later version: beta 2, ties within 1e-3; for base `published`, else NaN at large logits",
+        "Algorithm 3, later version, for base `published`, else NaN at large logits",
         _stable(row_max="stabilized", row_max_beta=2.0, row_max_tolerance=1e-3),
     ),
     "flash_stable_exact_ties": _flash(
-        "Algorithm 3, first version: beta 7, exact ties; for base `published`, too",
+        "Algorithm 3, first version, for base `published`",
         _stable(row_max="stabilized", row_max_beta=7.0, row_max_tolerance=0.0),
     ),
     "flash_stable_safe": _flash(
-        "the same with a bounded shift: l >= exp(-7) for scores below 1.5e9",
+        "the later version with a bounded shift",
         _stable(row_max="stabilized_safe", row_max_beta=2.0, row_max_tolerance=2.0**-9),
     ),
     "flash_fp32_pv": _flash("does the error arise in P V?", probabilities="fp32", **_FP32_ACCUMULATION),
     "flash_fp32_pv_o": _flash(
         "P V and the O in delta in FP32", probabilities="fp32", delta_output="fp32", **_FP32_ACCUMULATION
     ),
-    "flash_fp32_o": _flash("the smallest repair: an unrounded O in delta", delta_output="fp32"),
+    "flash_fp32_o": _flash("an unrounded O in delta", delta_output="fp32"),
     "flash_delta_from_p": _flash("standard attention's delta", delta="rowsum_p_dp"),
     "flash_delta_from_p_subtract_first": _flash(
-        "the same from m and log l: rows of P sum to 1 at any logit",
+        "the same; rows of P sum to 1 at any logit",
         delta="rowsum_p_dp",
         exponent="subtract_first",
         saved_statistics="max_and_sum",
@@ -130,10 +130,10 @@ PRESETS: dict[str, Preset] = {
     "flash_delta_normalized": _flash(
         "rows of dS sum to 0 even if rows of P do not sum to 1", delta="rowsum_p_dp_normalized"
     ),
-    "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ, one product more", row_residual="corrected_rows"),
-    "flash_centered_keys": _flash("the same with the mean key, no product", row_residual="centered_keys"),
+    "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ", row_residual="corrected_rows"),
+    "flash_centered_keys": _flash("the same with the mean key", row_residual="centered_keys"),
     "flash_consistent": _flash(
-        "the backward pass has the forward pass's own P and O: rowsum(dS) is 0 until dS is rounded",
+        "the fix: the backward pass uses the forward pass's own P and O",
         _consistent,
     ),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
