@@ -21,7 +21,9 @@ def results(function: Any, inputs: tuple[Tensor, ...], **settings: Any) -> tuple
     """O, and the gradients of its sum weighted by its places."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     o = function(*leaves, **settings)
-    return o.detach(), *torch.autograd.grad((o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum(), leaves)
+    return o.detach(), *torch.autograd.grad(
+        (o * torch.linspace(-1, 1, o.numel(), device=o.device).view(o.shape)).sum(), leaves
+    )
 
 
 def assert_as_torch(inputs: tuple[Tensor, ...], **settings: Any) -> None:
@@ -115,13 +117,13 @@ def test_a_scale_is_what_float_makes_a_number(scale: Any) -> None:
 @pytest.mark.parametrize("sizes", [(16, 16), (8, 16)])
 @pytest.mark.parametrize("content", [0.0, math.nan])
 def test_a_causal_bias_means_what_torch_means_by_it_whatever_its_storage_holds(
-    content: float, sizes: tuple[int, int], make: Callable[..., CausalBias], how: str
+    content: float, sizes: tuple[int, int], make: Callable[..., CausalBias], how: str, device: torch.device
 ) -> None:
     torch.compiler.reset()
     compiled: Any = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
     function = compiled if how == "compiled" else ours
     T, S = sizes
-    inputs = tensors((2, 3, T, 8), (2, 3, S, 8), (2, 3, S, 8))
+    inputs = tuple(x.to(device) for x in tensors((2, 3, T, 8), (2, 3, S, 8), (2, 3, S, 8)))
     bias = make(T, S)
     with torch._C.DisableTorchFunctionSubclass():
         bias.fill_(content)
