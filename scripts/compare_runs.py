@@ -48,8 +48,8 @@ NEAR = 60
 LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 """train_loss_end is the mean of so many last steps, at most a tenth of all, each 20 of them counted once: logs are thinned unevenly."""
 # Differences in these do not change how a run trains; a sentence of its own compares the data.
-WHERE = ("device", "git_commit", "init_sha256", "source_sha256", "versions")
-ENVIRONMENT = ("device.", "git_commit", "source_sha256", "versions.")
+WHERE = ("device", "git_commit", "init_sha256", "kernels", "source_sha256", "versions")
+ENVIRONMENT = ("device.", "git_commit", "kernels.", "source_sha256", "versions.")
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
 
@@ -308,7 +308,7 @@ def against(first: Run, run: Run) -> str:
     if first.switched != run.switched:
         switched = [one.switched.removeprefix("; ") or "none" for one in (first, run)]
         changes.append("switches: {!r} -> {!r}".format(*switched))
-    if alone := len(old.keys() ^ new.keys()):
+    if alone := sum(not name.startswith("kernels.") for name in old.keys() ^ new.keys()):
         changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
     settings, environment = ([c for c in changes if c.startswith(ENVIRONMENT) == told] for told in (False, True))
     told = "; ".join(settings) or "no setting differs"

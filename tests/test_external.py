@@ -90,6 +90,20 @@ def test_a_resumed_run_has_the_same_bits_and_takes_no_other_kernel(place: Place)
     assert column(resumed, "train_loss") == column(whole, "train_loss")
 
 
+def test_a_resume_says_that_a_kernels_file_is_another(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    file = place.folder / "edited.py"
+    file.write_text(KERNELS)
+    place.train("edited", {**external("edited:coarse"), "run.steps": 10})
+    file.write_text(KERNELS + "\n# other code\n")
+    place.train("edited", {**external("edited:coarse"), "run.resume": "yes"})
+    assert "edited:coarse sha256 " in capsys.readouterr().out
+    first, second = (
+        session["kernels"] for session in json.loads((place.runs / "edited/config.json").read_text())["sessions"]
+    )
+    assert first.keys() == second.keys() == {"edited:coarse"}
+    assert first != second
+
+
 def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place: Place) -> None:
     rule = AttentionRule(
         layers=(1,), heads=(0,), attention=AttentionSpec(preset="external", kernel="kernels_of_a_test:coarse")

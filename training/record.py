@@ -127,6 +127,7 @@ def what_changed(of_run: list[dict[str, Any]]) -> str:
         {"source_sha256": session.get("source_sha256", "unknown")[:12]}
         | {name: session.get("versions", {}).get(name, "unknown") for name in _DECIDE_BITS}
         | {name: value for name, value in session.get("device", {}).items() if name != "processes"}
+        | session.get("kernels", {})
         for session in of_run[-2:]
     )
     pairs = [f"{name} {before[name]} -> {now[name]}" for name in before if name in now and before[name] != now[name]]
