@@ -65,7 +65,7 @@ def aside(folder: Path) -> Iterator[Path]:
 
 
 def lock(path: Path, mode: str, busy: str) -> FileIO:
-    """``path``, opened unbuffered in ``mode``, which no other process has while this one has it open; a kill lets go of it.
+    """``path``, opened unbuffered in ``mode``, which no other process has while this one has it open; a kill releases it.
 
     ``mode`` is one that writes, as NFS locks no other. Raises ``BusyError(busy)`` where another process has it, or another file
     went in its place meanwhile, and ``OSError`` where it cannot be opened. A file system without locks is a warning.

@@ -133,7 +133,7 @@ def numerics_of(backend: str, key: str) -> Numerics:
 
 
 def excluded(name: str, numerics: Numerics, features: tuple[str, ...], softcap: float) -> str | None:
-    """What of the features the backend has not, or which site excludes one, in words; None without one. ``numerics`` is concrete, or as
+    """Why a feature cannot be served: the backend lacks it, or a site excludes it. None if all can. ``numerics`` is concrete, or as
     good as that."""
     asked = (*features, *(("softcap",) if softcap else ()))
     for feature in asked:

@@ -28,7 +28,7 @@ FAR = 0.5
 
 @functools.cache
 def loaded(name: str) -> Call:
-    """Raises ``UserError`` for what is no kernel, or cannot be imported."""
+    """Raises ``UserError`` for a name that is not a kernel, or cannot be imported."""
     if unaliased(name) in PRESETS:
         raise invalid("attention kernel", name, f"a kernel, not a preset: preset = {name!r}")
     kernel = find(name)
@@ -52,7 +52,7 @@ def run(
     sinks: Tensor | None = None,
     mask: Mask = NO_MASK,
 ) -> Tensor:
-    """O [B, T, H, D] of the kernel of that name; ``seed``, ``softcap``, ``sinks`` and ``mask``, which all are given, are not for it."""
+    """O [B, T, H, D] of the kernel of that name; ``seed``, ``softcap``, ``sinks`` and ``mask`` are given, too, and ignored."""
     with torch.autocast(q_BTHD.device.type, enabled=False):  # its backward pass runs outside, too
         o = loaded(kernel)(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2), causal, scale)
     return o.transpose(1, 2)

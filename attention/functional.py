@@ -342,7 +342,7 @@ def _refuse_mask(shape: list[int], expected: str) -> None:
 
 
 def _common(sizes: tuple[int, ...], shapes: str, expected: str) -> int:
-    """The size that all have but those of 1."""
+    """The one size among those other than 1."""
     common = 1
     for size in sizes:
         refuse(common != 1 and size != 1 and size != common, f"{shapes}: expected {expected}")

@@ -43,7 +43,7 @@ def _flash(doc: str, sites: Callable[[Numerics], Sites] | None = None, **fixed: 
 
 def _sdpa(name: str, doc: str, exponent: str) -> Preset:
     """torch's kernels round as they do; the exponent is for what emulates them: none has the FMA, as one-hot rows have O = V at any size of
-    the logits. Flash and memory-efficient multiply apart; of cuDNN no more than such rows is known. On a CPU, flash subtracts first."""
+    the logits. Flash and memory-efficient multiply separately; of cuDNN only such rows are known. On a CPU, flash subtracts first."""
     return Preset(name, doc, {"exponent": exponent})
 
 

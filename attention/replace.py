@@ -106,7 +106,7 @@ def _of_caller() -> tuple[_Block, ...]:
 
 @torch.compiler.assume_constant_result
 def _name_of_caller(open_names: str) -> str:
-    """A compiler traces this anew where ``open_names`` differ."""
+    """A compiler retraces this where ``open_names`` differ."""
     stack = _of_caller()
     return stack[-1].owner.name if stack else ""
 

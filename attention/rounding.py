@@ -75,7 +75,7 @@ def round_to(x: Tensor, fmt: str, rounding: str = "nearest", random_bits: Tensor
 
 
 def low_bits(exact: Tensor, rounded: Tensor, fmt: str) -> Tensor:
-    """What ``rounded`` lacks of ``exact`` (float32, any shape), the nearest of which in ``fmt`` it is, as int16: the difference of their
+    """What ``rounded``, the nearest value in ``fmt``, lacks of ``exact`` (float32, any shape), as int16: the difference of their
     bit patterns, or its upper 16 bits where ``fmt`` lacks more.
 
     Of BF16, ``with_low_bits`` then is exact, or off by one unit of FP32 where ``exact`` was half way between two numbers.

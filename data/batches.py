@@ -277,7 +277,7 @@ def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tupl
     train, validation = (TokenFile.open(folder, split, verify=verify) for split in ("train", "val"))
     if train.header.vocabulary != validation.header.vocabulary:
         raise UserError(
-            f"{folder}: train.bin has {train.header.vocabulary} tokens, val.bin {validation.header.vocabulary}: make both anew"
+            f"{folder}: train.bin has {train.header.vocabulary} tokens, val.bin {validation.header.vocabulary}: prepare both again"
         )
     return train, validation
 

@@ -110,7 +110,7 @@ class TokenFile:
 
 
 def _verify(file: files.InUse, header: TokenHeader, folder: Path) -> None:
-    """Raise ``UserError`` for other bytes than were written, and for a token that no embedding has a row for, whoever signed it."""
+    """Raise ``UserError`` where the bytes are not those that were written, or a token is beyond the vocabulary."""
     digest, largest = hashlib.sha256(), 0
     for block in file.blocks():
         digest.update(block)

@@ -42,7 +42,7 @@ class Opened:
 def load_run(folder: Path) -> RunCurves:
     """Metrics, telemetry where there is some, and names.
 
-    Raises ``UserError`` for what is no run, or has no training loss yet.
+    Raises ``UserError`` for a folder that is not a run, or has no training loss yet.
     """
     metrics, path = curves.metrics(folder), folder / "config.json"
     try:

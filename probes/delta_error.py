@@ -78,7 +78,7 @@ class Summary:
 def effective_numerics(group: HeadGroup) -> Numerics:
     """The roundings of a group. torch's math kernel is differentiated by autograd, so its delta is rowsum(P * dP).
 
-    ``HIGH`` stands for those of an external kernel, which are not known: what its delta is, nothing here says.
+    ``HIGH`` stands for those of an external kernel, which are not known, nor is its delta.
     """
     if group.backend == EXTERNAL:
         return HIGH

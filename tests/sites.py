@@ -27,7 +27,7 @@ PLAIN = ("exponent=subtract_first", "tile_q=32", "tile_k=16")
 
 @dataclass(frozen=True)
 class Row:
-    """What values of a site move in the flash backends and in ``standard`` (REFUSED: it has not this site), given the sites ``beside``."""
+    """What values of a site move in the flash backends and in ``standard`` (REFUSED: it lacks this site), given the sites ``beside``."""
 
     moves: str
     standard: str | None = REFUSED

@@ -17,7 +17,7 @@ def read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Shape and weights of a model; the weights are mapped from the file. vocab_size has nanoGPT's padding in it (50304).
 
     The file does not say which GELU it was trained with: ``activation`` is the exact one, as in nanoGPT today.
-    Raises ``UserError`` for a file that is no such checkpoint, and for a pickle that holds more than tensors and plain values.
+    Raises ``UserError`` for any other file, and for a pickle that holds more than tensors and plain values.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected a checkpoint of nanoGPT")

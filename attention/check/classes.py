@@ -1,8 +1,8 @@
 """Classes of inputs on which attention kernels differ, each with its reason.
 
 In every class the last feature of K is 1 and that of Q is 0. Logits do not change, and the last column of dQ is scale * rowsum(dS), which
-so is measured from outside. dO has four significant bits, so that its multiples by 9 to 15 are exact in BF16. Of captured inputs the
-feature that does least to the logits makes way for the ones.
+measures it from outside. dO has four significant bits, so that its multiples by 9 to 15 are exact in BF16. In captured inputs the
+ones replace the feature that does least to the logits.
 
 Legend: B batch, H query heads, G key heads, T length, D head dim.
 """
@@ -191,7 +191,7 @@ def shape_of(name: str, shape: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=8)
 def captured(name: str) -> Captured:
-    """Raises ``UserError`` for a file that is none."""
+    """Raises ``UserError`` for any other file."""
     return load(name)
 
 

@@ -45,6 +45,6 @@ def run(
     sinks: Tensor | None = None,
     mask: Mask = NO_MASK,
 ) -> Tensor:
-    """The backend of that name; ``numerics``, ``seed``, ``softcap``, ``sinks`` and ``mask``, which all are given, are not for it."""
+    """The backend of that name; ``numerics``, ``seed``, ``softcap``, ``sinks`` and ``mask`` are given, too, and ignored."""
     call = _sdpa_uncompiled if name == "sdpa_math" else _sdpa
     return call(KERNELS[name], q_BTHD, k_BTHD, v_BTHD, scale, causal)

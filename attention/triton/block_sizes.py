@@ -29,7 +29,7 @@ def head_dim_above(head_dim: int) -> int:
 
 
 def width(head_dim: int) -> int:
-    """Columns that a block of rows has on chip, where their number must be a power of 2; in memory there are none more."""
+    """Columns that a block of rows has on chip, where their number must be a power of 2; in memory there are no more."""
     return 1 << (head_dim - 1).bit_length()
 
 

@@ -27,7 +27,8 @@ FMA_LOGIT = 2**16 * math.log(2)
 class GrowthRule:
     """Thresholds, chosen on six of the runs of experiments/alarm/README.md, which has the error rates.
 
-    Raises ``UserError`` for what is no such threshold. One that nothing reaches, as an infinite logit, switches off what it is for.
+    Raises ``UserError`` for a value that is not a threshold. A threshold that nothing reaches, such as an infinite logit, switches its
+    part of the rule off.
     """
 
     exponent: float = 3.0

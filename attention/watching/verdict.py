@@ -2,7 +2,7 @@
 
     python -m low_precision_attention.watching watch.jsonl
 
-It exits with 0 whatever the verdict, and with 2 for what is no such file.
+It exits with 0 whatever the verdict, and with 2 for any other file.
 """
 
 from __future__ import annotations
