@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -12,10 +13,9 @@ import shutil
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from errors import BusyError, UserError
 
@@ -29,7 +29,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
+@contextlib.contextmanager
 def aside(folder: Path) -> Iterator[Path]:
     """A hidden folder beside ``folder`` for what is to become it, of this process alone. It goes at the end.
 
@@ -82,6 +82,16 @@ def lock(path: Path, mode: str, busy: str) -> FileIO:
         what = "nothing keeps a second process from writing it at the same time"
         print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
     return cast(FileIO, file)
+
+
+def check_in_place(file: IO[bytes], path: Path) -> None:
+    """Raise ``UserError`` where the open ``file`` is not at ``path`` any more."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return
+    raise UserError(
+        f"{path.parent}: somebody has removed, moved or replaced it, or {path.name} in it, while it was in use"
+    )
 
 
 def check_writable(path: Path) -> None:
@@ -175,9 +185,13 @@ class InUse:
         for start in range(0, self.size, size):
             yield self.read(start, min(size, self.size - start))
 
+    def changed(self) -> bool:
+        """Whether it has another size or time of change."""
+        return self._size_and_time() != self._at_first
+
     def check(self) -> None:
-        """Raise ``UserError`` once it has another size or time of change."""
-        if self._size_and_time() != self._at_first:
+        """Raise ``UserError`` once it has ``changed``."""
+        if self.changed():
             raise UserError(f"{self.path}: it was written to while the run read it")
 
 

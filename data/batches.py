@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import files
 from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
 from errors import UserError, check_size, invalid, spelled_like
@@ -128,9 +127,9 @@ class Batches:
         world_size: int,
         position: int,
         contiguous: bool,
-        in_use: Sequence[files.InUse] = (),
+        checks: Sequence[Callable[[], None]] = (),
     ):
-        self._in_use = in_use
+        self._checks = checks
         self.header, self.position = header, position
         self.vocabulary_size = header.vocabulary_size
         folder = config.record or config.replay
@@ -219,8 +218,8 @@ class Batches:
 
     def check_files(self) -> None:
         """Raise ``UserError`` if tokens or recording were written to since they were opened: later batches are then other ones."""
-        for file in self._in_use:
-            file.check()
+        for check in self._checks:
+            check()
 
     def flush(self) -> None:
         """Bring the recording to the disk. Call it before a checkpoint, which must not be ahead of the recording."""
@@ -355,7 +354,7 @@ def open_batches(
         world_size=world_size,
         position=position,
         contiguous=contiguous,
-        in_use=[file.file for file in (train, validation, recording) if file is not None],
+        checks=[train.file.check, validation.file.check, *([recording.check] if recording else [])],
     )
 
 

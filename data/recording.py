@@ -186,6 +186,7 @@ class Recorder:
     def _cut(self) -> None:
         """Cut the rows behind ``steps``, at the first change."""
         if not self._changed:
+            files.check_in_place(self._file, self.folder / OFFSETS)
             # Before any row goes: a kill between the cut and this would leave fewer rows than the header promises.
             _write_header(self.folder, self.header, self.steps, complete=False)
             self._put(0, npy_head(self.steps, self._numbers))
@@ -203,6 +204,7 @@ class Recorder:
     def _sync(self, *, complete: bool) -> None:
         try:
             self._cut()
+            files.check_in_place(self._file, self.folder / OFFSETS)  # another recording may be there by now
             os.fsync(self._file.fileno())
             _write_header(self.folder, self.header, self.steps, complete=complete)
         except OSError as error:
@@ -334,6 +336,17 @@ class Recording:
     def offsets(self) -> np.ndarray:
         """uint64 [S, G]: the first token of each sequence in train.bin."""
         return np.array([self.row(step) for step in range(self.steps)]).reshape(self.steps, self.header.global_batch)
+
+    def check(self) -> None:
+        """Raise ``UserError`` where the rows are not those any more that were opened. A run may go on with it meanwhile."""
+        if self.file.changed() and not self._is_same():
+            self.file.check()
+
+    def _is_same(self) -> bool:
+        try:
+            return _check_chain(self.folder, self.header, self.file, self.steps) == self.checksum
+        except UserError:
+            return False
 
     def row(self, step: int) -> np.ndarray:
         """uint64 [G]: the offsets of one step. Raises ``UserError`` where the file was cut short meanwhile."""

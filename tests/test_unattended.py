@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,28 @@ def test_a_start_that_fails_removes_only_what_it_has_made(place: Place, monkeypa
     with pytest.raises(UserError, match="no probe"):
         place.train("notes")
     assert [path.name for path in (place.runs / "notes").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("kind", ["run", "recording"])
+def test_a_run_whose_folder_was_moved_away_writes_nothing_into_what_is_there_now(
+    place: Place, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody took it for dead, and began another of this name."""
+    fields = {"data.record": place.recording(f"moved_{kind}")}
+    there = {"run": place.runs / "moved_run", "recording": Path(fields["data.record"])}[kind]
+
+    def replaced(run: Run, step: int) -> None:
+        if step == 13:
+            shutil.copytree(there, there.with_name(f"{there.name}_copy"))
+            there.rename(there.with_name(f"{there.name}_before"))
+            there.with_name(f"{there.name}_copy").rename(there)
+            before.update(tree(there))
+
+    before: dict[str, str] = {}
+    before_each_step(monkeypatch, replaced)
+    with pytest.raises(UserError, match=rf"^{there}: somebody has removed, moved or replaced it"):
+        place.train(f"moved_{kind}", fields)
+    assert tree(there) == before
 
 
 def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: Place) -> None:

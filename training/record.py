@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import torch
 
+import files
 from errors import BusyError, UserError, invalid
 from files import check_writable, json_text, read_json, write_all
 from training import distributed
@@ -135,10 +136,21 @@ def what_changed(of_run: list[dict[str, Any]]) -> str:
 
 
 def run_id(folder: Path, loaded: Loaded | None) -> str:
-    """The id of the run in ``folder``, from its checkpoint, else from config.json; "" for a run from before there were any."""
+    """The id of the run in ``folder``, from config.json and its checkpoint; "" for a run from before there were any.
+
+    Raises ``UserError`` for a checkpoint of another run.
+    """
     path = folder / "config.json"
-    known = loaded.extra if loaded is not None else _read_record(path) if path.is_file() else {}
-    return str(known.get("run_id", ""))
+    ids = [
+        str(known["run_id"])
+        for known in (_read_record(path) if path.is_file() else {}, loaded.extra if loaded else {})
+        if "run_id" in known
+    ]
+    if loaded is not None and len(set(ids)) > 1:
+        raise UserError(
+            f"{loaded.path}: its run_id is {ids[1]!r}, that of {path} is {ids[0]!r}: not this run's checkpoint"
+        )
+    return ids[0] if ids else ""
 
 
 def check_restart(folder: Path, checkpoints: Path, recording: str) -> None:
@@ -223,6 +235,8 @@ def exists(folder: Path, is_main: bool) -> bool:
     failure, there = None, False
     try:
         there = is_main and folder.exists() and not _removed_as_half_made(folder)
+    except FileNotFoundError:  # another start has just taken back what it had made
+        pass
     except UserError as error:
         failure = error
     if distributed.any_rank(failure is not None):
@@ -237,8 +251,10 @@ def _removed_as_half_made(folder: Path) -> bool:
         return False
     if foreign := _foreign(folder):
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is none, with {foreign[0]} in it")
-    with lock(folder):  # refused where another process is about to train it
-        clear_folder(folder)
+    # The folder stays: another start may just have made it. Where one has the lock this one is refused.
+    if any(folder.iterdir()):
+        with lock(folder):
+            clear_folder(folder)
     return True
 
 
@@ -257,15 +273,20 @@ def _foreign(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in own)
 
 
+def remove_folder(folder: Path) -> None:
+    """``clear_folder``, and the folder goes if it holds nothing else. A mount or a link stays."""
+    clear_folder(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def clear_folder(folder: Path) -> None:
-    """Remove what a start has made in a run's folder, and the folder if it holds nothing else. A mount or a link stays."""
+    """Remove what a start has made in a run's folder."""
     for path in (folder / name for name in (*LOGS, "config.json", *_OF_A_START)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
 
 
 def name_taken(folder: Path) -> BusyError:
@@ -313,19 +334,39 @@ def lock(folder: Path) -> IO[bytes]:
         file.close()
 
 
-def lock_everywhere(folder: Path, is_main: bool) -> AbstractContextManager[object]:
-    """``lock`` where the folder holds a run, taken by rank 0; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
-    locked: AbstractContextManager[object] = contextlib.nullcontext()
-    failure = None
-    try:
-        if is_main and begun(folder):
-            locked = lock(folder)
-    except UserError as error:
-        failure = error
-    # All ranks leave together: one that waits for a dead rank 0 would hang.
-    if distributed.any_rank(failure is not None):
-        raise failure or UserError(f"run.name = {folder.name!r}: rank 0 could not lock {folder}")
-    return locked
+class Lock(AbstractContextManager["Lock"]):
+    """``lock`` of one run, once it is taken, until ``close`` or the end of a block."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+
+    def take(self) -> None:
+        self._file = lock(self._folder)
+
+    def take_everywhere(self, is_main: bool) -> None:
+        """On rank 0, where the folder holds a run; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
+        failure = None
+        try:
+            if is_main and begun(self._folder):
+                self.take()
+        except UserError as error:
+            failure = error
+        # All ranks leave together: one that waits for a dead rank 0 would hang.
+        if distributed.any_rank(failure is not None):
+            raise failure or UserError(f"run.name = {self._folder.name!r}: rank 0 could not lock {self._folder}")
+
+    def check(self) -> None:
+        """Raise ``UserError`` where somebody has removed or moved the folder or the lock: another run may be there by now."""
+        if self._file is not None:
+            files.check_in_place(self._file, self._folder / LOCK_FILE)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any], *, branch: bool) -> None:
@@ -373,7 +414,8 @@ def write_record(folder: Path, record: dict[str, Any], logs: dict[str, bytes] | 
 def _git_commit() -> str | None:
     """Commit of the checkout this file lies in, with ``+changes`` where tracked files differ from it."""
     commit = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
+    # Without locks: a commit that somebody makes at this moment would fail.
+    changes = _output("git", "--no-optional-locks", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if commit and changes else commit
 
 

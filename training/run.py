@@ -78,8 +78,8 @@ class Run:
     began: float
     """``time.monotonic`` at which a run without interruptions would have begun."""
     peak_flops: float | None
-    held: contextlib.ExitStack
-    """The lock on its folder."""
+    lock: record.Lock
+    """On its folder."""
     id: str
     """Random, from its first start on: its recording has it, too."""
 
@@ -112,8 +112,8 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         raise record.name_taken(folder)
     resumes = there or resume == "yes"
     with contextlib.ExitStack() as undo:
-        held = undo.enter_context(contextlib.ExitStack())
-        loaded = checkpoint_to_resume(config, dist, folder, checkpoints, held) if resumes else None
+        lock = undo.enter_context(record.Lock(folder))
+        loaded = checkpoint_to_resume(config, dist, folder, checkpoints, lock) if resumes else None
         # Where this session begins: the run's own checkpoint, or the checkpoint of another run.
         start = loaded or checkpoint_to_branch_from(config, dist)
         interventions = Interventions(
@@ -133,7 +133,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         batches = open_data(config, dist, resumes, start, run_id, undo)
         network = build_network(config, dist, interventions.plans, start)
         wandb_run = open_folder(
-            config, dist, folder, plans, batches, checkpoints, resumes, loaded, start, run_id, held, undo
+            config, dist, folder, plans, batches, checkpoints, resumes, loaded, start, run_id, lock, undo
         )
         run = Run(
             config=config,
@@ -151,7 +151,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
             start_step=0 if start is None else start.step,
             began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
             peak_flops=throughput.peak_flops(dist.device, config.run.peak_tflops),
-            held=held,
+            lock=lock,
             id=run_id,
         )
         if start is not None:
@@ -183,10 +183,10 @@ def checkpoint_to_resume(
     dist: DistContext,
     folder: Path,
     checkpoints: Checkpoints,
-    held: contextlib.ExitStack,
+    lock: record.Lock,
 ) -> Loaded | None:
     """The checkpoint to resume from; None if the run ended before its first checkpoint. Its folder is locked."""
-    held.enter_context(record.lock_everywhere(folder, dist.is_main))
+    lock.take_everywhere(dist.is_main)
     record.check_logs(folder)
     loaded = checkpoints.load_newest()
     if loaded is None:
@@ -301,7 +301,7 @@ def open_folder(
     loaded: Loaded | None,
     start: Loaded | None,
     run_id: str,
-    held: contextlib.ExitStack,
+    lock: record.Lock,
     undo: contextlib.ExitStack,
 ) -> Any:
     """The run's folder, locked, with its config.json; the W&B run where one is asked for, else None."""
@@ -318,10 +318,10 @@ def open_folder(
     if dist.is_main:
         if not resumes:
             record.make_folder(folder)
-            held.enter_context(record.lock(folder))
+            lock.take()
             if any(path.name != record.LOCK_FILE for path in folder.iterdir()):  # another start was faster
                 raise record.name_taken(folder)
-            undo.callback(record.clear_folder, folder)
+            undo.callback(record.remove_folder, folder)
         content["sessions"] = record.sessions(folder, start_step, made_with)
         if loaded is not None and (changed := record.what_changed(content["sessions"])):
             dist.print0(f"{folder}: {changed}")
@@ -383,6 +383,7 @@ def save(run: Run, step: int) -> None:
         del states[1:]  # any number of processes can go on from it
     failure = None
     try:
+        run.lock.check()
         run.batches.check_files()
         run.batches.flush()
         for log in (run.metrics, run.telemetry):
@@ -444,5 +445,7 @@ def close(run: Run, error: BaseException | None = None) -> None:
         if run.telemetry is not None:
             run.telemetry.close()
         if run.dist.is_main:
-            outcome.write(run.folder, error, run.batches.position)
-        run.held.close()
+            with contextlib.suppress(UserError):
+                run.lock.check()
+                outcome.write(run.folder, error, run.batches.position)
+        run.lock.close()
