@@ -66,6 +66,8 @@ SITES = (
     "output_gradient=m3",
     "delta_output=m2",
     "delta_sum=m4",
+    "delta=rowsum_p_dp,delta_error=random,delta_error_rows=as_many_as_untied",
+    "delta=rowsum_p_dp,delta_error=zero_sum",
     "probability_gradients=bf16",
     "score_gradients=m3",
     "gradient_accumulator=m6",
