@@ -416,27 +416,6 @@ def test_a_measurement_that_fails_is_one_warning(name: str, monkeypatch: pytest.
     assert "measuring failed, and the training goes on" in warning
 
 
-def test_what_a_moved_layer_cannot_do_later_runs_as_it_did() -> None:
-    from attention.watching.growth import GrowthRule
-
-    class Drops(nn.Module):
-        p = 0.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(x, x, x, dropout_p=self.p).sum()
-
-    model, x = Drops(), torch.randn(B, H, T, D, requires_grad=True)
-    rule = GrowthRule(exponent=0.0, logit=0.0, window=1.1, probes=1, share=0.0)
-    with watch(model, every=1, switch="flash", rule=rule, say=lambda line: None) as seen:
-        for _ in range(4):
-            model(x).backward()
-        assert 0 in seen.left
-        model.p = 0.5
-        with pytest.warns(UserWarning, match="cannot serve layer 0.*it runs as it did"):
-            model(x).backward()
-        model(x).backward()  # without another warning
-
-
 # ---- W&B
 
 

@@ -18,10 +18,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-import attention
 from attention import watch
 from attention.watching import log as watch_log
-from attention.watching.growth import GrowthRule
 from attention.watching.log import read_log
 from attention.watching.measure import COLUMNS
 from attention.watching.verdict import answer
@@ -398,38 +396,12 @@ def test_two_watches_do_not_write_one_log(tmp_path: Path, monkeypatch: pytest.Mo
     assert [record["step"] for record in records(log)] == [0, 1]
 
 
-def test_a_moved_layer_is_in_the_log_and_stays_moved_in_a_resumed_run(tmp_path: Path) -> None:
-    log, moved = tmp_path / "log", {"switch": "flash_consistent"}
-    left, said = growing(range(30), log, **moved)
-    assert left == {0: growing(range(40), None)[0][0]}
-    assert sum("runs away" in line for line in said) == 1
-    assert [record.get("switched") for record in records(log)] == [None] * (left[0] + 1) + [[0]] * (29 - left[0])
-    assert "By step 29 watch had moved layer 0 to flash_consistent." in verdict(log)
-    _, said = growing(range(30, 31), log, **moved)
-    assert "flash_consistent" in said[0]
-    assert not any("runs away" in line for line in said)
-    _, said = growing(range(31, 32), log)
-    assert "they run the model's own attention, as switch= is not given" in said[0]
-
-
 def test_a_record_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
     log = tmp_path / "log"
     growing(range(5), log)
     log.write_bytes(log.read_bytes()[:-7])
     growing(range(5, 7), log)
     assert [record["step"] for record in records(log)] == [0, 1, 2, 3, 5, 6]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_switch_is_refused_with_activation_checkpointing(reentrant: bool) -> None:
-    class Checkpointed(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=reentrant)
-
-    model = Checkpointed()
-    refused = pytest.raises(ValueError, match="cannot serve layer 0: expected no activation checkpointing")
-    with watch(model, switch="flash_consistent"), refused:
-        model(data().requires_grad_())
 
 
 def test_a_log_goes_on_with_the_clock_that_it_has(tmp_path: Path) -> None:
@@ -466,30 +438,6 @@ def test_an_optimizer_that_makes_no_step_is_said() -> None:
     model, other = Model(), torch.optim.SGD(Model().parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="made no step in 2 forward passes"), watch(model, optimizer=other):
         train(model, 2)
-
-
-def test_a_layer_that_left_runs_the_preset_it_is_switched_to(device: torch.device) -> None:
-    rule = GrowthRule(exponent=0.0, logit=0.0, window=1.1, probes=1, share=0.0)
-    model, coarse = Growing(1.0).to(device), attention.AttentionSpec(numerics="microcosm")
-    x = data().view(B, T, H, D).transpose(1, 2).to(device, torch.bfloat16)
-    with watch(model, every=1, switch=coarse, rule=rule, say=lambda line: None) as seen:
-        for _ in range(4):
-            found = model(x)
-            found.backward()
-    assert 0 in seen.left
-    q = (model.weight * x * 100 * (model.step / 10)).to(torch.bfloat16)
-    expected = attention.scaled_dot_product_attention(q, x, x, numerics=coarse).sum()
-    assert torch.equal(found, expected)
-    assert not torch.equal(expected, functional.scaled_dot_product_attention(q, x, x).sum())
-
-
-def test_what_the_preset_cannot_do_is_refused_in_the_first_pass() -> None:
-    class Dropout(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-
-    with watch(model := Dropout(), switch="standard"), pytest.raises(ValueError, match="dropout"):
-        model(torch.randn(1, 1, 4, 8, requires_grad=True))
 
 
 class NanGradient(torch.autograd.Function):
@@ -544,8 +492,6 @@ def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
         ("log", 3),
         ("log", "no/such/folder/watch.jsonl"),
         ("optimizer", 3),
-        ("switch", 3),
-        ("switch", "flash_stochastic_o"),
         ("wandb", 3),
         ("rule", 3),
         ("say", 3),

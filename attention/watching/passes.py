@@ -47,13 +47,14 @@ class Pass(TorchFunctionMode):
     """A forward pass of a model from ``open`` to ``close``.
 
     Args:
-        look: takes its calls; None where they are only to be moved.
+        look: what the owner keeps of its calls.
         attend: given the pass, the number of a call in it, what computes it, and its arguments by name; gives O.
     """
 
     def __init__(self, look: Look | None, attend: Attend):
         super().__init__()
-        self.look, self._attend, self._inside = look, attend, False
+        self.look: Any = look
+        self._attend, self._inside = attend, False
         self.seen = 0
         """Calls so far."""
         self.hidden: list[str] = []
@@ -116,7 +117,7 @@ class Pass(TorchFunctionMode):
         return self.attend(functools.partial(func, *args, **kwargs), arguments)
 
     def attend(self, run: Callable[[], Tensor], arguments: dict[str, Any]) -> Tensor:
-        """A call of attention was made, with these arguments: let ``run`` or another compute it."""
+        """A call of attention was made, with these arguments: ``run`` computes it."""
         if self._inside or self.over:
             return run()
         number, self.seen = self.seen, self.seen + 1

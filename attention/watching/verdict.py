@@ -64,10 +64,6 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         layer for layer, times in often.items() if 2 * times >= len(finite) or layer in _rounded(finite[-1])
     )
     gone = [f"Layer {layer} ran away at step {step}." for layer, step in _ran_away(finite).items()]
-    if moved := [record for record in records if record.get("switched")]:
-        last = moved[-1]
-        what = "layers" if len(last["switched"]) > 1 else "layer"
-        gone.append(f"By step {last['step']} watch had moved {what} {_names(last['switched'])} to {last['switch']}.")
     if gone or rounded:
         errors = [f"The error of dQ's sum is at least the sum in layers {_names(rounded)}."] if rounded else []
         control = "Run the control. If this is the control, look at the recipe."

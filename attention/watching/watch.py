@@ -5,7 +5,7 @@
 
 It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager"; other
 attention hands over its tensors with ``look``. Every n-th step one forward and backward pass is looked at; the others pay for two hooks.
-Training is not changed, unless ``switch`` is given. A failure of the watch itself is one warning.
+Training is not changed. A failure of the watch itself is one warning.
 
 A layer runs away by the rule of ``growth.py``, on largest logits.
 
@@ -15,7 +15,6 @@ Legend: B batch, H heads, G key heads, T queries, S keys, D head dim.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -31,10 +30,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..functional import refuse, scaled_dot_product_attention, spec_of, stochastic
-from ..plan import AttentionSpec
 from ..user_error import invalid
-from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule, RunsAway
+from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule
 from .log import close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look
 from .measure import as_lists
@@ -55,7 +52,7 @@ class _Forward:
     counts: bool
     """Whether it is one of training."""
     seeing: Pass | None = None
-    """Where its calls are looked at, or moved."""
+    """Where its calls are looked at."""
 
 
 class Watch:
@@ -64,7 +61,7 @@ class Watch:
     def __init__(self, model: nn.Module, **chosen: Any):
         self._model = model
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
-        self._switch, self._wandb, self._say_to = chosen["switch"], chosen["wandb"], chosen["say"]
+        self._wandb, self._say_to = chosen["wandb"], chosen["say"]
         optimizer, earlier = chosen["optimizer"], chosen["earlier"]
         rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
@@ -197,17 +194,15 @@ class Watch:
             return
         with self._lock:
             self._passes += 1
-            look = None
-            if self._step % self._every == 0 and self._step != self._looked_at:
-                self._write()
-                look = self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
-                self._looked_at = self._step
-            elif self._switch is None or not self.left:
+            if self._step % self._every or self._step == self._looked_at:
                 return
+            self._write()
+            look = self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
+            self._looked_at = self._step
             forward.seeing = Pass(look, self._attend)
             self._seeing.add(forward.seeing)
         try:
-            forward.seeing.open(model, names=look is not None and self._hidden is None)
+            forward.seeing.open(model, names=self._hidden is None)
         except ValueError as error:
             if self._passes == 1:
                 raise
@@ -233,7 +228,7 @@ class Watch:
         seeing.close()
         with self._lock:
             self._seeing.discard(seeing)
-            if seeing.look is not None and seeing.look is self._look:
+            if seeing.look is self._look:
                 self._looked_at, self._look = -1, None
 
     def _end(self, model: nn.Module, _: Any, output: Any) -> None:
@@ -251,15 +246,13 @@ class Watch:
             seeing.close()
             with self._lock:
                 self._seeing.discard(seeing)
-            if seeing.look is not None:
-                self._saw(seeing)
+            self._saw(seeing)
         if self._counts and not failed:
             with self._lock:
                 self._step, self._clock = self._step + 1, self._clock + 1
 
     def _saw(self, seeing: Pass) -> None:
         """The forward pass of a look is over."""
-        look: Look = seeing.look  # type: ignore[assignment]
         names = ", ".join(self._kinds(seeing.hidden)) if seeing.hidden else "no module looks like it"
         if not seeing.seen:
             self._refuse(
@@ -275,8 +268,8 @@ class Watch:
                     f"watch: attention of {len(self._hidden)} module(s) is not seen: {names}: torch.nn.MultiheadAttention needs "
                     "need_weights=False, another kind calls look() (docs/diagnosis.md)"
                 )
-        if not look.awaited:  # as in reentrant checkpointing
-            self._complete(look)
+        if not seeing.look.awaited:  # as in reentrant checkpointing
+            self._complete(seeing.look)
 
     def _kinds(self, names: Sequence[str]) -> list[str]:
         shown = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in names[:SHOWN]]
@@ -320,8 +313,7 @@ class Watch:
             return
         number, seeing.seen = seeing.seen, seeing.seen + 1
         seeing.mark()
-        if (taken := seeing.look) is None:
-            return
+        taken = seeing.look
         try:
             _check_look(q, k, v, o, layer, layout)
             if layer is not None and layer in taken:
@@ -334,44 +326,21 @@ class Watch:
         self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
 
     def _attend(self, seeing: Pass, number: int, run: Callable[[], Tensor], named: dict[str, Any]) -> Tensor:
-        """A call that was seen, ``number`` in its pass: computed as it is, or moved; and kept."""
-        look = seeing.look
-        moved = self._switch if number in self.left else None
-        if self._switch is not None and look is not None and moved is None and not self.record:
-            # In the first pass, so that what it refuses is known before it is needed.
-            try:
-                _refuse_checkpointing()
-                with torch.no_grad():
-                    scaled_dot_product_attention(**named, numerics=self._switch)
-            except ValueError as error:
-                raise ValueError(self._cannot(number, error)) from None
-        o = None
-        if moved is not None:
-            try:
-                _refuse_checkpointing()
-                o = scaled_dot_product_attention(**named, numerics=moved)
-            except ValueError as error:
-                self._warn("switch", f"{self._cannot(number, error)}; it runs as it did")
-        computed = run if o is None else functools.partial(scaled_dot_product_attention, numerics=moved)
-        o = run() if o is None else o
-        if look is None:
-            return o
+        """A call that was seen, ``number`` in its pass: computed and kept."""
+        o, look = run(), seeing.look
         if o.numel() == 0:  # a batch of nothing has nothing to measure
             return o
-        kept, layer = o, look.number(number)
+        layer = look.number(number)
 
         def keep() -> None:
             q, k, v = (named[name] for name in ("query", "key", "value"))
             causal, mask = bool(named["is_causal"]), plain_mask(named["attn_mask"], q.device)
             flags = {name: named[name] for name in ("scale", "softcap")}
-            flags |= {"causal": causal, "dropout": named["dropout_p"], "kernel": kernel_of(computed)}
-            look.keep(layer, q, k, v, kept, mask=mask, **flags)
+            flags |= {"causal": causal, "dropout": named["dropout_p"], "kernel": kernel_of(run)}
+            look.keep(layer, q, k, v, o, mask=mask, **flags)
 
         self._guard(keep)
         return o
-
-    def _cannot(self, number: int, error: ValueError) -> str:
-        return f"watch: switch = {self._switch!r} cannot serve layer {number}: {error}"
 
     # ---- what is said
 
@@ -396,8 +365,6 @@ class Watch:
             more["layers"] = list(found)
         if self._hidden:
             more["hidden"] = len(self._hidden)
-        if self._switch is not None and self.left:
-            more |= {"switched": sorted(self.left), "switch": self._name()}
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
         self._write_log()
         if self._wandb is not None:
@@ -435,13 +402,10 @@ class Watch:
         say, self._say_to = self._say_to, lambda line: None
         for record in earlier:
             self._judge(record["step"], record["clock"], dict(zip(layers_of(record), record["max_logit"], strict=True)))
-            for layer in record.get("switched", ()):  # also where this watch has another rule
-                self.left.setdefault(layer, record["step"])
         self._say_to, self._largest, self._not_finite = say, None, False
         if self.left:
             layers = ", ".join(map(str, sorted(self.left)))
-            now = "the model's own attention, as switch= is not given" if self._switch is None else self._name()
-            say(f"watch: by the log attention layers {layers} ran away before step {self._first}: they run {now}")
+            say(f"watch: by the log attention layers {layers} ran away before step {self._first}")
         if earlier and self._first - earlier[-1]["step"] > 2 * self._every:
             say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
         if self._first > self._warm_up and not self._alarm.has_begun:
@@ -462,14 +426,7 @@ class Watch:
         largest = max((max(logit_H), step, layer) for layer, logit_H in logits.items())
         self._largest = max(self._largest or largest, largest)
         for found in self._alarm.update(step, clock, logits):
-            self._say(self._sentence(found))
-
-    def _sentence(self, found: RunsAway) -> str:
-        then = "run the control" if self._switch is None else f"from now on it runs {self._name()}"
-        return f"{found} ({RATES}); {then}"
-
-    def _name(self) -> str:
-        return self._switch.label() if isinstance(self._switch, AttentionSpec) else str(self._switch)
+            self._say(f"{found} ({RATES}); run the control")
 
 
 class Unwatched:
@@ -520,12 +477,6 @@ def _within_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def _refuse_checkpointing() -> None:
-    """``ValueError`` within activation checkpointing: it calls attention again in the backward pass, where ``watch`` does not see it."""
-    if _within_checkpoint() or not torch.is_grad_enabled():
-        raise ValueError("expected no activation checkpointing; put replace_sdpa around the training loop")
-
-
 def _require(right: bool, name: str, value: object, expected: str) -> None:
     if not right:
         raise invalid(f"watch: {name}", value, expected)
@@ -537,7 +488,6 @@ def watch(
     every: int = 100,
     log: str | Path | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    switch: str | AttentionSpec | None = None,
     wandb: Any = None,
     warm_up: int = 0,
     sequences: int = 1,
@@ -553,7 +503,6 @@ def watch(
         log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. Of records before ``start`` the alarm
             remembers growth, and which layers ran away; those from ``start`` on go, to a file beside it.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
-        switch: preset, or ``AttentionSpec``, that a layer moves to when it runs away; one process only.
         wandb: a W&B run; a look adds a table to the row that the loop logs next, of two looks before it the later one's.
         warm_up: steps at the start that the alarm does not look at: the learning rate's warm-up.
         sequences: of the batch that are looked at, the first ones.
@@ -580,15 +529,7 @@ def watch(
     )
     _require(isinstance(rule, GrowthRule | None), "rule", rule, "a GrowthRule or None")
     _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
-    try:
-        if switch is not None:
-            blind = "expected numerics that do not round stochastically, as no seed reaches them"
-            refuse(stochastic(spec_of(switch)), f"numerics = {switch!r}: {blind}")
-    except ValueError as error:
-        raise ValueError(f"watch: switch: {error}") from None
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if switch is not None and processes:
-        raise ValueError(f"watch: switch = {switch!r}: expected None, as each process would decide by itself")
     if processes and torch.distributed.get_rank():
         log = wandb = None
         warm_up = sys.maxsize  # it never judges
@@ -609,6 +550,6 @@ def watch(
         rate = float(optimizer.param_groups[0]["lr"])
         loaded = "above 0, as it stands for that of the steps before: load the states of optimizer and scheduler first"
         _require(rate > 0, "learning rate", rate, loaded)
-    chosen = {"every": every, "log": log, "optimizer": optimizer, "switch": switch, "wandb": wandb, "warm_up": warm_up}
+    chosen = {"every": every, "log": log, "optimizer": optimizer, "wandb": wandb, "warm_up": warm_up}
     more = {"sequences": sequences, "start": start, "earlier": earlier, "cut": cut, "say": say}
     return Watch(model, **chosen, **more, rule=rule)
