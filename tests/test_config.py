@@ -80,22 +80,6 @@ def test_overrides_replace_single_fields() -> None:
     )
 
 
-def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        load(["--help"])
-    assert not stop.value.code
-    text = capsys.readouterr().out
-    for section in dataclasses.fields(TrainConfig):
-        kind = type(getattr(load([DEBUG]), section.name))
-        missing = [
-            field.name
-            for field in dataclasses.fields(kind)
-            # Rules are a matter of files: their number is not known to a command line.
-            if field.name != "rules" and f"--{section.name}.{field.name}".replace("_", "-") not in text
-        ]
-        assert missing == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

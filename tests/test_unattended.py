@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, optimizer, recorded, tree, weights
+from tiny_runs import (
+    ROOT,
+    Place,
+    before_each_step,
+    command,
+    environment,
+    lines,
+    optimizer,
+    recorded,
+    start_train,
+    tree,
+    weights,
+)
 
 import training.run
 from data.recording import Recorder, Recording
@@ -211,75 +223,37 @@ def test_a_second_signal_ends_at_once_if_it_is_not_the_first_one_handed_on() -> 
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
 
 
-@pytest.fixture(scope="module")
-def straight_of_two(place: Place) -> Path:
-    config = place.config("straight_of_two", {"data.micro_batch": 2})
-    arguments = [str(place.preset_file(config))]
-    subprocess.run(command(ROOT / "train.py", arguments, 2), check=True, env=environment(), timeout=120)
-    return place.runs / "straight_of_two"
-
-
-HOOK = """
+DIES = """
 import os, signal
 import train
 
 open_run = train.open_run
 
-def hooked(config, dist):
+def dies(config, dist):
     run = open_run(config, dist)
     draw = run.batches.next
-    def draw_after():
-        action(dist.rank, run.batches.position)
+    def draw_or_die():
+        if run.batches.position == 13 and str(dist.rank) == os.environ["TORCHELASTIC_RESTART_COUNT"]:
+            os.kill(os.getpid(), signal.SIGKILL)
         return draw()
-    run.batches.next = draw_after
+    run.batches.next = draw_or_die
     return run
 
-train.open_run = hooked
+train.open_run = dies
 train.main()
 """
-ASKED = """
-def action(rank, step):
-    if step == 7 and rank == 1:
-        for _ in range(2):  # Slurm's, and torchrun's
-            os.kill(os.getpid(), signal.SIGTERM)
-"""
 
 
 @pytest.mark.slow
-def test_all_processes_leave_after_the_same_step(place: Place, straight_of_two: Path, tmp_path: Path) -> None:
-    """One of two is asked; the other learns of it."""
-    config = place.config("asked_one", {"data.micro_batch": 2, **AUTO})
-    (tmp_path / "asked.py").write_text(ASKED + HOOK)
-    preset = str(place.preset_file(config))
-    done = subprocess.run(
-        command(tmp_path / "asked.py", [preset], 2), capture_output=True, text=True, env=environment(), timeout=120
-    )
-    assert done.returncode != 0
-    assert done.stdout.count("asked to leave; saved") == 1, done.stderr
-    assert [path.name for path in (place.runs / "asked_one/checkpoints").iterdir()] == ["step_00000008"]
-    again = subprocess.run(
-        command(ROOT / "train.py", [preset], 2), capture_output=True, text=True, env=environment(), timeout=120
-    )
-    assert again.returncode == 0, again.stderr
-    assert weights(place.runs / "asked_one", 20) == weights(straight_of_two, 20)
-
-
-DIES = """
-def action(rank, step):
-    if step == 13 and str(rank) == os.environ["TORCHELASTIC_RESTART_COUNT"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_that_goes_on(place: Place, straight_of_two: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_a_run_that_goes_on(place: Place, tmp_path: Path) -> None:
     """First rank 0 dies, then rank 1."""
-    (tmp_path / "dies.py").write_text(DIES + HOOK)
-    config = place.config("restarted", {"data.micro_batch": 2, **AUTO})
-    launch = command(tmp_path / "dies.py", [str(place.preset_file(config))], 2)
+    straight, restarted = (place.config(name, {"data.micro_batch": 2, **AUTO}) for name in ("straight_2", "restarted"))
+    assert start_train([str(place.preset_file(straight))], processes=2).returncode == 0
+    (tmp_path / "dies.py").write_text(DIES)
+    launch = command(tmp_path / "dies.py", [str(place.preset_file(restarted))], 2)
     launch.insert(launch.index("--standalone"), "--max-restarts=2")
     done = subprocess.run(launch, capture_output=True, text=True, env=environment(), timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("from step 10") == 2
-    assert lines(place.runs / "restarted") == lines(straight_of_two)
-    assert weights(place.runs / "restarted", 20) == weights(straight_of_two, 20)
+    assert lines(place.runs / "restarted") == lines(place.runs / "straight_2")
+    assert weights(place.runs / "restarted", 20) == weights(place.runs / "straight_2", 20)

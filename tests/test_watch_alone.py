@@ -211,15 +211,6 @@ def test_a_watch_closed_during_another_threads_pass_lets_it_finish() -> None:
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize("build", [Model, lambda: TorchsLayers(2)], ids=["torch's function", "torch's module"])
-def test_two_watches_of_one_model_see_the_same(build: Callable[[], nn.Module]) -> None:
-    model = build()
-    with watch(model, every=1, say=lambda line: None) as one, watch(model, every=2, say=lambda line: None) as other:
-        for step in range(3):
-            model(data(step)).backward()
-    assert one.record == other.record
-
-
 # ---- copies
 
 
@@ -546,9 +537,7 @@ def test_without_o_only_logits_are_measured() -> None:
     ("change", "message"),
     [
         ({"k": torch.ones(B, T, 3, D)}, r"k = \[3, 24, 3, 16\]: expected a shape that fits q \[3, 24, 4, 16\], BTHD"),
-        ({"v": torch.ones(B, T - 1, 2, D)}, "v = .*: expected a shape"),
         ({"o": torch.ones(B, H, T, D)}, "o = .*: expected a shape"),
-        ({"q": torch.ones(B, T, C)}, r"q = \[3, 24, 64\]: expected a tensor \[B, T, H, D\]"),
         ({"q": 3}, "q = int: expected a tensor"),
         ({"layout": "TBHD"}, "layout = 'TBHD': expected one of BHTD, BTHD"),
         ({"layer": -1}, "layer = -1: expected a whole number"),
