@@ -82,7 +82,7 @@ def _fp64(p: Problem, softcap: float) -> tuple[Tensor, ...]:
 
 def run(
     p: Problem, spec: AttentionSpec, *, seed: int = 0, softcap: float = 0.0, call=attention.run
-) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+) -> tuple[Tensor, ...]:
     """O, dQ, dK, dV through the library."""
     plan = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(1, p.q.shape[2])[0]
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))

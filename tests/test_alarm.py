@@ -131,9 +131,7 @@ def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, va
 @pytest.mark.parametrize(
     ("logit", "exponent", "leaves"), [(2500.0, 9.0, True), (1900.0, 9.0, False), (2500.0, 7.0, False)]
 )
-def test_a_head_whose_logits_grow_by_far_too_fast_leaves_alone_and_at_once(
-    logit: float, exponent: float, leaves: bool
-) -> None:
+def test_a_head_whose_logits_grow_far_too_fast_leaves_at_once(logit: float, exponent: float, leaves: bool) -> None:
     """One head of twelve, at the first probe, where half of the heads would be late."""
     logits = torch.full((2, 1, 12), 50.0, dtype=torch.float64)
     logits[1, 0, 3], logits[0, 0, 3] = logit, logit / 1.5**exponent
@@ -164,9 +162,7 @@ def test_a_sudden_layer_leaves_at_the_first_probe_with_another_far_enough_before
 TOUCHY = AlarmConfig(rule=GrowthRule(exponent=1e-6, window=1.01, logit=0.0, probes=1), warm_up=4)
 
 
-def test_a_run_says_each_layer_once_also_when_resumed_and_changes_no_bit(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_each_layer_once_and_changes_no_bit(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     stable = place.train("stable", {**BF16, "telemetry.every": 3})
     assert "ALARM" not in capsys.readouterr().out
     fields = {**BF16, "alarm": TOUCHY, "telemetry.every": 3}

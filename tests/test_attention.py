@@ -30,7 +30,7 @@ def spec_of(preset: str, numerics: str = "hardware") -> AttentionSpec:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("numerics", ["hardware", "rounded_forward", "fp32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_flash_presets_are_as_exact_as_standard_attention_of_the_same_precision(
+def test_flash_presets_are_as_exact_as_standard(
     case: str, numerics: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Error against fp64 at most twice that of standard attention, for O, dQ, dK, dV of every preset, in units of ``magnitudes``.
@@ -64,7 +64,7 @@ def test_matrix_backends_agree_with_fp64(preset: str, dtype: torch.dtype, device
         assert_as_exact(run(p, AttentionSpec(preset=preset)), naive_attention(p), oracle(p), magnitudes(p), floor, case)
 
 
-def naive_attention(p):  # type: ignore[no-untyped-def]
+def naive_attention(p):
     """Autograd through matrix products in the inputs' dtype, softmax in FP32: nanoGPT's own fallback."""
     q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (p.q, p.k, p.v))
     s = (q @ k.mT) * q.shape[-1] ** -0.5
@@ -129,7 +129,7 @@ def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> 
     spec = AttentionSpec(preset=preset, numerics="rounded_forward" if preset in FLASH else "hardware")
     eager = run(p, spec, seed=3)
 
-    def through_float32(q, k, v, plan, **settings):  # type: ignore[no-untyped-def]
+    def through_float32(q, k, v, plan, **settings):
         q, k, v = ((x.float() * 1.0).bfloat16() for x in (q, k, v))
         return attention.run(q, k, v, plan, **settings)
 
@@ -173,19 +173,12 @@ DRAWN_P = ("probabilities_rounding=stochastic",)
         ({"preset": "sdpa_cudnn"}, {}, "it needs a CUDA device", "standard, flash_reference"),
         ({"preset": "sdpa_flash"}, {"softcap": 30.0}, "no soft-cap", "standard, flash_reference"),
         ({"backend": "standard"}, {}, "exponent = 'fma', expected subtract_first", "flash_reference"),
-        (
-            {"preset": "standard", "sites": DRAWN_P},
-            {},
-            "probabilities_rounding = 'stochastic', expected nearest",
-            "flash_reference",
-        ),
+        ({"preset": "standard", "sites": DRAWN_P}, {}, "rounding = 'stochastic'", "flash_reference"),
         ({"sites": DRAWN_P}, {"dtype": torch.float32}, "expected nearest where probabilities is fp32", ""),
     ],
     ids=str,
 )
-def test_what_this_machine_cannot_run_is_refused_with_the_reason(
-    spec: dict[str, Any], settings: dict[str, Any], reason: str, can: str
-) -> None:
+def test_what_cannot_run_here_is_refused(spec: dict[str, Any], settings: dict[str, Any], reason: str, can: str) -> None:
     plans = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(**spec)).resolve(2, 2)
     with pytest.raises(UserError) as error:
         attention.check_plans(
@@ -215,10 +208,7 @@ Q = torch.randn(2, 8, 3, 16)
     ("change", "reason"),
     [
         # [B, H, T, D], as torch has it, would attend over heads, and come back in the same shape.
-        (
-            dict.fromkeys("qkv", Q.transpose(1, 2)),
-            r"layer 0: q has shape \(2, 3, 8, 16\): .* with the 3 heads of the plan",
-        ),
+        (dict.fromkeys("qkv", Q.transpose(1, 2)), r"layer 0: q has shape \(2, 3, 8, 16\): .* the 3 heads"),
         (dict.fromkeys("qkv", Q[:0]), "q has shape"),
         (dict.fromkeys("kv", Q[:, :, :2]), r"k has shape \(2, 8, 2, 16\)"),
         (dict.fromkeys("kv", Q[:1]), "k has shape"),

@@ -16,7 +16,7 @@ SCALE = D**-0.5
 
 
 def operands(seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(spread * torch.randn(3, B, T, H, D, generator=torch.Generator().manual_seed(seed)))  # type: ignore[return-value]
+    return tuple(spread * torch.randn(3, B, T, H, D, generator=torch.Generator().manual_seed(seed)))
 
 
 def scores(q: Tensor, k: Tensor, softcap: float = 0.0) -> Tensor:

@@ -136,9 +136,7 @@ def test_rounding_p_bar_to_nearest_biases_o_and_drawing_it_does_not(sign: float,
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize(("others", "direction"), [(0.25, -1.0), (1.0, 0.0), (1.75, 1.0)])
-def test_hardware_numerics_lean_towards_the_values_of_the_other_keys(
-    sign: float, others: float, direction: float
-) -> None:
+def test_hardware_numerics_lean_towards_values_of_other_keys(sign: float, others: float, direction: float) -> None:
     """Kernels divide by l before they round: O = (a + b + small) / (2 + small), a tie of (a + b) / 2 that the others pull
     towards their own mean. Smaller |V| there: towards zero; larger: away from it; the same: no bias.
     """

@@ -49,7 +49,7 @@ def autocast(dtype: torch.dtype = torch.bfloat16) -> contextlib.AbstractContextM
 
 
 def captured(model: GPT, dtype: torch.dtype = torch.bfloat16, **options: object) -> list[LayerCapture]:
-    return capture(model, *batch(), autocast=autocast(dtype), **options)  # type: ignore[arg-type]
+    return capture(model, *batch(), autocast=autocast(dtype), **options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -55,7 +55,7 @@ def test_a_file_gives_back_a_part_to_the_bit(tmp_path: Path) -> None:
     part = call.part(heads=(3, 0), sequences=1, length=10)
     part.save(tmp_path / "a.zip")
     back = load(tmp_path / "a.zip")
-    expected = (q[:1, [3, 0], :10], k[:1, [1, 0], :10], v[:1, [1, 0], :10], o.grad[:1, [3, 0], :10])  # type: ignore[index]
+    expected = (q[:1, [3, 0], :10], k[:1, [1, 0], :10], v[:1, [1, 0], :10], o.grad[:1, [3, 0], :10])
     assert all(torch.equal(x, y) for x, y in zip(bits(back), expected, strict=True))
     assert back.about == {"step": 7, "layer": 1, "heads": [3, 0], "sequences": 1, "length": 10}
     part.save(tmp_path / "b.zip")

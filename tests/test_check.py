@@ -54,7 +54,7 @@ class _Tiled(torch.autograd.Function):
         return o.to(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, p, o = ctx.saved_tensors
         keys, values = (x.repeat_interleave(ctx.n, 1).float() for x in (k, v))
         delta = (do.float() * o).sum(-1, keepdim=True)
@@ -73,7 +73,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def tiled(fault: str = "") -> Callable[..., Tensor]:
-    return lambda q, k, v, causal, scale: _Tiled.apply(q, k, v, causal, scale, fault)  # type: ignore[no-any-return]
+    return lambda q, k, v, causal, scale: _Tiled.apply(q, k, v, causal, scale, fault)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_a_kernel_that_misreads_strides_of_do_is_found(what: str) -> None:
             return o.clone()
 
         @staticmethod
-        def backward(ctx: Any, do: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, do: Tensor) -> Tensor:
             if what == "stride 0":
                 return do * (do.stride(-1) or 2)
             return do.as_strided(do.shape, do.contiguous().stride()) if do.stride(-1) else do
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        return AsIfContiguous.apply(plain(q, k, v, causal, scale))  # type: ignore[no-any-return]
+        return AsIfContiguous.apply(plain(q, k, v, causal, scale))
 
     (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="repeatability").cases
     assert (case.verdict, what in case.reason) == ("wrong", True)
@@ -198,13 +198,13 @@ def test_the_column_of_ones_measures_row_sums_of_ds() -> None:
             return weights
 
         @staticmethod
-        def backward(ctx: Any, dp: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, dp: Tensor) -> Tensor:
             (weights,) = ctx.saved_tensors
-            return weights * (dp - 1.01 * (weights * dp).sum(-1, keepdim=True))  # type: ignore[no-any-return]
+            return weights * (dp - 1.01 * (weights * dp).sum(-1, keepdim=True))
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         s = (q @ k.mT * scale).masked_fill(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1), -math.inf)
-        return OffBy.apply(s) @ v  # type: ignore[no-any-return]
+        return OffBy.apply(s) @ v
 
     column = run(kernel, p)[1][..., -1]
     o = exact(p)[0][0]

@@ -181,9 +181,7 @@ def test_checkpoints_of_an_abandoned_course_go(tmp_path: Path) -> None:
     assert newest(checkpoints).step == 25
 
 
-def test_one_under_anothers_name_is_neither_resumed_nor_a_reason_to_delete_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_under_anothers_name_is_not_resumed_nor_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = make(tmp_path, 14, 21, keep_last=2)
     (checkpoints.folder / "step_00000014").rename(checkpoints.folder / "step_00000099")
     loaded = newest(checkpoints)
@@ -209,7 +207,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(FILES))
-def test_full_disk_keeps_the_last_good_one_and_names_it(
+def test_full_disk_keeps_and_names_the_last_good_one(
     tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = make(tmp_path, 1, 2)

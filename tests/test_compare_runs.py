@@ -62,9 +62,7 @@ def told(capsys: pytest.CaptureFixture[str], *folders: Path) -> str:
     return capsys.readouterr().out
 
 
-def test_it_is_told_how_each_run_ended_where_they_part_and_what_was_changed(
-    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ends_and_where_runs_part_and_why_are_told(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     shown = told(capsys, *pair)
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| f")]
     assert [(row[0], row[3]) for row in rows] == [("| failing", "exploded at 3"), ("| fixed", "stable to 5")]
@@ -72,9 +70,7 @@ def test_it_is_told_how_each_run_ended_where_they_part_and_what_was_changed(
     assert f"fixed against failing: bits differ from step 2 on, first in train_loss; {change}\n" in shown
 
 
-def test_other_source_and_what_changed_between_sessions_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_source_and_changes_between_sessions_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = (write_run(tmp_path / name, [2.0] * 6) for name in ("old", "new"))
     for run, sha, threads in ((old, "a", (1,)), (new, "b", (2, 1))):
         content = json.loads((run / "config.json").read_text())
@@ -85,9 +81,7 @@ def test_other_source_and_what_changed_between_sessions_are_told(
     assert "device.threads: 1 -> '2 then 1'" in changes
 
 
-def test_bits_that_part_in_the_gradient_norm_first_and_another_environment_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other, two = (
         write_run(tmp_path / name, [2.0] * 6, grad_norm=norm)
         for name, norm in (("one", 1.0), ("other", 1.5), ("two", 1.0))
@@ -103,9 +97,7 @@ def test_bits_that_part_in_the_gradient_norm_first_and_another_environment_are_t
     assert f"{same}environment: device.processes: 1 -> 2." in shown
 
 
-def test_a_run_of_a_folder_that_cannot_be_read_is_left_out_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs/good", [2.0] * 6)
     (tmp_path / "runs/new").mkdir()
     (tmp_path / "runs/new/metrics.jsonl").touch()
@@ -271,9 +263,7 @@ def test_table_and_picture_show_the_largest_logit_of_all_layers_or_of_one(
         assert drawn.pop() == sorted(pd.read_csv(tmp_path / "t.csv")[name]) == expected
 
 
-def test_a_large_gradient_norm_of_the_warm_up_shows_with_its_step(
-    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_large_norm_of_the_warm_up_is_shown(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(place.runs / "one", folder)
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
@@ -283,9 +273,7 @@ def test_a_large_gradient_norm_of_the_warm_up_shows_with_its_step(
     assert "| 64.9 at 3 |" in capsys.readouterr().out
 
 
-def test_switches_are_told_in_the_column_of_the_attention(
-    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_switches_are_told_beside_the_attention(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     moves = [
         {"step": 2, "kind": "switch", "layer": 1, "to": "flash_consistent"},
         {"step": 2, "kind": "switch", "layer": 3, "to": "flash_consistent"},

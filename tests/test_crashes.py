@@ -53,9 +53,9 @@ class Doom:
             self._note(os.open(path, os.O_RDONLY))
         sys.addaudithook(self._hook)
         os.fsync = self._fsync
-        builtins.open = functools.partial(self._open, open)  # type: ignore[assignment]
+        builtins.open = functools.partial(self._open, open)
         write = training.checkpoint.save_file
-        training.checkpoint.save_file = lambda tensors, path: (path.touch(), write(tensors, path))  # type: ignore[assignment]
+        training.checkpoint.save_file = lambda tensors, path: (path.touch(), write(tensors, path))
 
     def _files(self) -> list[Path]:
         return [path for path in self.folder.rglob("*") if path.is_file()]
@@ -174,7 +174,7 @@ def check(place: Place, kills: tuple[int, ...], *, power: bool, expected: dict[s
 
 
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power_cut"])
-def test_a_run_killed_before_a_change_of_a_file_ends_with_the_same_bits(
+def test_killed_at_some_changes_it_ends_with_the_same_bits(
     place: Place, straight: tuple[dict[str, Any], int], power: bool
 ) -> None:
     """At every fourth change of the start, others with a power cut, and some of the rest."""
@@ -186,7 +186,7 @@ def test_a_run_killed_before_a_change_of_a_file_ends_with_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power_cut"])
-def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(
+def test_killed_anywhere_it_ends_with_the_same_bits(
     place: Place, straight: tuple[dict[str, Any], int], power: bool
 ) -> None:
     """At every change; every second time again in what follows."""

@@ -105,9 +105,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("gathered", lambda rank: [] if rank else [[], [250, 251], [250, 251, 252, 253]]),
     ],
 )
-def test_every_process_has_what_it_should(
-    facts: list[dict[str, Any]], name: str, of_rank: Callable[[int], Any]
-) -> None:
+def test_every_process_has_its_own(facts: list[dict[str, Any]], name: str, of_rank: Callable[[int], Any]) -> None:
     assert [fact[name] for fact in facts] == [of_rank(rank) for rank in range(WORLD)]
 
 

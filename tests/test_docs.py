@@ -44,9 +44,7 @@ class OneCall(torch.nn.Module):
         return functional.scaled_dot_product_attention(self.weight * q, k, k, is_causal=True, enable_gqa=True).sum()
 
 
-def test_the_example_of_the_diagnosis_measures_the_largest_causal_logit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_example_of_the_diagnosis_measures_causal_logits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     k[0, 0, 4] = 100 * q[0, 0, 0]  # a key that row 0 may not see
 
@@ -87,7 +85,7 @@ def test_the_example_for_attention_of_another_kind_measures_it(monkeypatch: pyte
 
     monkeypatch.chdir(tmp_path)
     model = Own()
-    model.layers = [model]  # type: ignore[assignment]
+    model.layers = [model]
     exec(loop, {"model": model, "optimizer": torch.optim.SGD([q], lr=0.1), "train": train, "watch": watch})
     record = json.loads(Path("watch.jsonl").read_text())
     torch.testing.assert_close(torch.tensor(record["max_logit"][0]), model.largest)

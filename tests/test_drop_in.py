@@ -166,7 +166,7 @@ class ByDispatch(Tensor):
 
     @staticmethod
     def __new__(cls, x: Tensor) -> ByDispatch:
-        return Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)  # type: ignore[attr-defined, no-any-return]
+        return Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -173,7 +173,7 @@ def test_a_soft_cap_is_refused_and_grouped_heads_are_tried() -> None:
 def test_a_compiler_does_not_look_inside(device: torch.device) -> None:
     from attention import run as attend
 
-    def through_float32(q, k, v, plan, **settings):  # type: ignore[no-untyped-def]
+    def through_float32(q, k, v, plan, **settings):
         return attend(*((x.float() * 1.0).bfloat16() for x in (q, k, v)), plan, **settings)
 
     p = make("tied", torch.bfloat16, device)

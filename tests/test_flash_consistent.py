@@ -25,7 +25,7 @@ def tensors(logits: float, time: int = 200) -> tuple[Tensor, Tensor, Tensor, Ten
     q, k, v, do = (torch.randn(1, time, 2, 32, generator=draw) for _ in range(4))
     q = logits * q / q.norm(dim=-1, keepdim=True)
     k = k + 2 * torch.randn(1, 1, 2, 32, generator=draw)
-    return tuple(x.bfloat16() for x in (q, k, -v.abs(), do))  # type: ignore[return-value]
+    return tuple(x.bfloat16() for x in (q, k, -v.abs(), do))
 
 
 def largest_residual(preset: str, logits: float, softcap: float = 0.0, **sites: Any) -> float:

@@ -48,7 +48,7 @@ def tensors(
         (2, groups, keys, of_values),
         (2, heads, queries, of_values),
     )
-    return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)  # type: ignore[return-value]
+    return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
 
 
 def results(function: Any, inputs: tuple[Tensor, ...], do: Tensor, **settings: Any) -> tuple[Tensor, ...]:
@@ -311,38 +311,23 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
 X = torch.zeros(2, 4, 8, 16)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout_p = 0.1"),
-    "an additive mask": (
-        {"attn_mask": torch.full((8, 8), -1.0)},
-        "attn_mask is torch.float32: expected bool, or 0 and -inf",
-    ),
-    "a learned mask": (
-        {"attn_mask": torch.zeros(8, 8, requires_grad=True)},
-        "attn_mask is torch.float32 and learned: expected bool",
-    ),
+    "an additive mask": ({"attn_mask": torch.full((8, 8), -1.0)}, "attn_mask is torch.float32: expected"),
+    "a learned mask": ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "torch.float32 and learned"),
     "a mask of integers": ({"attn_mask": torch.ones(8, 8, dtype=torch.int64)}, "attn_mask is torch.int64"),
     "a mask of another shape": ({"attn_mask": torch.ones(8, 7, dtype=torch.bool)}, r"attn_mask has shape \[8, 7\]"),
     "a mask on another device": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool, device="meta")}, "on meta"),
     "a mask for each head": ({"attn_mask": torch.tril(torch.ones(2, 4, 8, 8)).cumsum(1) > 1}, "one mask for all heads"),
-    "a mask with holes": (
-        {"attn_mask": torch.eye(8).bool() | (torch.arange(8) == 0)},
-        "batch entry 0: query 2 sees keys 0 and 2, not 1, which query 1 sees: expected a range of keys",
-    ),
+    "a mask with holes": ({"attn_mask": torch.eye(8).bool() | (S[:8] == 0)}, "batch entry 0: query 2 sees"),
     "a mask of one dimension": ({"attn_mask": torch.ones(8, dtype=torch.bool)}, "as many dimensions as the query"),
     "a sparse mask": ({"attn_mask": torch.ones(8, 8, dtype=torch.bool).to_sparse()}, "attn_mask is nested or sparse"),
     "is_causal of no flag": ({"is_causal": "False"}, "is_causal = 'False': expected True or False"),
     "scale of no number": ({"scale": "1"}, "scale = '1'"),
     "scale inf": ({"scale": math.inf}, "scale = inf"),
-    "a learned scale": (
-        {"scale": torch.tensor(0.3, requires_grad=True)},
-        "scale is a learned tensor: expected a number",
-    ),
+    "a learned scale": ({"scale": torch.tensor(0.3, requires_grad=True)}, "scale is a learned tensor"),
     "scale on another device": ({"scale": torch.tensor(0.3, device="meta")}, "scale is a tensor on meta: expected"),
     "softcap": ({"softcap": -1.0}, "softcap = -1.0"),
     "one dimension": ({"query": X[0, 0, 0]}, r"query has shape \[16\]"),
-    "five dimensions that do not broadcast": (
-        {"query": X[None].expand(3, -1, -1, -1, -1), "key": X[None].expand(2, -1, -1, -1, -1)},
-        "expected batches that broadcast",
-    ),
+    "five dimensions": ({"query": torch.stack([X] * 3), "key": torch.stack([X] * 2)}, "batches that broadcast"),
     "nested": ({"query": torch.nested.nested_tensor([X[0], X[1]])}, "query is nested or sparse"),
     "sparse": ({"value": X.to_sparse()}, "value is nested or sparse"),
     "no heads of keys": ({"key": X[:, :0], "value": X[:, :0], "enable_gqa": True}, "expected heads of keys"),
@@ -409,7 +394,7 @@ def test_replaced_in_a_model_that_cannot_be_edited(how: str, device: torch.devic
     coarse = AttentionSpec(sites=("probabilities=m1",))
 
     def ours(*qkv: Tensor) -> Tensor:
-        return sum(scaled_dot_product_attention(*qkv, is_causal=True, numerics=coarse) for _ in range(2))  # type: ignore[return-value]
+        return sum(scaled_dot_product_attention(*qkv, is_causal=True, numerics=coarse) for _ in range(2))
 
     before, expected = results(model, inputs, do), results(ours, inputs, do)
     with replace_sdpa(coarse):
@@ -437,21 +422,19 @@ def test_replaced_in_a_transformer_encoder_layer_of_torchs_with_masks(masks: tup
 
 def test_replaced_in_a_module_whose_name_begins_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = ModuleType("attention_layers")
-    theirs.attend = torchs  # type: ignore[attr-defined]
+    theirs.attend = torchs
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
     with pytest.warns(UserWarning, match="was not called"), replace_sdpa():
         assert theirs.attend is functional.scaled_dot_product_attention
     assert theirs.attend is torchs
 
 
-def test_a_module_that_is_imported_inside_the_block_has_torchs_function_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_module_imported_inside_the_block_has_torchs_function_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     *inputs, _ = tensors()
     original, late = torchs, ModuleType("imported_late")
     monkeypatch.setitem(sys.modules, late.__name__, late)
     with replace_sdpa():
-        late.attend = functional.scaled_dot_product_attention  # type: ignore[attr-defined]
+        late.attend = functional.scaled_dot_product_attention
         late.attend(*inputs)
     assert late.attend is original
 
@@ -549,7 +532,7 @@ class Deep(torch.autograd.Function):
             ctx.work()
         else:
             with torch.enable_grad():
-                Deep.apply(torch.zeros(1, requires_grad=True), ctx.depth - 1, ctx.work).backward()  # type: ignore[no-untyped-call]
+                Deep.apply(torch.zeros(1, requires_grad=True), ctx.depth - 1, ctx.work).backward()
         return gradients[0], None, None
 
 
@@ -570,7 +553,7 @@ def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_call
         found.append(shared(*inputs))
 
     def call_backward() -> Tensor:
-        Deep.apply(torch.zeros(1, requires_grad=True), 80, work).backward()  # type: ignore[no-untyped-call]
+        Deep.apply(torch.zeros(1, requires_grad=True), 80, work).backward()
         return found.pop()
 
     for spec in (COARSE, COARSER, COARSE):

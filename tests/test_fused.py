@@ -11,7 +11,7 @@ from fused.embedding import lookup
 from fused.gelu import gelu
 
 
-def value_and_slope(function, h: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def value_and_slope(function, h: Tensor) -> tuple[Tensor, Tensor]:
     h = h.detach().requires_grad_()
     a = function(h)
     (slope,) = torch.autograd.grad(a, h, torch.ones_like(a))

@@ -174,9 +174,7 @@ def test_generation_with_a_cache(family: str, cache: str, ours: str, device: tor
 
 
 @EACH_FAMILY
-def test_a_second_turn_on_a_kept_cache_with_padding_in_front_of_it(
-    family: str, ours: str, device: torch.device
-) -> None:
+def test_a_second_turn_on_a_kept_cache_with_padding_before_it(family: str, ours: str, device: torch.device) -> None:
     tokens = batch()["input_ids"][:, :12].to(device)
     real = torch.ones_like(tokens)
     real[0, 6:8] = 0

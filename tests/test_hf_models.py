@@ -176,7 +176,7 @@ def test_names_that_transformers_reads_another_way_are_refused(name: Any) -> Non
 def call(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool | None = True, **others: Any) -> Tensor:
     module = nn.Module()
     if causal is not None:
-        module.is_causal = causal  # type: ignore[assignment]
+        module.is_causal = causal
     return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[OURS](module, q, k, k, mask, **others)[0]
 
 

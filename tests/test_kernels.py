@@ -61,7 +61,7 @@ def largest_score(p: Problem) -> float:
     return (p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max()).item() * p.q.shape[-1] ** -0.5
 
 
-def kernels_agree(p: Problem, kernel: AttentionSpec, in_pytorch: AttentionSpec, **settings) -> None:  # type: ignore[no-untyped-def]
+def kernels_agree(p: Problem, kernel: AttentionSpec, in_pytorch: AttentionSpec, **settings) -> None:
     """They differ by less than a quarter of the rounding error of the PyTorch backend, or by FP32 noise."""
     found, expected = (run(p, x, **settings) for x in (kernel, in_pytorch))
     assert [x.dtype for x in found] == [expected[0].dtype, *[p.q.dtype] * 3]
@@ -69,11 +69,11 @@ def kernels_agree(p: Problem, kernel: AttentionSpec, in_pytorch: AttentionSpec, 
     assert_agree(found, expected, exact, magnitudes(p), lambda own: max(own / 4, 2.0**-21))
 
 
-def flash_agrees(p: Problem, preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, **more) -> None:  # type: ignore[no-untyped-def]
+def flash_agrees(p: Problem, preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, **more) -> None:
     kernels_agree(p, spec(preset, numerics, sites), spec(preset, numerics, sites, "flash_reference"), **more)
 
 
-def kernels_are_as_exact(p: Problem, **settings) -> None:  # type: ignore[no-untyped-def]
+def kernels_are_as_exact(p: Problem, **settings) -> None:
     """Error against fp64 at most twice that of the PyTorch backend, the floor being the unit of the format and that of L in FP32."""
     floor = max(2.0**-24 * max(largest_score(p), 16), 0 if p.q.dtype == torch.float32 else 2.0**-10)
     found, baseline = (run(p, spec("flash", backend=backend, **settings)) for backend in ("flash", "flash_reference"))
@@ -120,7 +120,7 @@ def test_the_two_faults_of_the_interpreter_that_the_kernels_work_around() -> Non
     import triton.language as tl
 
     @triton.jit
-    def fault_kernel(p_x, p_y, p_cast, p_dot):  # type: ignore[no-untyped-def]
+    def fault_kernel(p_x, p_y, p_cast, p_dot):
         o = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
         b_x = tl.load(p_x + o)
         tl.store(p_cast + o, tl.load(p_y + o).to(tl.bfloat16))
@@ -169,9 +169,7 @@ def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[in
 @pytest.mark.parametrize(
     "preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "flash_consistent"]
 )
-def test_blocks_fetched_through_descriptors_are_the_same(
-    preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_descriptors_fetch_the_same_blocks(preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of Hopper's copy engine, which the interpreter can walk: lengths that no block divides, and head dim 64."""
     from attention.triton import backward, forward
 

@@ -47,7 +47,7 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets, ignore_index=-1)
 
 
-def differentiate(function, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, **chunk: int) -> Result:  # type: ignore[no-untyped-def]
+def differentiate(function, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, **chunk: int) -> Result:
     """Loss and gradients; x is rounded to ``dtype`` on the way in, as autocast does it."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     loss = function(x.to(dtype), weight, targets, **chunk)
@@ -57,7 +57,7 @@ def differentiate(function, x: Tensor, weight: Tensor, targets: Tensor, dtype: t
     return Result(loss.detach(), x.grad, weight.grad)
 
 
-def errors(found: Result, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> list[float]:  # type: ignore[no-untyped-def]
+def errors(found: Result, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> list[float]:
     """Root mean square distance from fp64, of what the rounded x and W give."""
     rounded = (x.to(dtype).double(), weight.to(dtype).double())
     exact = differentiate(reference, *rounded, targets, torch.float64)
@@ -95,7 +95,7 @@ def tiny(operators: Operators) -> GPT:
     return model
 
 
-def gradients(model, dtype: torch.dtype) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+def gradients(model, dtype: torch.dtype) -> dict[str, Tensor]:
     tokens = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         _, loss = model(tokens[:, :-1], tokens[:, 1:].contiguous())

@@ -113,7 +113,7 @@ def signed(spoil: Spoil) -> Spoil:
 
 
 RECIPES: dict[str, Spoil] = {
-    content[:24]: written(lambda _, choice, content=content: content.encode())  # type: ignore[misc]
+    content[:24]: written(lambda _, choice, content=content: content.encode())
     for content in (
         "raise OSError('a\\nb')",
         "raise SystemExit(3)",

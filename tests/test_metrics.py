@@ -94,9 +94,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     return seen
 
 
-def test_wandb_holds_the_numbers_by_step_and_a_resumed_run_keeps_its_id(
-    tmp_path: Path, given: dict[str, list[Any]]
-) -> None:
+def test_wandb_has_numbers_by_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, given: dict[str, list[Any]]) -> None:
     metrics = make(tmp_path / "run", mode="offline")
     metrics.log(0, val_loss=10.25)
     metrics.log(0, train_loss=9.0, data_digest="0123456789abcdef")

@@ -85,7 +85,7 @@ def test_matrices_of_other_shapes_are_captured_again() -> None:
 def test_on_a_cpu_muon_is_torchs_own() -> None:
     model = nn.ModuleDict({"h": nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"c_fc": nn.Linear(4, 4)})})])})
     optimizer = build_optimizer(model, OptimConfig(optimizer="muon"), "cpu")
-    assert type(optimizer.muon) is Muon  # type: ignore[attr-defined]
+    assert type(optimizer.muon) is Muon
 
 
 @pytest.mark.gpu

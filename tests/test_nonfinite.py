@@ -105,9 +105,7 @@ def test_continue_applies_the_update_all_the_same(place: Place) -> None:
     assert column(run, "w_q_norm_max")[-1] == "nan"
 
 
-def test_skip_gives_up_after_so_many_in_a_row_and_keeps_what_was_sound(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skip_gives_up_after_so_many_and_keeps_what_was_sound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(run: Run, step: int) -> None:
         """As an update can leave weights whose gradient was finite."""
         if step >= 5:

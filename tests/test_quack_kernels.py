@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 def refusal(
     monkeypatch: pytest.MonkeyPatch, device=CUDA, capability=(9, 0), installed=True, dtype="bfloat16", **model
-) -> str:  # type: ignore[no-untyped-def]
+) -> str:
     monkeypatch.setattr(quack_kernels, "installed", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(UserError) as refused:
@@ -49,7 +49,7 @@ def refusal(
 )
 def test_what_it_cannot_do_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, circumstance, said: str
-) -> None:  # type: ignore[no-untyped-def]
+) -> None:
     message = refusal(monkeypatch, **circumstance)
     assert message.startswith("speed.quack = True")
     assert said in message
@@ -75,10 +75,10 @@ Weights = tuple[Tensor, Tensor, Tensor]
 def problem(device: torch.device, n: int = 64, c: int = 32, f: int = 128) -> Weights:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, n // 2, c), (f, c), (c, f))
-    return tuple((torch.randn(s, generator=generator) * s[-1] ** -0.5).to(device) for s in shapes)  # type: ignore[return-value]
+    return tuple((torch.randn(s, generator=generator) * s[-1] ** -0.5).to(device) for s in shapes)
 
 
-def differentiate(function, tensors: Weights, autocast: bool) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def differentiate(function, tensors: Weights, autocast: bool) -> list[Tensor]:
     """Output and gradients of all three, for a gradient dy that differs from element to element."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     with torch.autocast(leaves[0].device.type, dtype=BF16, enabled=autocast):
@@ -101,7 +101,7 @@ def distances(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 def exactly(tensors: Weights) -> list[Tensor]:
     """fp64, of the operands as autocast rounds them."""
-    return differentiate(plain, tuple(t.to(BF16).double() for t in tensors), autocast=False)  # type: ignore[arg-type]
+    return differentiate(plain, tuple(t.to(BF16).double() for t in tensors), autocast=False)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def head_problem(device: torch.device, n: int) -> Weights:
     return x.to(device), weight.to(device), targets.to(device)
 
 
-def head_gradients(function, x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def head_gradients(function, x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
     """Loss, dx and dW of 3 times the loss."""
     leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
     loss = function(*leaves, targets)

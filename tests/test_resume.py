@@ -352,9 +352,7 @@ def switched(place: Place) -> Path:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_resume_leaves_everything_as_it_was(
-    place: Place, switched: Path, name: str, monkeypatch: Patch
-) -> None:
+def test_a_refused_resume_changes_nothing(place: Place, switched: Path, name: str, monkeypatch: Patch) -> None:
     given = REFUSED[name]
     fields = {**SWITCHED, "data.record": place.recording(name), **here(place, given.fields)}
     first = {**fields, **here(place, given.first)}

@@ -78,7 +78,7 @@ def test_exit_json_has_the_code_and_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_asked_to_exit_before_it_is_built_a_run_says_start_me_again(
+def test_asked_to_exit_unbuilt_it_says_start_again(
     place: Place, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"start_{number.name}"
@@ -317,9 +317,7 @@ def test_a_signal_ends_all_processes_and_exit_json_says_how(
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_answer_ends_the_run_with_the_last_checkpoint_named(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_process_that_does_not_answer_ends_the_run_and_names_a_checkpoint(place: Place, tmp_path: Path) -> None:
     held = Held(place, tmp_path, "silent", "loop", {"run.timeout": 5.0, "checkpoint.every": 2})
     os.kill(held.ranks[1], signal.SIGSTOP)
     assert held.left() == 1

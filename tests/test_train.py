@@ -190,9 +190,7 @@ def test_data_that_change_under_a_run_end_it_with_the_last_good_checkpoint_named
     assert not (place.runs / f"changed_{case}/checkpoints/step_00000020").exists()
 
 
-def test_a_data_set_that_is_put_in_the_place_of_a_run_s_is_not_read(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_put_in_the_place_of_a_run_s_is_not_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     data = shutil.copytree(place.data, place.folder / "replaced")
     expected = place.train("before_it_is_replaced", {"data.dataset": str(data)})
 

@@ -152,9 +152,7 @@ def test_what_a_killed_save_had_still_to_delete_goes_with_the_next_start(place: 
 
 
 @pytest.mark.parametrize(("step", "message"), [(7, "no checkpoint yet; "), (13, "checkpoints/step_00000010; ")])
-def test_ctrl_c_names_the_checkpoint_and_how_to_resume(
-    place: Place, step: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_names_the_checkpoint(place: Place, step: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(run: Run, at: int) -> None:
         if at == step:
             raise KeyboardInterrupt

@@ -40,42 +40,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 MISTAKES: dict[str, tuple[str, str]] = {
     "unknown_key": ("--optim.lrr 1", r"optim\.lrr = '1': did you mean lr\? expected one of optimizer, lr, min_lr"),
     "model_beyond_memory": ("--model.n-embd 262144", r"model\.n_embd = 262144: expected less: it takes [\d,]+ GB"),
-    "unknown_preset": (
-        "--attention.default.preset flsh",
-        r"attention\.default\.preset = 'flsh': did you mean flash\? expected one of robust, standard, sdpa_",
-    ),
+    "unknown_preset": ("--attention.default.preset flsh", r"preset = 'flsh': did you mean flash\?"),
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
-    "backend_needs_cuda": (
-        "--attention.default.preset sdpa_cudnn",
-        r"backend sdpa_cudnn cannot run on cpu with float32: it needs a CUDA device; backends that can: standard, sdpa_flash, ",
-    ),
+    "backend_needs_cuda": ("--attention.default.preset sdpa_cudnn", r"backend sdpa_cudnn cannot run on cpu"),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
     "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),
     "vocabulary_too_large": (
         "--data.dataset {place}/large_vocabulary --data.record {place}/recordings/new",
         r"model\.vocab_size = 256: expected at least the data's 50257",
     ),
-    "run_exists": (
-        "--run.name there",
-        r"run\.name = 'there': .*runs/there exists; choose another name, or --run\.resume",
-    ),
-    "resume_without_a_run": (
-        "--run.resume yes",
-        r"run\.resume = 'yes': expected a checkpoint in .*runs/new/checkpoints",
-    ),
+    "run_exists": ("--run.name there", r"run\.name = 'there': .*runs/there exists; .*--run\.resume"),
+    "resume_without_a_run": ("--run.resume yes", r"run\.resume = 'yes': expected a checkpoint"),
     "record_exists": ("--data.record {place}/recordings/plain", r"recordings/plain exists: record under another name"),
     "record_in_its_own_run": (
         "--data.record {place}/runs/new/recording",
-        r"data\.record = '.*/runs/new/recording': expected a folder outside of the run's own, .*/runs/new$",
+        r"data\.record = '.*': expected a folder outside",
     ),
-    "replay_mistyped": (
-        "--data.replay {place}/recordings/plian",
-        r"data\.replay = '.*plian': did you mean .*/recordings/plain\? expected the folder of a recording",
-    ),
-    "replay_too_short": (
-        "--data.replay {place}/recordings/plain",
-        r"run\.steps = 20: expected at most 10: .*plain ends there; or record a longer one",
-    ),
+    "replay_mistyped": ("--data.replay {place}/recordings/plian", r"data\.replay = .*: did you mean .*/plain\?"),
+    "replay_too_short": ("--data.replay {place}/recordings/plain", r"run\.steps = 20: expected at most 10"),
     "replay_on_other_data": (
         "--run.steps 10 --data.replay {place}/recordings/plain --data.dataset {place}/other",
         r"plain was recorded on other training tokens: SHA-256 .* set --data\.dataset",
@@ -103,7 +85,7 @@ def test_mistake_is_one_line_and_writes_nothing(
         ([DEBUG, ABLATIONS / "outlier_heads.py"], r"attention\.rules\.0\.heads = 4: expected 0 to 3"),
         (
             [DEBUG, ABLATIONS / "only_layer_1.py", "--model.n-layer", "1"],
-            r"attention\.rules\.0\.layers = 1: expected 0 to 0, counted from 0",
+            r"attention\.rules\.0\.layers = 1: expected 0 to 0",
         ),
     ],
 )
@@ -141,9 +123,7 @@ def test_wandb_that_cannot_start_leaves_nothing(place: Place, monkeypatch: pytes
     refuse(place, "unlogged", {"wandb.mode": "online", **recording}, r"^wandb\.mode = 'online': .*no key")
 
 
-def test_a_run_of_the_same_name_that_started_meanwhile_is_left_alone(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_namesake_that_started_meanwhile_is_left_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     original = distributed.settle
 
     def slowly(*arguments: Any) -> None:

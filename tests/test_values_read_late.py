@@ -89,9 +89,7 @@ def test_two_processes_agree_on_what_was_not_finite(place: Place) -> None:  # no
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("policy", "moves"), [("stop", [0]), ("skip", [0, 2]), ("continue", [0, 1, 2])])
-def test_an_update_is_skipped_as_the_policy_says(
-    policy: Any, moves: list[int], fused: bool, device: torch.device
-) -> None:
+def test_an_update_is_skipped_by_the_policy(policy: Any, moves: list[int], fused: bool, device: torch.device) -> None:
     """Three steps, the second with a norm that is not finite."""
     weight = nn.Parameter(torch.ones(4, device=device))
     adamw = torch.optim.AdamW([weight], lr=0.1, fused=fused)
@@ -114,7 +112,7 @@ def test_an_update_is_skipped_as_the_policy_says(
     ("loss", "norm", "scale", "overflow"),
     [(2.0, torch.nan, 4.0, 1.0), (2.0, torch.inf, 0.5, 0.0), (torch.nan, torch.nan, 4.0, 0.0)],
 )
-def test_an_overflow_is_a_gradient_alone_that_the_loss_scale_enlarged(
+def test_an_overflow_is_a_scaled_gradient_alone(
     policy: Any, loss: float, norm: float, scale: float, overflow: float
 ) -> None:
     found_inf_of = FoundInf(policy, torch.device("cpu"))

@@ -136,7 +136,7 @@ def test_torchs_module_in_many_threads_gives_each_watch_its_own_rows() -> None:
                 models[n](data()).backward()
             assert now.record["max_logit"] == seen[n], (n, step)
 
-    in_threads(*(lambda n=n: watched(n) for n in models))  # type: ignore[misc]
+    in_threads(*(lambda n=n: watched(n) for n in models))
 
 
 def test_threads_that_watch_replace_and_train_do_not_meet() -> None:
@@ -163,7 +163,7 @@ def test_threads_that_watch_replace_and_train_do_not_meet() -> None:
         for _ in range(4):
             assert loss(*kind) == alone[kind], kind
 
-    in_threads(*(lambda kind=kind: many(kind) for kind in kinds * 2))  # type: ignore[misc]
+    in_threads(*(lambda kind=kind: many(kind) for kind in kinds * 2))
 
 
 @pytest.mark.parametrize("implementation", ["mine", "sdpa"])
@@ -411,9 +411,7 @@ def test_a_measurement_that_fails_is_one_warning(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("every", "row"), [(1, 1), (2, 1), (5, 5), (1, 7)])
-def test_no_row_of_the_loop_is_lost_in_wandb(
-    every: int, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_loses_no_row_of_the_loop(every: int, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     model = Model()
@@ -544,7 +542,7 @@ def test_without_o_only_logits_are_measured() -> None:
         ({"layer": 0}, "layer = 0: expected each layer once"),
     ],
 )
-def test_what_cannot_be_handed_over_is_refused_in_the_first_pass_and_warned_of_later(
+def test_what_cannot_be_handed_over_is_refused_at_first_and_warned_of_later(
     change: dict[str, Any], message: str
 ) -> None:
     class Hands(nn.Module):

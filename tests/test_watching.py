@@ -366,9 +366,7 @@ def test_a_resumed_watch_goes_on_with_its_log(stop: int, tmp_path: Path) -> None
     assert growing(range(stop, 40), tmp_path / "log")[0] == straight
 
 
-def test_from_an_earlier_checkpoint_a_watch_takes_the_steps_after_it_off_its_log_and_keeps_them_beside_it(
-    tmp_path: Path,
-) -> None:
+def test_from_an_earlier_checkpoint_later_steps_go_off_the_log_and_are_kept_beside_it(tmp_path: Path) -> None:
     straight, _ = growing(range(40), tmp_path / "straight")
     growing(range(30), tmp_path / "log")
     before = (tmp_path / "log").read_bytes()
@@ -384,7 +382,7 @@ def test_from_an_earlier_checkpoint_a_watch_takes_the_steps_after_it_off_its_log
 
 def test_two_watches_do_not_write_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_log, "PATIENCE", 0.0)
-    log, loader = tmp_path / "log", DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    log, loader = tmp_path / "log", DataLoader(range(4), num_workers=1, persistent_workers=True)
     model = Model()
     with watch(model, log=log, say=lambda line: None):
         assert len(list(loader)) == 4  # its worker inherits the file, and outlives the watch
