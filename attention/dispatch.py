@@ -80,9 +80,7 @@ def run(
                 f"attention of layer {plan.layer}: {name} is {x.dtype} on {x.device}: expected {q_BTHD.dtype} on {q_BTHD.device}, as q"
             )
     if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:
-        raise UserError(
-            f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], as torch.tensor(step, device=q.device)"
-        )
+        raise UserError(f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], on q's device")
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
     other = v_BTHD.shape[3] != k_BTHD.shape[3]

@@ -175,9 +175,7 @@ def _refuse_sinks(sinks: Tensor | None, query: Tensor) -> None:
         return
     refuse(type(sinks) not in (Tensor, torch.nn.Parameter), f"sinks are a {type(sinks).__name__}: expected a tensor")
     kind = f"sinks are {sinks.dtype} on {sinks.device}"
-    refuse(
-        not sinks.is_floating_point() or sinks.device != query.device, f"{kind}: expected floating, on {query.device}"
-    )
+    refuse(not sinks.is_floating_point() or sinks.device != query.device, f"{kind}: expected float on {query.device}")
 
 
 def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
@@ -246,9 +244,7 @@ def _refuse_kinds(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         kind = type(x)
         refuse(not isinstance(x, Tensor), f"{name} is a {kind.__name__}: expected a tensor")
         if kind is not Tensor and kind is not nn.Parameter and not _traces(kind):
-            plain = _PLAIN.get(
-                kind.__name__, "x.as_subclass(torch.Tensor), if its values are those that attention should read"
-            )
+            plain = _PLAIN.get(kind.__name__, "x.as_subclass(torch.Tensor), if its values are those to read")
             refuse(True, f"{name} is a {kind.__name__}, a subclass of Tensor: expected a plain tensor: {plain}")
         nested = x.is_nested or x.layout != torch.strided
         refuse(nested, f"{name} is nested or sparse: expected a strided tensor; pad, and hide the padding by attn_mask")

@@ -32,9 +32,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     refuse(not plain, f"name = {name!r}: expected one of letters, digits, '_', '-' and '.'")
     refuse("flash" in name, f"name = {name!r}: expected one without 'flash', which transformers reserves")
     spec = spec_of(numerics)
-    refuse(
-        stochastic(spec), f"numerics = {spec.label()}: expected none that rounds stochastically, as no seed reaches it"
-    )
+    refuse(stochastic(spec), f"numerics = {spec.label()}: expected none that rounds stochastically: no seed reaches it")
     there = AttentionInterface().get(name, name == "eager" or None)
     stands_for = getattr(there, "rounded_as", None)
     foreign = there is not None and stands_for is None
@@ -65,9 +63,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
             isinstance(attention_mask, Tensor) and attention_mask.ndim != 4
         ):  # [batch, keys] might pass for [queries, keys]
             shape = list(attention_mask.shape)
-            refuse(
-                True, f"{type(module).__name__}: attention mask of shape {shape}: expected [batch, 1, queries, keys]"
-            )
+            refuse(True, f"{type(module).__name__}: attention mask of shape {shape}, not [batch, 1, queries, keys]")
         o = scaled_dot_product_attention(
             query,
             key,
@@ -125,9 +121,7 @@ def _without_mask(
 ) -> tuple[bool, Tensor | None]:
     """What "no mask" stands for: ``is_causal`` and ``attn_mask`` of our function."""
     what, T, S = type(module).__name__, query.shape[2], key.shape[2]
-    refuse(
-        window is not None and window < S, f"{what}: sliding_window = {window} of {S} keys: expected a mask that has it"
-    )
+    refuse(window is not None and window < S, f"{what}: sliding_window = {window} of {S} keys: expected a mask")
     if T == 1:  # a step of decoding sees all that the cache holds
         return False, None
     if is_causal is None:

@@ -145,9 +145,7 @@ def watch_outputs(model: Any) -> None:
 def refuse_attentions(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
     asked = settings.get("output_attentions")
     if (getattr(model.config, "output_attentions", False) if asked is None else asked) and is_ours(_name(model.config)):
-        refuse(
-            True, f"{type(model).__name__}: output_attentions: expected False, it keeps no P; 'eager' attention does"
-        )
+        refuse(True, f"{type(model).__name__}: output_attentions: expected False, it keeps no P; 'eager' does")
 
 
 def check_switched(model: Any, asked: Any) -> None:
@@ -242,9 +240,7 @@ def traits_of(module: nn.Module) -> Traits:
 def _traits(module_class: Any) -> Traits:
     seen: set[FunctionType] = set()
     names: set[str] = set()
-    left = [
-        function for base in module_class.__mro__ if not _torchs(base) for function in _functions(vars(base).values())
-    ]
+    left = [found for base in module_class.__mro__ if not _torchs(base) for found in _functions(vars(base).values())]
     while left:
         function = left.pop()
         if function not in seen:

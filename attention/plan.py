@@ -68,13 +68,9 @@ class AttentionSpec:
             raise invalid("attention backend", self.backend, BACKENDS)
         if not BACKENDS[self.resolved_backend].has_sites and (self.numerics != "hardware" or self.sites):
             chosen = " ".join((self.numerics, *self.sites))
-            raise invalid(
-                f"attention numerics of {self.preset}", chosen, "hardware and no sites: it rounds as its kernel does"
-            )
+            raise invalid(f"attention numerics of {self.preset}", chosen, "hardware, no sites: it rounds as its kernel")
         if not BACKENDS[self.resolved_backend].has_sites and self.backend and self.backend != self.preset:
-            raise invalid(
-                "attention backend", self.backend, f"empty: {self.preset} names roundings that a kernel has not"
-            )
+            raise invalid("attention backend", self.backend, f"empty: {self.preset} names roundings no kernel has")
         self.resolve()
 
     @property

@@ -50,17 +50,13 @@ class DataConfig:
         for name in ("sequence_length", "global_batch", "micro_batch", "validation_sequences"):
             check_size(f"data.{name}", getattr(self, name), 1)
         if self.global_batch % self.micro_batch:
-            raise invalid(
-                "data.global_batch", self.global_batch, f"a multiple of data.micro_batch = {self.micro_batch}"
-            )
+            raise invalid("data.global_batch", self.global_batch, f"a multiple of micro_batch = {self.micro_batch}")
         if not 0 <= self.seed < 2**63:
             raise invalid("data.seed", self.seed, "a whole number from 0 to 2**63 - 1")
         if self.verify not in ("sha256", "size"):
             raise invalid("data.verify", self.verify, ("sha256", "size"))
         if self.record and self.replay:
-            raise invalid(
-                "data.record", self.record, f"nothing while data.replay = {self.replay!r} is set: use one of them"
-            )
+            raise invalid("data.record", self.record, f"nothing while data.replay = {self.replay!r} is set")
 
 
 def random_offsets(seed: int, position: int, count: int, sequence_length: int, global_batch: int) -> np.ndarray:
@@ -251,9 +247,7 @@ def _check_replay(config: DataConfig, header: RecordingHeader) -> None:
                 f"{config.replay} was recorded with {what.format(recorded)}, data.{name} is {asked}: set {flag} {recorded}"
             )
     if config.seed not in (DataConfig.seed, header.seed):
-        raise invalid(
-            "data.seed", config.seed, f"the default beside data.replay = {config.replay}, which has its own order"
-        )
+        raise invalid("data.seed", config.seed, f"the default with data.replay = {config.replay}, which has its order")
 
 
 def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFile, validation: TokenFile) -> None:
@@ -326,9 +320,7 @@ def open_batches(
     cannot be split over the processes.
     """
     if config.global_batch % (config.micro_batch * world_size):
-        share = (
-            f"data.micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
-        )
+        share = f"micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
         raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
     position = resume_at or 0
     recording, recorder = _open_recording(config) if config.replay else None, None

@@ -51,9 +51,7 @@ def prepare_openwebtext(
             note = f"{source.name if source else HUB_NAME}, nanoGPT's split"
             writers = {name: stack.enter_context(writer(staging, name, tokenizer, note)) for name in splits}
             total = sum(documents.values())
-            bar = stack.enter_context(
-                tqdm(total=total, unit=" documents", unit_scale=True, desc="tokens", disable=None)
-            )
+            bar = stack.enter_context(tqdm(total=total, unit=" texts", unit_scale=True, desc="tokens", disable=None))
             for name, rows in splits.items():
                 for first in range(0, len(rows), DOCUMENTS_AT_ONCE):
                     texts = rows[first : first + DOCUMENTS_AT_ONCE]["text"]

@@ -134,7 +134,7 @@ class Recorder:
         for name, value in (asdict(written) | {"run_id": _run_id(folder)}).items():
             if value != own[name]:
                 raise UserError(
-                    f"{folder}: its {name} is {value!r}, this run's is {own[name]!r}: not this run's recording"
+                    f"{folder}: its {name} is {value!r}, this run's is {own[name]!r}: another run's recording"
                 )
         files.check_writable(folder / HEADER)
         try:
@@ -146,7 +146,7 @@ class Recorder:
             found = Recording.open(folder, limit=steps)
             if found.steps < steps:
                 raise UserError(
-                    f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: resume from an earlier checkpoint"
+                    f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: take an earlier one"
                 )
             on_error.pop_all()
         return cls(folder, written, steps, found.checksum, file)
@@ -212,7 +212,7 @@ class Recorder:
 
     def _refuse(self, error: OSError) -> NoReturn:
         raise UserError(
-            f"{self.folder}: cannot write step {self.steps}: {error.strerror}; the steps before it stay valid"
+            f"{self.folder}: cannot write step {self.steps}: {error.strerror}; those before it stay"
         ) from error
 
 
@@ -404,9 +404,7 @@ def _check_chain(folder: Path, header: RecordingHeader, file: files.InUse, steps
         row = _row(file, header, step)
         checksum = next_checksum(checksum, row[:-1])
         if checksum != row[-1:].tobytes():
-            raise UserError(
-                f"{folder}: altered: step {step} does not match its checksum; the {step} steps before it are good"
-            )
+            raise UserError(f"{folder}: altered: step {step} does not match its checksum; those before it do")
         if (row[:-1] > last_start).any():  # a foreign writer can chain correctly all the same
             raise UserError(f"{folder}: step {step} points beyond the {header.data_tokens} tokens of the data")
     return checksum

@@ -113,11 +113,11 @@ def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
         raise UserError(f"{val}: holds no document")
     if documents["val"] == 0 and documents["train"] == 1:
         raise UserError(
-            f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between documents, or name a text with --val"
+            f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between, or name a --val"
         )
     if documents["val"] == 0:
         raise UserError(
-            f"none of {documents['train']} documents fell to the held-out split: raise --val-fraction or name a text with --val"
+            f"none of {documents['train']} documents fell to the held-out split: raise --val-fraction or name --val"
         )
 
 
@@ -176,9 +176,7 @@ def _pieces(paths: list[Path], odd: Counter[str], advance: Callable[[int], objec
                 for text, ends_document in split_documents(stream, odd=odd):
                     # No piece ends inside a mark, which holds no white space.
                     if marks := text.count(SEPARATOR_LINE):
-                        odd[f"{SEPARATOR_LINE.decode()} not alone on a line: they end no document and stay text"] += (
-                            marks
-                        )
+                        odd[f"{SEPARATOR_LINE.decode()} not alone on a line: they end no document"] += marks
                     yield Piece(text, ends_document, f"{path}: document {document}")
                     document += ends_document
                     if position() > told:

@@ -102,7 +102,7 @@ class TokenFile:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         if file.size != expected:
             raise UserError(
-                f"{path}: {file.size} bytes where its header says {expected}: damaged; {_remedy(folder, force=True)}"
+                f"{path}: {file.size} bytes, its header says {expected}: damaged; {_remedy(folder, force=True)}"
             )
         if verify == "sha256":
             _verify(file, header, folder)
@@ -133,7 +133,7 @@ def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
         if (old := _old(folder)).is_dir():
             raise UserError(
-                f"{folder}: its replacement was interrupted; go on with {old}, or {_remedy(folder, force=True)}"
+                f"{folder}: its replacement was cut off; go on with {old}, or {_remedy(folder, force=True)}"
             )
         named = DATASETS / folder.name
         meant = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else ""
@@ -270,8 +270,6 @@ def _check_replaceable(folder: Path, force: bool) -> None:
     found = sorted(entry.name for entry in folder.iterdir())
     foreign = [name for name in found if name not in _FILE_NAMES]
     if foreign:
-        raise UserError(
-            f"{folder}: holds {foreign[0]!r}, which is no token file: not replaced; --name picks another place"
-        )
+        raise UserError(f"{folder}: holds {foreign[0]!r}, no token file: not replaced; --name picks another place")
     if found and not force:
         raise UserError(f"{folder}: exists; --force replaces it, --name picks another place")

@@ -34,9 +34,7 @@ def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedM
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="", help="folder or name of a causal language model (default: a small random Llama)"
-    )
+    parser.add_argument("--model", default="", help="folder or name of a causal model (default: a small random Llama)")
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="UTF-8 file to learn")
     parser.add_argument("--numerics", default=RECOMMENDED, choices=(*PRESETS, "robust"), metavar="PRESET")
     parser.add_argument("--steps", type=int, default=40)
@@ -53,9 +51,7 @@ def main() -> None:
         parser.error(f"--text {options.text}: expected a UTF-8 file ({error})")
     model, tokens = load(options.model, text, huggingface.register(options.numerics))
     if text and not len(tokens):
-        parser.error(
-            f"--model {options.model}: its tokenizer makes no tokens; expected tokenizer files beside the weights"
-        )
+        parser.error(f"--model {options.model}: its tokenizer makes no tokens; expected its files beside the weights")
     if len(tokens) <= options.length:
         parser.error(f"--length {options.length}: expected less than the text's {len(tokens)} tokens")
     model.to(device).train()

@@ -68,9 +68,7 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
 def spread(tokens_N: Tensor, sequences: int, length: int, where: str) -> tuple[Tensor, Tensor]:
     """Tokens and targets [B, T] of sequences spread evenly over the data."""
     if len(tokens_N) < sequences * (length + 1):
-        raise invalid(
-            "--data", where, f"at least {sequences * (length + 1)} tokens for {sequences} sequences of {length}"
-        )
+        raise invalid("--data", where, f"at least {sequences * (length + 1)} tokens, {sequences} sequences of {length}")
     starts = torch.linspace(0, len(tokens_N) - length - 1, sequences, dtype=torch.float64).long()
     rows = tokens_N[starts[:, None] + torch.arange(length + 1)]
     return rows[:, :-1], rows[:, 1:]

@@ -105,7 +105,7 @@ class Inputs:
         if not (chosen := [run for run in found if len(run.telemetry)]):
             names = ", ".join(run.name for run in found)
             raise MissingInputError(
-                f"figure {self.figure} needs telemetry.jsonl, which {names} lacks: train with telemetry.every above 0"
+                f"figure {self.figure} needs telemetry.jsonl, which {names} lacks (telemetry.every)"
             )
         return chosen
 

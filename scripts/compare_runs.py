@@ -399,16 +399,10 @@ def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "runs", nargs="+", type=Path, help="run folders, or folders of runs; the first is the reference"
-    )
-    parser.add_argument(
-        "--out", default="compare.png", help="picture to write: .png, .pdf, .svg, or none (compare.png)"
-    )
+    parser.add_argument("runs", nargs="+", type=Path, help="runs, or folders of runs; the first is the reference")
+    parser.add_argument("--out", default="compare.png", help="picture: .png, .pdf, .svg, or none (compare.png)")
     parser.add_argument("--table", type=Path, help="also write the table to this file: .md or .csv")
-    parser.add_argument(
-        "--layer", type=int, help="from 0: show logits and W_Q of this layer alone (the largest of all layers)"
-    )
+    parser.add_argument("--layer", type=int, help="from 0: logits and W_Q of this layer alone (the largest of all)")
     parser.add_argument(
         "--at",
         type=int,

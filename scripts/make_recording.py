@@ -46,9 +46,7 @@ def record(batches: Batches, steps: int, logged: dict[int, str]) -> int:
         batches.next()
         if step in logged:
             if batches.digest() != logged[step]:
-                raise UserError(
-                    f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}: other batches"
-                )
+                raise UserError(f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}")
             compared += 1
     return compared
 

@@ -19,12 +19,8 @@ def parser() -> argparse.ArgumentParser:
     top = OneLineParser(description="Make a data set of tokens for training.")
     kinds = top.add_subparsers(dest="kind", required=True, metavar="openwebtext|text|stdlib")
     common = OneLineParser(add_help=False)
-    common.add_argument(
-        "--name", default="", help="name of the data set (default: openwebtext, stdlib, or the source's name)"
-    )
-    common.add_argument(
-        "--out", type=Path, default=Path("data/tokens"), help="where data sets are (default: %(default)s)"
-    )
+    common.add_argument("--name", default="", help="name (default: openwebtext, stdlib, or the source's name)")
+    common.add_argument("--out", type=Path, default=Path("data/tokens"), help="of data sets (default: %(default)s)")
     common.add_argument("--force", action="store_true", help="replace a data set of that name")
 
     pooled = OneLineParser(add_help=False)
@@ -42,12 +38,8 @@ def parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--vocabulary", choices=("gpt2", "bytes"), default="gpt2", help="default: %(default)s")
 
-    web = kinds.add_parser(
-        "openwebtext", parents=[common, pooled], help="OpenWebText with nanoGPT's split (54 GB on disk)"
-    )
-    web.add_argument(
-        "--source", type=Path, default=None, help="folder of parquet files already here, instead of a download"
-    )
+    web = kinds.add_parser("openwebtext", parents=[common, pooled], help="OpenWebText, nanoGPT's split (54 GB on disk)")
+    web.add_argument("--source", type=Path, default=None, help="folder of parquet files, instead of a download")
     web.add_argument("--cache", type=Path, default=None, help="where the datasets package keeps its copy")
     web.add_argument("--allow-other-counts", action="store_true", help="accept text other than nanoGPT's")
 

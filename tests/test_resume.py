@@ -328,7 +328,7 @@ REFUSED = {
         r"a finished recording, and this run starts from step 0", {}, UNRECORDED, dies_at=5, spoil=by_a_recording_of_a_namesake
     ),
     "a_recording_of_a_namesake": Refusal(
-        r"its run_id is '[0-9a-f]{32}', this run's is '[0-9a-f]{32}': not this run's recording$",
+        r"its run_id is '[0-9a-f]{32}', this run's is '[0-9a-f]{32}': another run's recording$",
         {}, UNRECORDED, dies_at=5, spoil=by_an_unfinished_recording_of_a_namesake
     ),
     "a_checkpoint_of_a_namesake": Refusal(

@@ -50,7 +50,7 @@ def test_token_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, to
     [
         (lambda folder: (folder / "train.json").unlink(), r"train.json: no such header"),
         (lambda folder: (folder / "train.bin").unlink(), r"train.bin: no such file"),
-        (lambda folder: os.truncate(folder / "train.bin", 4), "4 bytes where its header says 6"),
+        (lambda folder: os.truncate(folder / "train.bin", 4), "4 bytes, its header says 6"),
     ],
 )
 def test_what_is_not_there_is_told(tmp_path, damage, message):
@@ -117,7 +117,7 @@ def test_wherever_a_replacement_is_killed_the_old_or_the_new_data_set_is_whole(t
         where = parent / "a" if (parent / "a").exists() else parent / ".a.old"
         assert TokenFile.open(where, "train", verify="sha256").tokens.tolist() in ([1, 2, 50256], [7, 8])
         if where.name == ".a.old":
-            with pytest.raises(UserError, match=r"its replacement was interrupted; go on with .*\.a\.old, or"):
+            with pytest.raises(UserError, match=r"its replacement was cut off; go on with .*\.a\.old, or"):
                 TokenFile.open(parent / "a", "train")
         assert replaced_until(0, parent / "a") == 0
         assert names(parent) == ["a"]
@@ -128,6 +128,6 @@ def test_wherever_a_replacement_is_killed_the_old_or_the_new_data_set_is_whole(t
 
 def test_force_spares_a_folder_of_other_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"'notes.txt', which is no token file"), new_dataset(tmp_path, force=True):
+    with pytest.raises(UserError, match=r"'notes.txt', no token file"), new_dataset(tmp_path, force=True):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"

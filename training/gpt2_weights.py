@@ -123,9 +123,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         why = f"{pickles[0]} is a pickle, which could run code when read" if pickles else "no weights"
-        raise UserError(
-            f"{folder}: {why}; expected one model.safetensors (save_pretrained with safe_serialization=True)"
-        )
+        raise UserError(f"{folder}: {why}; expected model.safetensors (save_pretrained with safe_serialization=True)")
     try:
         stored = safetensors.torch.load_file(path)
     except (SafetensorError, OSError) as error:

@@ -127,9 +127,7 @@ class Interventions:
                 made = [s for s in self._switches if s.layer == new.layer and s.step == step][-1]
                 record = {"kind": "switch", "layer": new.layer, "from": _label(old), "to": _label(new)}
                 self.record(step, batch, **record, cause=made.cause, option=made.option())
-                said.append(
-                    f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)} ({made.cause})"
-                )
+                said.append(f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)}")
         self.plans = wanted
         return said
 

@@ -81,9 +81,7 @@ class JsonLines:
         try:
             written = self._file.write(line)
         except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot append the line of step {record['step']} ({error.strerror})"
-            ) from error
+            raise UserError(f"{self.path}: cannot take the line of step {record['step']} ({error.strerror})") from error
         if written != len(line):
             raise UserError(f"{self.path}: the disk wrote only part of the line of step {record['step']}: is it full?")
         self.digests += line_digests(line)
@@ -236,9 +234,7 @@ def import_wandb(config: WandbConfig) -> Any:
     try:
         import wandb
     except ImportError:
-        raise invalid(
-            "wandb.mode", config.mode, "disabled, as wandb is not installed here (pip install wandb)"
-        ) from None
+        raise invalid("wandb.mode", config.mode, "disabled, as wandb is not installed (pip install wandb)") from None
     return wandb
 
 

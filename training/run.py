@@ -126,9 +126,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         )
         for switch in map(parse_switch, config.alarm.switches):
             if switch.step >= config.run.steps:
-                dist.print0(
-                    f"alarm.switches: {switch.option()} acts on no step: the run ends at step {config.run.steps}"
-                )
+                dist.print0(f"alarm.switches: {switch.option()} acts on no step: the run ends at {config.run.steps}")
         run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
         batches = open_data(config, dist, resumes, start, run_id, undo)
         network = build_network(config, dist, interventions.plans, start)
@@ -204,9 +202,7 @@ def checkpoint_to_branch_from(config: TrainConfig, dist: DistContext) -> Loaded 
     loaded = read_checkpoint(path)
     check_start(config, dist, loaded, branch=True)
     if config.data.record:
-        expected = (
-            f"none with run.init_from = {str(path)!r}: the recording would lack the {loaded.step} steps before it"
-        )
+        expected = f"none with run.init_from = {str(path)!r}: it would lack the {loaded.step} steps before"
         raise invalid("data.record", config.data.record, expected)
     return loaded
 
@@ -241,9 +237,7 @@ def open_data(
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
     gpt2 = start is None and config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
     if gpt2 and batches.header.vocabulary != "gpt2":
-        wanted = (
-            f"a data set of gpt2 tokens, as {config.run.init_from} was trained on: this has {batches.header.vocabulary}"
-        )
+        wanted = f"a data set of gpt2 tokens, as for {config.run.init_from}: this has {batches.header.vocabulary}"
         raise invalid("data.dataset", config.data.dataset, wanted)
     if batches.vocabulary_size > config.model.vocab_size:
         raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")

@@ -94,7 +94,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.data.sequence_length > self.model.block_size:
             raise invalid(
-                "data.sequence_length", self.data.sequence_length, f"at most model.block_size = {self.model.block_size}"
+                "data.sequence_length", self.data.sequence_length, f"at most block_size = {self.model.block_size}"
             )
         own = Path(self.run.folder, self.run.name)
         if self.data.record and Path(self.data.record).resolve().is_relative_to(own.resolve()):
@@ -103,9 +103,7 @@ class TrainConfig:
         data, precision = self.data, self.precision
         if precision.fixed_sum_order and precision.compile and data.validation_sequences % data.micro_batch:
             # The process that has the smaller batch would compile other graphs.
-            expected = (
-                f"a multiple of data.micro_batch = {data.micro_batch}, with precision.fixed_sum_order and compile"
-            )
+            expected = f"a multiple of micro_batch = {data.micro_batch}, with precision.fixed_sum_order and compile"
             raise invalid("data.validation_sequences", data.validation_sequences, expected)
         # Layers and heads named by rules must exist; the error names the rule.
         plans = self.attention.resolve(self.model.n_layer, self.model.n_head)

@@ -43,7 +43,5 @@ def load_weights(model: GPT, checkpoint: Loaded) -> None:
         has = f"has shape {found[name]}" if name in found else "is missing"
         wanted = f"expected {expected[name]}" if name in expected else "the config has no such layer"
         others = f" ({len(misfits)} tensors do not fit)" if len(misfits) > 1 else ""
-        raise UserError(
-            f"checkpoint {checkpoint.path}: its weights do not fit its config: {name} {has}, {wanted}{others}"
-        )
+        raise UserError(f"checkpoint {checkpoint.path}: weights do not fit its config: {name} {has}, {wanted}{others}")
     model.load_state_dict(checkpoint.model_state)

@@ -124,7 +124,7 @@ class Watch:
             self._say(f"watch: largest logit {logit:.4g}, {where}{meaning}")
         if not self._passes:
             warnings.warn(
-                "watch: the model made no forward pass in training mode: expected what the loop calls", stacklevel=2
+                "watch: no forward pass in training mode: expected the model that the loop calls", stacklevel=2
             )
         if self._passes > 1 and not self._counts and self._step == self._first:
             warnings.warn(
@@ -410,9 +410,7 @@ class Watch:
             say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
         if self._first > self._warm_up and not self._alarm.has_begun:
             from_step = math.ceil(self._first * self._alarm.rule.window)
-            say(
-                f"watch: started at step {self._first}, it can tell of a layer that runs away from about step {from_step:,} on"
-            )
+            say(f"watch: started at step {self._first}, it can judge from about step {from_step:,} on")
 
     def _judge(self, step: int, clock: float, logits: dict[int, list[float]]) -> None:
         if step < self._warm_up:
@@ -524,9 +522,7 @@ def watch(
     _require(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
     _require(callable(say), "say", say, "a function of one line")
     _require(isinstance(log, str | Path | None), "log", log, "a path or None")
-    _require(
-        isinstance(optimizer, torch.optim.Optimizer | None), "optimizer", optimizer, "a torch.optim.Optimizer or None"
-    )
+    _require(isinstance(optimizer, torch.optim.Optimizer | None), "optimizer", optimizer, "an optimizer or None")
     _require(isinstance(rule, GrowthRule | None), "rule", rule, "a GrowthRule or None")
     _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
