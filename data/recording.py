@@ -145,9 +145,7 @@ class Recorder:
             on_error.enter_context(file)
             found = Recording.open(folder, limit=steps)
             if found.steps < steps:
-                raise UserError(
-                    f"{folder}: holds {found.steps} steps, the run resumes at step {steps}: take an earlier one"
-                )
+                raise UserError(f"{folder}: holds {found.steps} steps, the run resumes at step {steps}")
             on_error.pop_all()
         return cls(folder, written, steps, found.checksum, file)
 

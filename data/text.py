@@ -112,9 +112,7 @@ def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
     if documents["val"] == 0 and val:
         raise UserError(f"{val}: holds no document")
     if documents["val"] == 0 and documents["train"] == 1:
-        raise UserError(
-            f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between, or name a --val"
-        )
+        raise UserError(f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between, or name --val")
     if documents["val"] == 0:
         raise UserError(
             f"none of {documents['train']} documents fell to the held-out split: raise --val-fraction or name --val"

@@ -81,9 +81,7 @@ def column(table: pd.DataFrame, name: str) -> pd.Series:
 def first_difference(a: pd.Series, b: pd.Series) -> int | None:
     """First common step whose values are not the same bits; None when all are. NaN is the same as NaN; 0.0 and -0.0 differ."""
     common = a.index.intersection(b.index)
-    first, second = (
-        one[common].map(lambda value: value.hex() if isinstance(value, float) else value) for one in (a, b)
-    )
+    first, second = (one[common].map(lambda x: x.hex() if isinstance(x, float) else x) for one in (a, b))
     different = common[first.to_numpy() != second.to_numpy()]
     return int(different.min()) if len(different) else None
 

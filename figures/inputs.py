@@ -104,9 +104,7 @@ class Inputs:
         found = [load_run(folder) for folder in self._args.runs]
         if not (chosen := [run for run in found if len(run.telemetry)]):
             names = ", ".join(run.name for run in found)
-            raise MissingInputError(
-                f"figure {self.figure} needs telemetry.jsonl, which {names} lacks (telemetry.every)"
-            )
+            raise MissingInputError(f"figure {self.figure} needs telemetry.jsonl, which {names} lacks")
         return chosen
 
     @cached_property
@@ -115,9 +113,7 @@ class Inputs:
         name = self._args.device
         if name == "cuda" and not torch.cuda.is_available():
             raise invalid("--device", name, "cpu: torch sees no CUDA device")
-        return torch.device(
-            "cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name
-        )
+        return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
 
     def checkpoints(self) -> list[Opened]:
         """The models of --checkpoint; all have ``layer``."""

@@ -91,12 +91,7 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
     FigureCanvasAgg(figure)
     lines = [Line2D([], [], **style(index)) for index in range(len(runs))]
     figure.legend(
-        lines,
-        [run.label for run in runs],
-        loc="outside upper left",
-        frameon=False,
-        fontsize=TEXT,
-        handlelength=3,
+        lines, [run.label for run in runs], loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3
     )
     all_axes = list(figure.subplots(rows, min(2, len(panels)), sharex=True, squeeze=False).flat)
     for unused in all_axes[len(panels) :]:

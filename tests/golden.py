@@ -208,11 +208,7 @@ def compute(part: str, key: str) -> dict[str, Any] | None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
     q, k, v, do = problem(dtype)
     try:
-        spec = AttentionSpec(
-            preset=preset,
-            numerics=base,
-            sites=tuple(filter(None, sites.split(","))),
-        )
+        spec = AttentionSpec(preset=preset, numerics=base, sites=tuple(filter(None, sites.split(","))))
         config = AttentionConfig(flash_backend="flash" if part == "interpreter" else "flash_reference", default=spec)
         plan = config.resolve(2, q.shape[2])[1]
         softcap = 5.0 if variant == "softcap" else 0.0

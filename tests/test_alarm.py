@@ -31,12 +31,7 @@ def clock(step: int) -> float:
 
 
 def record(step: int, norm: np.ndarray, logit: np.ndarray) -> dict[str, Any]:
-    return {
-        "step": step,
-        "lr_sum": clock(step),
-        "qk_head_norm": norm.tolist(),
-        "max_logit": logit.tolist(),
-    }
+    return {"step": step, "lr_sum": clock(step), "qk_head_norm": norm.tolist(), "max_logit": logit.tolist()}
 
 
 def healthy(seed: int, steps: int = 3000, every: int = EVERY) -> list[dict[str, Any]]:

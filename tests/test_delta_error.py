@@ -12,13 +12,7 @@ from attention import AttentionSpec
 from attention.mask import NO_MASK
 from attention.reference.flash import row_deltas
 from probes.capture import LayerCapture
-from probes.delta_error import (
-    delta_errors,
-    effective_numerics,
-    output_errors,
-    row_residuals,
-    summarize,
-)
+from probes.delta_error import delta_errors, effective_numerics, output_errors, row_residuals, summarize
 
 PAPER = AttentionSpec(numerics="rounded_forward")
 

@@ -186,13 +186,7 @@ def test_descriptors_fetch_the_same_blocks(preset: str, device: torch.device, mo
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        "flash",
-        "flash_consistent",
-        "flash_stochastic_p_o",
-        "flash_delta_from_p",
-        "flash_delta_from_p_subtract_first",
-    ],
+    ["flash", "flash_consistent", "flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtract_first"],
 )
 def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None:
     p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))

@@ -86,11 +86,7 @@ TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=61,
 
 
 def tiny(operators: Operators) -> GPT:
-    model = GPT(
-        TINY,
-        AttentionConfig(flash_backend="flash_reference").resolve(TINY.n_layer, TINY.n_head),
-        operators,
-    )
+    model = GPT(TINY, AttentionConfig(flash_backend="flash_reference").resolve(TINY.n_layer, TINY.n_head), operators)
     initialize(model, 0)
     return model
 

@@ -154,11 +154,7 @@ def test_heads_share_keys(case: Case, backend: str, device: torch.device) -> Non
 
 @pytest.mark.parametrize(
     ("preset", "sites"),
-    [
-        ("flash_stochastic_p_o", ()),
-        ("flash_corrected_rows", ("tile_q=16", "tile_k=16")),
-        ("flash_centered_keys", ()),
-    ],
+    [("flash_stochastic_p_o", ()), ("flash_corrected_rows", ("tile_q=16", "tile_k=16")), ("flash_centered_keys", ())],
 )
 def test_heads_that_share_keys_are_summed_in_order(preset: str, sites: tuple[str, ...], device: torch.device) -> None:
     """One after another."""

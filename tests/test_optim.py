@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from attention import AttentionConfig, AttentionSpec
 from model import GPT, ModelConfig, initialize
-from training.optim import (
-    OptimConfig,
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-)
+from training.optim import OptimConfig, build_optimizer, clip_gradients, learning_rate
 
 MUON_NAMES = {
     "transformer.h.0.attn.c_attn.weight",

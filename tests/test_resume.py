@@ -15,16 +15,7 @@ from typing import Any
 import pytest
 import torch
 from test_nanogpt import nanogpt
-from tiny_runs import (
-    Interruption,
-    Place,
-    assert_equals_straight,
-    before_each_step,
-    column,
-    left,
-    make_data,
-    tree,
-)
+from tiny_runs import Interruption, Place, assert_equals_straight, before_each_step, column, left, make_data, tree
 
 import files
 from attention import AttentionConfig, AttentionRule, AttentionSpec

@@ -62,13 +62,7 @@ def test_what_is_not_there_is_told(tmp_path, damage, message):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("format_version", 2),
-        ("dtype", "float32"),
-        ("count", 0),
-        ("sha256", "abc"),
-        ("vocabulary_size", 70000),
-    ],
+    [("format_version", 2), ("dtype", "float32"), ("count", 0), ("sha256", "abc"), ("vocabulary_size", 70000)],
 )
 def test_foreign_header_is_an_error(tmp_path, field, value):
     write(tmp_path)

@@ -123,9 +123,7 @@ class Watch:
             where = f"at step {step} in attention layer {layer} of layers {of}"
             self._say(f"watch: largest logit {logit:.4g}, {where}{meaning}")
         if not self._passes:
-            warnings.warn(
-                "watch: no forward pass in training mode: expected the model that the loop calls", stacklevel=2
-            )
+            warnings.warn("watch: no forward pass in training mode: expected what the loop calls", stacklevel=2)
         if self._passes > 1 and not self._counts and self._step == self._first:
             warnings.warn(
                 f"watch: the optimizer made no step in {self._passes} forward passes: expected the one that the loop steps",
