@@ -284,6 +284,8 @@ def test_exit_codes() -> None:
         (["no_such_module:f"], "kernel = 'no_such_module:f': ModuleNotFoundError: No module named 'no_such_module'"),
         (["math:pi"], "kernel = 'math:pi': pi is a float, expected a function"),
         (["flash", "--H", "3", "--G", "2"], "H a multiple of G"),
+        (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected captured, or a file that ends in .zip"),
+        (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),
     ],
 )
 def test_a_wrong_name_is_one_line(arguments: list[str], message: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from ..presets import PRESETS
 from ..user_error import UserError
 from . import judge
-from .classes import Shape
+from .classes import CLASSES, Shape
 from .kernels import KNOWN
 from .report import DTYPES, Report, check_attention, reasons
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="FILE.zip",
-        help="only this file of captured inputs; may be repeated",
+        help="only this file that capture() wrote, or captured: those of a failing run that are packaged; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
     parser.add_argument("--json", metavar="FILE", help="write the report there, - for the standard output")
@@ -91,9 +91,11 @@ def _report(name: str, options: argparse.Namespace) -> Report:
     shape = Shape(**({"T": usual} | sizes | ({} if "G" in sizes else {"G": sizes.get("H", Shape.G)})))
     if shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
         raise UserError(f"{shape}: expected B at least 1, G at least 2, H a multiple of G, D at least 8, T at least 32")
-    if wrong := [file for file in options.inputs if not file.endswith(".zip")]:
-        raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
-    classes = [*options.classes, *options.inputs] or (QUICK if options.quick else ())
+    packaged = [name for name, c in CLASSES.items() if c.file]
+    inputs = [name for given in options.inputs for name in (packaged if given == "captured" else [given])]
+    if wrong := [name for name in inputs if name not in packaged and not name.endswith(".zip")]:
+        raise UserError(f"--inputs {wrong[0]}: expected captured, or a file that ends in .zip")
+    classes = [*options.classes, *inputs] or (QUICK if options.quick else ())
     shown = sys.stderr.isatty()
     return check_attention(
         name,

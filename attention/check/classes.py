@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ class InputClass:
     causal: bool = True
     mask: Callable[[Shape], Mask] | None = None
     file: str = ""
-    """Beside this module, of captured inputs."""
+    """In the folder ``inputs`` beside this module, of captured ones."""
 
 
 def _common(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -136,9 +137,9 @@ def _garbage(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
 
 
 CLASSES: dict[str, InputClass] = {
-    "gaussian": InputClass("what most tests of kernels use; delta's error is small and has no direction here"),
+    "gaussian": InputClass("what tests of kernels use, FlashAttention's too; delta's error is small and has no direction here"),
     "common_part": InputClass(
-        "keys, queries and values share a part, as behind biases and learned positions: it multiplies errors of delta", _common
+        "keys, queries and values share a part, as behind biases and positions: it multiplies errors of delta (docs/results.md)", _common
     ),
     "shared_direction": InputClass(
         "queries and keys along one direction, dO alike in all rows: as in the layer that fails (arXiv 2510.04212)",
@@ -147,27 +148,31 @@ CLASSES: dict[str, InputClass] = {
     "values_of_one_sign": InputClass(
         "the bias of O's rounding adds up (arXiv 2510.04212)", lambda x, _: [x[0], x[1], -x[2].abs() - 1, x[3]]
     ),
-    "peaked_100": InputClass("largest logit 100: a late stage of training", _peaked(100)),
-    "peaked_1000": InputClass("largest logit 1,000: growth has begun", _peaked(1000)),
-    "ties": InputClass("each key returns 32 times: row maxima repeat, P_bar is 1 more than once", _ties),
-    "equal_keys": InputClass("all keys alike: O is a mean of values", lambda x, _: [x[0], x[1][:, :, :1].expand_as(x[1]), x[2], x[3]]),
+    "peaked_100": InputClass("largest logit 100: where stable runs end (experiments/matched_pairs)", _peaked(100)),
+    "peaked_1000": InputClass("largest logit 1,000: growth has begun (docs/results.md)", _peaked(1000)),
+    "ties": InputClass("each key returns 32 times: row maxima repeat, P_bar is 1 more than once (arXiv 2510.04212)", _ties),
+    "equal_keys": InputClass(
+        "all keys alike: O is a mean of values, as before training", lambda x, _: [x[0], x[1][:, :, :1].expand_as(x[1]), *x[2:]]
+    ),
     "cancelling_tiles": InputClass(
         "dS changes its sign midway along keys with a shared part: sums of dQ grow large before they cancel", _cancelling, causal=False
     ),
-    "tiny": InputClass("values and dO of 1e-4, as under a small loss scale", lambda x, _: [x[0], x[1], x[2] * 1e-4, x[3] * 1e-4]),
-    "huge": InputClass("values and dO of 1e3", lambda x, _: [x[0], x[1], x[2] * 1e3, x[3] * 1e3]),
-    "odd_length": InputClass("a length that no tile divides", shape=lambda s: replace(s, T=s.T + 13)),
-    "grouped": InputClass("grouped queries: two query heads to a key head", shape=lambda s: replace(s, H=4, G=2)),
-    "full": InputClass("no causal mask", causal=False),
+    "tiny": InputClass("values and dO of 1e-4, as dO of a mean loss: FP16 may lose it", lambda x, _: [*x[:2], x[2] * 1e-4, x[3] * 1e-4]),
+    "huge": InputClass("values and dO of 1e3: FP16 may overflow", lambda x, _: [x[0], x[1], x[2] * 1e3, x[3] * 1e3]),
+    "odd_length": InputClass("a length that no tile divides: its last tile is partly empty", shape=lambda s: replace(s, T=s.T + 13)),
+    "grouped": InputClass(
+        "grouped queries: two query heads to a key head, whose dK and dV add up (arXiv 2305.13245)", shape=lambda s: replace(s, H=4, G=2)
+    ),
+    "full": InputClass("no causal mask: other tiles, other code", causal=False),
     "padding": InputClass("keys behind a sequence's end, with large numbers: nobody may see them", _garbage, mask=_padding),
-    "window": InputClass("a query sees the last quarter of keys only: the mask has two edges", mask=_window),
+    "window": InputClass("a query sees the last quarter of keys only: the mask has two edges (arXiv 2004.05150)", mask=_window),
 }  # fmt: skip
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
 
 def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
-    if name not in CLASSES:
+    if is_captured(name):
         return _problem_of(captured(name), dtype, device)
     chosen = CLASSES[name]
     shape = chosen.shape(shape)
@@ -183,16 +188,20 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> P
 
 def shape_of(name: str, shape: Shape) -> Shape:
     """The shape that a class has where ``shape`` is asked for."""
-    if name in CLASSES:
+    if not is_captured(name):
         return CLASSES[name].shape(shape)
     x = captured(name)
     return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], x.q.shape[3])
 
 
+def is_captured(name: str) -> bool:
+    return name not in CLASSES or bool(CLASSES[name].file)
+
+
 @functools.lru_cache(maxsize=8)
 def captured(name: str) -> Captured:
-    """Raises ``UserError`` for any other file."""
-    return load(name)
+    """Of a class or a file. Raises ``UserError`` for any other file."""
+    return load(Path(__file__).with_name("inputs") / CLASSES[name].file if name in CLASSES else name)
 
 
 def _problem_of(x: Captured, dtype: torch.dtype, device: torch.device) -> Problem:

@@ -150,23 +150,26 @@ def rows_from_outside(call: Call, p: Problem) -> Tensor:
 
 
 def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """``limit``: the largest logit of ``ONE_HOT_LOGITS`` up to which one-hot rows have O = V to the bit; 0 where none has."""
-    limit = 0.0
+    """``limit``: the largest logit of ``ONE_HOT_LOGITS`` up to which one-hot rows have O = V to the bit, or 0. ``off``: how far O is from V
+    at the next, relative.
+    """
+    limit, error = 0.0, 0.0
     for logit in ONE_HOT_LOGITS:
         p = one_hot(logit, shape, dtype, device)
-        n = p.q.shape[1] // p.k.shape[1]
+        v = p.v.repeat_interleave(p.q.shape[1] // p.k.shape[1], 1)
         with torch.no_grad():
-            o = call(p.q, p.k, p.v, True, p.scale)
-        if not torch.equal(o.to(dtype), p.v.repeat_interleave(n, 1)):
+            o = call(p.q, p.k, p.v, True, p.scale).to(dtype)
+        if not torch.equal(o, v):
+            error = off((v,), (o,))
             break
         limit = logit
-    return {"limit": limit}
+    return {"limit": limit, "off": error}
 
 
 def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """``leaks`` of a causal mask, and ``first_row``: O of query 0, which sees key 0 alone, less V of key 0. All 0 where right."""
     p = make("gaussian", shape, dtype, device)
-    o = run(call, p)[0]
+    o = run(call, p)[0].to(dtype)
     first = (o[:, :, 0].double() - p.v[:, :, 0].repeat_interleave(shape.H // shape.G, 1).double()).abs().amax().item()
     return {"first_row": first, **leaks(call, p)}
 
@@ -261,10 +264,19 @@ def same(a: Results, b: Results) -> bool:
 
 
 OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
-    "one_hot": ("one key has all the weight: O = V; the FMA exponent loses this past 2^16 ln 2", one_hot_limit),
+    "one_hot": (
+        "one key has all the weight: O = V; the FMA exponent loses this past 2^16 ln 2 (attention/README.md)",
+        one_hot_limit,
+    ),
     "mask_edges": ("nothing passes the causal mask, forward or backward", mask_edges),
     "last_key": ("the last key of a length that no tile divides counts", last_key),
-    "not_a_number": ("a NaN or an infinite query stays in its own row and head", not_a_number),
-    "repeatability": ("five calls, a sequence alone, other strides: the same bits?", repeatability),
+    "not_a_number": (
+        "a NaN or an infinite query stays in its own row, head and sequence (cuDNN once made NaNs in dQ: pytorch 196678)",
+        not_a_number,
+    ),
+    "repeatability": (
+        "five calls, a sequence alone, other strides: the same bits? (FlashAttention adds dQ by atomics)",
+        repeatability,
+    ),
 }
 """Classes that are compared with themselves or with zero."""
