@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT, Place, before_each_step, command, environment, lines
+from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, make_data
 
 import files
 import train
@@ -96,6 +96,7 @@ def test_what_a_former_session_has_said_is_gone_before_a_start_can_be_killed(
 ) -> None:
     run = place.train(f"former_{resume}", {"run.steps": 2})
     assert outcome_of(run)["code"] == 0
+    os.utime(run / "exit.json", (0, 0))  # from before this process
     seen = []
     monkeypatch.setattr(train.distributed, "start", lambda *_: seen.append((run / "exit.json").exists()))
     with pytest.raises(AttributeError):
@@ -337,6 +338,45 @@ def test_asked_to_exit_while_a_process_is_stopped_a_run_names_its_last_checkpoin
     assert held.left() == EXIT_RESUME
     assert "if it is killed now: the newest checkpoint is" in held.output.read_text()
     assert Path(outcome_of(held.run)["checkpoint"]).is_dir()
+
+
+OTHERWISE = """
+import os, sys, train
+from errors import UserError
+from training import distributed
+start = distributed.start
+
+def refused(*arguments):
+    if os.environ["RANK"] == "1":
+        raise UserError("no GPU of its own")
+    return start(*arguments)
+
+if sys.argv.pop() == "refused":
+    distributed.start = refused
+elif os.environ["RANK"] == "1":
+    sys.argv += ["--data.dataset", sys.argv[1].replace("told.py", "other")]
+train.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("refused", "no GPU of its own"), ("other data", "the same data and checkpoint for every process")],
+)
+def test_a_mistake_that_another_rank_finds_is_not_start_me_again(
+    place: Place, tmp_path: Path, case: str, reason: str
+) -> None:
+    make_data(place.folder / "other", seed=1)
+    (tmp_path / "otherwise.py").write_text(OTHERWISE)
+    preset = place.preset_file(place.config("told", {**AUTO, "data.micro_batch": 2}))
+    done = subprocess.run(
+        command(tmp_path / "otherwise.py", [str(preset), case], 2), capture_output=True, env=environment(), timeout=120
+    )
+    assert done.returncode == 1
+    left = outcome_of(place.runs / "told")
+    assert left["code"] == 2
+    assert reason in left["reason"]
 
 
 @pytest.mark.slow

@@ -208,6 +208,12 @@ def gather_everywhere(tensor: Tensor) -> list[Tensor]:
     return received
 
 
+def differ(text: str) -> bool:
+    """Whether processes have different texts of one length: the same answer on all of them."""
+    codes = torch.tensor(list(text.encode()))
+    return not torch.equal(all_reduce_max(codes), -all_reduce_max(-codes))
+
+
 def all_reduce_in_pairs(tensors: list[Tensor]) -> None:
     """Add up each tensor over processes, in place: ranks 0 and 1, ranks 2 and 3 ..., then pairs of pairs.
 

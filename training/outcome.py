@@ -14,7 +14,7 @@ from training import distributed, record
 from training.checkpoint import found_in
 from training.record import EXIT_FILE
 from training.settings import RunConfig
-from training.signals import EXIT_RESUME, SILENCE
+from training.signals import EXIT_RESUME, SILENCE, STARTED
 
 
 def write(folder: Path, error: BaseException | None, step: int | None, why: str = "") -> None:
@@ -38,21 +38,25 @@ def forget(run: RunConfig) -> None:
     folder = Path(run.folder, run.name)
     if run.resume != "no" and distributed.is_rank_0() and (folder / EXIT_FILE).is_file() and record.begun(folder):
         with contextlib.suppress(UserError, OSError), record.lock(folder):
-            (folder / EXIT_FILE).unlink()
+            if (folder / EXIT_FILE).stat().st_mtime < STARTED:  # not what another process of this start has found
+                (folder / EXIT_FILE).unlink()
 
 
 def write_of_start(run: RunConfig, error: BaseException) -> None:
     """As ``write``, for a start that ``error`` ended. Nothing in a folder that is not the run's, or that another process has or may take.
 
-    With run.resume no it cannot be: a new run leaves nothing before it has begun, and another's must stay as it is.
+    With run.resume no it cannot be: a new run leaves nothing before it has begun, and another's must stay as it is. A mistake that only
+    another process than rank 0 can see counts, not that rank 0 is then asked to exit.
     """
     folder = Path(run.folder, run.name)
     own = {"no": False, "yes": record.begun(folder), "auto": record.begun(folder) or record.free(folder)}
-    if distributed.is_rank_0() and own[run.resume] and not isinstance(error, BusyError):
+    mistake = isinstance(error, UserError)
+    if own[run.resume] and (distributed.is_rank_0() or mistake) and not isinstance(error, BusyError):
         with contextlib.suppress(UserError, OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with record.lock(folder):
-                write(folder, error, None)
+                if mistake or not (folder / EXIT_FILE).exists() or (folder / EXIT_FILE).stat().st_mtime < STARTED:
+                    write(folder, error, None)
 
 
 def write_of_silence(folder: Path, step: int, how_to_resume: str) -> None:

@@ -235,6 +235,10 @@ def open_data(
         contiguous=config.precision.fixed_sum_order,
     )
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
+    # Only rank 0 verifies the data, and hosts may have copies of their own. The digest knows the position, too.
+    if distributed.differ(batches.digest()):
+        expected = f"the same data and checkpoint for every process: rank {dist.rank} has {batches.digest()} at step {batches.position}"
+        raise invalid("data.dataset", config.data.dataset, expected)
     gpt2 = start is None and config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
     if gpt2 and batches.header.vocabulary != "gpt2":
         wanted = f"a data set of gpt2 tokens, as for {config.run.init_from}: this has {batches.header.vocabulary}"

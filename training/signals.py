@@ -18,8 +18,8 @@ ONE_REQUEST = 5.0
 """Signals within so many seconds count as one: Slurm sends SIGTERM to every process, and torchrun sends its own to its processes again."""
 SILENCE = 5.0
 """Seconds after which a process that was asked to exit, and has not, says so."""
-STARTED_BY = os.getppid()
-"""The parent process before torch is imported, which takes seconds."""
+STARTED_BY, STARTED = os.getppid(), time.time()
+"""The parent process, and when, before torch is imported, which takes seconds."""
 
 
 def exit_while_importing() -> None:
