@@ -105,9 +105,7 @@ def run(
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Layers and groups get seeds far apart; Philox mixes the rest.
-        offset = (plan.layer * plan.n_head + group.heads[0] + 1) * 0x9E3779B97F4A7C15 & (2**62 - 1)
-        seed = rounding_seed ^ offset
+        seed = rounding_seed ^ group.seed_offset
         of_group = sinks if sinks is None or len(group.heads) == plan.n_head else sinks[list(group.heads)]
         return BACKENDS[group.backend].run(
             q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap, sinks=of_group, mask=mask

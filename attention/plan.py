@@ -116,6 +116,9 @@ class HeadGroup:
     backend: str
     numerics: str
     """Key of the resolved ``Numerics``; of an external kernel, whose roundings are its own, its name."""
+    seed_offset: int = 0
+    """Layers and groups get seeds far apart; Philox mixes the rest. Made with the plan: a layer's number may be a variable to a compiler,
+    and the product does not fit 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,8 @@ def _plan_layer(layer: int, specs: list[AttentionSpec], flash_backend: str) -> L
         return flash_backend if not spec.backend and spec.resolved_backend == "flash" else spec.resolved_backend
 
     def group(spec: AttentionSpec, heads: list[int]) -> HeadGroup:
-        return HeadGroup(tuple(heads), spec, backend(spec), spec.kernel or spec.resolve().key())
+        offset = (layer * len(specs) + heads[0] + 1) * 0x9E3779B97F4A7C15 & (2**62 - 1)
+        return HeadGroup(tuple(heads), spec, backend(spec), spec.kernel or spec.resolve().key(), offset)
 
     made = [group(spec, heads) for spec, heads in groups.items()]
     return LayerPlan(layer, len(specs), tuple(made), flash_backend)

@@ -170,6 +170,27 @@ def test_a_soft_cap_is_refused_and_grouped_heads_are_tried() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    "beside", [None, AttentionSpec(preset="flash_stochastic_o")], ids=["alone", "beside a seeded one"]
+)
+def test_one_compiled_function_serves_all_layers(beside: AttentionSpec | None) -> None:
+    """At the break, a layer's number is a variable to the compiler, and so is what becomes of it."""
+    from attention import run as attend
+
+    p = make("random", torch.bfloat16, CPU, (1, 16, 2, 8))
+    rules = () if beside is None else (AttentionRule(heads=(1,), attention=beside),)
+    plans = AttentionConfig(flash_backend="flash_reference", default=MATH, rules=rules).resolve(3, 2)
+
+    def layer(q, k, v, plan):  # type: ignore[no-untyped-def]
+        return attend(q, k, v, plan, rounding_seed=torch.tensor(5)) * 1.0
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer)
+    for plan in plans:
+        assert torch.equal(compiled(p.q, p.k, p.v, plan), layer(p.q, p.k, p.v, plan))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_compiler_does_not_look_inside(device: torch.device) -> None:
     from attention import run as attend
 
