@@ -524,8 +524,8 @@ BASES: dict[str, Numerics] = {
 }
 USES = {
     "hardware": "as our Triton kernels round by default",
-    "rounded_forward": "our first emulation of the published forward pass; for the published code use `published`",
-    "published": "our closest emulation of the published code: compiled, on CUDA",
+    "rounded_forward": "an earlier emulation of the published forward pass",
+    "published": "our closest emulation of the published code",
     "fp32": "nowhere but at O",
     "microcosm": "for FP32 tensors on a CPU: O of one bit",
 }
