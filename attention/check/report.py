@@ -79,11 +79,8 @@ class Report:
             ratio = case.measures.get("ratio_dq", math.inf)
             numbers = f"rows {case.measures['rows']:.1e}  dq x {ratio:.1f}" if "rows" in case.measures else ""
             lines.append(f"  {case.name:{width}}  {case.verdict:10}  {numbers:24}  {case.reason}".rstrip())
-        among = (
-            f" ({len(self.cases)} of {len(KNOWN_CLASSES)} classes tried)"
-            if len(self.cases) < len(KNOWN_CLASSES)
-            else ""
-        )
+        tried = sum(case.name in KNOWN_CLASSES for case in self.cases)
+        among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried)" if tried < len(KNOWN_CLASSES) else ""
         inputs = f"Inputs: low_precision_attention.check.classes.make(CLASS, Shape(...), dtype, device); here {self.cases[0].shape}."
         if self.not_tried:
             lines.append(f"  not tried, as it has no argument attn_mask: {', '.join(self.not_tried)}")
