@@ -136,9 +136,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     code, sentence = verdict(how_ended(folder, table))
     print(f"verdict: {sentence}")
     if tiny and code == 0:
-        print(
-            "Only an error of delta as an O of one mantissa bit makes shows here: what is at risk above may fail a larger model."
-        )
+        size = "as large as that of an O of one mantissa bit"
+        print(f"An error of delta shows here where it is {size}: what is at risk above may fail a larger model.")
     raise SystemExit(code)
 
 
