@@ -82,8 +82,8 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
     run = open_run(config, dist)
     try:
         preemption.starting = False
-        preemption.on_silence = lambda: outcome.write_of_silence(
-            run.folder, run.batches.position, run.checkpoints.how_to_resume()
+        preemption.on_silence = lambda number: outcome.write_of_silence(
+            run.folder, number, run.batches.position, run.checkpoints.how_to_resume()
         )
         announce(run)
         loop(run, preemption)

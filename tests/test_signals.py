@@ -326,16 +326,17 @@ def test_a_process_that_does_not_answer_ends_the_run_and_names_a_checkpoint(plac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize(("stopped", "number", "code"), [(0, signal.SIGTERM, 1), (1, signal.SIGUSR1, EXIT_RESUME)])
 def test_asked_to_exit_while_a_process_is_stopped_a_run_names_its_last_checkpoint_and_ends_with_torchrun(
-    place: Place, tmp_path: Path, stopped: int
+    place: Place, tmp_path: Path, stopped: int, number: signal.Signals, code: int
 ) -> None:
     fields = {"run.timeout": 300.0, "checkpoint.every": 2}
-    held = Held(place, tmp_path, f"stopped_{stopped}", "loop", fields, "--shutdown-timeout=15")
+    launch = ("--shutdown-timeout=15", "--signals-to-handle=SIGTERM,SIGUSR1")
+    held = Held(place, tmp_path, f"stopped_{stopped}", "loop", fields, *launch)
     os.kill(held.ranks[stopped], signal.SIGSTOP)
     time.sleep(1)
-    held.send(signal.SIGTERM, "launcher")
-    assert held.left() == EXIT_RESUME
+    held.send(number, "launcher")
+    assert held.left() == code
     assert "if it is killed now: the newest checkpoint is" in held.output.read_text()
     assert Path(outcome_of(held.run)["checkpoint"]).is_dir()
 

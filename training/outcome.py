@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -59,13 +60,17 @@ def write_of_start(run: RunConfig, error: BaseException) -> None:
                     write(folder, error, None)
 
 
-def write_of_silence(folder: Path, step: int, how_to_resume: str) -> None:
-    """As ``write``, for a run that was asked to exit and may be killed before it can. Rank 0 does it, or another one in its place."""
+def write_of_silence(folder: Path, number: int, step: int, how_to_resume: str) -> None:
+    """As ``write``, for a run that signal ``number`` asked to exit and that may be killed before it can. Rank 0 does it, or another in its
+    place. The code is not 75 where torchrun may have asked because a process has failed: started again, it may fail again.
+    """
     if not distributed.is_rank_0():
         time.sleep(SILENCE)
         if (folder / EXIT_FILE).exists() or not folder.is_dir():
             return
-    write(folder, SystemExit(EXIT_RESUME), step, "asked to exit, and has not saved; start it again")
+    failed = number == signal.SIGTERM and distributed.world_size() > 1
+    why = "another process may have failed" if failed else "start it again"
+    write(folder, SystemExit(1 if failed else EXIT_RESUME), step, f"asked to exit, and has not saved; {why}")
     print(f"{folder}: asked to exit, and still at step {step}; if it is killed now: {how_to_resume}", file=sys.stderr)
 
 

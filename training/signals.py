@@ -35,14 +35,14 @@ class PreemptionHandler:
     ``requested`` says whether the run is asked to save and exit. While ``starting``, when there is nothing to save, it exits by itself.
     A second signal, at least ``ONE_REQUEST`` seconds later, ends the process at once.
 
-    ``on_silence`` is called in another thread when the block has not ended ``SILENCE`` seconds after a request: Python's handlers wait for
-    the main thread, which may be in a collective that another process never joins.
+    ``on_silence`` is called with the signal, in another thread, when the block has not ended ``SILENCE`` seconds after it: Python's
+    handlers wait for the main thread, which may be in a collective that another process never joins.
     """
 
     def __init__(self, *, starting: bool = False) -> None:
         self.requested = False
         self.starting = starting
-        self.on_silence: Callable[[], None] = lambda: None
+        self.on_silence: Callable[[int], None] = lambda number: None
         self._speaking = threading.Lock()
         self._left = threading.Event()
         self._since = self._interrupted = -ONE_REQUEST
@@ -69,15 +69,16 @@ class PreemptionHandler:
     def _listen(self, read: int) -> None:
         with open(read, "rb", buffering=0) as arrived:
             while numbers := arrived.read(64):  # none once the other end is closed
-                if any(number in SIGNALS for number in numbers) and not self._left.wait(SILENCE):
+                asked = [number for number in numbers if number in SIGNALS]
+                if asked and not self._left.wait(SILENCE):
                     with self._speaking:
-                        self.on_silence()
+                        self.on_silence(asked[0])
                     return
 
     def speak(self) -> None:
         """From here on the main thread says how the run ends, and ``on_silence`` nothing."""
         with self._speaking:
-            self.on_silence = lambda: None
+            self.on_silence = lambda number: None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
