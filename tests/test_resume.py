@@ -397,7 +397,7 @@ def test_a_run_is_locked_from_its_first_step_to_its_end(place: Place, monkeypatc
 
 def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypatch: Patch) -> None:
     run = place.train("raced", {"run.steps": 1})
-    original, opened = record.fcntl.flock, []
+    original, opened = files.fcntl.flock, []
 
     def late(file: Any, operation: int) -> None:
         if not opened:  # a start that removes what a kill has left, between open and lock
@@ -405,9 +405,8 @@ def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypa
         opened.append(file)
         original(file, operation)
 
-    monkeypatch.setattr(record.fcntl, "flock", late)
-    held = record.lock(run)
-    monkeypatch.undo()
+    monkeypatch.setattr(files.fcntl, "flock", late)
     with pytest.raises(UserError, match="another process is training"):
         record.lock(run)
-    held.close()
+    monkeypatch.undo()
+    record.lock(run).close()

@@ -84,7 +84,7 @@ def test_losses_of_one_and_two_processes_agree_to_rounding(one: Path, two: Path,
 
 def test_a_stop_takes_all_processes_along(place: Place) -> None:
     """The first update throws the weights so far that every loss after it overflows."""
-    config = config_of(place, "stop", "stop", {"optim.warmup_steps": 0, "optim.lr": 1e37})
+    config = config_of(place, "stop", "stop", {"optim.warmup_steps": 0, "optim.lr": 1e18})
     # Started by hand: torchrun would end one process as soon as the other has failed.
     arguments = command(ROOT / "train.py", [str(place.preset_file(config))])
     with reserved_port() as port:

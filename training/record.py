@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
-import fcntl
 import hashlib
 import importlib.metadata
 import itertools
-import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -306,32 +304,14 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"run.folder: cannot make {folder} ({error.strerror})") from error
 
 
-def lock(folder: Path) -> IO[bytes]:
-    """Lock the run in ``folder`` until the returned file is closed; the kernel closes it when the process dies.
-
-    Raises ``BusyError`` when another process has it, ``UserError`` where there can be no file. A file system without locks is a warning.
-    """
+def lock(folder: Path) -> FileIO:
+    """``files.lock`` of the run in ``folder``. Raises ``BusyError`` when another process has it, ``UserError`` where no file can be."""
     path = folder / LOCK_FILE
-    while True:
-        try:
-            file = open(path, "ab")  # noqa: SIM115  (writable: NFS locks no other)
-        except OSError as error:
-            raise UserError(f"run.folder: cannot write {path} ({error.strerror})") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                file.close()
-                busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
-                raise BusyError(f"run.name = {folder.name!r}: {busy}") from None
-            what = f"nothing keeps a second process from training {folder} at the same time"
-            print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
-            return file
-        # Another process may have removed this file between open and lock, with the rest of a killed start.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()
+    busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
+    try:
+        return files.lock(path, "ab", f"run.name = {folder.name!r}: {busy}")
+    except OSError as error:
+        raise UserError(f"run.folder: cannot write {path} ({error.strerror})") from error
 
 
 class Lock(AbstractContextManager["Lock"]):
@@ -339,7 +319,7 @@ class Lock(AbstractContextManager["Lock"]):
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
 
     def take(self) -> None:
         self._file = lock(self._folder)
