@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import subprocess
@@ -489,31 +490,19 @@ def test_blocks_that_overlap_in_threads_are_each_threads_own(compiled: bool) -> 
 
     shared = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
 
-    def first() -> None:
-        with replace_sdpa(COARSE):
+    def thread(spec: AttentionSpec | None, opens: int, closes: int) -> None:
+        block = contextlib.nullcontext() if spec is None else replace_sdpa(spec)
+        for at in range(4):
+            if at == opens:
+                block.__enter__()
+            if at == closes:
+                block.__exit__(None, None, None)
             step.wait()
+            assert_attends(spec if opens <= at < closes else None, shared)
             step.wait()
-            assert_attends(COARSE, shared)
-        step.wait()
-        assert_attends(None, shared)
-        step.wait()
-
-    def second() -> None:
-        step.wait()
-        with replace_sdpa(COARSER):
-            step.wait()
-            assert_attends(COARSER, shared)
-            step.wait()
-            assert_attends(COARSER, shared)
-        step.wait()
-
-    def bystander() -> None:
-        for _ in range(4):
-            step.wait()
-            assert_attends(None, shared)
 
     with ThreadPoolExecutor(3) as threads:
-        for done in [threads.submit(work) for work in (first, second, bystander)]:
+        for done in [threads.submit(thread, *x) for x in ((COARSE, 0, 2), (COARSER, 1, 3), (None, 4, 4))]:
             done.result()
     assert functional.scaled_dot_product_attention is torchs
 

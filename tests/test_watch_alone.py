@@ -556,16 +556,16 @@ def test_what_cannot_be_handed_over_is_refused_at_first_and_warned_of_later(
                 self.watcher.look(**{**good, **change})
             return good["o"].sum()
 
-    for first in (True, False):
-        model, x = Hands(), torch.ones((), requires_grad=True)
-        with watch(model, every=1, say=lambda line: None) as model.watcher:
-            if first:
-                model.right = False
-                with pytest.raises(ValueError, match=f"^watch: look: {message}"):
-                    model(x)
-                continue
-            model(x).backward()
-            model.right = False
-            with pytest.warns(UserWarning, match=f"^watch: look: {message}"):
-                model(x).backward()
-            model(x).backward()  # without another
+    x, said = torch.ones((), requires_grad=True), f"^watch: look: {message}"
+    model, later = Hands(), Hands()
+    model.right = False
+    with watch(model, every=1, say=lambda line: None) as model.watcher, pytest.raises(ValueError, match=said):
+        model(x)
+
+    def steps() -> None:
+        for later.right in (True, False, False):
+            later(x).backward()
+
+    with watch(later, every=1, say=lambda line: None) as later.watcher, pytest.warns(UserWarning, match=said) as found:
+        steps()
+    assert len(found) == 1
