@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -128,26 +127,22 @@ def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, va
 )
 def test_a_head_whose_logits_grow_far_too_fast_leaves_at_once(logit: float, exponent: float, leaves: bool) -> None:
     """One head of twelve, at the first probe, where half of the heads would be late."""
-    logits = torch.full((2, 1, 12), 50.0, dtype=torch.float64)
-    logits[1, 0, 3], logits[0, 0, 3] = logit, logit / 1.5**exponent
-    flat = Probe(70, 70.0, logits[0], logits[0])
-    probes = [flat, replace(flat, step=100, clock=100.0), Probe(150, 150.0, logits[1], logits[1])]
-    found = growth(probes, GrowthRule())
+    logits = torch.full((2, 12), 50.0, dtype=torch.float64)
+    logits[1, 3], logits[0, 3] = logit, logit / 1.5**exponent
+    found = growth([Probe(c, logits[i], logits[i]) for c, i in ((70.0, 0), (100.0, 0), (150.0, 1))], GrowthRule())
     assert found is not None
-    assert found.leaves_LH.nonzero().tolist() == [[0, 3]] * leaves
+    assert found[0].nonzero().tolist() == [[3]] * leaves
 
 
 def test_a_sudden_layer_leaves_at_the_first_probe_with_another_far_enough_before_it() -> None:
-    grown = [
-        Probe(step, clock, torch.full((1, 1), logit).double(), torch.full((1, 1), logit).double())
-        for step, (clock, logit) in enumerate([(1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0)])
-    ]
+    courses = ((1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0))
+    grown = [Probe(clock, *torch.full((2, 1), logit).double()) for clock, logit in courses]
     assert growth(grown[:3], GrowthRule()) is None
-    found = growth(grown, GrowthRule())
-    assert found is not None
-    assert found.layers() == [0]
     # The other part of the rule needs its number of probes.
-    assert not growth(grown, GrowthRule(sudden_logit=1e9, share=0.0)).leaves_LH.any()
+    for rule, leaves in ((GrowthRule(), True), (GrowthRule(sudden_logit=1e9, share=0.0), False)):
+        found = growth(grown, rule)
+        assert found is not None
+        assert found[0].tolist() == [leaves]
 
 
 # ---- in a run

@@ -5,7 +5,7 @@ Under AdamW or Muon a step moves a weight by about the learning rate at most, so
 far. A drift that has always been there makes a product of two weights grow at most like c^2, in a run of any size and schedule; a drift
 that sets in, or feeds itself, grows faster. Stable runs have a head or two with logits in the thousands, not half a layer of them.
 
-Legend: L layers, H heads.
+Legend: H heads.
 """
 
 from __future__ import annotations
@@ -61,39 +61,21 @@ _WITHIN: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclass(frozen=True)
 class Probe:
-    """What the rule looks at, float64 [L, H]."""
+    """What the rule looks at of a layer, float64 [H]."""
 
-    step: int
     clock: float
     """Sum of the learning rates so far, in any unit."""
-    norm_LH: Tensor
+    norm_H: Tensor
     """||W_Q^T W_K|| of each head, or what grows as it does: its largest logit."""
-    logit_LH: Tensor
+    logit_H: Tensor
     """Largest logit."""
 
 
-@dataclass(frozen=True)
-class Growth:
-    """What the rule says of the last probe."""
+def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] | None:
+    """The rule at the last of a layer's probes: which heads run away, [H] bool, and the power of the clock that each grows like, [H].
 
-    leaves_LH: Tensor
-    """bool"""
-    exponent_LH: Tensor
-    start: int
-    """Probe that the exponent is measured from."""
-
-    def heads(self, layer: int) -> tuple[int, ...]:
-        """Heads of a layer that run away, the fastest first."""
-        heads = self.leaves_LH[layer].nonzero().flatten().tolist()
-        return tuple(sorted(heads, key=lambda head: -self.exponent_LH[layer, head].item()))
-
-    def layers(self) -> list[int]:
-        """Layers with such a head."""
-        return [int(layer) for layer in self.leaves_LH.any(dim=1).nonzero().flatten()]
-
-
-def growth(probes: Sequence[Probe], rule: GrowthRule) -> Growth | None:
-    """The rule at the last of the probes of a run, in order; None where none of them is far enough before it."""
+    None where no probe is far enough before it.
+    """
     leaves, exponent, start = torch.tensor(len(probes) > rule.probes), torch.tensor(0.0), None
     for end in range(max(0, len(probes) - rule.probes), len(probes)):
         start = window_start(probes, end, rule.window)
@@ -101,19 +83,17 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> Growth | None:
             leaves = torch.tensor(False)
             continue
         exponent = _exponent(probes[start], probes[end])
-        large = large_logits(probes[end].logit_LH, rule)
-        harmful = large & (large.double().mean(dim=1, keepdim=True) >= rule.share)
-        leaves = leaves & (exponent >= rule.exponent) & harmful
+        large = large_logits(probes[end].logit_H, rule)
+        leaves = leaves & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
     if start is None:
         return None
-    sudden = _exponent(probes[start], probes[end], "logit_LH") >= rule.sudden_exponent
-    leaves = leaves | (sudden & ~(probes[end].logit_LH < rule.sudden_logit))
-    return Growth(leaves, exponent, start)
+    sudden = _exponent(probes[start], probes[end], "logit_H") >= rule.sudden_exponent
+    return leaves | (sudden & ~(probes[end].logit_H < rule.sudden_logit)), exponent
 
 
-def large_logits(logit_LH: Tensor, rule: GrowthRule) -> Tensor:
-    """Which heads have logits that can do harm, [L, H] bool; one that is not finite can."""
-    return ~(logit_LH < rule.logit)
+def large_logits(logit_H: Tensor, rule: GrowthRule) -> Tensor:
+    """Which heads have logits that can do harm, [H] bool; one that is not finite can."""
+    return ~(logit_H < rule.logit)
 
 
 def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None:
@@ -123,10 +103,10 @@ def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None
     return earlier[-1] if earlier else None
 
 
-def _exponent(before: Probe, after: Probe, of: str = "norm_LH") -> Tensor:
-    """d ln norm / d ln clock between two probes, [L, H], or that of the logits; +inf where norm or logit is no longer finite."""
+def _exponent(before: Probe, after: Probe, of: str = "norm_H") -> Tensor:
+    """d ln norm / d ln clock between two probes, [H], or that of the logits; +inf where norm or logit is no longer finite."""
     exponent = (getattr(after, of) / getattr(before, of)).log() / math.log(after.clock / before.clock)
-    return torch.where(after.norm_LH.isfinite() & after.logit_LH.isfinite(), exponent, math.inf)
+    return torch.where(after.norm_H.isfinite() & after.logit_H.isfinite(), exponent, math.inf)
 
 
 RATES = (
@@ -189,31 +169,32 @@ class GrowthAlarm:
         if step < self.warm_up or not all(math.isfinite(logit) for logit_H in logits.values() for logit in logit_H):
             return []
         named = []
-        for layer, logit_H in logits.items():
-            logit_1H = torch.tensor([logit_H], dtype=torch.float64)
-            norm_1H = logit_1H if norms is None else torch.tensor([norms[layer]], dtype=torch.float64)
+        for layer, heads_logits in logits.items():
+            logit_H = torch.tensor(heads_logits, dtype=torch.float64)
+            norm_H = logit_H if norms is None else torch.tensor(norms[layer], dtype=torch.float64)
             probes = self._probes.setdefault(layer, [])
-            if probes and probes[-1].logit_LH.shape != logit_1H.shape:  # another layer has this number now
+            if probes and probes[-1].logit_H.shape != logit_H.shape:  # another layer has this number now
                 probes.clear()
-            probes.append(Probe(step, clock, norm_1H, logit_1H))
+            probes.append(Probe(clock, norm_H, logit_H))
             found = growth(probes, self.rule)
             # No later probe measures from before this one's window.
             past = window_start(probes, max(0, len(probes) - self.rule.probes), self.rule.window) or 0
             del probes[: min(past, len(probes) - self.rule.probes)]
-            if found is None or not found.layers() or layer in self.left:
+            if found is None or not found[0].any() or layer in self.left:
                 continue
             self.left[layer] = step
-            heads = found.heads(0)
+            leaves_H, exponent_H = found
+            heads = sorted(leaves_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
             named.append(
                 RunsAway(
                     step=step,
                     layer=layer,
-                    heads=heads,
-                    exponent=found.exponent_LH[0, heads[0]].item(),
-                    logit=logit_H[heads[0]],
-                    large=int(large_logits(logit_1H, self.rule).sum()),
+                    heads=tuple(heads),
+                    exponent=exponent_H[heads[0]].item(),
+                    logit=heads_logits[heads[0]],
+                    large=int(large_logits(logit_H, self.rule).sum()),
                     threshold=self.rule.logit,
-                    n_head=len(logit_H),
+                    n_head=len(heads_logits),
                 )
             )
         return named
