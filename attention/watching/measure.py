@@ -234,7 +234,7 @@ def measure(call: Call) -> dict[str, Tensor]:
         columns["delta_error"] = _over(mean(whole["error"].square()).sqrt(), size)
         columns["delta_bias"] = _over(mean(whole["error"]), size)
         if (r := _row_sums(call)) is not None:
-            columns["row_residual"] = _over(mean(r.square() * (whole["max"] != -math.inf)).sqrt(), size)
+            columns["row_residual"] = _over(mean(r.where(whole["max"] != -math.inf, 0.0).square()).sqrt(), size)
     if call.dq_BHTD is not None:
         dq = dq.where((whole["max"] != -math.inf)[..., None], 0.0)
         if do is not None:
