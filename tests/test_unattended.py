@@ -29,6 +29,7 @@ from tiny_runs import (
 import training.run
 from data.recording import Recorder, Recording
 from errors import UserError
+from training import record
 from training.run import Run
 from training.signals import EXIT_RESUME, SIGNALS
 
@@ -117,6 +118,26 @@ def test_a_start_that_fails_removes_only_what_it_has_made(place: Place, monkeypa
     with pytest.raises(UserError, match="no probe"):
         place.train("notes")
     assert [path.name for path in (place.runs / "notes").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("left", [(), (record.LOCK_FILE,)], ids=["empty", "half made"])
+def test_a_start_looks_again_once_it_has_the_lock(
+    place: Place, left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one has begun and ended meanwhile."""
+    folder, lock = place.runs / f"overtaken_{len(left)}", record.lock
+    folder.mkdir(parents=True)
+    for name in left:
+        (folder / name).touch()
+
+    def late(of: Path) -> Any:
+        (of / "config.json").write_text("theirs")
+        return lock(of)
+
+    monkeypatch.setattr(record, "lock", late)
+    with pytest.raises(UserError, match="exists; choose another name"):
+        place.train(folder.name)
+    assert (folder / "config.json").read_text() == "theirs"
 
 
 @pytest.mark.parametrize("kind", ["run", "recording"])

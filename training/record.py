@@ -252,6 +252,8 @@ def _removed_as_half_made(folder: Path) -> bool:
     # The folder stays: another start may just have made it. Where one has the lock this one is refused.
     if any(folder.iterdir()):
         with lock(folder):
+            if begun(folder):  # by one that has ended since the first look
+                return False
             clear_folder(folder)
     return True
 
