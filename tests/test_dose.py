@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from attention_cases import Problem, make, run
 from torch import Tensor
 
 from attention import AttentionSpec
 from attention.reference.flash import row_deltas
+from errors import UserError
 
 SHAPE = (2, 40, 3, 16)
 FP32 = ("exponent=subtract_first", "output=m3")
@@ -76,3 +78,8 @@ def test_zero_sum_noise_leaves_rows_of_ds_at_a_sum_of_zero() -> None:
     plain, noisy, dosed = (run(p, spec)[1] for spec in specs)
     assert noisy[..., 0].abs().max() < 1e-5 < 1e-3 < dosed[..., 0].abs().min()
     assert (noisy - plain).norm() > 0.1 * (dosed - plain).norm()
+
+
+def test_an_error_needs_a_delta_from_p() -> None:
+    with pytest.raises(UserError, match="delta_error = 'random': expected none where delta is rowsum_do_o"):
+        AttentionSpec(sites=("delta_error=random",))
