@@ -35,10 +35,15 @@ def aside(folder: Path) -> Iterator[Path]:
 
     Raises ``BusyError`` where another process has it, ``UserError`` where it cannot be made.
     """
-    hidden = folder.with_name(f".{folder.name}.partial")
+    hidden, busy = (
+        folder.with_name(f".{folder.name}.partial"),
+        f"{folder}: another process is writing it; wait for its end",
+    )
     try:
         hidden.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(hidden, os.O_RDONLY)
+    except FileNotFoundError:  # another process has just removed it
+        raise BusyError(busy) from None
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     try:
@@ -50,7 +55,7 @@ def aside(folder: Path) -> Iterator[Path]:
         except OSError:  # a file system without locks
             taken = False
         if taken:
-            raise BusyError(f"{folder}: another process is writing it; wait for its end")
+            raise BusyError(busy)
         for left in hidden.iterdir():
             if left.is_dir():
                 shutil.rmtree(left)

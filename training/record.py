@@ -245,9 +245,10 @@ def exists(folder: Path, is_main: bool) -> bool:
 def _removed_as_half_made(folder: Path) -> bool:
     if not folder.is_dir():
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is a file")
+    foreign = _foreign(folder)  # before the look for a run, which another start may just be writing
     if begun(folder):
         return False
-    if foreign := _foreign(folder):
+    if foreign:
         raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is none, with {foreign[0]} in it")
     # The folder stays: another start may just have made it. Where one has the lock this one is refused.
     if any(folder.iterdir()):
