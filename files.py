@@ -35,15 +35,14 @@ def aside(folder: Path) -> Iterator[Path]:
 
     Raises ``BusyError`` where another process has it, ``UserError`` where it cannot be made.
     """
-    hidden, busy = (
-        folder.with_name(f".{folder.name}.partial"),
-        f"{folder}: another process is writing it; wait for its end",
-    )
+    hidden = folder.with_name(f".{folder.name}.partial")
+    busy = f"{folder}: another process is writing it; wait for its end"
     try:
         hidden.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(hidden, os.O_RDONLY)
-    except FileNotFoundError:  # another process has just removed it
-        raise BusyError(busy) from None
+        try:
+            descriptor = os.open(hidden, os.O_RDONLY)
+        except FileNotFoundError:  # another process has just removed it
+            raise BusyError(busy) from None
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     try:
