@@ -1,6 +1,6 @@
 """Digests of the PTX that attention's kernels compile to: equal digests prove that a change moves no bit, and need no GPU.
 
-    python tests/ptx_digests.py --check          every case against what is recorded for this version of Triton
+    python tests/ptx_digests.py --check          every case against what is recorded for this version of Triton: 17 minutes on one core
     python tests/ptx_digests.py --check --quick  what tests/test_ptx_digests.py checks
     python tests/ptx_digests.py --write          record this version again (a change of numerics gets a commit of its own, which says so)
     python tests/ptx_digests.py --show CASE      the PTX that is digested, for a diff
