@@ -44,6 +44,8 @@ def aside(folder: Path) -> Iterator[Path]:
         except FileNotFoundError:  # another process has just removed it
             raise BusyError(busy) from None
     except OSError as error:
+        if isinstance(error, FileExistsError) and not os.path.lexists(hidden):  # removed between mkdir's two looks
+            raise BusyError(busy) from None
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     try:
         try:
