@@ -1,6 +1,6 @@
 """What the tokens of a checkpoint's attention have in common, layer by layer, as CSV on standard output.
 
-    python experiments/who_is_at_risk/common_part.py runs/NAME/checkpoints/step_00002400 [...] [--sequences 4]
+    PYTHONPATH=. python experiments/who_is_at_risk/common_part.py runs/NAME/checkpoints/step_00002400 [...] [--sequences 4]
 
 ``x``, ``k``, ``q``, ``k_read``: share |mean|^2 / mean |.|^2 over tokens of the normed input, of W_K x and W_Q x, and of K as attention
 reads it (turned), mean over heads. ``outer``: mean cosine of (P K)[T]^T X[T], turned back, of two tokens (``probes.low_rank``): what an
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from figures.inputs import joined, open_checkpoint, validation_tokens
 from probes.capture import LayerCapture, capture
 from probes.low_rank import coherence, weighted_keys

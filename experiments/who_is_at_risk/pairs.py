@@ -1,6 +1,6 @@
 """One row for each pair of runs NAME_flash_SEED and NAME_from_p_SEED of the folders named, as CSV on standard output.
 
-    python experiments/who_is_at_risk/pairs.py runs [--at 2400] [--patience 200]
+    PYTHONPATH=.:scripts python experiments/who_is_at_risk/pairs.py runs [--at 2400] [--patience 200]
 
 ``flash``, ``control``: how each ended. ``logit_*``: its largest logit at the probe of ``--at``, or the last that both have (``step``);
 ``growth``: the largest over layers of flash's over the control's, in ``growth_layer``. ``w_q_J``: W_Q's norm of layer J over the control's.
@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
 from scripts.compare_runs import Run, load_all, summarize
 
 
