@@ -10,12 +10,7 @@ from tiny_runs import ROOT
 
 DEBUG = str(ROOT / "configs/debug.py")
 BELOW_A_FILE = f"{DEBUG}/x"
-# public_suites.py is of the installed package, beside which the trainer's modules cannot be imported.
-SCRIPTS = sorted(
-    path.stem
-    for path in (ROOT / "scripts").glob("*.py")
-    if "def main(" in path.read_text() and path.stem != "public_suites"
-)
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
 
 
 def main_of(script: str) -> Callable[[], object]:
