@@ -250,11 +250,10 @@ def alive(pid: int) -> bool:
 class Held:
     """A run of two processes, held at the start or slowed down in the loop."""
 
-    def __init__(self, place: Place, tmp_path: Path, name: str, phase: str, fields: dict[str, Any], *launch: str):
+    def __init__(self, place: Place, tmp_path: Path, name: str, phase: str, fields: dict[str, Any]):
         (tmp_path / "held.py").write_text(HELD)
         config = place.config(name, {"run.resume": "auto", "run.steps": 10**5, "data.micro_batch": 2, **fields})
         line = command(tmp_path / "held.py", [str(place.preset_file(config))], 2)
-        line[line.index("--standalone") : line.index("--standalone")] = launch
         self.run, self.marks = place.runs / name, tmp_path / "marks"
         self.marks.mkdir()
         known = environment() | {"PHASE": phase, "MARKS": str(self.marks)}
@@ -323,22 +322,6 @@ def test_a_process_that_does_not_answer_ends_the_run_and_names_a_checkpoint(plac
     os.kill(held.ranks[1], signal.SIGSTOP)
     assert held.left() == 1
     assert "the newest checkpoint is" in held.output.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stopped", "number", "code"), [(0, signal.SIGTERM, 1), (1, signal.SIGUSR1, EXIT_RESUME)])
-def test_asked_to_exit_while_a_process_is_stopped_a_run_names_its_last_checkpoint_and_ends_with_torchrun(
-    place: Place, tmp_path: Path, stopped: int, number: signal.Signals, code: int
-) -> None:
-    fields = {"run.timeout": 300.0, "checkpoint.every": 2}
-    launch = ("--shutdown-timeout=15", "--signals-to-handle=SIGTERM,SIGUSR1")
-    held = Held(place, tmp_path, f"stopped_{stopped}", "loop", fields, *launch)
-    os.kill(held.ranks[stopped], signal.SIGSTOP)
-    time.sleep(1)
-    held.send(number, "launcher")
-    assert held.left() == code
-    assert "if it is killed now: the newest checkpoint is" in held.output.read_text()
-    assert Path(outcome_of(held.run)["checkpoint"]).is_dir()
 
 
 OTHERWISE = """
