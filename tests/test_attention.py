@@ -12,7 +12,7 @@ from attention_cases import CASES, assert_as_exact, magnitudes, make, oracle, re
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
-from attention.mask import NO_MASK, Mask
+from attention.mask import NO_MASK
 from attention.presets import PRESETS
 from errors import UserError
 
@@ -191,16 +191,6 @@ def test_what_cannot_run_here_is_refused(spec: dict[str, Any], settings: dict[st
     assert ("cannot run on cpu" in str(error.value)) == ("standard" in able)
 
 
-def test_a_mask_in_a_compiled_call_is_that_of_an_eager_one() -> None:
-    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
-    q = torch.randn(2, 8, 3, 16)
-    torch.compiler.reset()
-    compiled = torch.compile(attention.run, backend="aot_eager", fullgraph=True)
-    settings = {"rounding_seed": torch.tensor(0), "mask": Mask(keys=torch.arange(8).expand(2, 8) > 2)}
-    found, expected = (call(q, q, q, plan, **settings) for call in (compiled, attention.run))
-    assert torch.equal(found, expected)
-
-
 Q = torch.randn(2, 8, 3, 16)
 
 
@@ -209,13 +199,9 @@ Q = torch.randn(2, 8, 3, 16)
     [
         # [B, H, T, D], as torch has it, would attend over heads, and come back in the same shape.
         (dict.fromkeys("qkv", Q.transpose(1, 2)), r"layer 0: q has shape \(2, 3, 8, 16\): .* the 3 heads"),
-        (dict.fromkeys("qkv", Q[:0]), "q has shape"),
-        (dict.fromkeys("kv", Q[:, :, :2]), r"k has shape \(2, 8, 2, 16\)"),
         (dict.fromkeys("kv", Q[:1]), "k has shape"),
         ({"v": Q[:, :4]}, "v has shape"),
         ({"k": Q.bfloat16()}, "k is torch.bfloat16"),
-        ({"k": Q.long()}, "k is torch.int64: expected float32"),
-        ({"v": Q.to("meta")}, "v is torch.float32 on meta"),
         ({"mask": torch.ones(8, 8)}, "^mask is a Tensor: expected a "),
         ({"plan": ()}, "^plan is a tuple: expected a "),
         *(({"rounding_seed": x}, "^rounding_seed = .*: expected an int64 tensor") for x in (0, torch.tensor([0]))),

@@ -69,11 +69,6 @@ def test_the_random_order_is_pinned():
     assert random_offsets(1337, 5, 1000, 4, 6).tolist() == [459, 345, 834, 897, 434, 332]
 
 
-def test_each_step_has_draws_of_its_own():
-    rows = {tuple(random_offsets(0, step, 10**9, 1024, 8)) for step in range(100)}
-    assert len(rows) == 100
-
-
 def test_inputs_are_the_tokens_at_the_offsets_and_targets_one_token_ahead(dataset):
     inputs, targets = (torch.cat(parts) for parts in zip(*open_batches(settings_for(dataset)).next(), strict=True))
     offsets = random_offsets(3, 0, 1000, T, 8).astype(int)
@@ -113,12 +108,6 @@ def test_a_replay_has_its_own_order_and_refuses_another_seed(dataset, tmp_path):
         open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99))
 
 
-def test_a_recording_has_its_folders_name_however_it_is_typed(dataset, tmp_path, monkeypatch):
-    record(dataset, tmp_path / "r", 2)
-    monkeypatch.chdir(tmp_path / "r")
-    assert open_batches(settings_for(Path(dataset).resolve(), replay=".")).recording_name == "r"
-
-
 def test_splits_of_two_vocabularies_are_refused(tmp_path):
     folder = make_dataset(tmp_path / "data")
     for path in folder.glob("val.*"):
@@ -129,12 +118,6 @@ def test_splits_of_two_vocabularies_are_refused(tmp_path):
         open_batches(settings_for(folder))
 
 
-def test_only_rank_zero_records(dataset, tmp_path):
-    config = settings_for(dataset, record=str(tmp_path / "r"))
-    take(open_batches(config, rank=1, world_size=2), 2)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 3])
 def test_the_ranks_shares_of_validation_make_up_the_fixed_set(dataset, world, micro):
@@ -143,12 +126,6 @@ def test_the_ranks_shares_of_validation_make_up_the_fixed_set(dataset, world, mi
     count = -(-10 // micro)
     together = torch.cat([shares[i % world][i // world][0] for i in range(count)])
     assert together.tolist() == [VALIDATION[o : o + T].tolist() for o in validation_offsets(203, T, 10)]
-
-
-def test_validation_does_not_depend_on_seed_or_position(dataset):
-    first = open_batches(settings_for(dataset))
-    second = open_batches(settings_for(dataset, seed=4), resume_at=5)
-    assert same(list(first.validation()), list(second.validation()))
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,7 @@ def test_another_attention_acts_from_there_on_and_is_on_record(place: Place) -> 
     ("changes", "message"),
     [
         ({"data__record": "{place}/new"}, r"data\.record = .*: expected none with run\.init_from"),
-        ({"data__seed": 7}, r"data\.seed = 7: expected .*, as in the checkpoint"),
         ({"data__dataset": "{place}/others"}, r"data\.dataset = .*: this gives other batches"),
-        ({"optim__lr": 1.0}, r"optim\.lr = 1\.0: expected 0\.01 .*, as in the checkpoint"),
-        ({"run__steps": 5}, r"run\.steps = 5: expected at least 20"),
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused(place: Place, changes: dict[str, Any], message: str) -> None:
@@ -88,8 +85,3 @@ def test_what_does_not_fit_the_checkpoint_is_refused(place: Place, changes: dict
     with pytest.raises(UserError, match=message):
         place.train("refused", fields_of(place, **changes))
     assert not (place.runs / "refused").exists()
-
-
-def test_a_run_s_folder_stands_for_its_newest_checkpoint(place: Place) -> None:
-    run = place.train("newest", fields_of(place, run__init_from=str(place.runs / "old"), run__steps=LAST + 1))
-    assert [line["step"] for line in lines(run)] == [LAST, LAST + 1]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.check.captured import Captured, capture, load
-from errors import UserError
 
 
 class Model(nn.Module):
@@ -74,12 +73,3 @@ def test_what_is_not_plain_attention_or_did_not_happen_is_refused() -> None:
         model(x).sum().backward()
     with pytest.raises(ValueError, match="expected the backward pass"), capture(model, [1]):
         model(x)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"PK\x05\x06" + bytes(18)], ids=["missing", "empty", "an empty zip"])
-def test_a_file_of_another_kind_is_one_line(content: bytes | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "x.zip").write_bytes(content)
-    with pytest.raises(UserError, match="no file of captured attention") as error:
-        load(tmp_path / "x.zip")
-    assert "\n" not in str(error.value)

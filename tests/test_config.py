@@ -82,8 +82,6 @@ def test_overrides_replace_single_fields() -> None:
     ("arguments", "message"),
     [
         ("--optim.lrr 1", r"^optim\.lrr = '1': did you mean lr\? expected one of optimizer, lr, min_lr, .*fused$"),
-        ("--attention.rules.0.layers 1", r"^attention\.rules\.0\.layers = '1': expected "),
-        ("--run.steps 5 stray", r"stray"),
         ("--run.steps 5 --run.seed 1 --run.steps=6", r"^--run\.steps is there twice: expected each option once"),
         (
             "--attention.default.sites output=m3 output=bf16",
@@ -117,7 +115,6 @@ def test_lists_in_a_python_file_are_tuples(tmp_path: Path) -> None:
     [
         ({"data": {"batch": 1}}, r"^data = 'batch': .*expected one of dataset, sequence_length"),
         ({"data": {"global_batch": "8"}}, r"^data\.global_batch = '8': expected a value of type int$"),
-        ({"alarm": {"switches": "x"}}, r"^alarm\.switches = 'x': expected a value of type tuple\[str, \.\.\.\]$"),
         ({"attention": {"rules": [{"layers": ["a"]}]}}, r"^attention\.rules\.0\.layers\.0 = 'a': expected"),
     ],
 )

@@ -46,8 +46,6 @@ STABLE = dict.fromkeys(("kernel", "control", "plain"), "stable to 790") | {"reci
         ({}, 0),
         ({"kernel": "exploded at 690"}, 1),
         ({"kernel": "NaN in a gradient at 3", "recipe": "stable to 790"}, 1),
-        ({"kernel": "stopped early at 90"}, 3),
-        ({"kernel": "open since 700"}, 3),
         ({"kernel": "exploded at 690", "control": "unstable since 300"}, 3),
         ({"recipe": "stable to 790"}, 3),
         ({"control": "stable to 19 (too short to tell)"}, 3),

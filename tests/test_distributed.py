@@ -13,24 +13,7 @@ import torch
 from tiny_runs import environment
 from torch import nn
 
-from training import distributed
-
 WORLD = 3
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("alone")
-def test_without_torchrun_this_is_the_only_process() -> None:
-    place = distributed.start("auto")
-    assert (place.rank, place.local_rank, place.world_size, place.device.type) == (0, 0, 1, "cpu")
-    assert place.is_main
-    assert not torch.distributed.is_initialized()
 
 
 WORKER = """

@@ -42,19 +42,13 @@ def tensors(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "two dimensions": (((8, 16), (6, 16), (6, 16)), {}),
     "three": (((4, 8, 16), (4, 6, 16), (4, 6, 16)), {}),
-    "three, grouped": (((4, 8, 16), (2, 6, 16), (2, 6, 16)), {"enable_gqa": True}),
     "five": (((2, 3, 4, 8, 16), (2, 1, 4, 6, 16), (1, 3, 4, 6, 16)), {}),
-    "three beside four": (((2, 4, 8, 16), (4, 6, 16), (4, 6, 16)), {}),
     "keys of batch 1": (((3, 4, 8, 16), (1, 4, 6, 16), (1, 4, 6, 16)), {}),
-    "values of batch 1": (((3, 4, 8, 16), (3, 4, 6, 16), (1, 4, 6, 16)), {}),
     "a query of batch 1": (((1, 4, 8, 16), (3, 4, 6, 16), (3, 4, 6, 16)), {}),
     "keys of one head": (((3, 4, 8, 16), (3, 1, 6, 16), (3, 1, 6, 16)), {}),
-    "values of one head": (((3, 4, 8, 16), (3, 4, 6, 16), (3, 1, 6, 16)), {}),
     "a query of one head": (((3, 1, 8, 16), (3, 4, 6, 16), (3, 4, 6, 16)), {}),
-    "no batch": (((0, 4, 8, 16), (0, 4, 6, 16), (0, 4, 6, 16)), {}),
     "no queries": (((2, 4, 0, 16), (2, 4, 6, 16), (2, 4, 6, 16)), {"is_causal": True}),
     "no keys": (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), {}),
-    "no keys, grouped": (((2, 4, 8, 16), (2, 2, 0, 16), (2, 2, 0, 16)), {"enable_gqa": True}),
 }
 
 
@@ -67,8 +61,6 @@ def test_shapes_are_read_as_torch_reads_them(case: str) -> None:
 @pytest.mark.parametrize(
     ("shapes", "mask"),
     [
-        (((8, 16), (6, 16), (6, 16)), (8, 6)),
-        (((4, 8, 16), (4, 6, 16), (4, 6, 16)), (4, 8, 6)),
         (((4, 8, 16), (4, 6, 16), (4, 6, 16)), (4, 1, 6)),
         (((2, 3, 4, 8, 16), (1, 3, 4, 6, 16), (2, 3, 4, 6, 16)), (3, 1, 8, 6)),
         (((2, 3, 4, 8, 16), (2, 3, 4, 6, 16), (2, 3, 4, 6, 16)), (2, 1, 1, 1, 6)),
@@ -80,20 +72,11 @@ def test_masks_of_other_dimensions_are_read_as_torch_reads_them(shapes: Any, mas
     assert_as_torch(tensors(*shapes), attn_mask=(torch.arange(6) <= entries % 6).expand(mask))
 
 
-def test_what_is_empty_has_the_dtype_of_what_is_not() -> None:
-    for numerics in ("flash", "flash_fp32_o", "standard"):
-        full, empty = (ours(*tensors(*((size, 1, 4, 8),) * 3), numerics=numerics) for size in (1, 0))
-        assert empty.dtype == full.dtype
-
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "batch, heads, time": lambda x: x.contiguous(),
     "batch, time, heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "time, batch, heads": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "heads, batch, time": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "a slice of a fused projection": lambda x: x.transpose(1, 2).repeat(1, 1, 1, 3)[..., 16:32].transpose(1, 2),
     "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
-    "columns": lambda x: x.mT.contiguous().mT,
 }
 
 
@@ -106,7 +89,7 @@ def test_the_output_is_laid_out_as_torchs(layout: str, how: str) -> None:
     assert function(x, x, x).stride() == TORCHS(x, x, x).stride()
 
 
-@pytest.mark.parametrize("scale", [np.float32(0.3), np.float64(0.3), np.array(0.3), torch.tensor(0.3), np.int64(2), 2])
+@pytest.mark.parametrize("scale", [np.float32(0.3), torch.tensor(0.3), 2])
 def test_a_scale_is_what_float_makes_a_number(scale: Any) -> None:
     q, k, v = tensors(*((1, 2, 8, 16),) * 3)
     assert torch.equal(ours(q, k, v, scale=scale), ours(q, k, v, scale=float(scale)))
@@ -161,26 +144,14 @@ class Unread(Tensor):
         return super().__getattribute__(name)
 
 
-class ByDispatch(Tensor):
-    """A wrapper without storage, of the kind of DTensor."""
-
-    @staticmethod
-    def __new__(cls, x: Tensor) -> ByDispatch:
-        return Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} of a subclass was called")
-
-
 def subclasses() -> dict[str, Tensor]:
     x = torch.zeros(2, 4, 8, 16)
     jagged = torch.nested.nested_tensor([x[0].transpose(0, 1)] * 2, layout=torch.jagged).transpose(1, 2)
-    return {"unread": x.as_subclass(Unread), "by dispatch": ByDispatch(x), "jagged": jagged}
+    return {"unread": x.as_subclass(Unread), "jagged": jagged}
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
-@pytest.mark.parametrize("kind", ["unread", "by dispatch", "jagged"])
+@pytest.mark.parametrize("kind", ["unread", "jagged"])
 def test_a_subclass_is_refused_unread(kind: str, name: str) -> None:
     x = torch.zeros(2, 4, 8, 16)
     with pytest.raises(
@@ -193,15 +164,6 @@ def test_a_subclass_is_refused_unread(kind: str, name: str) -> None:
 def test_a_parameter_is_a_plain_tensor() -> None:
     q, k, v = tensors(*((1, 2, 8, 16),) * 3)
     assert torch.equal(ours(torch.nn.Parameter(q), k, v), ours(q, k, v))
-
-
-def test_a_fake_tensor_gives_the_shape_and_strides_of_a_real_one() -> None:
-    from torch._subclasses import FakeTensorMode
-
-    q, k, v = tensors((2, 4, 8, 16), (1, 4, 6, 16), (1, 4, 6, 16))
-    with FakeTensorMode() as mode:
-        found = ours(*(mode.from_tensor(x) for x in (q, k, v)))
-    assert (found.shape, found.stride()) == (ours(q, k, v).shape, ours(q, k, v).stride())
 
 
 @pytest.mark.parametrize("numerics", ["flash", "standard"])
@@ -217,9 +179,6 @@ def test_second_derivatives_are_refused_where_they_are_asked_for(numerics: str) 
     [
         lambda f, x: torch.func.grad(lambda q: f(q).sum())(x),
         lambda f, x: torch.func.vmap(f)(x[None]),
-        lambda f, x: torch.func.vmap(torch.func.grad(lambda q: f(q).sum()))(x[None]),
-        lambda f, x: torch.func.vjp(f, x),
-        lambda f, x: torch.func.jacrev(f)(x),
         lambda f, x: torch.func.functionalize(f)(x),
     ],
 )

@@ -49,8 +49,6 @@ def only_fp32(q, k, v, causal, scale):
         raise NotImplementedError("FP32 alone\\nin two lines")
     return torchs(q, k, v, is_causal=causal, scale=scale)
 
-def float64(q, k, v, causal, scale):
-    return torchs(q.double(), k.double(), v.double(), is_causal=causal, scale=scale)
 """
 
 
@@ -90,20 +88,6 @@ def test_a_resumed_run_has_the_same_bits_and_takes_no_other_kernel(place: Place)
     assert column(resumed, "train_loss") == column(whole, "train_loss")
 
 
-def test_a_resume_says_that_a_kernels_file_is_another(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    file = place.folder / "edited.py"
-    file.write_text(KERNELS)
-    place.train("edited", {**external("edited:coarse"), "run.steps": 10})
-    file.write_text(KERNELS + "\n# other code\n")
-    place.train("edited", {**external("edited:coarse"), "run.resume": "yes"})
-    assert "edited:coarse sha256 " in capsys.readouterr().out
-    first, second = (
-        session["kernels"] for session in json.loads((place.runs / "edited/config.json").read_text())["sessions"]
-    )
-    assert first.keys() == second.keys() == {"edited:coarse"}
-    assert first != second
-
-
 def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place: Place) -> None:
     rule = AttentionRule(
         layers=(1,), heads=(0,), attention=AttentionSpec(preset="external", kernel="kernels_of_a_test:coarse")
@@ -126,14 +110,11 @@ def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place
     [
         ("torch:flsh", "did you mean torch:flash?"),
         ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("flash_consistent", "expected a kernel, not a preset"),
-        ("fa3", "cannot be imported"),
         ("kernels_of_a_test:other_layout", "O is off by"),
         ("kernels_of_a_test:other_order", "O is off by"),
         ("kernels_of_a_test:forgets_strides", "O is off by"),
         ("kernels_of_a_test:no_backward", "it raises RuntimeError: "),
         ("kernels_of_a_test:only_fp32", "it raises NotImplementedError: FP32 alone in two lines"),
-        ("kernels_of_a_test:float64", "it gives torch.float64"),
     ],
 )
 def test_what_cannot_serve_is_refused_before_the_run(kernel: str, reason: str, place: Place) -> None:
@@ -149,9 +130,7 @@ def test_what_cannot_serve_is_refused_before_the_run(kernel: str, reason: str, p
     [
         ({"preset": "external"}, "attention kernel = ''"),
         ({"preset": "flash", "kernel": "torch:math"}, "attention kernel = 'torch:math'"),
-        ({"numerics": "published"}, "attention numerics of external"),
         ({"sites": ("output=m4",)}, "attention numerics of external"),
-        ({"backend": "flash"}, "attention backend = 'flash'"),
     ],
     ids=str,
 )

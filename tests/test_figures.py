@@ -65,11 +65,9 @@ def test_each_figure_is_a_png_and_a_csv_with_rows(out: Path, number: int) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("1", "figure = '1': expected one of 4, 5"),
         ("13 --runs RUNS/fixed", "figure 13 needs telemetry.jsonl, which fixed lacks"),
         ("4 --checkpoint CHECKPOINT --layer 2", "--layer = 2: expected 0 to 1"),
         ("4 --checkpoint CHECKPOINT RUNS/narrow --layer 0", "figure 4 compares checkpoints of one shape"),
-        ("11 --runs RUNS/failing --out A_FILE/x", "cannot be written"),
     ],
 )
 def test_mistakes_are_one_line(place: Place, arguments: str, words: str, refused: Callable[..., str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,16 +42,12 @@ def randomized(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", OWN)
-def test_a_model_with_attention_of_its_own_is_not_made(family: str) -> None:
+def test_a_model_with_attention_of_its_own_is_neither_made_nor_switched(family: str) -> None:
     with pytest.raises(
         ValueError,
         match=r"^low-precision attention: \w+: its .*(of its own, which never calls|attention classes has no).*'eager'",
     ):
         transformers.AutoModel.from_config(OWN[family](), attn_implementation=OURS)
-
-
-@pytest.mark.parametrize("family", OWN)
-def test_it_is_not_switched_either_and_stays_what_it_was(family: str) -> None:
     model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
     with pytest.raises(ValueError, match=rf"^low-precision attention: {type(model).__name__}: "):
         model.set_attn_implementation(OURS)
@@ -79,20 +74,6 @@ class FusedAttention(OwnAttention):
         return weighted(*self.projection(x).chunk(3, dim=-1))
 
 
-class PartialAttention(OwnAttention):
-    """Bound beforehand and behind decorators."""
-
-    weighted = staticmethod(functools.partial(weighted))
-
-    @functools.wraps(OwnAttention.forward)
-    def forward(self, *arguments: Any) -> Tensor:
-        return self.attend(*arguments)
-
-    @torch.no_grad()
-    def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return type(self).weighted(*self.projection(x).chunk(3, dim=-1))
-
-
 class LinearMixer(nn.Linear):
     """A layer that is no attention, as in hybrid models."""
 
@@ -112,7 +93,7 @@ def remote(part: Callable[[int], nn.Module]) -> Any:
     return RemoteModel
 
 
-@pytest.mark.parametrize("part", [OwnAttention, FusedAttention, PartialAttention])
+@pytest.mark.parametrize("part", [OwnAttention, FusedAttention])
 def test_code_that_transformers_does_not_have_is_refused_too(part: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
         remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
@@ -120,16 +101,6 @@ def test_code_that_transformers_does_not_have_is_refused_too(part: type[nn.Modul
     with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
         model.set_attn_implementation(OURS)
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_attention_put_into_a_model_after_it_was_made_up_is_refused_too() -> None:
-    class Patched(transformers.LlamaModel):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.layers[0].self_attn = OwnAttention(config.hidden_size)
-
-    with pytest.raises(ValueError, match="Patched: its OwnAttention has attention code of its own"):
-        Patched._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
 
 
 @pytest.mark.parametrize("part", [LinearMixer, lambda width: nn.MultiheadAttention(width, 4)])
@@ -167,7 +138,7 @@ def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -
         assert model.config.vision_config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["flash_like", "a/b", "paged|x", "sdpa", "eager", "", None, 3])
+@pytest.mark.parametrize("name", ["flash_like", "a/b", "paged|x", "sdpa", ""])
 def test_names_that_transformers_reads_another_way_are_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="expected"):
         register(name=name)
@@ -180,7 +151,7 @@ def call(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool | Non
     return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[OURS](module, q, k, k, mask, **others)[0]
 
 
-@pytest.mark.parametrize("keyword", ["indices", "block_indices", "sinks", "position_bias", "head_mask", "any"])
+@pytest.mark.parametrize("keyword", ["indices", "sinks", "any"])
 def test_a_keyword_that_may_change_attention_is_refused(keyword: str) -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match=f"^low-precision attention: Module: it has no {keyword}"):
@@ -214,40 +185,6 @@ def test_fewer_causal_queries_than_keys_without_a_mask_are_the_last_ones() -> No
     torch.testing.assert_close(call(q[:, :, 6:], k), call(q, k)[:, 6:])
     with pytest.raises(ValueError, match="9 causal queries, 6 keys"):
         call(q, k[:, :, :6])
-
-
-def gemma4() -> Any:
-    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    shared = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
-    heads = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8}
-    return transformers.Gemma4TextConfig(**(SIZES | layers | shared | heads | {"sliding_window": 5, "pad_token_id": 0}))
-
-
-@pytest.mark.parametrize("keep", [0, 1, 3])
-def test_gemma_4_that_drops_queries_before_its_shared_layers(keep: int) -> None:
-    if not hasattr(transformers, "Gemma4TextConfig"):
-        pytest.skip("this transformers has no Gemma 4")
-    tokens = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, found = (
-            randomized(transformers.Gemma4ForCausalLM._from_config(gemma4(), attn_implementation=name))(
-                input_ids=tokens, logits_to_keep=keep
-            ).logits
-            for name in ("eager", OURS)
-        )
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_sparse_attention_that_hands_indices_over_is_refused() -> None:
-    if not hasattr(transformers, "GlmMoeDsaConfig"):
-        pytest.skip("this transformers has no GLM-5")
-    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 12}
-    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
-    index = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "moe_intermediate_size": 16}
-    config = transformers.GlmMoeDsaConfig(**(SIZES | ranks | experts | index))
-    model = transformers.GlmMoeDsaForCausalLM._from_config(config, attn_implementation=OURS)
-    with pytest.raises(ValueError, match="GlmMoeDsaAttention: it has no indices"):
-        model(input_ids=torch.zeros(1, 24, dtype=torch.int64))
 
 
 def test_attention_sinks_are_what_eager_makes_of_them() -> None:

@@ -61,7 +61,7 @@ def test_plans_are_a_function_of_the_step() -> None:
     assert names[9] == names[100] == ["flash", "flash_untiled", "standard"]
 
 
-@pytest.mark.parametrize("text", ["", "5000:1", "5000:1:", "x:1:flash", "-5:1:flash", "5:1:flash:flash:flash"])
+@pytest.mark.parametrize("text", ["5000:1", "-5:1:flash", "5:1:flash:flash:flash"])
 def test_what_is_no_switch_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"alarm\.switches.*STEP:LAYER:PRESET"):
         parse_switch(text)
@@ -71,8 +71,6 @@ def test_what_is_no_switch_is_refused(text: str) -> None:
     ("text", "message"),
     [
         ("5:2:flash_fp32_o", "a layer from 0 to 1"),
-        ("5:1:flsh", "attention preset = 'flsh'"),
-        ("5:1:flash_fp32_o:flsh", "attention backend = 'flsh'"),
         ("5:1:sdpa_cudnn", "it needs a CUDA device"),
     ],
 )
@@ -130,11 +128,3 @@ def test_a_compiled_model_follows_a_switch() -> None:
     for one, other in zip(eager, compiled, strict=True):
         assert torch.linalg.norm(one - other) < 0.05 * change
     assert torch.equal(compiled[0], compiled[4])
-
-
-def test_a_resumed_run_tells_which_layers_have_moved(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    place.train("moved", {**SWITCH, "run.steps": 9, "checkpoint.every": 8})
-    assert "attention flash" in (first := capsys.readouterr().out)
-    assert "layer 1 on" not in first
-    place.train("moved", {"run.resume": "yes", "run.steps": 10, "checkpoint.every": 8})
-    assert "; layer 1 on flash_delta_from_p" in capsys.readouterr().out

@@ -114,26 +114,6 @@ def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
     assert "backends that can: " in str(error.value)
 
 
-@in_interpreter
-def test_the_two_faults_of_the_interpreter_that_the_kernels_work_around() -> None:
-    """If this fails because Triton mended one, drop the workaround."""
-    import triton.language as tl
-
-    @triton.jit
-    def fault_kernel(p_x, p_y, p_cast, p_dot):
-        o = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        b_x = tl.load(p_x + o)
-        tl.store(p_cast + o, tl.load(p_y + o).to(tl.bfloat16))
-        tl.store(p_dot + o, tl.dot(b_x, b_x))
-
-    x = torch.ones(16, 16, dtype=torch.bfloat16)
-    y = torch.full((16, 16), 1 + 0.75 * 2**-7)
-    cast, product = torch.zeros_like(x), torch.zeros(16, 16)
-    fault_kernel[(1,)](x, y, cast, product)
-    assert torch.all(cast == 1)  # nearest is 1 + 2^-7
-    assert not torch.any(product == 16)
-
-
 @pytest.mark.parametrize(
     "numerics", ["hardware", pytest.param("rounded_forward", marks=slow), pytest.param("fp32", marks=slow)]
 )

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from test_nanogpt import nanogpt
-from tiny_runs import TINY as TINY_RUN
-from tiny_runs import Interruption, Place, assert_equals_straight, changed
+from tiny_runs import Interruption, Place, assert_equals_straight
 
-from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention import AttentionConfig, AttentionSpec
 from errors import UserError
 from model import GPT, MLP, ModelConfig, Rotary, initialize
 from training.gpt2_weights import load_weights
@@ -154,9 +153,7 @@ def test_each_combination_trains_and_resumes_to_the_same_bits(place: Place, name
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "position": ({"position": "alibi"}, "model.position = 'alibi': expected one of learned, rotary, none"),
-    "norm": ({"norm": "batch"}, "model.norm = 'batch'"),
     "odd head": ({"position": "rotary", "n_head": 16}, "model.position = 'rotary': expected learned or none"),
-    "base": ({"rotary_base": 0.0}, "model.rotary_base = 0.0"),
     "keys": ({"n_kv_head": 3}, "model.n_kv_head = 3: expected a divisor of model.n_head = 4"),
     "QK-clip": ({"n_kv_head": 2, "qk_clip_tau": 100.0}, "model.qk_clip_tau = 100.0: expected 0"),
 }
@@ -167,12 +164,6 @@ def test_what_no_model_can_be_is_refused(name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(UserError, match=message):
         replace(TINY, **changes)
-
-
-def test_a_rule_for_a_part_of_the_heads_that_share_keys_is_refused() -> None:
-    rule = AttentionRule(layers=(1,), heads=(0,), attention=AttentionSpec(preset="flash_fp32_o"))
-    with pytest.raises(UserError, match=r"attention.rules = 'heads \(0,\)': expected whole groups of 2 heads"):
-        changed(TINY_RUN, {"model.n_kv_head": 1, "attention": AttentionConfig(rules=(rule,))})
 
 
 @pytest.mark.parametrize("field", LLAMA)

@@ -48,13 +48,6 @@ def test_other_batches_are_refused_and_nothing_stays(dataset: Path, tmp_path: Pa
     assert not (tmp_path / "made").exists()
 
 
-def test_a_kill_leaves_nothing_under_its_name(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, there = tmp_path / "made", []
-    monkeypatch.setattr(make_recording, "record", lambda *arguments: there.append(made.exists()))
-    make_recording.make(settings_for(dataset), made, STEPS, {})
-    assert (there, made.exists()) == ([False], True)
-
-
 def test_the_command_line_takes_fields_of_the_recipe(dataset: Path, tmp_path: Path) -> None:
     fields = ["--data.dataset", str(dataset), "--data.sequence-length", "4", "--data.seed", "9"]
     make_recording.main(["configs/debug.py", "--steps", "3", "--out", str(tmp_path / "made"), *fields])

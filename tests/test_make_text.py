@@ -45,13 +45,3 @@ def test_equal_sources_are_one_document(tmp_path: Path) -> None:
 )
 def test_what_no_document_can_be_is_left_out(tmp_path: Path, content: str | bytes) -> None:
     assert made(tmp_path, wheel(tmp_path / "1.whl", a_py=LINE * 5, b_py=content)) == [(LINE * 5).rstrip().encode()]
-
-
-@pytest.mark.parametrize("content", [b"no archive", None])
-def test_what_is_no_wheel_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None) -> None:
-    path = tmp_path / "broken.whl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SystemExit, match="2"):
-        made(tmp_path, path)
-    assert str(path) in capsys.readouterr().err

@@ -38,35 +38,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # ---- how a file is spoilt
 
 
-def replaced(make: Callable[[Path], object]) -> Spoil:
-    """Something else stands where a file should."""
-
-    def spoil(path: Path, choice: random.Random) -> None:
-        path.unlink()
-        make(path)
-
-    return spoil
+def a_fifo(path: Path, choice: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def written(content: Callable[[bytes, random.Random], bytes]) -> Spoil:
     return lambda path, choice: path.write_bytes(content(path.read_bytes(), choice))
 
 
-NO_FILE: dict[str, Spoil] = {
-    "FIFO": replaced(os.mkfifo),
-    "folder": replaced(Path.mkdir),
-    "dangling": replaced(lambda path: path.symlink_to(path.with_name("nowhere"))),
-}
 NO_CONTENT: dict[str, Spoil] = {
-    "empty": written(lambda content, choice: b""),
     "noise": written(lambda content, choice: choice.randbytes(choice.randrange(1, 4096))),
-    "not UTF-8": written(lambda content, choice: b"\xff\xfe" + content),
     "deep list": written(lambda content, choice: b"[" * 100_000 + b"]" * 100_000 + b"\n"),
-}
-CUT: dict[str, Spoil] = {
     "cut short": written(lambda content, choice: content[: choice.randrange(1, len(content) - 1)]),
 }
-WRONG = (None, [], {}, "text", "x" * 100_000, -1, 2**63, 10**30, float("nan"), 1.5, [[1], "a"], {"a": 1}, True)
+WRONG = (None, [], {}, "x" * 100_000, -1, 10**30, float("nan"), 1.5, [[1], "a"], True)
 
 
 def a_wrong_field(path: Path, choice: random.Random) -> None:
@@ -81,12 +67,6 @@ def a_wrong_field(path: Path, choice: random.Random) -> None:
     if choice.random() < 0.8:
         inner[name] = choice.choice([wrong for wrong in WRONG if type(wrong) is not type(before)])
     path.write_text(json.dumps(content))
-
-
-def a_bit(path: Path, choice: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[choice.randrange(len(content))] ^= 1 << choice.randrange(8)
-    path.write_bytes(content)
 
 
 def a_wrong_line(path: Path, choice: random.Random) -> None:
@@ -112,39 +92,21 @@ def signed(spoil: Spoil) -> Spoil:
     return both
 
 
-RECIPES: dict[str, Spoil] = {
-    content[:24]: written(lambda _, choice, content=content: content.encode())
-    for content in (
-        "raise OSError('a\\nb')",
-        "raise SystemExit(3)",
-        "def f(): f()\nf()",
-        "config = (",
-        "config = type",
-        "from config import TrainConfig, RunConfig\nconfig = TrainConfig(run=RunConfig(steps='9'))",
-    )
-}
-
 # ---- what reads which files. {at} is the folder that the spoilt copy lies in, {place} that of what is right.
 
-ANY = NO_FILE | NO_CONTENT | CUT
-LOG = {"FIFO": NO_FILE["FIFO"], "a number": a_wrong_line}
 NEW = "train {place}/new.py --run.name other"
 RESUME = "train {place}/new.py --run.folder {at} --run.name run --run.resume yes --run.steps 40 --data.record {place}/recordings/run"
 DRAW = "figures 5 --checkpoint {at}/run --out {at}/out"
 READ: list[tuple[str, str, dict[str, Spoil]]] = [
-    (NEW + " --data.replay {at}/run", "recordings/run/header.json", ANY | {"a field": a_wrong_field}),
-    (NEW + " --data.replay {at}/run", "recordings/run/offsets.npy", {"FIFO": NO_FILE["FIFO"], "a bit": a_bit}),
-    (NEW + " --data.dataset {at}/data", "data/train.json", {"noise": NO_CONTENT["noise"], "a field": a_wrong_field}),
-    (NEW + " --data.dataset {at}/data", "data/val.bin", CUT | {"a bit": a_bit}),
-    (RESUME, "runs/run/checkpoints/*/state.json", {"folder": NO_FILE["folder"], "a field, signed": signed(a_wrong_field)}),
-    (RESUME, "runs/run/checkpoints/*/optimizer.safetensors", {"cut short, signed": signed(CUT["cut short"]), "a bit": a_bit}),
-    (NEW + " --run.init-from {at}/run", "runs/run/checkpoints/*/state.json", {"dangling": NO_FILE["dangling"]}),
+    (NEW + " --data.replay {at}/run", "recordings/run/header.json", NO_CONTENT | {"FIFO": a_fifo, "a field": a_wrong_field}),
+    (NEW + " --data.dataset {at}/data", "data/train.json", {"a field": a_wrong_field}),
+    (RESUME, "runs/run/checkpoints/*/state.json", {"a field, signed": signed(a_wrong_field)}),
+    (RESUME, "runs/run/checkpoints/*/optimizer.safetensors", {"cut short, signed": signed(NO_CONTENT["cut short"])}),
     (DRAW, "runs/run/checkpoints/*/model.safetensors", {"noise, signed": signed(NO_CONTENT["noise"])}),
     ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/config.json", NO_CONTENT),
-    ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/model.safetensors", {"FIFO": NO_FILE["FIFO"], **CUT}),
-    ("compare_runs {at}/run {place}/runs/second --out {at}/compare.png", "runs/run/metrics.jsonl", LOG),
-    ("figures 11 --runs {at}/run --out {at}/out", "runs/run/telemetry.jsonl", LOG),
-    ("train {at}/recipe.py --run.name other", "recipe.py", RECIPES),
+    ("compare_runs {at}/run {place}/runs/second --out {at}/compare.png", "runs/run/metrics.jsonl", {"a number": a_wrong_line}),
+    ("figures 11 --runs {at}/run --out {at}/out", "runs/run/telemetry.jsonl", {"FIFO": a_fifo, "a number": a_wrong_line}),
+    ("train {at}/recipe.py --run.name other", "recipe.py", {"it raises": written(lambda _, choice: b"raise OSError('a\\nb')")}),
 ]  # fmt: skip
 
 
@@ -183,7 +145,7 @@ def test_a_spoilt_file_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", sorted({line for line, _, kinds in READ if kinds is not RECIPES}))
+@pytest.mark.parametrize("line", sorted({line for line, *_ in READ[:-1]}))
 def test_what_is_right_is_read(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     """Else a command that refuses everything would pass."""
     main, arguments = call_of(line, next(path for of, path, _ in READ if of == line), None, place, tmp_path)

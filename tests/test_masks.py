@@ -152,15 +152,6 @@ def test_heads_share_keys(case: Case, backend: str, device: torch.device) -> Non
     assert_exact(case, backend, device)
 
 
-@pytest.mark.parametrize(
-    ("preset", "sites"),
-    [("flash_stochastic_p_o", ()), ("flash_corrected_rows", ("tile_q=16", "tile_k=16")), ("flash_centered_keys", ())],
-)
-def test_heads_that_share_keys_are_summed_in_order(preset: str, sites: tuple[str, ...], device: torch.device) -> None:
-    """One after another."""
-    kernels_agree(Case(H=4), preset, sites, device)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [80, 256, *(pytest.param(d, marks=slow) for d in (96, 112, 160, 192))])
 def test_head_dims(head_dim: int, backend: str, device: torch.device) -> None:
@@ -186,22 +177,15 @@ def test_values_of_another_head_dim(case: Case, backend: str, device: torch.devi
     [
         "flash_consistent",
         "flash_delta_from_p",
-        "flash_stochastic_o",
+        "flash_stochastic_p_o",
         "flash_fp32_o",
         "flash_centered_keys",
-        pytest.param("flash_corrected_rows", marks=slow),
+        "flash_corrected_rows",
     ],
 )
-def test_presets_with_values_of_another_head_dim(preset: str, device: torch.device) -> None:
-    kernels_agree(Case(T=20, S=20, H=4, K=2, D=24, DV=16), preset, (), device)
-
-
-@pytest.mark.parametrize(
-    "preset", ["flash_stochastic_p_o", "flash_consistent", "flash_centered_keys", "flash_corrected_rows"]
-)
-def test_what_reads_rows_again_reads_no_column_beyond_the_head_dim(preset: str, device: torch.device) -> None:
-    """Random bits, residuals and sums of rows; what lies beyond is the next head's."""
-    kernels_agree(Case(T=20, S=20, H=4, K=2, D=24), preset, (), device)
+def test_presets_with_shared_keys_and_head_dims_that_are_no_power_of_two(preset: str, device: torch.device) -> None:
+    """Groups are summed one head after another. Random bits, residuals and sums of rows read no column of the next head's."""
+    kernels_agree(Case(T=20, S=20, H=4, K=2, D=24, DV=40), preset, (), device)
 
 
 BOTTOM_RIGHT = [
@@ -292,15 +276,6 @@ def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.
         assert torch.all(x.masked_select(hidden) == 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mask_that_hides_nothing_changes_no_bit(backend: str, device: torch.device) -> None:
-    case = Case(B=2)
-    tensors = case.tensors(device)
-    plain = computed(case, tensors, spec_of(backend))
-    for same in (replace(case, window=40), replace(case, padding=("1" * 40,) * 2)):
-        assert all(torch.equal(a, b) for a, b in zip(plain, computed(same, tensors, spec_of(backend)), strict=True))
-
-
 REAL = [
     Case(T=1000, S=1000, H=8, D=64),
     Case(T=1000, S=1000, H=8, K=1, D=128, window=300),
@@ -330,9 +305,7 @@ def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
 
 MISFITS = {
     "keys of another length": (Mask(keys=torch.ones(1, 39).bool()), "shape (1, 39): expected bool of shape (1, 40)"),
-    "keys of integers": (Mask(keys=torch.ones(1, 40).int()), "mask.keys is torch.int32"),
     "ranges of another batch": (Mask(ranges=torch.zeros(2, 2, 40).int()), "of shape (1, 2, 40)"),
-    "another device": (Mask(keys=torch.empty(1, 40, dtype=torch.bool, device="meta")), "is on meta: expected cpu"),
 }
 
 

@@ -53,15 +53,6 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-def test_a_full_disk_names_the_file_and_the_step(tmp_path: Path) -> None:
-    metrics = make(tmp_path)
-    assert metrics._file is not None
-    metrics._file.close()
-    metrics._file._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    with pytest.raises(UserError, match=r"metrics\.jsonl.*step 4"):
-        metrics.log(4, train_loss=1.0)
-
-
 def test_a_broken_wandb_does_not_end_the_run(tmp_path: Path) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ConnectionError("gone")

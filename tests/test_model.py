@@ -140,13 +140,6 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
     assert not torch.equal(a[:, 9:], b[:, 9:])
 
 
-def test_attention_gets_each_layers_plan_and_the_seed(spy: Spy) -> None:
-    model, seed = make(), torch.tensor(7)
-    model(batch()[0], rounding_seed=seed)
-    assert [call["plan"] for call in spy.calls] == list(plans_for(TINY))
-    assert all(call["rounding_seed"] is seed for call in spy.calls)
-
-
 @pytest.mark.parametrize("changes", [{}, STABILIZERS["qk_norm"], ALL_BUT_QK_NORM], ids=["plain", "qk_norm", "others"])
 def test_compiled_without_graph_breaks_equals_eager(spy: Spy, changes: dict[str, Any]) -> None:
     tokens, targets = batch()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Muon
 
 from training.muon import CudaRecorder, GraphedMuon
-from training.optim import OptimConfig, build_optimizer
 
 SHAPES = [(24, 8), (8, 8), (32, 8), (8, 32), (5, 7)] * 2
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
@@ -80,12 +79,6 @@ def test_matrices_of_other_shapes_are_captured_again() -> None:
         muon.step()
     assert_same_bits([p.detach() for p in parameters], [p.detach() for p in theirs])
     assert recorder.records == 2
-
-
-def test_on_a_cpu_muon_is_torchs_own() -> None:
-    model = nn.ModuleDict({"h": nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"c_fc": nn.Linear(4, 4)})})])})
-    optimizer = build_optimizer(model, OptimConfig(optimizer="muon"), "cpu")
-    assert type(optimizer.muon) is Muon
 
 
 @pytest.mark.gpu

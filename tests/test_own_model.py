@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from test_docs import blocks
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, DIAGNOSIS = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "diagnosis.md"
-NANOGPT = ROOT.parent / "nanoGPT" / "model.py"
 pytestmark = pytest.mark.usefixtures("low_precision_attention")
 
 
@@ -70,44 +68,3 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < losses[0] - 1
-
-
-def gradients(model: Any, loss: Any) -> Tensor:
-    """With weights that matter to attention."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32):
-        value = loss(model)
-    return torch.cat([x.flatten().double() for x in torch.autograd.grad(value, list(model.parameters()))])
-
-
-@pytest.mark.skipif(not NANOGPT.is_file(), reason="git clone https://github.com/karpathy/nanoGPT beside this checkout")
-def test_the_patch_of_nanogpt(low_precision_attention: ModuleType) -> None:
-    """Patched as the page shows, or untouched under ``replace_sdpa``: the same bits, as near to float64 as with torch's attention."""
-    source = NANOGPT.read_text()
-    context, removed, added = "", "", []
-    for line in "".join(blocks(PAGE, "diff")).splitlines():
-        kind, text = line[0], line[1:]
-        context, removed = (text, removed) if kind == " " else (context, text if kind == "-" else removed)
-        added += [text] if kind == "+" else []
-    assert source.count(context) == source.count(removed) == 1
-    patched = source.replace(context, f"{added[0]}\n{context}").replace(removed, added[1])
-
-    def made(text: str) -> Any:
-        module = ModuleType("nanogpt_model")
-        sys.modules[module.__name__] = module  # where dataclasses look
-        exec(compile(text, "model.py", "exec"), module.__dict__)
-        return module.GPT(module.GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.0))
-
-    tokens = torch.arange(32).view(2, 16)
-
-    def loss(model: Any) -> Tensor:
-        return model(tokens, tokens)[1]
-
-    exact, torchs, ours = (gradients(x, loss) for x in (made(source).double(), made(source), made(patched)))
-    with low_precision_attention.replace_sdpa():
-        assert torch.equal(gradients(made(source), loss), ours)
-    assert (ours - torchs).norm() > 0
-    assert (ours - exact).norm() <= 1.5 * (torchs - exact).norm()

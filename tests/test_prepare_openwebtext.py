@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import tiktoken
 
-import data.openwebtext as openwebtext
 import data.tokenizers
 from data.openwebtext import prepare_openwebtext
 from data.token_files import TokenFile
-from errors import UserError
 
 COUNT = 300
 # The permutation that NumPy's generator gives for nanoGPT's seed; a held-out part of 0.0005 is one document of 300.
@@ -51,17 +49,3 @@ def test_split_and_order_are_nanogpts(tmp_path, source):
     prepare(tmp_path, source)
     assert texts_of(tmp_path, "val") == [f"<{ORDER[0]}>\n"]
     assert texts_of(tmp_path, "train") == [f"<{number}>\n" for number in ORDER[1:]]
-
-
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [
-        (openwebtext.EXPECTED_DOCUMENTS, "299 train, 1 val documents, expected 8,009,762 train, 4,007 val"),
-        ({"train": COUNT - 1, "val": 1}, "expected 9,035,582,198 train, 4,434,897 val"),
-    ],
-)
-def test_other_documents_or_tokens_than_nanogpts_are_refused(tmp_path, source, monkeypatch, documents, message):
-    monkeypatch.setattr(openwebtext, "EXPECTED_DOCUMENTS", documents)
-    with pytest.raises(UserError, match=message):
-        prepare(tmp_path, source, allow_other_counts=False)
-    assert not (tmp_path / "out").exists()

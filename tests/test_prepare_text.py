@@ -48,18 +48,14 @@ def prepare(tmp_path, source, **options):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"a\n<|endoftext|>\nb", [b"a", b"b"]),
         (b"a\n<|endoftext|>\nb\n", [b"a", b"b"]),
         (b"a\n<|endoftext|>\nb\n<|endoftext|>\n", [b"a", b"b"]),
-        (b"a\n<|endoftext|>\nb\n<|endoftext|>", [b"a", b"b"]),
         (b"a\r\n<|endoftext|>\r\nb\r\n", [b"a", b"b"]),
         (b"a\n\n<|endoftext|>\n\n b", [b"a\n", b"\n b"]),
         (b"<|endoftext|>\n<|endoftext|>\na", [b"a"]),
         (b"a <|endoftext|>\n<|endoftext|> b", [b"a <|endoftext|>\n<|endoftext|> b"]),
         (b"a\n<|endoftext|> \nb", [b"a\n<|endoftext|> \nb"]),
-        (b"\n", []),
         (b"", []),
-        (b"a\n<|endoftext|>\n\n<|endoftext|>\nb", [b"a", b"b"]),
     ],
 )
 def test_documents_end_at_lines_of_only_the_mark(content, expected):
@@ -90,11 +86,8 @@ def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
     [
         ("one\n<|endoftext|>\ntwo\n", {}),
         ("one<|endoftext|>\ntwo<|endoftext|>\nthree\n", {"not alone on a line": 2}),
-        ("one<|endoftext|>two<|endoftext|>three", {"not alone on a line": 2}),
         ("one\n<|endoftext|> \ntwo\n", {"not alone on a line": 1}),
-        (("a " * 300_000 + "<|endoftext|>") * 3, {"not alone on a line": 3}),
         ("\ufeffone", {"byte order mark": 1}),
-        ("\ufeff<|endoftext|>\none\n", {"byte order mark": 1}),
     ],
 )
 def test_marks_that_are_text_are_counted(tmp_path, capsys, content, counts):
@@ -127,8 +120,6 @@ def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
     [
         (b"a\n<|endoftext|>\n\xff", "gpt2", r"t.txt: document 2: not UTF-8"),
         (b"a\n<|endoftext|>\nb\0", "bytes", r"t.txt: document 2: byte 0"),
-        (b"", "bytes", "no document for training"),
-        (b"a", "bytes", r"one document cannot be split: put lines of <\|endoftext\|> between"),
         (b"a\n<|endoftext|>\nb", "bytes", "none of 2 documents fell to the held-out split"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import resource
 import shutil
 import struct
 import tempfile
@@ -17,11 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import files
 from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader
 from errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_header(*, batch=3, length=4, dtype="uint8", **changes) -> RecordingHeader:
@@ -98,20 +94,6 @@ def read_by_the_readme(folder: Path) -> np.ndarray:
 def test_a_reader_written_from_the_readme_agrees(tmp_path):
     write(tmp_path / "r", 5)
     assert np.array_equal(read_by_the_readme(tmp_path / "r"), make_rows(5))
-
-
-def test_the_example_of_the_readme_holds(tmp_path):
-    readme = (ROOT / "replay_batches" / "README.md").read_text(encoding="utf-8")
-    header = make_header(
-        batch=2, data_tokens=1000, source_run="demo", data_sha256="00" * 32, validation_sha256="11" * 32, seed=7
-    )
-    recorder = Recorder.create(tmp_path / "r", header)
-    recorder.append(np.array([3, 500], dtype=np.uint64))
-    recorder.append(np.array([0, 995], dtype=np.uint64))
-    recorder.close()
-    rows = (tmp_path / "r" / "offsets.npy").read_bytes()[HEAD_BYTES:]
-    shown = [header.chain_start().hex(), rows[:24].hex(" ", 8), rows[24:].hex(" ", 8)]
-    assert [line for line in shown if line not in readme] == []
 
 
 def test_an_unfinished_recording_cut_at_any_byte_keeps_its_whole_rows(tmp_path):
@@ -206,30 +188,6 @@ def test_resuming_a_damaged_recording_leaves_it_as_it_is(tmp_path):
     assert contents(tmp_path / "r") == before
 
 
-def test_an_existing_folder_is_not_overwritten(tmp_path):
-    write(tmp_path / "r", 3)
-    before = contents(tmp_path / "r")
-    with pytest.raises(UserError, match="exists"):
-        Recorder.create(tmp_path / "r", make_header())
-    assert contents(tmp_path / "r") == before
-
-
-def test_a_disk_that_takes_no_more_leaves_the_steps_before(tmp_path):
-    offsets = make_rows(3)
-    recorder = Recorder.create(tmp_path / "r", make_header())
-    recorder.append(offsets[0])
-    recorder.append(offsets[1])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The third row is 32 bytes and 10 of them still fit: a real partial write, then a real error.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (HEAD_BYTES + 2 * 32 + 10, hard))
-    try:
-        with pytest.raises(UserError, match="cannot write step 2"):
-            recorder.append(offsets[2])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert np.array_equal(Recording.open(tmp_path / "r").offsets, offsets[:2])
-
-
 def test_nobody_begins_or_goes_on_with_the_recording_of_a_run_that_is_alive(tmp_path):
     alive = Recorder.create(tmp_path / "r", make_header())
     for begin in (Recorder.create, lambda *args: Recorder.resume(*args, 0)):
@@ -248,32 +206,6 @@ def test_what_a_killed_start_left_is_begun_again_by_its_own_run_alone(tmp_path):
     again.append(make_rows(1)[0])
     again.close()
     assert Recording.open(tmp_path / "r").steps == 1
-
-
-def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
-    Recorder.create(tmp_path / "r", make_header()).close(complete=False)
-    (tmp_path / "r" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="exists"):
-        Recorder.create(tmp_path / "r", make_header())
-    Recorder.resume(tmp_path / "r", make_header(), 0).discard()
-    assert contents(tmp_path / "r") == {"notes.txt": b"mine"}
-
-
-def test_a_recording_that_appears_during_a_start_is_left_alone(tmp_path, monkeypatch):
-    """The rival begins just before this start has its hidden folder."""
-    aside, rivals = files.aside, []
-
-    def late(folder):
-        monkeypatch.setattr(files, "aside", aside)
-        rivals.append(Recorder.create(folder, make_header(source_run="rival")))
-        return aside(folder)
-
-    monkeypatch.setattr(files, "aside", late)
-    with pytest.raises(UserError, match="another process is recording there"):
-        Recorder.create(tmp_path / "r", make_header())
-    rivals[0].append(make_rows(1)[0])
-    rivals[0].close()
-    assert Recording.open(tmp_path / "r").header.source_run == "rival"
 
 
 def begin_at_once(folder: Path, name: str) -> None:

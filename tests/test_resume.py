@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
-import sys
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_nanogpt import nanogpt
-from tiny_runs import Interruption, Place, assert_equals_straight, before_each_step, column, left, make_data, tree
+from tiny_runs import Interruption, Place, assert_equals_straight, before_each_step, left, make_data, tree
 
 import files
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -23,12 +23,12 @@ from errors import UserError
 from training import distributed, record
 from training.distributed import DistContext
 from training.run import Run
+from training.signals import SIGNALS
 
 BF16 = {"precision.dtype": "bfloat16"}
-RESUME = {"run.resume": "yes"}
+RESUME, AUTO = {"run.resume": "yes"}, {"run.resume": "auto"}
 SWITCHED = {"alarm.switches": ("0:1:flash_fp32_o",)}
 Patch = pytest.MonkeyPatch
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,6 @@ INTERRUPTIONS = {
     "stochastic roundings": Interruption({**BF16, "attention": MIXED}, "dies at 13"),
     "muon": Interruption({"optim.optimizer": "muon", "optim.weight_decay": 0.1}, "dies at 13"),
     "float16 and QK-clip": Interruption({"precision.dtype": "float16", "model.qk_clip_tau": 0.2}, "dies at 13"),
-    "made longer": Interruption(),
     "a replay": Interruption({"data.replay": "{place}/recordings/long"}),
     "before its first checkpoint": Interruption({**SWITCHED, "telemetry.every": 2}, "dies at 5"),
     "the newest checkpoint damaged": Interruption(
@@ -87,6 +86,33 @@ def test_interrupted_and_resumed_equals_straight(place: Place, name: str) -> Non
     given = INTERRUPTIONS[name]
     given = replace(given, fields=here(place, dict(given.fields)), rest=here(place, dict(given.rest)))
     assert_equals_straight(place, name.replace(" ", "_").replace(",", "").replace("'", ""), given)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_asked_to_leave_it_saves_and_goes_on_to_the_same_bits(place: Place, number: signal.Signals) -> None:
+    saved: list[str] = []
+    given = Interruption(
+        how=f"gets {number:d} at 7", meanwhile=lambda run: saved.extend(os.listdir(run / "checkpoints"))
+    )
+    assert_equals_straight(place, number.name, given, logs=False)
+    assert saved == ["step_00000008"]
+
+
+def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place) -> None:
+    run = place.train("fresh", AUTO)
+    before = left(run)
+    assert left(place.train("fresh", AUTO)) == before
+
+
+@pytest.mark.parametrize("found", ["thesis.tex", "wandb/x"])
+def test_auto_leaves_alone_what_no_run_has_made(place: Place, found: str) -> None:
+    name = f"not_a_run_{found[:5]}"
+    there = place.runs / name / found
+    there.parent.mkdir(parents=True)
+    there.write_text("so far")
+    with pytest.raises(UserError, match=rf"^run\.name = '{name}': expected a new name, or a run's: .* in it"):
+        place.train(name, AUTO)
+    assert there.read_text() == "so far"
 
 
 FREE = {
@@ -112,16 +138,7 @@ def test_random_states_are_those_of_the_seed(place: Place) -> None:
     assert left(place.train("drawn_again", {"run.steps": 1, "run.seed": 7}), 1)["rng.safetensors"] == drawn
 
 
-def test_time_goes_on_from_the_checkpoint(place: Place) -> None:
-    run = place.train("timed", {"run.steps": 10})
-    before = column(run, "seconds")[-1]
-    place.train("timed", RESUME)
-    seconds = column(run, "seconds")
-    assert seconds == sorted(seconds)
-    assert seconds[10] > before
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl", "interventions.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "interventions.jsonl"])
 def test_a_log_that_is_gone_changes_no_weight(place: Place, name: str) -> None:
     """Switches before the kill and after it."""
     fields = {"alarm.switches": ("4:1:flash_fp32_o", "15:1:flash"), "telemetry.every": 10}
@@ -137,27 +154,6 @@ def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypa
     sessions = json.loads((run / "config.json").read_text())["sessions"]
     assert [(part["from_step"], part["git_commit"]) for part in sessions] == [(0, first["git_commit"]), (10, "0123")]
     assert {name: first[name] for name in ("versions", "device", "source_sha256")}.items() <= sessions[0].items()
-
-
-def test_a_resume_with_another_number_of_threads_or_other_products_says_so(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = place.train("threads", {"run.steps": 10})
-    record_of_run = json.loads((run / "config.json").read_text())
-    record_of_run["sessions"][0]["device"] |= {"threads": 7, "products": "of another CPU"}
-    record_of_run["sessions"][0]["versions"]["torch"] = "1.0"
-    (run / "config.json").write_text(json.dumps(record_of_run))
-    place.train("threads", {**RESUME, "run.steps": 12})
-    out = capsys.readouterr().out
-    assert f"{run}: torch 1.0 -> {torch.__version__}, threads 7 -> 1, products of another CPU -> " in out
-
-
-def test_a_setting_from_after_the_checkpoint_counts_as_its_default() -> None:
-    defaults = {"speed": {"old": 1, "new": 25}}
-    assert list(record.differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 25}}, defaults)) == []
-    assert list(record.differences({"speed": {"old": 3}}, {"speed": {"old": 3, "new": 50}}, defaults)) == [
-        ("speed.new", 25, 50)
-    ]
 
 
 # ---- refused
@@ -178,10 +174,6 @@ class Refusal:
     """Without the patches the run goes on to its end."""
 
 
-def with_a_bad_first_line(name: str) -> Callable[[Place, Path, Patch], object]:
-    return lambda place, run, patch: (run / name).write_text("what is this\n" + (run / name).read_text())
-
-
 def that_cannot_be_opened(refused: str, reason: int, *modes: str) -> Callable[[Place, Path, Patch], object]:
     def refuses(path: Any, *mode: Any, **options: Any) -> Any:
         if Path(path).name == refused and (not modes or mode == modes):
@@ -196,39 +188,6 @@ def by_two_processes(place: Place, run: Path, patch: Patch) -> None:
     patch.setattr(distributed, "start", lambda *_: two)
 
 
-def by_a_wandb_out_of_reach(place: Place, run: Path, patch: Patch) -> None:
-    """It fails behind a folder of the run, and links to it, that it has made, beside those of an earlier session."""
-
-    def init(**options: Any) -> None:
-        made = run / "wandb/run-20261122_000000-0123abcd"
-        (made / "logs").mkdir(parents=True)
-        (made / "logs/debug.log").write_text("no route to host\n")
-        (run / "wandb/latest-run").unlink(missing_ok=True)
-        (run / "wandb/latest-run").symlink_to(made.name)
-        (run / "wandb/debug.log").symlink_to(f"{made.name}/logs/debug.log")
-        raise ConnectionError("no route to host")
-
-    (run / "wandb_id.txt").write_text("0123abcd\n")
-    (run / "wandb/run-20261121_000000-0123abcd").mkdir(parents=True)
-    (run / "wandb/latest-run").symlink_to("run-20261121_000000-0123abcd")
-    patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=ConnectionError))
-
-
-def by_a_recording_of_a_namesake(place: Place, run: Path, patch: Patch) -> None:
-    elsewhere = {"run.folder": str(place.folder / "earlier"), "run.steps": 10}
-    place.train(run.name, {**elsewhere, "data.record": place.recording(run.name)})
-
-
-def by_an_unfinished_recording_of_a_namesake(place: Place, run: Path, patch: Patch) -> None:
-    elsewhere = {"run.folder": str(place.folder / "earlier"), "data.record": place.recording(run.name)}
-    place.train_until(5, run.name, elsewhere)
-
-
-def by_a_checkpoint_of_a_namesake(place: Place, run: Path, patch: Patch) -> None:
-    place.train(run.name, {**SWITCHED, "run.folder": str(place.folder / "twins"), "run.steps": 10})
-    shutil.copytree(place.folder / "twins" / run.name / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
-
-
 def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
 
@@ -240,7 +199,6 @@ REFUSED = {
     ),
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
 
-    "fewer_steps": Refusal(r"^run\.steps = 9: expected at least 10, where the checkpoint .* stands$", {"run.steps": 9}),
     "other_data": Refusal(
         r"^data\.dataset = '.*/other': expected the data that .*step_00000010",
         {"data.dataset": "{place}/other"},
@@ -253,51 +211,20 @@ REFUSED = {
     "a_switch_in_the_past": Refusal(
         r"7:1:flash_delta_from_p.*a step from 10 on", {"alarm.switches": ("7:1:flash_delta_from_p",)}
     ),
-    "a_damaged_line": Refusal(
-        r"telemetry\.jsonl: line 1 is not a record with a step", spoil=with_a_bad_first_line("telemetry.jsonl")
-    ),
     **{
         f"{name}_takes_no_line": Refusal(
             rf"{name}: cannot be written \(not today\)", spoil=that_cannot_be_opened(name, errno.EPERM, "r+b"), mended=True
         )
         for name in ("metrics.jsonl", "offsets.npy")
     },
-    **{
-        f"a_full_disk_at_{name}_from_step_{dies_at}": Refusal(
-            rf"cannot write .*{name}\.tmp \(not today\)",
-            dies_at=dies_at,
-            spoil=that_cannot_be_opened(f"{name}.tmp", errno.ENOSPC),
-            mended=True,
-        )
-        for dies_at, name in ((14, "metrics.jsonl"), (5, "config.json"))
-    },
-    "wandb": Refusal(
-        r"^wandb\.mode = 'online': .*no route to host", {"wandb.mode": "online"}, spoil=by_a_wandb_out_of_reach, mended=True
-    ),
     "checkpoints_gone": Refusal(
         r"they are gone, while .*metrics\.jsonl goes to step 13: choose another name, or remove",
         spoil=lambda place, run, patch: shutil.rmtree(run / "checkpoints"),
-    ),
-    "a_finished_recording": Refusal(
-        r"a finished recording, and this run starts from step 0", {}, UNRECORDED, dies_at=5, spoil=by_a_recording_of_a_namesake
-    ),
-    "a_recording_of_a_namesake": Refusal(
-        r"its run_id is '[0-9a-f]{32}', this run's is '[0-9a-f]{32}': another run's recording$",
-        {}, UNRECORDED, dies_at=5, spoil=by_an_unfinished_recording_of_a_namesake
-    ),
-    "a_checkpoint_of_a_namesake": Refusal(
-        r"step_00000010: its run_id is '[0-9a-f]{32}', that of .*config\.json is '[0-9a-f]{32}': not this run's checkpoint$",
-        fields=UNRECORDED,
-        spoil=by_a_checkpoint_of_a_namesake,
     ),
     "a_recording_of_another_run": Refusal(
         r"its source_run is 'owner', this run's is 'a_recording_of_another_run'", {}, UNRECORDED, dies_at=5, spoil=by_a_recording_of_another
     ),
 }  # fmt: skip
-
-
-def links(folder: Path) -> dict[str, str]:
-    return {path.name: str(path.readlink()) for path in folder.rglob("*") if path.is_symlink()}
 
 
 @pytest.fixture(scope="module")
@@ -317,13 +244,13 @@ def test_a_refused_resume_changes_nothing(place: Place, switched: Path, name: st
     )
     given.spoil(place, run, monkeypatch)
     (run / "exit.json").unlink()
-    before = tree(run), links(run), tree(place.folder / "recordings")
+    before = tree(run), tree(place.folder / "recordings")
     with pytest.raises(UserError, match=given.message):
         place.train(name, {**fields, **here(place, given.rest), **RESUME})
     said = json.loads((run / "exit.json").read_text())
     assert (said["code"], said["step"]) == (2, None)
     (run / "exit.json").unlink()
-    assert (tree(run), links(run), tree(place.folder / "recordings")) == before
+    assert (tree(run), tree(place.folder / "recordings")) == before
     monkeypatch.undo()
     record.lock(run).close()
     if given.mended:
@@ -333,43 +260,21 @@ def test_a_refused_resume_changes_nothing(place: Place, switched: Path, name: st
 # ---- two processes at one run
 
 
-def test_a_run_that_another_process_trains_is_left_alone(place: Place) -> None:
-    run = place.train("busy", {"run.steps": 10, "data.record": place.recording("busy")})
-    fields = {**RESUME, "data.record": place.recording("busy")}
-    before = tree(run), tree(Path(place.recording("busy")))
-    with record.lock(run), pytest.raises(UserError, match=r"^run\.name = 'busy': another process is training .*"):
-        place.train("busy", fields)
-    assert (tree(run), tree(Path(place.recording("busy")))) == before
-
-
-def test_a_run_is_locked_from_its_first_step_to_its_end(place: Place, monkeypatch: Patch) -> None:
-    refusals = []
+def test_a_run_is_locked_from_its_first_step_to_its_end_and_a_second_process_leaves_it_alone(
+    place: Place, monkeypatch: Patch
+) -> None:
+    refusals, fields = [], {"data.record": place.recording("held")}
 
     def meanwhile(run: Run, step: int) -> None:
         if step in (0, 15):
-            with pytest.raises(UserError, match="another process is training"):
-                record.lock(run.folder)
+            before = tree(run.folder), tree(Path(place.recording("held")))
+            with pytest.raises(UserError, match=r"^run\.name = 'held': another process is training"):
+                place.train("held", {**fields, **RESUME})
+            assert (tree(run.folder), tree(Path(place.recording("held")))) == before
             refusals.append(step)
 
     before_each_step(monkeypatch, meanwhile)
-    place.train("held", {"run.steps": 10})
-    run = place.train("held", RESUME)
+    place.train("held", {**fields, "run.steps": 10})
+    run = place.train("held", {**fields, **RESUME})
     assert refusals == [0, 15]
-    record.lock(run).close()
-
-
-def test_a_lock_that_was_taken_back_meanwhile_is_not_held(place: Place, monkeypatch: Patch) -> None:
-    run = place.train("raced", {"run.steps": 1})
-    original, opened = files.fcntl.flock, []
-
-    def late(file: Any, operation: int) -> None:
-        if not opened:  # a start that removes what a kill has left, between open and lock
-            (run / record.LOCK_FILE).unlink()
-        opened.append(file)
-        original(file, operation)
-
-    monkeypatch.setattr(files.fcntl, "flock", late)
-    with pytest.raises(UserError, match="another process is training"):
-        record.lock(run)
-    monkeypatch.undo()
     record.lock(run).close()

@@ -16,10 +16,7 @@ from training.throughput import peak_flops
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA H200 NVL", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA RTX A1000 Laptop GPU", None),
         ("NVIDIA GB200", None),
     ],
 )

@@ -62,28 +62,13 @@ def test_what_is_not_there_is_told(tmp_path, damage, message):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("format_version", 2), ("dtype", "float32"), ("count", 0), ("sha256", "abc"), ("vocabulary_size", 70000)],
+    [("format_version", 2), ("dtype", "float32"), ("sha256", "abc")],
 )
 def test_foreign_header_is_an_error(tmp_path, field, value):
     write(tmp_path)
     edit_header(tmp_path, **{field: value})
     with pytest.raises(UserError, match="not a token file's header"):
         TokenFile.open(tmp_path, "train")
-
-
-def test_new_dataset_appears_when_the_block_ends(tmp_path):
-    with new_dataset(tmp_path / "a") as staging:
-        write(staging)
-        assert not (tmp_path / "a").exists()
-    assert TokenFile.open(tmp_path / "a", "train").header.count == 3
-    assert names(tmp_path) == ["a"]
-
-
-def test_force_replaces_the_whole_data_set(tmp_path):
-    write(tmp_path / "a")
-    with new_dataset(tmp_path / "a", force=True) as staging:
-        write(staging, split="val")
-    assert (names(tmp_path), names(tmp_path / "a")) == (["a"], ["val.bin", "val.json"])
 
 
 def replaced_until(at: int, folder: Path) -> int:

@@ -3,12 +3,8 @@
 import pytest
 import tiktoken
 
-from data.tokenizers import ByteTokenizer, make_tokenizer
+from data.tokenizers import make_tokenizer
 from errors import UserError
-
-
-def test_byte_tokens_are_the_bytes_of_the_text():
-    assert ByteTokenizer().encode(["aé".encode()])[0].tolist() == [97, 195, 169]
 
 
 def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):

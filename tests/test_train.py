@@ -6,12 +6,10 @@ terms in another order; N is the number of tokens whose losses a step averages.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import shutil
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +17,10 @@ import pytest
 import torch
 from tiny_runs import TINY, Place, before_each_step, column, lines, preset, tree, weights
 
-import train
 from data.batches import open_batches
 from data.recording import Recording
 from errors import UserError
 from model import GPT, initialize
-from training import distributed
 from training.run import Run
 
 TOKENS = TINY.data.global_batch * TINY.data.sequence_length
@@ -136,26 +132,6 @@ def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeyp
     assert {path.name for path in run.iterdir()} == {"config.json", *logs, "checkpoints", "lock", "exit.json"}
 
 
-def test_nothing_of_a_failed_run_outlives_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Freed after its process group, DDP sometimes waits for ever; the frames of an exception would keep it.
-    runs: list[weakref.ref[Run]] = []
-    alive_at_stop: list[bool] = []
-
-    def fails(run: Run, leaving: object) -> None:
-        runs.append(weakref.ref(run))
-        raise SystemExit(1)
-
-    def stop() -> None:
-        gc.collect()
-        alive_at_stop.append(runs[0]() is not None)
-
-    monkeypatch.setattr(train, "loop", fails)
-    monkeypatch.setattr(distributed, "stop", stop)
-    with pytest.raises(SystemExit):
-        place.train("failed")
-    assert alive_at_stop == [False]
-
-
 def overwrite_the_last_byte(path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(-1, 2)
@@ -188,26 +164,3 @@ def test_data_that_change_under_a_run_end_it_with_the_last_good_checkpoint_named
     with pytest.raises(UserError, match=rf"{name}: it {told}\nthe newest checkpoint is .*step_00000010;"):
         place.train(f"changed_{case}", {**fields, "data.replay": place.recording(case)})
     assert not (place.runs / f"changed_{case}/checkpoints/step_00000020").exists()
-
-
-def test_a_data_set_put_in_the_place_of_a_run_s_is_not_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = shutil.copytree(place.data, place.folder / "replaced")
-    expected = place.train("before_it_is_replaced", {"data.dataset": str(data)})
-
-    def replace(run: Run, step: int) -> None:
-        if step == 13:
-            (data / "new").write_bytes(bytes((data / "train.bin").stat().st_size))
-            (data / "new").replace(data / "train.bin")
-
-    before_each_step(monkeypatch, replace)
-    assert weights(place.train("replaced", {"data.dataset": str(data)}), 20) == weights(expected, 20)
-
-
-def test_a_run_whose_output_is_on_a_full_disk_goes_on_without_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "w", buffering=1) as full:
-        monkeypatch.setattr("sys.stdout", full)
-        run = place.train("on_a_full_disk")
-    assert (run / "checkpoints/step_00000020").exists()
-    assert capsys.readouterr().err.count("standard output takes no more lines (No space left on device)") == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_nonfinite import BAD_BATCH, events, place, stopped  # noqa: F401  (place: data whose batch 14 gives a NaN)
-from tiny_runs import Place, before_each_step, lines, optimizer, start_train, weights
+from tiny_runs import Place, before_each_step, lines, optimizer, weights
 from torch import nn
 
 import train
@@ -73,17 +73,6 @@ def test_a_stop_that_is_found_late_leaves_the_weights_of_before(
     assert max(line["step"] for line in lines(run)) == BAD_BATCH
 
 
-@pytest.mark.slow
-def test_two_processes_agree_on_what_was_not_finite(place: Place) -> None:  # noqa: F811
-    """The bad byte is in one process's share of the batch."""
-    fields = {"data.micro_batch": 2, "nonfinite.policy": "skip", **FUSED}
-    alone = place.train("agree_alone", fields)
-    config = place.config("agree_two", fields)
-    done = start_train([str(place.preset_file(config))], processes=2)
-    assert done.returncode == 0, done.stderr
-    assert len(lines(place.runs / "agree_two")) == len(lines(alone))
-
-
 # ---- the parts
 
 
@@ -105,19 +94,3 @@ def test_an_update_is_skipped_by_the_policy(policy: Any, moves: list[int], fused
             moved.append(step)
     assert moved == moves
     assert adamw.state[weight]["step"].item() == len(moves)
-
-
-@pytest.mark.parametrize("policy", ["stop", "skip", "continue"])
-@pytest.mark.parametrize(
-    ("loss", "norm", "scale", "overflow"),
-    [(2.0, torch.nan, 4.0, 1.0), (2.0, torch.inf, 0.5, 0.0), (torch.nan, torch.nan, 4.0, 0.0)],
-)
-def test_an_overflow_is_a_scaled_gradient_alone(
-    policy: Any, loss: float, norm: float, scale: float, overflow: float
-) -> None:
-    found_inf_of = FoundInf(policy, torch.device("cpu"))
-    found, found_inf = found_inf_of(torch.tensor(loss), torch.tensor(norm), torch.tensor(scale))
-    assert (found.item(), found_inf.item()) == (overflow, 1.0)
-    _, found_inf = found_inf_of(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(scale))
-    # Only what the loss scale does not explain stops for good.
-    assert found_inf.item() == float(policy == "stop" and not overflow)

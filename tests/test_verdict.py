@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attention.watching.verdict import answer, main
+from attention.watching.verdict import answer
 from errors import UserError
 
 
@@ -39,19 +39,15 @@ RUNS_AWAY = [record(step, (step / 100) ** 4) for step in range(100, 1001, 100)]
     ("records", "first"),
     [
         ([record(0, 50.0), record(100, 90.0), record(200, 90.0)], "NO"),
-        ([record(0, 50.0), record(100, 90.0)], "UNCLEAR"),
         ([record(0, 50.0), record(100, 90.0), record(200, 90.0), record(300, math.nan)], "UNCLEAR"),
         ([record(0, 50.0), record(199, 90.0), record(200, 90.0), record(201, math.nan)], "NO"),
         ([record(0, 50.0), record(100, 1e5), record(200, 50.0)], "UNCLEAR"),
         ([record(step, 50.0, dq_error=[0.1, 5.0 if step < 3 else 0.1]) for step in range(4)], "SUSPECT"),
         ([record(0, 50.0, dq_error=[0.8, 0.8])], "SUSPECT"),
-        ([record(0, 50.0, dq_error=[0.6, 0.6])], "UNCLEAR"),
         ([record(0, 50.0, dq_error=[0.1, 2.0], delta_error=[1e-7, 1e-3])], "SUSPECT"),
         ([record(0, 50.0, dq_error=[0.1, 2.0], delta_error=[1e-7, 1e-7])], "UNCLEAR"),
         (RUNS_AWAY, "SUSPECT"),
-        ([record(step, 900.0) for step in range(100, 1001, 100)], "UNCLEAR"),
         ([record(0, 50.0, nan_made=[0.0, 1.0]), record(100, math.nan)], "KERNEL"),
-        ([record(0, math.nan)], "UNCLEAR"),
         ([without_gradients(step) for step in range(5)], "UNCLEAR"),
         ([without_gradients(step, layer=0) for step in range(5)], "UNCLEAR"),
         ([without_gradients(0), *(record(step, 50.0) for step in (1, 2, 3))], "NO"),
@@ -75,22 +71,6 @@ def test_layers_that_come_and_go_and_files_of_two_runs_are_refused() -> None:
         answer([record(0, 1.0), fewer])
     with pytest.raises(UserError, match="step 0 follows step 100; expected a file of its own"):
         answer([record(0, 1.0), record(100, 1.0), record(0, 1.0)])
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"loss": 1}\n', "expected a new file, or one of watch that can be read"),
-        ("", "the log has no record yet"),
-        (None, "no such file"),
-    ],
-)
-def test_what_is_no_such_file_is_refused_in_one_line(content: str | None, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "watch.jsonl"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError, match=words):
-        main([str(path)])
 
 
 def test_the_command_says_the_verdict_or_exits_with_2(tmp_path: Path) -> None:

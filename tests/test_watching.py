@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from attention import watch
-from attention.watching import log as watch_log
 from attention.watching.log import read_log
 from attention.watching.measure import COLUMNS
 from attention.watching.verdict import answer
@@ -136,37 +133,6 @@ def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
         error, found[name] = (math.hypot(*seen.record[column][0]) for column in ("delta_error", "row_residual"))
     assert 0.5 * error < found["flash"] < 2 * error
     assert found["math"] < 1e-2 * error
-
-
-@pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])
-def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
-    """A tensor whose own storage is never written."""
-
-    class Attends(nn.Module):
-        def forward(self, q: Tensor, **mask: Any) -> Tensor:
-            return functional.scaled_dot_product_attention(q, q * 1.0, q * 1.0, **mask).square().sum()
-
-    looks, q = [], torch.randn(B, H, T, D, requires_grad=True)
-    learned = nn.Parameter(torch.zeros(T, T).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf))
-    for mask in ({"attn_mask": bias}, {"attn_mask": learned}, {"is_causal": True}):
-        with watch(model := Attends(), say=lambda line: None) as seen:
-            model(q, **mask).backward()
-        looks.append(torch.tensor([seen.record[name] for name in COLUMNS]))
-    for masked in looks[:2]:
-        torch.testing.assert_close(masked, looks[2], rtol=1e-3, atol=1e-6)
-
-
-def test_where_queries_are_keys_nothing_is_said_of_dq() -> None:
-    """Their gradient is more than dQ."""
-
-    class Attends(nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(q, q, q).square().sum()
-
-    with watch(model := Attends(), say=lambda line: None) as seen:
-        model(torch.randn(B, H, T, D, requires_grad=True)).backward()
-    assert "delta_error" in seen.record
-    assert "dq_error" not in seen.record
 
 
 @pytest.mark.parametrize("counted_by", ["forward passes", "optimizer"])
@@ -359,14 +325,6 @@ def growing(steps: range, log: Path | None, **chosen: Any) -> tuple[dict[int, in
     return seen.left, said
 
 
-@pytest.mark.parametrize("stop", [6, 8])
-def test_a_resumed_watch_goes_on_with_its_log(stop: int, tmp_path: Path) -> None:
-    straight, _ = growing(range(40), None)
-    assert straight[0] > 8
-    growing(range(stop), tmp_path / "log")
-    assert growing(range(stop, 40), tmp_path / "log")[0] == straight
-
-
 def test_from_an_earlier_checkpoint_later_steps_go_off_the_log_and_are_kept_beside_it(tmp_path: Path) -> None:
     straight, _ = growing(range(40), tmp_path / "straight")
     growing(range(30), tmp_path / "log")
@@ -381,62 +339,12 @@ def test_from_an_earlier_checkpoint_later_steps_go_off_the_log_and_are_kept_besi
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.before_6", "log.before_6_2", "straight"]
 
 
-def test_two_watches_do_not_write_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_log, "PATIENCE", 0.0)
-    log, loader = tmp_path / "log", DataLoader(range(4), num_workers=1, persistent_workers=True)
-    model = Model()
-    with watch(model, log=log, say=lambda line: None):
-        assert len(list(loader)) == 4  # its worker inherits the file, and outlives the watch
-        with pytest.raises(ValueError, match="a file that no other watch writes"):
-            watch(Model(), log=log)
-        model(data()).backward()
-    with watch(model, every=1, log=log, start=1, say=lambda line: None):
-        model(data()).backward()
-    assert [record["step"] for record in records(log)] == [0, 1]
-
-
 def test_a_record_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
     log = tmp_path / "log"
     growing(range(5), log)
     log.write_bytes(log.read_bytes()[:-7])
     growing(range(5, 7), log)
     assert [record["step"] for record in records(log)] == [0, 1, 2, 3, 5, 6]
-
-
-def test_a_log_goes_on_with_the_clock_that_it_has(tmp_path: Path) -> None:
-    model, rate = Model(), 1.0  # which makes the two clocks the same numbers
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    for name, one in (("steps", None), ("rate", optimizer)):
-        with watch(model, every=1, log=tmp_path / name, optimizer=one):
-            train(model, 2, optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] = rate / 2
-    with pytest.raises(ValueError, match="optimizer = 'SGD': expected None, or a new log"):
-        watch(model, log=tmp_path / "steps", start=2, optimizer=optimizer)
-    with pytest.raises(ValueError, match="optimizer = None: expected the optimizer, or a new log"):
-        watch(model, log=tmp_path / "rate", start=2)
-    watch(model, log=tmp_path / "rate", start=2, optimizer=optimizer)
-
-
-def test_an_overflow_of_float16_is_no_mistake_of_the_kernel() -> None:
-    q, k, v, do = torch.randn(4, 1, 1, 8, 16, generator=torch.Generator().manual_seed(0)).half()
-
-    class Half(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(x, 6 * k, 6 * v)
-
-    q.requires_grad_()
-    with watch(Half(), every=1) as seen:
-        seen._model(q).backward(10_000 * do)
-    assert q.grad is not None
-    assert not q.grad.isfinite().all()
-    assert seen.record["nan_made"] == [[0.0]]
-
-
-def test_an_optimizer_that_makes_no_step_is_said() -> None:
-    model, other = Model(), torch.optim.SGD(Model().parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="made no step in 2 forward passes"), watch(model, optimizer=other):
-        train(model, 2)
 
 
 class NanGradient(torch.autograd.Function):
@@ -485,15 +393,8 @@ def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model", 3),
-        ("every", "2"),
         ("every", 0),
-        ("log", 3),
         ("log", "no/such/folder/watch.jsonl"),
-        ("optimizer", 3),
-        ("wandb", 3),
-        ("rule", 3),
-        ("say", 3),
     ],
 )
 def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: Any) -> None:

@@ -122,16 +122,18 @@ class Place:
         train.train(self.config(name, fields))
         return self.runs / name
 
-    def train_until(self, step: int, name: str, fields: Mapping[str, Any] | None = None) -> Path:
-        """A run whose machine is gone before this step."""
+    def train_until(self, step: int, name: str, fields: Mapping[str, Any] | None = None, *, number: int = 0) -> Path:
+        """A run whose machine is gone before this step, or that gets a signal there, saves and exits."""
 
-        def die(run: Run, at: int) -> None:
-            if at == step:
+        def end(run: Run, at: int) -> None:
+            if at == step and not number:
                 raise OSError("the machine is gone")
+            if at == step:
+                os.kill(os.getpid(), number)
 
         with pytest.MonkeyPatch.context() as patch:
-            before_each_step(patch, die)
-            with pytest.raises(OSError, match="the machine is gone"):
+            before_each_step(patch, end)
+            with pytest.raises(SystemExit if number else OSError, match="75" if number else "the machine is gone"):
                 self.train(name, fields)
         return self.runs / name
 
@@ -181,7 +183,7 @@ class Interruption:
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     how: str = "ends at 10"
-    """Or ``dies at N``, before that step."""
+    """Or ``dies at N``, before that step; or ``gets NUMBER at N``, a signal."""
     first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Set up to the interruption alone."""
     rest: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -201,6 +203,9 @@ def assert_equals_straight(place: Place, name: str, interruption: Interruption, 
     first = {**fields, **interruption.first}
     if interruption.how.startswith("dies"):
         place.train_until(int(interruption.how.split()[-1]), name, first)
+    elif interruption.how.startswith("gets"):
+        _, number, _, step = interruption.how.split()
+        place.train_until(int(step), name, first, number=int(number))
     else:
         place.train(name, {**first, "run.steps": int(interruption.how.split()[-1])})
     run, steps = place.runs / name, interruption.fields.get("run.steps", 20)
