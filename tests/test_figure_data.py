@@ -6,12 +6,13 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from layer_captures import random_layer
 
-from figures import curves, delta, over_steps, similarity
+from figures import curves, delta, over_steps, runs, similarity
 from figures.checkpoints import fp16_scale
 from probes.capture import LayerCapture
 from probes.low_rank import weighted_keys
@@ -60,3 +61,63 @@ def test_a_loss_scale_of_fp16_is_lowered_until_every_gradient_is_finite(largest:
         return [layer, dataclasses.replace(layer, do_BTHD=do_BTHD)]
 
     assert fp16_scale(look) == scale
+
+
+NAN, INF = math.nan, math.inf
+
+
+def steps_of(losses: list[float], first: int = 0) -> list[dict[str, float]]:
+    return [{"step": step, "train_loss": loss} for step, loss in enumerate(losses, start=first)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "step"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], None),
+        ([1.0, 2.0, 3.0], [1.0, 2.0 + 2**-51, 4.0], 1),
+        ([1.0, NAN], [1.0, NAN], None),
+        ([1.0, NAN], [1.0, 2.0], 1),
+        ([0.0], [-0.0], 0),
+        ([1.0, 2.0, 3.0], [1.0, 2.0], None),
+    ],
+)
+def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int | None) -> None:
+    first, second = (curves.column(curves.by_step(steps_of(losses)), "train_loss") for losses in (a, b))
+    assert curves.first_difference(first, second) == step
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        ([3.0, 2.0] + [2.6] * 4, 2),
+        ([3.0, 2.0] + [2.5] * 9, None),
+        ([3.0, 2.0] + [2.6] * 3 + [2.4] + [2.6] * 3, None),
+        ([3.0, 2.0] + [2.6] * 3 + [2.4] + [2.6] * 4, 6),
+        ([3.0, 2.0, NAN, 2.0, 2.0], 2),
+        ([3.0, INF], 1),
+        ([3.0, 2.0, 2.0, 5.0, 7.0, NAN], 3),
+        ([NAN], 0),
+        ([], None),
+    ],
+    ids=["stays", "equal", "returns", "second time", "nan", "inf", "excursion into nan", "nan at once", "empty"],
+)
+def test_explosion_step(losses: list[float], step: int | None) -> None:
+    assert curves.explosion_step(losses, margin=0.5, patience=4) == step
+
+
+@pytest.mark.parametrize(("losses", "step"), [([2.0, 3.0, 3.0], 1), ([2.0, 3.0, 2.0], None), ([2.0] + [3.0] * 4, None)])
+def test_open_excursion(losses: list[float], step: int | None) -> None:
+    assert curves.open_excursion(losses, patience=4) == step
+
+
+FALLS = np.linspace(5, 2, 120)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"train_loss": FALLS, "max_logit_max": -FALLS}, {"train_loss": np.full(120, np.nan)}],
+    ids=["no positive value for a logarithmic panel", "no finite loss"],
+)
+def test_a_panel_is_drawn_where_there_is_something_to_draw_and_the_loss_always(columns: dict[str, Any]) -> None:
+    drawn = runs.run_figure([runs.DrawnRun("a: flash", pd.DataFrame(columns).astype(object), None)])
+    assert [axes.get_title(loc="left") for axes in drawn.axes] == ["training loss"]

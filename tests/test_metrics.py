@@ -1,16 +1,28 @@
-"""training/metrics.py: the JSON lines survive kills, resumes and NaN; offline W&B runs hold the same numbers."""
+"""What a run measures and writes: JSON lines that survive kills and NaN, W&B, validation, source digest, peak of the GPU."""
 
+from __future__ import annotations
+
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
+from attention import AttentionConfig
 from errors import UserError
+from model import GPT, ModelConfig, initialize
+from training import record
+from training.evaluate import evaluate
 from training.metrics import Metrics, WandbConfig, read_metrics, start_wandb
+from training.throughput import peak_flops
 
 
 def make(folder: Path, *, mode: str = "disabled", resume_step: int | None = None, **others: Any) -> Metrics:
@@ -102,3 +114,85 @@ def test_wandb_has_numbers_by_step_and_a_resumed_run_keeps_its_id(tmp_path: Path
     expected = {"group": "night", "name": "run: flash (hardware)", "project": "low-precision-attention"}
     assert expected.items() <= first.items()
     assert list(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("train.py", "attention/plan.py", "data/text/words.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["train.py", "attention/plan.py", "data/text/words.py"])
+def test_a_changed_source_changes_the_digest(checkout: Path, name: str) -> None:
+    before = record.source_sha256(checkout)
+    (checkout / name).write_text("# other")
+    assert record.source_sha256(checkout) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/a/x.py", ".venv/x.py", "tests/x.py", "attention/notes.md", "data/tokens/a/train.bin"]
+)
+def test_what_is_no_source_of_the_project_leaves_the_digest(checkout: Path, name: str) -> None:
+    before = record.source_sha256(checkout)
+    (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / name).write_text("# other")
+    assert record.source_sha256(checkout) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GB200", None),
+    ],
+)
+def test_a_peak_is_that_of_the_card_or_none(name: str, tflops: float | None) -> None:
+    with mock.patch("torch.cuda.get_device_name", return_value=name):
+        assert peak_flops(torch.device("cuda"), 0.0) == (None if tflops is None else tflops * 1e12)
+        assert peak_flops(torch.device("cuda"), 3.0) == 3e12
+
+
+CPU = torch.device("cpu")
+SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1)
+
+
+def model_of() -> GPT:
+    """With weights of 1, so that losses of batches differ."""
+    model = GPT(SHAPE, AttentionConfig(flash_backend="flash_reference").resolve(SHAPE.n_layer, SHAPE.n_head))
+    initialize(model, 0)
+    with torch.no_grad():
+        model.transformer.wte.weight *= 50
+    return model
+
+
+class Batches:
+    """Of different sizes, and with different numbers of targets that count."""
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for size in (1, 2, 3):
+            tokens, targets = torch.randint(64, (2, size, 16), generator=torch.Generator().manual_seed(size))
+            yield tokens, targets.index_fill(1, torch.arange(5 * size - 5), -1)
+
+
+def test_the_mean_is_over_targets_not_over_batches() -> None:
+    model = model_of().eval()
+    pairs = [(model(tokens)[0].double().flatten(0, 1), targets.flatten()) for tokens, targets in Batches().validation()]
+    logits, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    expected = functional.cross_entropy(logits, targets, ignore_index=-1).item()
+    # A model's loss is the float32 mean of at most 48 targets.
+    found = evaluate(model, Batches(), CPU, contextlib.nullcontext())
+    assert found == pytest.approx(expected, rel=48 * 2**-24)
+
+
+def test_modes_are_eval_and_put_back_module_by_module() -> None:
+    model, seen = model_of().train(), []
+    model.transformer.ln_f.eval()
+    model.register_forward_pre_hook(lambda model, _: seen.append(model.training))
+    evaluate(model, Batches(), CPU, contextlib.nullcontext())
+    assert not any(seen)
+    assert (model.training, model.transformer.wte.training, model.transformer.ln_f.training) == (True, True, False)

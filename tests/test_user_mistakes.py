@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import torch
 from tiny_runs import ROOT, Place, make_data, new_place, start_train, tree
 
 import train
-from errors import UserError
+from errors import UserError, exit_on_user_error
 from training import distributed
 
 DEBUG, ABLATIONS = ROOT / "configs/debug.py", ROOT / "configs/ablations"
@@ -103,3 +107,62 @@ def test_a_namesake_that_started_meanwhile_is_left_alone(place: Place, monkeypat
         place.train("twice", {"data.record": place.recording("twice")})
     assert (place.runs / "twice/of_the_other").is_dir()
     assert not Path(place.recording("twice")).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("x = 1"), 2, "error: x = 1\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("interrupted: saved"), 130, "interrupted: saved\n"),
+        (ModuleNotFoundError(name="tyro.conf"), 2, "error: this needs the package tyro: pip install '.[train]'\n"),
+    ],
+)
+def test_an_end_is_one_line_and_a_code(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @exit_on_user_error
+    def main() -> None:
+        raise error
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:
+        main()
+    assert isinstance(stop.value, SystemExit)
+    assert stop.value.code == code
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [("train.py", "tqdm"), ("scripts/compare_runs.py", "pandas")],
+)
+def test_a_command_without_a_package_of_the_trainer_is_one_line(command: str, package: str) -> None:
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({command!r}, run_name='__main__')"
+    found = os.environ | {"PYTHONPATH": "scripts"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=found, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: this needs the package {package}: pip install '.[train]'\n")
+
+
+RECIPE = str(ROOT / "configs/debug.py")
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
+
+
+def main_of(script: str) -> Callable[[], object]:
+    return importlib.import_module(f"scripts.{script}").main
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_option_that_there_is_not_is_one_line(script: str, refused: Callable[..., str]) -> None:
+    refused(main_of(script), "--no-such-option")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("bench_attention", ["--shapes", "32"], "--shapes = '32': expected B,T"),
+        ("bench_train", [RECIPE, "--variants", "plain", "x=optim.lr=1"], "'x=optim.lr=1': expected NAME, or"),
+        ("bench_train", [RECIPE, "--json", "nowhere/b.json"], "nowhere/b.json: no folder nowhere"),
+    ],
+)
+def test_what_is_malformed_is_named(script: str, arguments: list[str], words: str, refused: Callable[..., str]) -> None:
+    assert words in refused(main_of(script), *arguments)

@@ -1,0 +1,327 @@
+"""Making of data sets: from text, the standard library, OpenWebText, wheels; the command."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+import data.text
+import data.tokenizers
+from data.openwebtext import prepare_openwebtext
+from data.stdlib import VAL_EVERY, library_files, prepare_stdlib
+from data.text import prepare_text, split_documents
+from data.token_files import TokenFile
+from data.tokenizers import GPT2Tokenizer, make_tokenizer
+from errors import UserError
+from scripts import make_text
+
+# GPT-2's pattern as OpenAI published it; the cut of long documents must agree with it, whatever the merges are.
+PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+MERGES = [b"  ", b"\n\n", b" \n", b"\n ", b"    ", b"ab", b" a", b" ab", b"'s", b"\xe3\x80", b"\xe3\x80\x80", b"\r\n"]
+
+
+def small_gpt2() -> GPT2Tokenizer:
+    """GPT-2's pattern with a vocabulary of all bytes and a few merges, mostly of white space: needs no files."""
+    ranks = {bytes([value]): value for value in range(256)} | {merge: 256 + i for i, merge in enumerate(MERGES)}
+    encoding = tiktoken.Encoding("small", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return GPT2Tokenizer(encoding)
+
+
+def documents(content, piece_bytes=1 << 20):
+    """Whole documents, with the pieces of each joined."""
+    found, parts = [], []
+    for text, ends_document in split_documents(io.BytesIO(content), piece_bytes):
+        parts.append(text)
+        if ends_document:
+            found.append(b"".join(parts))
+            parts = []
+    assert parts == []
+    return found
+
+
+def prepare(tmp_path, source, **options):
+    """Byte tokens of both splits, as bytes, documents apart."""
+    options = {"vocabulary": "bytes", "workers": 1, "val_fraction": 0.5, **options}
+    prepare_text(source, tmp_path / "out", **options)
+    return {split: TokenFile.open(tmp_path / "out", split).tokens.tobytes() for split in ("train", "val")}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a\n<|endoftext|>\nb\n", [b"a", b"b"]),
+        (b"a\n<|endoftext|>\nb\n<|endoftext|>\n", [b"a", b"b"]),
+        (b"a\r\n<|endoftext|>\r\nb\r\n", [b"a", b"b"]),
+        (b"a\n\n<|endoftext|>\n\n b", [b"a\n", b"\n b"]),
+        (b"<|endoftext|>\n<|endoftext|>\na", [b"a"]),
+        (b"a <|endoftext|>\n<|endoftext|> b", [b"a <|endoftext|>\n<|endoftext|> b"]),
+        (b"a\n<|endoftext|> \nb", [b"a\n<|endoftext|> \nb"]),
+        (b"", []),
+    ],
+)
+def test_documents_end_at_lines_of_only_the_mark(content, expected):
+    assert documents(content) == expected
+
+
+@given(
+    st.text(st.sampled_from("aab' \n\r\t1.é\u3000\u2003\x1c\x85"), max_size=300),
+    st.integers(1, 40),
+)
+def test_pieces_of_a_long_document_encode_as_the_whole(text, piece_bytes):
+    tokenizer = small_gpt2()
+    pieces = [piece for piece, _ in split_documents(io.BytesIO(text.encode()), piece_bytes)]
+    *parts, whole = tokenizer.encode([*pieces, b"".join(pieces)])
+    assert np.concatenate([*parts, whole[:0]]).tolist() == whole.tolist()
+
+
+def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
+    source = tmp_path / "texts"
+    for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", "b/.git/x", "c.txt"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name + "\n")
+    assert prepare(tmp_path, source) == {"train": b"a.txt\0b/2.txt\0", "val": b"b/1.txt\0c.txt\0"}
+
+
+@pytest.mark.parametrize(
+    ("content", "counts"),
+    [
+        ("one\n<|endoftext|>\ntwo\n", {}),
+        ("one<|endoftext|>\ntwo<|endoftext|>\nthree\n", {"not alone on a line": 2}),
+        ("one\n<|endoftext|> \ntwo\n", {"not alone on a line": 1}),
+        ("\ufeffone", {"byte order mark": 1}),
+    ],
+)
+def test_marks_that_are_text_are_counted(tmp_path, capsys, content, counts):
+    (tmp_path / "val").write_text("held out")
+    (tmp_path / "t.txt").write_text(content, encoding="utf-8")
+    prepare(tmp_path, tmp_path / "t.txt", val=tmp_path / "val")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(counts)
+    assert all(f"{count} " in line and what in line for line, (what, count) in zip(told, counts.items(), strict=True))
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbfone", b"\xef\xbb\xbf<|endoftext|>\none\n"])
+def test_a_byte_order_mark_is_left_out_at_the_start_of_a_file_only(content):
+    assert documents(content) == [b"one"]
+    assert documents(b"one\n" + content[:3]) == [b"one\n\xef\xbb\xbf"]
+
+
+def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.text, "BATCH_BYTES", 100)
+    source = tmp_path / "t.txt"
+    source.write_bytes(b"\n<|endoftext|>\n".join(b"%d " % number * (number % 37) for number in range(1, 200)))
+    monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: small_gpt2())
+    one = prepare_text(source, tmp_path / "one", val_fraction=0.1, workers=1)
+    two = prepare_text(source, tmp_path / "two", val_fraction=0.1, workers=2)
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("content", "vocabulary", "expected"),
+    [
+        (b"a\n<|endoftext|>\n\xff", "gpt2", r"t.txt: document 2: not UTF-8"),
+        (b"a\n<|endoftext|>\nb\0", "bytes", r"t.txt: document 2: byte 0"),
+        (b"a\n<|endoftext|>\nb", "bytes", "none of 2 documents fell to the held-out split"),
+    ],
+)
+def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, content, vocabulary, expected):
+    if vocabulary == "gpt2":
+        monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: small_gpt2())
+    (tmp_path / "t.txt").write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        prepare_text(tmp_path / "t.txt", tmp_path / "out", vocabulary=vocabulary, workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A library of 2 * VAL_EVERY files and some that do not belong."""
+    root = tmp_path / "library"
+    wanted = [f"package/m{number:03}.py" for number in range(2 * VAL_EVERY)]
+    unwanted = ["test/t.py", "json/tests/t.py", "site-packages/s.py", "idlelib/i.py", "lib2to3/l.py"]
+    unwanted += ["_sysconfigdata__linux_.py", "config-3.11-x86_64-linux-gnu/python-config.py", "package/data.txt"]
+    for name in wanted + unwanted:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n")
+    return root
+
+
+def test_only_the_librarys_own_sources_belong(library):
+    assert [str(path) for path in library_files(library)] == [f"package/m{n:03}.py" for n in range(2 * VAL_EVERY)]
+
+
+def test_no_file_is_in_both_splits(tmp_path, library):
+    prepare_stdlib(tmp_path / "out", library=library)
+    split_documents = [
+        set(TokenFile.open(tmp_path / "out", split).tokens.tobytes().split(b"\0")[:-1]) for split in ("train", "val")
+    ]
+    assert [len(found) for found in split_documents] == [2 * VAL_EVERY - 2, 2]
+    assert not split_documents[0] & split_documents[1]
+
+
+COUNT = 300
+# The permutation that NumPy's generator gives for nanoGPT's seed; a held-out part of 0.0005 is one document of 300.
+ORDER = np.random.default_rng(2357).permutation(COUNT).tolist()
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """Two parquet files of 300 numbered documents; byte-level stand-in for GPT-2's files, which need a download."""
+    pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(data.tokenizers, "_gpt2_encoding", byte_encoding)
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    texts = [f"<{number}>\n" for number in range(COUNT)]
+    for part, rows in enumerate((texts[:100], texts[100:])):
+        parquet.write_table(pyarrow.table({"text": rows}), folder / f"train-{part:05}.parquet")
+    return folder
+
+
+def byte_encoding():
+    ranks = {bytes([value]): value for value in range(256)}
+    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
+
+
+def prepare_web(tmp_path, source, **options):
+    options = {"allow_other_counts": True, "workers": 1, **options}
+    return prepare_openwebtext(tmp_path / "out", source=source, cache=tmp_path / "cache", **options)
+
+
+def texts_of(tmp_path, split):
+    tokens = TokenFile.open(tmp_path / "out", split).tokens.astype(np.int64)
+    ends = np.flatnonzero(tokens == 50256)
+    assert ends[-1] == len(tokens) - 1
+    return [bytes(part[part != 50256].tolist()).decode() for part in np.split(tokens, ends)[:-1]]
+
+
+def test_split_and_order_are_nanogpts(tmp_path, source):
+    prepare_web(tmp_path, source)
+    assert texts_of(tmp_path, "val") == [f"<{ORDER[0]}>\n"]
+    assert texts_of(tmp_path, "train") == [f"<{number}>\n" for number in ORDER[1:]]
+
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "prepare_data.py"
+
+
+def run(*arguments, cwd):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "some.words.txt"
+    path.write_text("a\n<|endoftext|>\nb\n")
+    return path
+
+
+def bytes_options(text):
+    return ["text", text, "--vocabulary", "bytes", "--val-fraction", "0.5", "--workers", "1"]
+
+
+def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
+    result = run(*bytes_options(text), cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
+
+
+@pytest.fixture
+def half_way(tmp_path):
+    """A run that has written tokens and waits for more text: its source is a pipe kept open."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, str(SCRIPT), "text", str(pipe), "--vocabulary", "bytes", "--workers", "2", "--name", "a"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    with open(pipe, "wb", buffering=0) as feed:
+        # More than is encoded at once, so that some of it was written.
+        feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)
+        written = tmp_path / "data/tokens/.a.partial/a/train.bin"
+        wait_for(lambda: written.exists() and written.stat().st_size > 0)
+        yield process
+    process.kill()
+    process.communicate()
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_run_after_a_killed_one_is_whole_and_clears_its_rest(tmp_path, half_way, text):
+    half_way.kill()
+    half_way.wait()
+    result = run(*bytes_options(text), "--name", "a", cwd=tmp_path)
+    assert result.returncode == 0
+    assert [path.name for path in (tmp_path / "data/tokens").iterdir()] == ["a"]
+    assert TokenFile.open(tmp_path / "data/tokens/a", "val", verify="sha256").tokens.tobytes() == b"b\0"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_interrupted_run_clears_what_it_began(tmp_path, half_way, number):
+    half_way.send_signal(number)
+    assert half_way.wait(timeout=20) == 128 + number
+    assert list((tmp_path / "data/tokens").iterdir()) == []
+
+
+def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):
+    def no_network(name):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(UserError, match="set TIKTOKEN_CACHE_DIR") as raised:
+        make_tokenizer("gpt2")
+    assert "\n" not in str(raised.value)
+
+
+LINE = "x = 'a line of a source that is long enough'\n"
+
+
+def wheel(path: Path, **sources: str | bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in sources.items():
+            archive.writestr(name.replace("_py", ".py"), content)
+    return path
+
+
+def made(tmp_path: Path, *wheels: Path) -> list[bytes]:
+    make_text.main([*map(str, wheels), "--out", str(tmp_path / "text.txt")])
+    with open(tmp_path / "text.txt", "rb") as stream:
+        return [document for document, _ in split_documents(stream)]
+
+
+def test_the_text_is_the_same_in_any_order_of_wheels(tmp_path: Path) -> None:
+    wheels = [wheel(tmp_path / f"{i}.whl", **{f"{i}_py": f"# {i}\n" + LINE * 5}) for i in range(6)]
+    text = made(tmp_path, *wheels)
+    assert len(text) == 6
+    assert made(tmp_path, *reversed(wheels)) == text
+
+
+def test_equal_sources_are_one_document(tmp_path: Path) -> None:
+    one = wheel(tmp_path / "1.whl", a_py=LINE * 5, b_py=LINE * 5 + "\n\n", c_py="\ufeff" + LINE * 5)
+    other = wheel(tmp_path / "2.whl", d_py=(LINE * 5).rstrip())
+    assert made(tmp_path, one, other) == [(LINE * 5).rstrip().encode()]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["short", LINE * 5 + "\0", LINE * 5 + "'<|endoftext|>'", LINE.encode("latin-1") * 5 + b"\xe9"],
+)
+def test_what_no_document_can_be_is_left_out(tmp_path: Path, content: str | bytes) -> None:
+    assert made(tmp_path, wheel(tmp_path / "1.whl", a_py=LINE * 5, b_py=content)) == [(LINE * 5).rstrip().encode()]

@@ -1,0 +1,187 @@
+"""Commands that start whole runs: the quickstart, the second stage of the crash test, the benchmark of steps, a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import ROOT, Place, environment
+from torch.distributed.run import get_args_parser
+
+from scripts.crash_run import verdict
+
+SCRIPT = ROOT / "scripts" / "quickstart.sh"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["bash", str(SCRIPT), "--python", sys.executable, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Data: identical" in done.stdout
+    assert (out / "compare.png").stat().st_size > 20_000
+    rows = {
+        line.split(" | ")[0].strip("| "): line.split(" | ") for line in (out / "compare.md").read_text().splitlines()
+    }
+    header = rows["run"]
+    stable = ("consistent", "delta_from_p", "standard")
+    ended = {name: rows[name][header.index("ended")] for name in ("failing", *stable)}
+    assert ended["failing"].startswith("exploded at ")
+    for name in stable:
+        assert ended[name].startswith("stable to "), name
+    last = {name: json.loads((out / "runs" / name / "metrics.jsonl").read_text().splitlines()[-1]) for name in ended}
+    for name in stable:
+        assert last["failing"]["val_loss"] > last[name]["val_loss"] + 1
+        assert last["failing"]["w_q_norm_max"] > 5 * last[name]["w_q_norm_max"]
+
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert "holds an earlier quickstart" in again.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--pyton", "x"], ["--out"], ["--python", "/nope"]])
+def test_unknown_options_are_one_line(arguments: list[str]) -> None:
+    done = subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+KERNEL = """
+import torch
+
+class OneBit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        p = (q.float() @ k.float().mT * scale).masked_fill(future, -torch.inf).softmax(-1)
+        mantissa, exponent = torch.frexp(p @ v.float())
+        o = torch.ldexp((mantissa * 4).round() / 4, exponent)
+        ctx.save_for_backward(q, k, v, p, o)
+        ctx.scale = scale
+        return o.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, p, o = ctx.saved_tensors
+        do = do.float()
+        ds = p * (do @ v.float().mT - (do * o).sum(-1, keepdim=True)) * ctx.scale
+        return *(x.to(q.dtype) for x in (ds @ k.float(), ds.mT @ q.float(), p.mT @ do)), None
+
+def attention(q, k, v, causal, scale):
+    assert causal
+    return OneBit.apply(q, k, v, scale)
+"""
+STABLE = dict.fromkeys(("kernel", "control", "plain"), "stable to 790") | {"recipe": "exploded at 520"}
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        ({}, 0),
+        ({"kernel": "exploded at 690"}, 1),
+        ({"kernel": "NaN in a gradient at 3", "recipe": "stable to 790"}, 1),
+        ({"kernel": "exploded at 690", "control": "unstable since 300"}, 3),
+        ({"recipe": "stable to 790"}, 3),
+        ({"control": "stable to 19 (too short to tell)"}, 3),
+    ],
+    ids=str,
+)
+def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[str, str], code: int) -> None:
+    assert verdict(STABLE | ended)[0] == code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_kernel_with_a_coarse_delta_fails_beside_its_control(tmp_path: Path) -> None:
+    (tmp_path / "one_bit.py").write_text(KERNEL)
+    command = [sys.executable, str(ROOT / "scripts/crash_run.py"), "one_bit:attention", "--run.device", "cpu"]
+    command += ["--out", str(tmp_path / "out"), "--data.dataset", str(ROOT / "data/tokens/stdlib")]
+    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), "stdlib"], check=True)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Data: identical" in done.stdout
+    assert (tmp_path / "out/compare.png").stat().st_size > 20_000
+
+
+VARIANTS = ["plain", "deep: --model.n-layer 4", "bad: --attention.flash-backend flash"]
+
+
+@pytest.mark.slow
+def test_each_variant_has_a_row_with_the_mfu_of_its_own_model_and_a_bad_one_says_why(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    recipe = place.preset_file(place.config("recipe", {"run.peak_tflops": 1.0}))
+    arguments = ["--variants", *VARIANTS, "--rounds", "2", "--steps", "3", "--data.micro-batch", "8"]
+    arguments += ["--json", str(tmp_path / "b.json")]
+    command = [sys.executable, str(ROOT / "scripts/bench_train.py"), str(recipe), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: bad failed: UserError: at")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", "data", "recipe.py"]
+    rows = {row["name"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    assert list(rows) == ["plain", "deep", "bad"]
+    assert rows["deep"]["flops_per_token"] > 1.5 * rows["plain"]["flops_per_token"] > 0
+    for row in (rows["plain"], rows["deep"]):
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
+    assert rows["bad"]["failed"].startswith("UserError: attention of layer 0")
+
+
+ARGUMENTS = ["configs/gpt2_paper.py", "--run.name", "a", "--wandb.project", "two words"]
+PLAYED = {
+    "scontrol": '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n" || echo "scontrol $*"',
+    "srun": '[ "$1" = "--cpus-per-task=96" ] && shift && exec "$@"',
+    "torchrun": 'printf "%s\\n" "$@"; [ -z "$CODE" ] || echo "{\\"code\\": $CODE}" > "$RUN/exit.json"; exit 1',
+    "python": f'exec {sys.executable} "$@"',
+}
+
+
+def told(folder: Path, code: str) -> list[str]:
+    """What torchrun and scontrol are told by a script that Slurm has copied elsewhere, as it does. The run ends with ``code``."""
+    for name, line in PLAYED.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    script, run = folder / "slurm_script", folder / "runs/a"
+    script.write_bytes((ROOT / "scripts/train.slurm").read_bytes())
+    run.mkdir(parents=True)
+    (run / "exit.json").write_text('{"code": 75}')  # of the job before
+    variables = {
+        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_JOB_ID": "17",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "RUN": str(run),
+        "CODE": code,
+    }
+    command = ["bash", str(script), *ARGUMENTS, "--run.folder", str(run.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment() | variables, timeout=100)
+    assert done.returncode == 1, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_torchrun_is_told_where_to_meet_and_a_run_that_asks_for_it_is_queued_again(tmp_path: Path) -> None:
+    *arguments, requeue = told(tmp_path, "75")
+    args = get_args_parser().parse_args(arguments)
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_backend) == ("2", "8", "c10d")
+    assert (args.rdzv_id, args.rdzv_endpoint) == ("17", "node3:29500")
+    assert "SIGUSR1" in args.signals_to_handle
+    assert Path(args.training_script) == ROOT / "train.py"
+    own = args.training_script_args
+    assert own[: len(ARGUMENTS)] == ARGUMENTS
+    assert own[-2:] == ["--run.resume", "auto"]
+    assert requeue == "scontrol requeue 17"
+
+
+@pytest.mark.parametrize("code", ["", "2"])
+def test_a_run_that_ends_otherwise_is_not_queued_again(tmp_path: Path, code: str) -> None:
+    """Neither for what the job before has left."""
+    assert told(tmp_path, code)[-1] == "auto"
