@@ -21,7 +21,7 @@ NOISE_COLUMNS = 8
 def delta_errors(
     delta_BHT: Tensor, do_BTHD: Tensor, o_BTHD: Tensor, top_two: Tensor | None, seed: Tensor, n: Numerics
 ) -> Tensor:
-    """e of attention/README.md, [B, H, T] float32.
+    """e of the site ``delta_error`` (numerics.py), [B, H, T] float32.
 
     Args:
         do_BTHD, o_BTHD: float32, rounded as the backward pass reads them.
