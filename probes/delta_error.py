@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention.check.classes import Problem as OutsideProblem
+from attention.check.captured import Inputs
 from attention.check.measures import rows_from_outside
 from attention.external import loaded
 from attention.heads import head_index
@@ -124,7 +124,7 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
         if group.backend == EXTERNAL:
             q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
             with torch.enable_grad():
-                r_BHT = rows_from_outside(loaded(group.numerics), OutsideProblem(q, k, v, do, layer.scale))
+                r_BHT = rows_from_outside(loaded(group.numerics), Inputs(q, k, v, do, layer.scale))
         return torch.cat((r_BHT[..., None], key_BHTD), dim=-1)
 
     both = over_groups(layer, measured)

@@ -22,7 +22,7 @@ with trainer_packages():
     import torch
 
     import files
-    from attention.check.captured import Captured
+    from attention.check.captured import Inputs
     from figures.checkpoints import build, fp16_scale
     from figures.inputs import validation_tokens
     from probes.capture import LayerCapture, capture
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for layer in look(scale):
         q, k, v, do = (x.transpose(1, 2).cpu() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
-        whole = Captured(q, k, v, do, layer.scale, True, {**about, "layer": layer.layer})
+        whole = Inputs(q, k, v, do, layer.scale, about={**about, "layer": layer.layer})
         path = options.out / f"{config.run.name}_step_{loaded.step}_layer_{layer.layer}.zip"
         whole.part(heads=options.heads, length=options.length).save(path)
         print(path)

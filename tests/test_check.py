@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
-from attention.check import Captured, assert_safe, check_attention
+from attention.check import Inputs, assert_safe, check_attention
 from attention.check.__main__ import main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make
@@ -170,7 +170,7 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     """The feature of the file that does nothing to the logits, here because q is 0 there, makes way; and dO is of a usual size."""
     p = make("common_part", Shape(T=128), torch.bfloat16, CPU)
     file = str(tmp_path / "x.zip")
-    Captured(p.q.roll(5, -1), p.k.roll(5, -1), p.v, p.do * 2.0**-20, p.scale).save(file)
+    Inputs(p.q.roll(5, -1), p.k.roll(5, -1), p.v, p.do * 2.0**-20, p.scale).save(file)
     got = make(file, SMALL, torch.bfloat16, CPU)
     assert (got.q[..., -1].unique().item(), got.k[..., -1].unique().item()) == (0, 1)
     assert torch.equal((got.do / got.do.abs().amax()).float(), (p.do / p.do.abs().amax()).float())
@@ -311,7 +311,7 @@ class Model(nn.Module):
         return x_BTC
 
 
-def captured() -> tuple[Captured, tuple[Tensor, ...]]:
+def captured() -> tuple[Inputs, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     model = Model()
     with capture(model, [1], {"step": 7}) as calls:
@@ -319,7 +319,7 @@ def captured() -> tuple[Captured, tuple[Tensor, ...]]:
     return calls[1], model.seen[1]
 
 
-def bits(call: Captured) -> list[Tensor]:
+def bits(call: Inputs) -> list[Tensor]:
     return [call.q, call.k, call.v, call.do]
 
 

@@ -15,7 +15,7 @@ from kernel_tests import INTERPRETED, Runner
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.check.classes import Problem as Inputs
+from attention.check.captured import Inputs
 from attention.check.measures import exact
 from attention.numerics import SITES
 from errors import UserError

@@ -3,7 +3,7 @@
 ``capture`` takes inputs for it from a model of one's own.
 """
 
-from .captured import Captured, capture, load
+from .captured import Inputs, capture, load
 from .report import Case, Report, assert_safe, check_attention
 
-__all__ = ["Captured", "Case", "Report", "assert_safe", "capture", "check_attention", "load"]
+__all__ = ["Case", "Inputs", "Report", "assert_safe", "capture", "check_attention", "load"]

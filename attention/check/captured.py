@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,19 @@ NAMES = ("q", "k", "v", "do")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+class Mask(NamedTuple):
+    """``visible``: bool [B, 1, T, T], what causal attention hides included; ``window``: keys that a query sees, itself among them, or 0."""
+
+    visible: Tensor
+    window: int = 0
+
+
 @dataclass(frozen=True)
-class Captured:
-    """q, dO [B, H, T, D] and k, v [B, G, T, D] of one call, on the CPU in one dtype; ``about``: where they are from, as JSON values."""
+class Inputs:
+    """q, dO [B, H, T, D] and k, v [B, G, T, D] of one call, in one dtype; scale of the logits.
+
+    ``about``: where captured ones are from, as JSON values. Where there is a mask, which captured ones never have, ``causal`` is False.
+    """
 
     q: Tensor
     k: Tensor
@@ -41,12 +51,22 @@ class Captured:
     do: Tensor
     scale: float
     causal: bool = True
+    mask: Mask | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    def visible(self) -> Tensor:
+        """Which keys a query sees, bool [1 or B, 1, T, T]."""
+        if self.mask is not None:
+            return self.mask.visible
+        T = self.q.shape[2]
+        whole = torch.ones(1, 1, T, T, dtype=torch.bool, device=self.q.device)
+        return whole.tril() if self.causal else whole
 
     def part(
         self, *, heads: Sequence[int] | None = None, sequences: int | None = None, length: int | None = None
-    ) -> Captured:
+    ) -> Inputs:
         """Query heads by number, each with the keys it reads; the first sequences; the first queries and, where causal, keys."""
+        self._without_mask()
         H, T = self.q.shape[1], self.q.shape[2]
         chosen = tuple(range(H) if heads is None else heads)
         if not chosen or not set(chosen) <= set(range(H)):
@@ -61,7 +81,8 @@ class Captured:
         return replace(self, q=q, k=k, v=v, do=do, about=about)
 
     def save(self, path: str | Path) -> None:
-        """Raises ``UserError`` where the file cannot be written."""
+        """Raises ``UserError`` where the file cannot be written, or there is a mask."""
+        self._without_mask()
         shapes = {name: list(getattr(self, name).shape) for name in NAMES}
         dtype = str(self.q.dtype).removeprefix("torch.")
         about = {
@@ -79,6 +100,10 @@ class Captured:
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
+    def _without_mask(self) -> None:
+        if self.mask is not None:
+            raise invalid("mask", "a mask", "none, as captured inputs have")
+
     def _planes(self) -> Iterator[tuple[str, bytes]]:
         for name in NAMES:
             x = getattr(self, name).contiguous()
@@ -89,8 +114,8 @@ class Captured:
             yield name, bytes(content)
 
 
-def load(file: str | Path | IO[bytes]) -> Captured:
-    """A file that ``Captured.save`` wrote. Raises ``UserError`` for any other."""
+def load(file: str | Path | IO[bytes]) -> Inputs:
+    """A file that ``Inputs.save`` wrote. Raises ``UserError`` for any other."""
     try:
         with zipfile.ZipFile(file) as archive:
             about = json.loads(archive.read("about.json"))
@@ -99,7 +124,7 @@ def load(file: str | Path | IO[bytes]) -> Captured:
             if (shapes["do"], shapes["k"], shapes["v"]) != (shapes["q"], (B, G, T, D), (B, G, T, D)) or H % G:
                 raise ValueError(f"shapes {shapes}")
             q, k, v, do = (_tensor(archive.read(name), dtype, shapes[name]) for name in NAMES)
-        return Captured(q, k, v, do, float(about["scale"]), bool(about["causal"]), dict(about["about"]))
+        return Inputs(q, k, v, do, float(about["scale"]), bool(about["causal"]), about=dict(about["about"]))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, NotImplementedError) as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise UserError(f"{file}: no file of captured attention ({why})") from None
@@ -113,7 +138,7 @@ def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 @contextlib.contextmanager
 def capture(
     model: nn.Module, layers: Sequence[int], about: Mapping[str, Any] | None = None
-) -> Iterator[dict[int, Captured]]:
+) -> Iterator[dict[int, Inputs]]:
     """Around one forward and backward pass: what attention of these layers read, and dO, by layer, once the block is over.
 
     Args:
@@ -124,8 +149,8 @@ def capture(
     The pass computes what it computes without this; a compiled model runs uncompiled. Raises ``ValueError`` for a layer that made no call,
     got no gradient, or is not plain attention: a mask that is not causal, dropout, a soft-cap, sinks.
     """
-    calls: dict[int, Captured] = {}
-    complete: dict[int, Captured] = {}
+    calls: dict[int, Inputs] = {}
+    complete: dict[int, Inputs] = {}
 
     def attend(seeing: Pass, number: int, run: Any, named: dict[str, Any]) -> Tensor:
         o: Tensor = run()
@@ -134,7 +159,8 @@ def capture(
         dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
         q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in ("query", "key", "value"))
         scale, causal = named["scale"] or q.shape[-1] ** -0.5, _is_causal(number, named)
-        call = calls[number] = Captured(q, k, v, torch.empty(0), scale, causal, {**(about or {}), "layer": number})
+        more = {**(about or {}), "layer": number}
+        call = calls[number] = Inputs(q, k, v, torch.empty(0), scale, causal, about=more)
 
         def output_gradient(do: Tensor) -> None:
             complete[number] = replace(call, do=do.detach().to("cpu", dtype, copy=True))

@@ -14,12 +14,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .captured import Captured, load
+from .captured import Inputs, Mask, load
 
 
 @dataclass(frozen=True)
@@ -32,34 +31,6 @@ class Shape:
 
     def __str__(self) -> str:
         return f"B {self.B} H {self.H} G {self.G} T {self.T} D {self.D}"
-
-
-class Mask(NamedTuple):
-    """``visible``: bool [B, 1, T, T], what causal attention hides included; ``window``: keys that a query sees, itself among them, or 0."""
-
-    visible: Tensor
-    window: int = 0
-
-
-@dataclass(frozen=True)
-class Problem:
-    """q, dO [B, H, T, D], k, v [B, G, T, D]; scale of the logits. Where there is a mask, ``causal`` is False."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    scale: float
-    causal: bool = True
-    mask: Mask | None = None
-
-    def visible(self) -> Tensor:
-        """Which keys a query sees, bool [1 or B, 1, T, T]."""
-        if self.mask is not None:
-            return self.mask.visible
-        T = self.q.shape[2]
-        whole = torch.ones(1, 1, T, T, dtype=torch.bool, device=self.q.device)
-        return whole.tril() if self.causal else whole
 
 
 @dataclass(frozen=True)
@@ -170,7 +141,7 @@ CLASSES: dict[str, InputClass] = {
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
 
-def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
     if is_captured(name):
         return _problem_of(captured(name), dtype, device)
@@ -199,12 +170,12 @@ def is_captured(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def captured(name: str) -> Captured:
+def captured(name: str) -> Inputs:
     """Of a class or a file. Raises ``UserError`` for any other file."""
     return load(Path(__file__).with_name("inputs") / CLASSES[name].file if name in CLASSES else name)
 
 
-def _problem_of(x: Captured, dtype: torch.dtype, device: torch.device) -> Problem:
+def _problem_of(x: Inputs, dtype: torch.dtype, device: torch.device) -> Inputs:
     q, k, v, do = (t.float() for t in (x.q, x.k, x.v, x.do))
     n, D = q.shape[1] // k.shape[1], q.shape[-1]
     size = q.square().mean((0, 2)).unflatten(0, (-1, n)).mean(1) * k.square().mean((0, 2))
@@ -229,12 +200,12 @@ def _problem(
     mask: Mask | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Problem:
+) -> Inputs:
     q, k = q.clone(), k.clone()
     q[..., -1], k[..., -1] = 0.0, 1.0
     do = _to_four_bits(do)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
-    return Problem(q, k, v, do, scale, causal, mask)
+    return Inputs(q, k, v, do, scale, causal, mask)
 
 
 def _to_four_bits(x: Tensor) -> Tensor:
@@ -242,7 +213,7 @@ def _to_four_bits(x: Tensor) -> Tensor:
     return torch.ldexp((mantissa * 16).round() / 16, exponent)
 
 
-def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Rows that give all weight to their own key by a margin of ``logit``: O = V in exact arithmetic. No causal mask is needed."""
     T = min(shape.T, shape.D - 1)
     generator = torch.Generator().manual_seed(99)
@@ -254,4 +225,4 @@ def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device
     v = torch.randn(shape.B, shape.G, T, shape.D, generator=generator)
     do = torch.randn(shape.B, shape.H, T, shape.D, generator=generator)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
-    return Problem(q, k, v, do, 1 / math.sqrt(shape.D))
+    return Inputs(q, k, v, do, 1 / math.sqrt(shape.D))

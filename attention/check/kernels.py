@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 from ..functional import scaled_dot_product_attention as ours
 from ..presets import ALIASES, PRESETS
 from ..user_error import UserError, invalid
-from .classes import Mask
+from .captured import Mask
 
 Call = Callable[..., Tensor]
 """Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .classes import Mask, Problem, Shape, make, one_hot
+from .captured import Inputs, Mask
+from .classes import Shape, make, one_hot
 from .kernels import Call
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -21,7 +22,7 @@ ONE_HOT_LOGITS = (1e4, 4.6e4, 1e5, 1e6, 2.0**21)
 Results = tuple[Tensor, ...]
 
 
-def run(call: Call, p: Problem, do: Tensor | None = None) -> Results:
+def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     """O, dQ, dK, dV of a kernel."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
     o = call(q, k, v, p.causal, p.scale, **({} if p.mask is None else {"mask": p.mask}))
@@ -46,7 +47,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mas
     return (_masked(s, causal, mask).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
 
 
-def exact(p: Problem) -> tuple[Results, Results, Tensor]:
+def exact(p: Inputs) -> tuple[Results, Results, Tensor]:
     """In FP64 from the same inputs: O, dQ, dK, dV; the size each would have if nothing cancelled; that of a row of dS [B, H, T].
 
     The size is the natural unit of rounding errors, as dS = P (dP - delta) cancels.
@@ -117,7 +118,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}  # fmt: skip
 
 
-def row_sums(call: Call, p: Problem, dq: Tensor, row_size: Tensor) -> dict[str, float]:
+def row_sums(call: Call, p: Inputs, dq: Tensor, row_size: Tensor) -> dict[str, float]:
     """``rows_raw``, ``rows``, ``rows_mean``, ``rows_mean_se`` of ``accuracy``, from the last column of dQ [B, H, T, D]."""
     mean = _last_column(call, p, dq)
     unit = row_size.square().mean().sqrt()
@@ -130,13 +131,13 @@ def row_sums(call: Call, p: Problem, dq: Tensor, row_size: Tensor) -> dict[str, 
     }
 
 
-def _last_column(call: Call, p: Problem, dq: Tensor) -> Tensor:
+def _last_column(call: Call, p: Inputs, dq: Tensor) -> Tensor:
     """The last column of dQ [B, H, T, D], averaged over ``FACTORS``, in FP64: the rounding of dS drops out."""
     columns = [dq[..., -1].double(), *(run(call, p, p.do * c)[1][..., -1].double() / c for c in FACTORS[1:])]
     return torch.stack(columns).mean(0)
 
 
-def rows_from_outside(call: Call, p: Problem) -> Tensor:
+def rows_from_outside(call: Call, p: Inputs) -> Tensor:
     """r = rowsum(dS), [B, H, T] float32, of any kernel on any operands, less what the rounding of dS leaves in it.
 
     The feature that S has least of becomes 1 in K and 0 in Q, and dQ is scale * r there: S is what the other features make. One call
@@ -174,7 +175,7 @@ def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.devic
     return {"first_row": first, **leaks(call, p)}
 
 
-def leaks(call: Call, p: Problem) -> dict[str, float]:
+def leaks(call: Call, p: Inputs) -> dict[str, float]:
     """What passes a mask's edges where half of the rows have a dO, either half; 0 to the bit for a right kernel.
 
     ``hidden``: largest dK, dV of keys that none of these rows sees; ``idle``: largest dQ of the other rows.

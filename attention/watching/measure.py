@@ -252,13 +252,13 @@ def _row_sums(call: Call) -> Tensor | None:
     """rowsum(dS) [B, H, T] as the kernel leaves it; None where that is not known."""
     if call.kernel is None or call.do_BHTD is None:
         return None
-    from ..check.classes import Problem  # its package captures inputs by what is here
+    from ..check.captured import Inputs  # its package captures inputs by what is here
     from ..check.measures import rows_from_outside
 
-    problem = Problem(call.q_BHTD, call.k_BHSD, call.v_BHSD, call.do_BHTD, call.scale, call.causal)
+    inputs = Inputs(call.q_BHTD, call.k_BHSD, call.v_BHSD, call.do_BHTD, call.scale, call.causal)
     try:
         with torch.enable_grad(), torch.autocast(call.q_BHTD.device.type, enabled=False):
-            return rows_from_outside(call.kernel, problem)
+            return rows_from_outside(call.kernel, inputs)
     except (RuntimeError, ValueError):  # it takes no call of a few sequences, or has no backward pass
         return None
 
