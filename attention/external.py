@@ -6,22 +6,16 @@ Legend: B batch, H heads, T sequence, D head dim.
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import math
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .check.kernels import KNOWN, Call, find
+from .check.kernels import Call, find
 from .mask import NO_MASK, Mask
 from .presets import PRESETS, unaliased
 from .user_error import UserError, invalid, one_line
 
-MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn", "te": "transformer_engine"}
-"""Of public kernels whose names are not those of their modules."""
 FAR = 0.5
 """Of O's error over its size: an O of one mantissa bit has 0.1, another scale, mask or layout about 1."""
 
@@ -56,17 +50,6 @@ def run(
     with torch.autocast(q_BTHD.device.type, enabled=False):  # its backward pass runs outside, too
         o = loaded(kernel)(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2), causal, scale)
     return o.transpose(1, 2)
-
-
-def identity(kernel: str) -> str:
-    """Which code a kernel is: the packages that it comes in, with versions; of a user's also the start of its file's SHA-256."""
-    loaded(kernel)
-    name = kernel.partition(":")[0]
-    module = MODULES.get(name, name)
-    packages = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
-    told = [f"{package} {importlib.metadata.version(package)}" for package in sorted(set(packages))]
-    file = None if kernel in KNOWN else sys.modules[module].__file__
-    return ", ".join([*told, *([f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"] if file else [])])
 
 
 def check(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import attention
 import files
-from attention import external
+from attention.check.kernels import identity
 from attention.plan import LayerPlan, describe
 from attention.presets import EXTERNAL
 from attention.watching.growth import GrowthAlarm
@@ -307,7 +307,7 @@ def open_folder(
     made_with = record.environment(dist.device, dist.world_size)
     groups = [group for plan in plans for group in plan.groups]
     if kernels := sorted({group.numerics for group in groups if group.backend == EXTERNAL}):
-        made_with["kernels"] = {name: external.identity(name) for name in kernels}
+        made_with["kernels"] = {name: identity(name) for name in kernels}
     if config.run.init_from and loaded is None and dist.is_main:
         source = gpt2_weights.weights_file(Path(config.run.init_from)) if start is None else start.path / MODEL_FILE
         made_with["init_sha256"] = files.sha256_file(source)

@@ -4,6 +4,7 @@
 """
 
 from .captured import Inputs, capture, load
+from .classes import Shape, make
 from .report import Case, Report, assert_safe, check_attention
 
-__all__ = ["Case", "Inputs", "Report", "assert_safe", "capture", "check_attention", "load"]
+__all__ = ["Case", "Inputs", "Report", "Shape", "assert_safe", "capture", "check_attention", "load", "make"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from dataclasses import fields
+from pathlib import Path
+
+import torch
 
 from ..presets import PRESETS
 from ..user_error import UserError
 from . import judge
 from .classes import CLASSES, Shape
 from .kernels import KNOWN
-from .report import DTYPES, Report, check_attention, reasons
+from .report import DTYPES, Report, check_attention, csv_of, reasons, side_by_side, table
 
 EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED: 3}
 
@@ -24,12 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
         f"(q, k, v, causal, scale), on [batch, heads, length, head dim]; or one of {', '.join(KNOWN)}; or a preset: {', '.join(PRESETS)}. "
         "Exit codes: 0 safe, 1 at risk or wrong, 2 usage, 3 unverified.",
     )
-    parser.add_argument("kernel", metavar="KERNEL")
-    parser.add_argument("--against", metavar="KERNEL", help="a second kernel, side by side")
+    parser.add_argument("kernels", metavar="KERNEL", nargs="*", help="of several, the exit code is that of the worst")
+    parser.add_argument("--against", metavar="KERNEL", help="show it beside KERNEL; it has no say in the exit code")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, metavar="N", help=_SIZES[field.name])
+    for name, what in _SIZES.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", action="append", help=f"{what}; may be repeated")
     parser.add_argument(
         "--class", dest="classes", action="append", default=[], choices=reasons(), help="only this; may be repeated"
     )
@@ -41,30 +44,42 @@ def main(arguments: list[str] | None = None) -> int:
         help="only this file that capture() wrote, or captured: those of a failing run that are packaged; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
-    parser.add_argument("--json", metavar="FILE", help="write the report there, - for the standard output")
-    parser.add_argument("--markdown", action="store_true", help="print a table for a page")
-    parser.add_argument("--reasons", action="store_true", help="say why each class is there")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the report there, of several a list; -: only this is printed"
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write a row a kernel, head dim and class there")
+    parser.add_argument("--markdown", action="store_true", help="print only a table, a row a kernel")
+    parser.add_argument("--reasons", action="store_true", help="only say why each class is there")
     options = parser.parse_args(arguments)
     if options.reasons:
         print("\n".join(f"{name}: {why}" for name, why in reasons().items()))
-    reports = [_report(name, options) for name in (options.kernel, options.against) if name]
-    if options.json:
-        text = (
-            "[" + ",\n".join(report.json() for report in reports) + "]\n"
-            if options.against
-            else reports[0].json() + "\n"
-        )
-        if options.json == "-":
-            print(text, end="")
-        else:
+        return 0
+    if not options.kernels:
+        raise UserError("KERNEL: expected one or more; --help says which")
+    if options.against and len(options.kernels) > 1:
+        raise UserError(f"--against {options.against}: expected one KERNEL, not {len(options.kernels)}")
+    shapes = _shapes(options)
+    tested = [_report(name, shape, options) for shape in shapes for name in options.kernels]
+    against = [_report(options.against, shape, options) for shape in shapes if options.against]
+    reports = [*tested, *against]
+    documents = ",\n".join(report.json() for report in reports)
+    documents = f"{documents}\n" if len(reports) == 1 else f"[{documents}]\n"
+    for option, name, content in (("--json", options.json, documents), ("--csv", options.csv, csv_of(reports))):
+        if name and name != "-":
             try:
-                with open(options.json, "w") as file:
-                    file.write(text)
+                Path(name).write_text(content)
             except OSError as error:
-                raise UserError(f"--json {options.json}: cannot be written ({error.strerror})") from None
-    if options.json != "-":
-        print("\n\n".join(report.markdown() if options.markdown else report.text() for report in reports))
-    return EXIT_CODES[reports[0].verdict]
+                raise UserError(f"{option} {name}: cannot be written ({error.strerror})") from None
+    if options.json == "-":
+        print(documents, end="")
+    else:
+        texts = [] if options.markdown else [report.text() for report in reports]
+        if against and not options.markdown:
+            texts += map(side_by_side, tested, against)
+        elif options.markdown or len(reports) > 1:
+            texts.append(table(reports))
+        print("\n\n".join(texts))
+    return EXIT_CODES[judge.worst(report.verdict for report in tested)]
 
 
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
@@ -80,17 +95,24 @@ QUICK = (
 )
 
 
-def _report(name: str, options: argparse.Namespace) -> Report:
-    sizes = {
-        field.name: getattr(options, field.name) for field in fields(Shape) if getattr(options, field.name) is not None
-    }
-    import torch
-
+def _shapes(options: argparse.Namespace) -> list[Shape]:
+    """One for each combination of the sizes that were given."""
     cuda = options.device == "cuda" or (options.device is None and torch.cuda.is_available())
     usual = (1024 if cuda else 256) // (2 if options.quick else 1)
-    shape = Shape(**({"T": usual} | sizes | ({} if "G" in sizes else {"G": sizes.get("H", Shape.G)})))
-    if shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
-        raise UserError(f"{shape}: expected B at least 1, G at least 2, H a multiple of G, D at least 8, T at least 32")
+    given = {name: getattr(options, name) or [None] for name in _SIZES}
+    shapes = []
+    for sizes in itertools.product(*given.values()):
+        chosen = {name: size for name, size in zip(given, sizes, strict=True) if size is not None}
+        shape = Shape(**({"T": usual, "G": chosen.get("H", Shape.G)} | chosen))
+        if shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
+            raise UserError(
+                f"{shape}: expected B at least 1, G at least 2, H a multiple of G, D at least 8, T at least 32"
+            )
+        shapes.append(shape)
+    return shapes
+
+
+def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     packaged = [name for name, c in CLASSES.items() if c.file]
     inputs = [name for given in options.inputs for name in (packaged if given == "captured" else [given])]
     if wrong := [name for name in inputs if name not in packaged and not name.endswith(".zip")]:
@@ -103,7 +125,7 @@ def _report(name: str, options: argparse.Namespace) -> Report:
         dtype=options.dtype,
         shape=shape,
         classes=classes,
-        progress=lambda case: print(f"{name}: {case}", file=sys.stderr) if shown else None,
+        progress=lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr) if shown else None,
     )
 
 

@@ -141,7 +141,7 @@ CLASSES: dict[str, InputClass] = {
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
 
-def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Inputs:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
     if is_captured(name):
         return _problem_of(captured(name), dtype, device)
@@ -175,7 +175,7 @@ def captured(name: str) -> Inputs:
     return load(Path(__file__).with_name("inputs") / CLASSES[name].file if name in CLASSES else name)
 
 
-def _problem_of(x: Inputs, dtype: torch.dtype, device: torch.device) -> Inputs:
+def _problem_of(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inputs:
     q, k, v, do = (t.float() for t in (x.q, x.k, x.v, x.do))
     n, D = q.shape[1] // k.shape[1], q.shape[-1]
     size = q.square().mean((0, 2)).unflatten(0, (-1, n)).mean(1) * k.square().mean((0, 2))
@@ -199,7 +199,7 @@ def _problem(
     causal: bool,
     mask: Mask | None,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str,
 ) -> Inputs:
     q, k = q.clone(), k.clone()
     q[..., -1], k[..., -1] = 0.0, 1.0

@@ -8,6 +8,7 @@ kernels ``rows``, at its largest, is 9.7e-4 or less or 5.5e-3 or more on a CPU; 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 SAFE, AT_RISK, WRONG, UNVERIFIED = "safe", "at risk", "wrong", "unverified"
@@ -32,7 +33,7 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
     """Verdict and its reason, "" where it is safe, of the measures of one class."""
     if name == "one_hot":
         if not found["off"] < SIZE_WRONG:
-            return WRONG, f"O of a one-hot row is not V, by {found['off']:.1e}"
+            return WRONG, f"one-hot: O is off from V by {found['off']:.1e}"
         below = found["limit"] < FMA_LIMIT
         return (
             (AT_RISK, f"exponent: one-hot rows have O = V to logits of {found['limit']:g} only")
@@ -45,17 +46,17 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
     if name == "mask_edges":
         return SAFE, ""
     if name == "last_key":
-        return (WRONG, "the last key of an odd length is lost") if not found["missed"] < SIZE_WRONG else (SAFE, "")
+        return (WRONG, "last key: it is lost in an odd length") if not found["missed"] < SIZE_WRONG else (SAFE, "")
     if name == "not_a_number":
         return (
-            (AT_RISK, f"{found['spread']:.0f} numbers not finite where none depends on the NaN")
+            (AT_RISK, f"NaN: {found['spread']:.0f} numbers are not finite where none depends on it")
             if found["spread"]
             else (SAFE, "")
         )
     if name == "repeatability":
         for what, where in (("alone", "alone"), ("strides", "in other strides"), ("expanded", "with a dO of stride 0")):
             if not found[f"{what}_off"] < SIZE_WRONG:
-                return WRONG, f"{where} a sequence has other results, by {found[f'{what}_off']:.1e}"
+                return WRONG, f"{where}: a sequence has other results, by {found[f'{what}_off']:.1e}"
         return (AT_RISK, "not deterministic: a run cannot be replayed") if not found["deterministic"] else (SAFE, "")
     return _accuracy(found, WELL_CONDITIONED if name in EASY else math.inf)
 
@@ -63,16 +64,16 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
 def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     endless = [x for x in ("o", "dq", "dk", "dv") if math.isinf(found[f"error_{x}"])]
     if endless:
-        return WRONG, f"{', '.join(endless)}: not finite"
+        return WRONG, f"not finite: {', '.join(endless)}"
     if found["ratio_o"] > RATIO_AT_RISK and found["error_o"] < 2 * found["eager_o"]:
         return AT_RISK, f"scores: O is off by {found['error_o']:.1e}, as where S is rounded to 16 bits"
     beyond = [x for x in ("o", "dq", "dk", "dv") if found[f"size_{x}"] > SIZE_WRONG]
     if beyond:
-        return WRONG, ", ".join(f"{x} off by {found[f'size_{x}']:.1e} of its size" for x in beyond)
+        return WRONG, "errors: " + ", ".join(f"{x} is off by {found[f'size_{x}']:.1e} of its size" for x in beyond)
     far = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > largest]
     if far:
-        return WRONG, ", ".join(f"{x}: {found[f'ratio_{x}']:.0f} x the error of plain attention" for x in far)
-    if found["rows"] > SIZE_WRONG:
+        return WRONG, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.0f} x plain's" for x in far)
+    if not found["rows"] <= SIZE_WRONG:  # NaN where a multiple of dO overflows and dO does not
         return WRONG, f"delta or P: rows of dS sum to {found['rows']:.1e} of their size"
     if found["rows"] > ROWS_AT_RISK:
         side = f"; rounded to one side: O is off by {found['bias_o']:.1f} x 2^-9 in the mean"
@@ -83,9 +84,18 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
         )
     coarse = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if coarse:
-        return AT_RISK, ", ".join(f"{x}: {found[f'ratio_{x}']:.1f} x the error of plain attention" for x in coarse)
+        return AT_RISK, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.1f} x plain's" for x in coarse)
     return SAFE, ""
 
 
-def worst(verdicts: list[str]) -> str:
+def worst(verdicts: Iterable[str]) -> str:
     return max(verdicts, key=ORDER.index)
+
+
+CURES = {
+    "delta or P": "delta = rowsum(dO * O) needs the O of before its rounding to 16 bits, or make it rowsum(P * dP); "
+    "and the backward pass needs the P that O was made of",
+    "exponent": "exp2(s c - m c) as one FMA rounds m c and not s c: subtract first",
+    "scores": "keep S in FP32 up to the softmax",
+}
+"""Of what a reason begins with, where we know one (docs/results.md)."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import importlib.metadata
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +57,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     gives o, or a tuple that begins with o. Raises ``UserError`` for a name that is none of these.
     """
     if callable(kernel):
-        return _users(getattr(kernel, "__qualname__", repr(kernel)), kernel)
+        name = getattr(kernel, "__qualname__", repr(kernel))
+        return _users(name if "<" in name else f"{kernel.__module__}:{name}", kernel)
     if kernel in PRESETS or kernel in ALIASES:
 
         def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
@@ -206,11 +210,17 @@ KNOWN: dict[str, Callable[[], Call]] = {
 }
 """Public kernels. What is not installed is unverified."""
 
-PACKAGES = {
-    "fa2": "flash-attn",
-    "fa3": "flash-attn-3",
-    "fa4": "flash-attn-4",
-    "xformers": "xformers",
-    "te": "transformer-engine",
-}
-"""Where they are from, by what stands before the colon; those of torch have torch's version."""
+MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn", "te": "transformer_engine"}
+"""Of public kernels whose names are not those of their modules."""
+
+
+def identity(kernel: str) -> str:
+    """Which code a kernel is: the packages that it comes in, with versions; of a user's also the start of its file's SHA-256."""
+    preset = kernel in PRESETS or kernel in ALIASES
+    name = __package__.partition(".")[0] if preset else kernel.partition(":")[0]
+    module = MODULES.get(name, name)
+    packages = importlib.metadata.packages_distributions()
+    found = {package for top in (module.partition(".")[0], *["triton"] * preset) for package in packages.get(top, [])}
+    told = [f"{package} {importlib.metadata.version(package)}" for package in sorted(found)]
+    file = None if kernel in KNOWN or preset else getattr(sys.modules.get(module), "__file__", None)
+    return ", ".join([*told, *([f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"] if file else [])])

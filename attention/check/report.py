@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import io
 import json
 import math
 import platform
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from ..presets import PRESETS
 from ..user_error import invalid
+from ..watching.log import strict
 from . import judge, measures
 from .classes import CLASSES, Shape, captured, shape_of
-from .kernels import PACKAGES, Kernel, find
+from .kernels import Kernel, find, identity
 
-SCHEMA = 2
+SCHEMA = 3
+"""Of the JSON report: raised where a field changes its name, place or meaning."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
 LIMITS = (
@@ -34,7 +36,7 @@ class Case:
     """One class of inputs in one shape; ``reason`` says what was seen, or why nothing could be."""
 
     name: str
-    shape: str
+    shape: Shape
     verdict: str
     reason: str
     measures: dict[str, float]
@@ -42,56 +44,118 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """``verdict``: the worst of its cases, see ``judge.ORDER``."""
+    """``verdict``: the worst of its cases, see ``judge.ORDER``. ``shape`` is what was asked for; a class may have another."""
 
     kernel: str
+    device: str
     dtype: str
+    shape: Shape
     environment: dict[str, str]
     cases: tuple[Case, ...]
-    not_tried: tuple[str, ...] = ()
-    """Classes with a mask, where the kernel has no argument for one."""
+    not_tried: dict[str, str]
+    """Classes that say nothing of this kernel in this dtype, and why."""
 
     @property
     def verdict(self) -> str:
-        return judge.worst([case.verdict for case in self.cases])
+        return judge.worst([case.verdict for case in self.cases] or [judge.UNVERIFIED])
+
+    @property
+    def found(self) -> dict[str, list[str]]:
+        """What was found, as a reason begins, and in which classes; empty where all are safe."""
+        found: dict[str, list[str]] = {}
+        for case in self.cases:
+            if case.reason:
+                found.setdefault(case.reason.partition(": ")[0], []).append(case.name)
+        return found
 
     def json(self) -> str:
-        """One document with ``schema``, the version of its form."""
+        """One document with ``schema``, the version of its form; numbers that are not finite are strings."""
         content = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
-        return json.dumps(content, indent=1, allow_nan=True)
-
-    def markdown(self) -> str:
-        """A table, a row a case."""
-        head = [
-            "| class | verdict | rows of dS | dQ / plain | O / plain | why |",
-            "| --- | --- | ---: | ---: | ---: | --- |",
-        ]
-        return "\n".join([f"**{self.kernel}**, {self.dtype}: {self.verdict}", "", *head, *map(_row, self.cases)])
+        return json.dumps(strict(content), indent=1, allow_nan=False)
 
     def text(self) -> str:
         """Lines for a terminal."""
-        width = max(len(case.name) for case in self.cases)
+        width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
         lines = [f"{self.kernel}, {self.dtype}, {', '.join(self.environment.values())}"]
         reasons = {case.reason for case in self.cases}
         if self.verdict == judge.UNVERIFIED and len(reasons) == 1:
             return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {reasons.pop()}"])
-        for case in self.cases:
-            ratio = case.measures.get("ratio_dq", math.inf)
-            numbers = f"rows {case.measures['rows']:.1e}  dq x {ratio:.1f}" if "rows" in case.measures else ""
-            lines.append(f"  {case.name:{width}}  {case.verdict:10}  {numbers:24}  {case.reason}".rstrip())
+        lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
+        lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
+        found = "; ".join(f"{site} in {', '.join(names)}" for site, names in self.found.items())
         tried = sum(case.name in KNOWN_CLASSES for case in self.cases)
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried)" if tried < len(KNOWN_CLASSES) else ""
-        inputs = f"Inputs: low_precision_attention.check.classes.make(CLASS, Shape(...), dtype, device); here {self.cases[0].shape}."
-        if self.not_tried:
-            lines.append(f"  not tried, as it has no argument attn_mask: {', '.join(self.not_tried)}")
-        return "\n".join([*lines, f"verdict: {self.verdict}{among}", inputs, LIMITS])
+        lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{found}")
+        lines += [f"{site}: {judge.CURES[site]}" for site in self.found if site in judge.CURES]
+        if self.verdict != judge.SAFE and self.cases:
+            lines += self._again()
+        return "\n".join([*lines, LIMITS])
+
+    def _again(self) -> list[str]:
+        """How to see its worst case again, and its tensors."""
+        case = max(self.cases, key=lambda case: (judge.ORDER.index(case.verdict), case.measures.get("rows", 0)))
+        option = "--inputs" if case.name.endswith(".zip") else "--class"
+        sizes = " ".join(f"--{name} {size}" for name, size in asdict(self.shape).items())
+        command = f"python -m {__package__} {self.kernel} {option} {case.name} --device {self.device} --dtype {self.dtype} {sizes}"
+        inputs = f'{__package__}.make("{case.name}", {self.shape!r}, {DTYPES[self.dtype]}, "{self.device}")'
+        how = f"its q, k, v, do: {inputs}; the last column of dQ is scale * rowsum(dS)"
+        if case.name in measures.OWN:
+            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}"
+        return [f"again: {command}", how]
 
 
-def _row(case: Case) -> str:
-    numbers = [
-        f"{case.measures[name]:.2g}" if name in case.measures else "" for name in ("rows", "ratio_dq", "ratio_o")
+def _seen(case: Case) -> str:
+    numbers = ""
+    if "rows" in case.measures:
+        numbers = f"rows {case.measures['rows']:.1e}  dq x {case.measures.get('ratio_dq', math.inf):.1f}"
+    return f"{case.verdict:10}  {numbers:24}"
+
+
+def side_by_side(a: Report, b: Report) -> str:
+    """Two kernels, a line a class."""
+    others = {case.name: case for case in b.cases}
+    both = [(case, others.get(case.name)) for case in a.cases]
+    lines = [f"  {case.name:20}  {_seen(case)}  {_seen(other) if other else ''}".rstrip() for case, other in both]
+    return "\n".join([f"  {'':20}  {a.kernel:36}  {b.kernel}", *lines])
+
+
+def table(reports: Sequence[Report]) -> str:
+    """Markdown, a row a kernel and shape."""
+    lines = [
+        "| kernel | head dim | verdict | rows of dS | dQ / plain | one-hot rows right to | same bits |",
+        "| --- | ---: | --- | ---: | ---: | ---: | --- |",
     ]
-    return "| " + " | ".join([case.name, case.verdict, *numbers, case.reason]) + " |"
+    for report in reports:
+        measured: dict[str, list[float]] = {}
+        for case in report.cases:
+            for name, value in case.measures.items():
+                measured.setdefault(name, []).append(value)
+        shown = [
+            f"{max(measured[name]):{form}}" if name in measured else ""
+            for name, form in (("rows", ".1e"), ("ratio_dq", ".1f"), ("limit", ",.0f"))
+        ]
+        bits = "".join("yes" if same else "no" for same in measured.get("deterministic", []))
+        verdict = ": ".join([report.verdict, *[", ".join(report.found)] * bool(report.found)])
+        lines.append(f"| `{report.kernel}` | {report.shape.D} | {verdict} | {' | '.join(shown)} | {bits} |")
+    return "\n".join(lines)
+
+
+COLUMNS = (
+    *("ratio_o", "ratio_dq", "ratio_dk", "ratio_dv", "error_dq", "rows", "rows_raw", "rows_mean", "rows_mean_se"),
+    *("coherence", "bias_o", "bias_o_se", "limit", "deterministic"),
+)
+
+
+def csv_of(reports: Sequence[Report]) -> str:
+    """A row a kernel, shape and class."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["kernel", "head_dim", "class", "verdict", *COLUMNS, "reason"])
+    for report in reports:
+        for case in report.cases:
+            numbers = [f"{case.measures[name]:.3g}" if name in case.measures else "" for name in COLUMNS]
+            writer.writerow([report.kernel, report.shape.D, case.name, case.verdict, *numbers, case.reason])
+    return text.getvalue()
 
 
 def check_attention(
@@ -128,46 +192,47 @@ def check_attention(
         raise invalid("device", device, "cpu, or cuda where torch finds a GPU")
     there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = shape or Shape(T=1024 if there.type == "cuda" else 256)
-    cases = []
-    masked = tuple(name for name, c in CLASSES.items() if c.mask and not classes and not found.masks)
-    for name in classes or (name for name in KNOWN_CLASSES if name not in masked):
+    cases, not_tried = [], {}
+    for name in classes or KNOWN_CLASSES:
         progress(name)
-        cases.append(_case(found, name, asked, DTYPES[dtype], there))
-    return Report(found.name, dtype, environment(there) | package_of(found.name), tuple(cases), masked)
+        if not classes and name in CLASSES and CLASSES[name].mask and not found.masks:
+            not_tried[name] = "it has no argument attn_mask"
+            continue
+        try:
+            cases.append(_case(found, name, asked, DTYPES[dtype], there))
+        except measures.OutOfRangeError as error:
+            not_tried[name] = str(error)
+    seen = environment(there) | {"kernel": identity(kernel) if isinstance(kernel, str) else found.name}
+    return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried)
 
 
 def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     used = shape if name in measures.OWN else shape_of(name, shape)
     if kernel.call is None:
-        return Case(name, str(used), judge.UNVERIFIED, kernel.missing, {})
+        return Case(name, used, judge.UNVERIFIED, kernel.missing, {})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells each kernel that it did not take
             measure = measures.OWN[name][1] if name in measures.OWN else functools.partial(measures.accuracy, name=name)
             found = measure(kernel.call, shape=shape, dtype=dtype, device=device)
+    except measures.OutOfRangeError:
+        raise
     except Exception as error:  # whatever a foreign kernel raises: it could not be looked at
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        return Case(name, str(used), judge.UNVERIFIED, reason, {})
-    return Case(name, str(used), *judge.judge(name, found), found)
+        return Case(name, used, judge.UNVERIFIED, reason, {})
+    return Case(name, used, *judge.judge(name, found), found)
 
 
 def environment(device: torch.device) -> dict[str, str]:
     """What a report depends on beside the kernel."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     return {
         "device": f"{device.type} {name}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
     }
-
-
-def package_of(kernel: str) -> dict[str, str]:
-    """The version of the package that a public kernel is from."""
-    package = PACKAGES.get(kernel.partition(":")[0], "triton" if kernel in PRESETS else "")
-    try:
-        return {package: f"{package} {version(package)}"} if package else {}
-    except PackageNotFoundError:
-        return {}
 
 
 def assert_safe(kernel: str | Callable[..., Any], *, unverified: bool = False, **options: Any) -> None:

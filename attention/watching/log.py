@@ -97,7 +97,7 @@ def strict(value: Any) -> Any:
     """JSON has no NaN: numbers that are not finite become strings."""
     if isinstance(value, dict):
         return {name: strict(one) for name, one in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [strict(one) for one in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
