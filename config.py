@@ -86,7 +86,7 @@ def load(arguments: list[str]) -> TrainConfig:
         raise UserError(f"usage: {usage}; --help lists the fields")
     config = _exported(files[0], "config", TrainConfig, "config file")
     if len(files) == 2:
-        # What computes flash attention belongs to the recipe: an ablation changes roundings, on whatever machine.
+        # The recipe chooses the flash backend: an ablation changes roundings, on any machine.
         attention = _exported(files[1], "attention", AttentionConfig, "ablation file")
         attention = dataclasses.replace(attention, flash_backend=config.attention.flash_backend)
         config = dataclasses.replace(config, attention=attention)
@@ -118,7 +118,7 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
 
 
 def _by_option(error: UserError, arguments: list[str]) -> UserError:
-    """The error of an attention that was typed, by the option: an ``AttentionSpec`` does not know whether it is the default or a rule's."""
+    """The error of a typed attention, with its option: an ``AttentionSpec`` does not know whether it is the default or a rule's."""
     field = str(error).split(" ")[1] if str(error).startswith("attention ") else ""
     typed = {
         argument.partition("=")[0][2:].replace("-", "_") for argument in arguments if argument.startswith("--attention")

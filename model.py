@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) with the parameter names of nanoGPT; off by default, what a Llama changes in it and stabilizers.
+"""GPT-2 (Radford et al. 2019) with the parameter names of nanoGPT. Off by default: what a Llama changes in it, and stabilizers.
 
 How attention is computed and rounded is not decided here: each layer hands q, k, v and its plan to ``attention.run``.
 
@@ -53,12 +53,12 @@ class ModelConfig:
     bias: bool = False
     """Biases in linear layers and layer norms, as OpenAI's GPT-2 has them."""
     position: Position = "learned"
-    """learned: an embedding of positions; rotary: q and k turned by their position (Su et al. 2021), features d and d + D / 2 a pair, as
+    """learned: an embedding of positions; rotary: q and k rotated by their position (Su et al. 2021), features d and d + D / 2 a pair, as
     in Llama; none: neither."""
     rotary_base: float = 10_000.0
-    """Pair d turns by rotary_base^(-2 d / D) radians a position."""
+    """Pair d rotates by rotary_base^(-2 d / D) radians a position."""
     rotary_table: RotaryTable = "fp32"
-    """Format of the rotation's cosines and sines; bf16: as in a Hugging Face Llama in BF16. q and k are turned in FP32, rounded once."""
+    """Format of the rotation's cosines and sines; bf16: as in a Hugging Face Llama in BF16. q and k are rotated in FP32, rounded once."""
     norm: Norm = "layer"
     """layer: LayerNorm; rms: RMSNorm (Zhang & Sennrich 2019), without biases. Both in FP32, eps 1e-5."""
     activation: Activation = "gelu"
@@ -130,7 +130,7 @@ class ModelConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What attention must be able to do besides (``attention.numerics.FEATURES``)."""
+        """What attention must be able to do, of ``attention.numerics.FEATURES``."""
         return ("grouped",) if self.kv_heads < self.n_head else ()
 
 
@@ -140,7 +140,7 @@ def make_norm(config: ModelConfig, width: int, bias: bool) -> nn.Module:
 
 
 class Rotary(nn.Module):
-    """Turns the pair of features (d, d + D / 2) of position t by t * base^(-2 d / D), in FP32 (arXiv 2104.09864)."""
+    """Rotates the pair of features (d, d + D / 2) of position t by t * base^(-2 d / D), in FP32 (arXiv 2104.09864)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -154,7 +154,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle_T1E.sin().to(table).float(), persistent=False)
 
     def forward(self, x_BTHD: Tensor, inverse: bool = False) -> Tensor:
-        """x [B, T, H, D] turned, or turned back, in its dtype."""
+        """x [B, T, H, D] rotated, or rotated back, in its dtype."""
         T = x_BTHD.shape[1]
         cos, sin = self.cos[:T], -self.sin[:T] if inverse else self.sin[:T]
         a, b = x_BTHD.chunk(2, dim=-1)  # products with the table are in FP32, its dtype
@@ -191,7 +191,7 @@ class CausalSelfAttention(nn.Module):
         fused_BTFD = self.c_attn(x_BTC).view(B, T, sum(self.heads), C // self.heads[0])
         q_BTHD, k_BTHD, v_BTHD = fused_BTFD.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            # In float32, which autocast gives layer norms alone; attention takes one dtype for q, k and v.
+            # In float32: autocast does so for layer norms only. Attention takes one dtype for q, k and v.
             q_BTHD, k_BTHD = (
                 norm(x.float()).type_as(v_BTHD) for norm, x in ((self.q_norm, q_BTHD), (self.k_norm, k_BTHD))
             )
@@ -330,7 +330,7 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=-1)
 
     def fused_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-        """``loss`` of what the head would make of x, without its logits."""
+        """``loss`` of the head applied to x, without keeping logits."""
         device = x_BTC.device.type
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
@@ -358,7 +358,7 @@ class GPT(nn.Module):
         return self.attentions()[layer].c_attn.weight[self.config.n_embd :][:rows]
 
     def num_parameters(self) -> int:
-        """Parameters, tied ones once."""
+        """Number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, sequence_length: int) -> int:

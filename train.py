@@ -95,7 +95,7 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
 
 
 def loop(run: Run, preemption: PreemptionHandler) -> None:
-    """Train, measure and save, step by step. One extra pass measures and saves the end. A preempted run saves and exits."""
+    """Train, measure and save, step by step. One extra pass measures and saves the final state. A preempted run saves and exits."""
     config, dist, network, last = run.config, run.dist, run.network, run.config.run.steps
     model, optimizer, scaler, device = network.model, network.optimizer, network.scaler, dist.device
     step = saved = run.start_step
@@ -165,7 +165,7 @@ def loop(run: Run, preemption: PreemptionHandler) -> None:
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
-    """Whether something that happens every ``every`` steps (0: never), and at the end, happens before this step."""
+    """Whether something due every ``every`` steps (0: never), and at the end, is due before this step."""
     return (every > 0 and step % every == 0) or (step == last and (every > 0 or always_last))
 
 
@@ -227,7 +227,7 @@ def switch_attention(run: Run, step: int) -> None:
     """Give every layer the attention that it has in training step ``step``."""
     changes = run.interventions.advance(step, run.batches.position)
     if changes and run.config.precision.compile:
-        # Another plan is another graph, with and without gradients; past its limit dynamo would go on uncompiled.
+        # Each plan is a graph, with and without gradients; past its limit dynamo would go on uncompiled.
         torch._dynamo.config.recompile_limit += 2
     run.network.raw.set_plans(run.interventions.plans)
     for sentence in changes:

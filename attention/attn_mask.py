@@ -18,7 +18,7 @@ from .user_error import refuse
 
 
 def is_causal_bias(mask: object) -> bool:
-    """Whether a mask is torch's ``CausalBias``, a tensor whose storage is never written; its attributes alone are to be read.
+    """Whether a mask is torch's ``CausalBias``, a tensor whose storage is never written: only its attributes may be read.
 
     By name, as importing its class takes seconds.
     """
@@ -27,7 +27,7 @@ def is_causal_bias(mask: object) -> bool:
 
 
 def is_bottom_right(bias: Any, T: int, S: int) -> bool:
-    """Whether a ``CausalBias`` is ``causal_lower_right``, and not ``causal_upper_left``. ``ValueError`` if it is not of T and S."""
+    """Whether a ``CausalBias`` is ``causal_lower_right``, and not ``causal_upper_left``. ``ValueError`` if its sizes are not T and S."""
     # The class is a prototype; and what torch makes of one, as by .to(), has no variant.
     variant: Any = getattr(bias, "variant", None)
     name = "" if variant is None else variant.name
@@ -57,7 +57,7 @@ def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
 
 
 def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
-    """``make(mask)``, once for all layers that get one and the same tensor: the caller's ``own``, which alone decides ``mask``."""
+    """``make(mask)``, once for all layers that get the same tensor ``own``, the caller's, which decides ``mask``."""
     if own.is_inference():  # counts no versions
         return make(mask)
     state = own._version, mask.shape

@@ -19,7 +19,7 @@ from .user_error import UserError
 
 @dataclass(frozen=True)
 class Call:
-    """What a backend is asked for: enough to say whether it can."""
+    """What a backend is asked for: enough to say whether it can serve it."""
 
     device: str
     """Type of the device: cpu, cuda."""
@@ -39,7 +39,7 @@ class Backend:
     """``run(q, k, v, numerics, *, seed, scale, causal, softcap, sinks, mask)``: q [B, T, H, D], k [B, S, HK, D], v [B, S, HK, DV],
     ``numerics`` a key (of ``external`` the kernel's name), sinks [H] or None, a ``Mask``; O [B, T, H, DV].
 
-    Sites that it does not have say so themselves (``numerics.site``); ``needs`` says what else it lacks, or None.
+    ``numerics.site`` declares which sites it lacks; ``needs`` says what else it lacks, or None.
     """
 
     run: Callable[..., Any]
@@ -47,7 +47,7 @@ class Backend:
     has_sites: bool = True
     """False: it rounds as its kernel does, whatever ``Numerics`` says."""
     features: tuple[str, ...] = tuple(FEATURES)
-    """What it has of ``numerics.FEATURES``."""
+    """The ``numerics.FEATURES`` that it has."""
 
 
 # A function each: torch 2.11 compiles an import statement, but not importlib.import_module.

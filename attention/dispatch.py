@@ -40,14 +40,14 @@ def run(
             be more or fewer than queries; with ``causal`` query t sees keys up to t. Heads of k and v may be fewer, HK: head h of q then
             reads head h // (H // HK).
         plan: which heads use what; ``attention.check_plans`` says before whether this machine can run it.
-        rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so that
-            it should be another one at every step.
+        rounding_seed: int64 tensor of shape [] on q's device; stochastic rounding is a pure function of it, of layer and position, so
+            give a new one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
         scale: of Q K^T; default 1 / sqrt(D).
         sinks: [H], one more logit of every row of a head, whose value is 0; differentiable.
-        mask: what else of the keys is hidden.
+        mask: which further keys are hidden.
 
-    Returns the dtype of q, or float32 where a group passes its O on unrounded. Raises ``UserError`` unless q, k and v fit each other and
+    Returns the dtype of q, or float32 where a group leaves O unrounded. Raises ``UserError`` unless q, k and v fit each other and
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
     backend of the plan cannot serve (in compiled code: masks, grouped heads and a soft-cap alone).
     """

@@ -1,4 +1,4 @@
-"""Any attention kernel as a backend, by its name: what ``check.kernels.find`` finds. Its roundings are its own, and not known here.
+"""Any attention kernel as a backend, by its name: what ``check.kernels.find`` finds. Its roundings are its own, unknown here.
 
 Legend: B batch, H heads, T sequence, D head dim.
 """
@@ -31,7 +31,7 @@ def loaded(name: str) -> Call:
     return kernel.call
 
 
-# It may be made of anything: an extension, Triton, PyTorch whose roundings a compiler would move. So the compiler leaves it alone.
+# It may be an extension, Triton, or PyTorch whose roundings a compiler would move: the compiler leaves it alone.
 @torch.compiler.disable
 def run(
     q_BTHD: Tensor,

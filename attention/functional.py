@@ -58,19 +58,19 @@ def scaled_dot_product_attention(
         attn_mask: bool, broadcast to [B, H, T, S] and alike for all heads, True where a query may see a key; also beside
             ``is_causal``. Or floating, 0 there and -inf (or the dtype's lowest number) elsewhere. Each query sees a range of keys less
             padding: no end of a range goes back from one query to the next, and padding is hidden from all queries of a batch entry. So
-            are causal masks, windows, packing and prefixes, with padding anywhere, and with a cache (T < S). The host waits to look once
-            a mask, so that CUDA graphs cannot hold it; [B, 1, 1, S], padding alone, is not looked at. It looks again after an in-place
-            edit, but not one through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
+            are causal masks, windows, packing and prefixes, with padding anywhere, and with a cache (T < S). The host waits once to
+            look at a mask, so CUDA graphs cannot hold it; it does not look at [B, 1, 1, S], padding alone. It looks again after an
+            in-place edit, but not one through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
             Or ``causal_upper_left(T, S)`` or ``causal_lower_right(T, S)`` of ``torch.nn.attention.bias``.
         is_causal: query t sees keys up to t.
-        scale: of Q K^T; default 1 / sqrt(D). What ``float`` takes, but no text, nor tensors on a GPU, for which the host
-            would wait; in compiled code Python's numbers.
+        scale: of Q K^T; default 1 / sqrt(D). A number, or what ``float`` takes, except text and tensors on a GPU (the host would
+            wait); in compiled code Python's numbers.
         numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
         softcap: c > 0 replaces S by c tanh(S / c).
         sinks: floating [H], one more logit of every query of a head, whose value is 0 (gpt-oss's ``s_aux``); differentiable. Rows of dS
-            then sum to zero over the keys and the sink together, and so they do by ``flash_consistent``; over the keys alone, to minus
+            then sum to zero over the keys and the sink together, also by ``flash_consistent``; over the keys alone they sum to minus
             the sink's term, -P_sink delta.
-        rounding_seed: int64 tensor of shape [] on the query's device, another one at every step; for stochastic rounding only.
+        rounding_seed: int64 tensor of shape [] on the query's device, a new one at every step; for stochastic rounding only.
 
     Returns the dtype of the query, or float32 where the numerics leave O unrounded; laid out as the query. A query that sees no key has
     O = 0. Raises ``ValueError`` for what it cannot do, before anything runs: dropout, other masks, tensor subclasses, dtypes and devices,
@@ -133,7 +133,7 @@ def _attend(
         )
         features += ("sinks",)
     chosen: Any = numerics
-    if isinstance(numerics, AttentionSpec):  # which the compiler of torch 2.11 takes for no constant
+    if isinstance(numerics, AttentionSpec):  # torch 2.11's compiler does not take it for a constant
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend, numerics.kernel)
     asked = chosen, kind, FORMAT_OF[query.dtype], width or 8, value_width or 8, 1.0 if softcap else 0.0, features
     backend, sites, draws, unrounded = _resolved(*asked)

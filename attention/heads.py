@@ -12,7 +12,7 @@ from torch import Tensor
 def head_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     """``heads`` as an int64 index on ``device``, made once.
 
-    ``x[:, :, [0, 2]]`` makes that tensor on the host and copies it over each time: the device is waited for, and no CUDA graph can hold it.
+    ``x[:, :, [0, 2]]`` makes that tensor on the host and copies it each time: the host waits, and no CUDA graph can hold it.
     """
     with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
         return torch.tensor(heads, dtype=torch.int64, device=device)

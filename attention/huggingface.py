@@ -19,7 +19,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
 
     Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name`` where a model is made. Several may be registered, each
     under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name that other numerics or another
-    attention of transformers have, as models look it up at each call, for one with "flash" in it, which transformers takes for a
+    attention of transformers have (models look it up at each call), for one with "flash" in it, which transformers takes for a
     flash-attention package, and for numerics that are unknown or stochastic.
 
     A model whose attention code is its own, and never calls ours, raises ``ValueError`` when it is made and when it is switched.
@@ -105,7 +105,7 @@ HARMLESS = {
     "return_dict": "the same",
     "logits_to_keep": "the same",
 }
-"""Keywords that say nothing of which keys a query sees or how it weighs them, and why. All others are refused unless they are None."""
+"""Keywords that do not affect which keys a query sees or how it weighs them, and why. Others are refused unless they are None."""
 
 
 def _refuse_others(module: nn.Module, others: dict[str, Any]) -> None:

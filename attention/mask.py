@@ -1,7 +1,7 @@
-"""Which keys a query sees, beside plain causal or full attention: ``Mask``, and the key ranges that backends read in its place.
+"""Which keys a query sees, besides plain causal or full attention: ``Mask``, and the key ranges that backends read in its place.
 
-Every mask here, but for padding inside of a range, shows a query one range of keys, and later queries no earlier range. Two numbers a
-query say it all, and two a key which queries see it. ``split`` finds these in a mask of a bool for each query and key.
+Apart from padding inside a range, a mask shows each query one range of keys, and later queries no earlier range. Two numbers a query
+say it all, and two a key say which queries see it. ``split`` finds these in a mask of a bool for each query and key.
 
 Legend: B batch, T queries, S keys.
 """
@@ -19,11 +19,11 @@ from .user_error import UserError
 
 
 class Mask(NamedTuple):
-    """What of a call's keys is hidden, beside what ``causal`` hides; its fields are names of ``numerics.FEATURES``.
+    """Which keys are hidden besides those that ``causal`` hides; its fields are names of ``numerics.FEATURES``.
 
-    Windows, packing and prefixes are ``ranges``. A query that sees no key has O = 0 and passes no gradient. Never read are keys that
-    ``keys`` hides, and queries whose range is empty. Other keys that no query sees, and queries whose range is all padding, must be
-    finite: 0 is their factor.
+    Windows, packing and prefixes are ``ranges``. A query that sees no key has O = 0 and passes no gradient. Keys that ``keys`` hides,
+    and queries whose range is empty, are never read. Other keys that no query sees, and queries whose range is all padding, must be
+    finite: they are multiplied by 0.
     """
 
     bottom_right: bool = False
@@ -31,9 +31,9 @@ class Mask(NamedTuple):
     keys: Tensor | None = None
     """Padding mask: bool [B, S], False where a key is hidden from all queries."""
     ranges: Tensor | None = None
-    """Integers [B, 2, T]: first of the keys that each query sees, and the one after the last; neither decreases along the queries."""
+    """Integers [B, 2, T]: the first key that each query sees, and the one after the last; neither decreases along the queries."""
     padded: Tensor | None = None
-    """bool [] on the CPU, False where ``ranges`` say all that ``keys`` do, which is then not read, as kernels are faster without."""
+    """bool [] on the CPU, False where ``ranges`` say all that ``keys`` do: kernels, faster without, then do not read it."""
 
     def features(self) -> tuple[str, ...]:
         """The fields that ask for something."""
@@ -41,7 +41,7 @@ class Mask(NamedTuple):
         return tuple(name for name, value in asked.items() if isinstance(value, Tensor) or value)
 
     def check(self, B: int, T: int, S: int, device: torch.device) -> None:
-        """Raise ``UserError`` where the mask does not fit B, T, S and the device; what its tensors hold is not looked at."""
+        """Raise ``UserError`` where the mask does not fit B, T, S and the device; values are not looked at."""
         for name, x, is_bool, shape in (("keys", self.keys, True, (B, S)), ("ranges", self.ranges, False, (B, 2, T))):
             if x is None:
                 continue
@@ -53,7 +53,7 @@ class Mask(NamedTuple):
                 raise UserError(f"mask.{name} is on {x.device}: expected {device}, as q")
 
     def hides(self) -> bool:
-        """Whether there may be tokens that nobody sees, which may hold anything."""
+        """Whether there may be tokens that no query sees, of any value."""
         return self.keys is not None or self.ranges is not None
 
     def key_ranges(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> KeyRanges | None:

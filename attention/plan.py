@@ -28,7 +28,7 @@ class AttentionSpec:
 
     preset: str = "flash"
     """Name of a preset: standard, sdpa_flash, flash, flash_delta_from_p, ... (all in attention/README.md), or robust, the recommended
-    one, or external, a kernel by name. The default is flash, which has no repair, unlike that of ``scaled_dot_product_attention``."""
+    one, or external, a kernel by name. The default is flash, which has no fix, unlike that of ``scaled_dot_product_attention``."""
     numerics: str = "hardware"
     """Base roundings: hardware (our Triton kernels), rounded_forward (our first emulation of the published forward pass), published (as the
     paper's code runs), fp32, microcosm."""
@@ -195,8 +195,8 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
 
 
 def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
-    """The plans as JSON for a run's record, every rounding site spelled out, as names of presets may come to
-    mean something else; or an external kernel's name."""
+    """The plans as JSON for a run's record: every rounding site spelled out, as presets may change their meaning, or
+    an external kernel's name."""
     places: dict[tuple[str, str], dict[str, list[int]]] = {}
     for plan in plans:
         for group in plan.groups:
@@ -255,8 +255,8 @@ def check_plans(
     features: tuple[str, ...] = (),
     length: int = 128,
 ) -> None:
-    """Raise ``UserError`` for the first group that this machine cannot run, saying why and which backends can; and for other dtypes than
-    float32, bfloat16 and float16.
+    """Raise ``UserError`` for the first group that this machine cannot run, with the reason and the backends that can, and for dtypes other
+    than float32, bfloat16 and float16.
 
     ``features``: of ``numerics.FEATURES``, those that calls will use besides a soft-cap. ``length``: of the sequences with which an
     external kernel is tried.

@@ -24,7 +24,7 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContext
     """In a ``with`` block ours replaces torch's ``scaled_dot_product_attention``, also where modules have it by name.
 
     It does so in all threads; of blocks that are open at once the last one opened counts. Put the backward pass inside as well: activation
-    checkpointing calls attention there again. What ours cannot do is a ``ValueError``, as in ``scaled_dot_product_attention``. What stays
+    checkpointing calls attention there again. What ours cannot do raises ``ValueError``, as in ``scaled_dot_product_attention``. What stays
     torch's: a function that an object keeps, as ``self.sdpa``, and what ``torch.jit.script`` has compiled; inside the block
     ``torch.jit.script`` of code that calls attention raises torch's ``NotSupportedError``. Warns where no call was made, as by a model with
     attention of another kind.
