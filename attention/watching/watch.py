@@ -45,10 +45,10 @@ SHOWN = 8
 
 @dataclass
 class _Forward:
-    """A forward pass of the watched model that is on its way."""
+    """A forward pass of the watched model that is in progress."""
 
     frame: FrameType
-    """The call of the model: gone from the stack, where torch ran no hook at its end, as after Ctrl-C."""
+    """The model's call; it has left the stack if torch ran no hook at its end, as after Ctrl-C."""
     counts: bool
     """Whether it is one of training."""
     seeing: Pass | None = None
@@ -294,14 +294,14 @@ class Watch:
         Args:
             q, k, v: as attention reads them: [B, H, T, D], [B, G, S, D], [B, G, S, D], or as flash_attn has them
                 (``layout="BTHD"``); G divides H.
-            o: the tensor that attention returned, and that the model goes on with: without it nothing is measured of gradients.
+            o: the tensor that attention returned and the model uses; without it gradients are not measured.
             layer: its number; by default the calls of a pass are counted.
             causal: query t sees keys up to t.
             scale: of Q K^T; default 1 / sqrt(D).
             softcap: c > 0: the scores are c tanh(S / c).
             mask: as torch's ``attn_mask``.
 
-        Raises ``ValueError`` for what cannot be, in the first pass; later that is one warning.
+        Raises ``ValueError`` for arguments that cannot be, in the first pass; later that is one warning.
         """
         if torch.compiler.is_compiling():
             return
@@ -496,12 +496,12 @@ def watch(
     Args:
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks.
-        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. Of records before ``start`` the alarm
-            remembers growth, and which layers ran away; those from ``start`` on go, to a file beside it.
+        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
+            takes growth, and which layers ran away; those from ``start`` on are moved to a file beside it.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
-        wandb: a W&B run; a look adds a table to the row that the loop logs next, of two looks before it the later one's.
-        warm_up: steps at the start that the alarm does not look at: the learning rate's warm-up.
-        sequences: of the batch that are looked at, the first ones.
+        wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
+        warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
+        sequences: how many of the batch are looked at, from the first.
         start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes today's learning rate for
             them, and the alarm can judge from about 1.3 times ``start`` on.
         rule: the alarm's thresholds.
