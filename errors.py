@@ -22,7 +22,6 @@ __all__ = [
     "OneLineParser",
     "UserError",
     "check_finite",
-    "check_memory",
     "check_place",
     "check_size",
     "discard",
@@ -35,39 +34,14 @@ __all__ = [
 ]
 
 
-LARGEST = {
-    "n_layer": 1_000,
-    "n_head": 1_000,
-    "n_embd": 2**18,
-    "block_size": 2**24,
-    "vocab_size": 2**24,
-    "vocab_multiple": 2**16,
-    "sequence_length": 2**24,
-    "global_batch": 2**24,
-    "micro_batch": 2**20,
-    "validation_sequences": 2**24,
-}
-"""Larger sizes are typing errors: code that used them would allocate or loop without end. 2**53 for all other fields."""
-
-
 class BusyError(UserError):
     """Another process has what this one needs: a run, a recording, a folder to write."""
 
 
 def check_size(field: str, value: object, least: int) -> None:
-    """Raise ``UserError`` unless ``value`` is a whole number from ``least`` to the field's entry in ``LARGEST``."""
-    most = LARGEST.get(field.rpartition(".")[2], 2**53)
+    """Raise ``UserError`` unless ``value`` is a whole number of ``least`` or more."""
     if type(value) is not int or value < least:
         raise invalid(field, value, f"a whole number of {least} or more")
-    if value > most:
-        raise invalid(field, value, f"at most {most}")
-
-
-def check_memory(field: str, value: object, needed: int, there: int = 0) -> None:
-    """Raise ``UserError`` where ``needed`` bytes, a lower bound, are more than ``there``, or (0) than this machine has."""
-    there = there or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise invalid(field, value, f"less: it takes {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}")
 
 
 def check_place(path: Path, option: str) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from attention import LayerPlan, dispatch
 from attention.watching.measure import largest_logits
-from errors import check_memory, check_size, invalid
+from errors import check_size, invalid
 from fused import quack_kernels
 from fused.embedding import lookup
 from fused.gelu import gelu
@@ -110,13 +110,6 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """V: rows of the embedding and columns of the logits."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def least_parameters(self) -> int:
-        """Parameters without biases, gains and what stabilizers add."""
-        blocks = (10 * self.n_embd + 2 * self.kv_heads * self.head_width) * self.n_layer * self.n_embd
-        rows = self.padded_vocab_size + (self.block_size if self.position == "learned" else 0)
-        return blocks + rows * self.n_embd
 
     @property
     def head_width(self) -> int:
@@ -295,7 +288,6 @@ class GPT(nn.Module):
         self.operators = operators
         if len(plans) != config.n_layer:
             raise ValueError(f"{len(plans)} attention plans for {config.n_layer} layers")
-        check_memory("model.n_embd", config.n_embd, 4 * config.least_parameters)
         self.config = config
         self.transformer = Transformer(config, plans, operators)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)

@@ -60,7 +60,7 @@ class StepRecord:
 def train(config: TrainConfig) -> None:
     """Run ``config`` to its last step. Raises ``UserError`` for what the user can correct."""
     distributed.set_deterministic(config.precision.deterministic)
-    distributed.set_tf32(config.precision.tf32)
+    distributed.set_tf32(False)
     with PreemptionHandler(starting=True) as preemption:
         try:
             outcome.forget(config.run)

@@ -126,7 +126,7 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Variant:
 
     def enter() -> None:
         distributed.set_deterministic(config.precision.deterministic)
-        distributed.set_tf32(config.precision.tf32)
+        distributed.set_tf32(False)
 
     def build() -> Callable[[int], None]:
         built, said = open_run(config, distributed.start(config.run.device)), [""]
@@ -260,7 +260,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     variants = [of_variant(recipe, text, folder) for text in args.variants]
     nanogpt = of_nanogpt(args.nanogpt, recipe, folder / "data") if args.nanogpt else None
     device = torch.device("cuda" if torch.cuda.is_available() and recipe.run.device != "cpu" else "cpu")
-    peak = throughput.peak_flops(device, recipe.run.peak_tflops)
+    peak = throughput.peak_flops(device)
     with torch.device("meta"):
         plans = recipe.attention.resolve(recipe.model.n_layer, recipe.model.n_head)
         flops = GPT(recipe.model, plans).flops_per_token(recipe.data.sequence_length)

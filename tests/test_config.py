@@ -125,7 +125,7 @@ def test_foreign_json_is_refused(content: object, message: str) -> None:
 
 # Of each section, a value that each rule refuses.
 REFUSED = """
-run: steps=0 name=241*'x' seed=2**64 peak_tflops=nan name='a/b'
+run: steps=0 name=241*'x' seed=2**64 name='a/b'
 model: n_head=5 n_layer=0 n_embd=64.0 vocab_multiple=0 activation='relu' attention_softcap=-1.0
 data: sequence_length=0 global_batch=0 global_batch=30 micro_batch=-1 validation_sequences=0 seed=-1 verify='md5'
 optim: optimizer='sgd' schedule='linear' fused='yes' lr=0.0 lr=nan min_lr=1.0 warmup_steps=-1 decay_steps=2000 beta1=1.0 beta2=-0.1

@@ -41,7 +41,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 # Name -> (arguments behind the preset, pattern of the line). {place} is the folder of it all.
 MISTAKES: dict[str, tuple[str, str]] = {
-    "model_beyond_memory": ("--model.n-embd 262144", r"model\.n_embd = 262144: expected less: it takes [\d,]+ GB"),
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
     "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),

@@ -52,8 +52,6 @@ class WandbConfig:
     """offline writes a run into the run's folder, for `wandb sync` later; online sends it as it goes (needs an account)"""
     project: str = "low-precision-attention"
     """project the run is filed under"""
-    group: str = ""
-    """empty: the recording's name, so that all runs on one recording are one group"""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(WandbMode):
@@ -278,7 +276,7 @@ def _init_wandb(
             project=config.project,
             dir=folder,
             id=run_id,
-            group=config.group or recording or None,
+            group=recording or None,
             name=f"{folder.name}: {attention_name}",
             config=config_json,
             mode=config.mode,

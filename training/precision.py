@@ -20,8 +20,6 @@ class PrecisionConfig:
 
     dtype: Dtype = "bfloat16"
     """Autocast dtype; float16 adds loss scaling, float32 switches autocast off."""
-    tf32: bool = False
-    """Let CUDA's float32 products round their operands to TF32."""
     compile: bool = False
     """torch.compile; attention stays opaque to it."""
     deterministic: bool = True

@@ -49,7 +49,6 @@ _FREE_ON_RESUME = (
     "run.steps",
     "run.device",
     "run.timeout",
-    "run.peak_tflops",
     "run.folder",
     "run.log_every",
     "data.dataset",

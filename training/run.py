@@ -23,7 +23,7 @@ from attention.presets import EXTERNAL
 from attention.watching.growth import GrowthAlarm
 from data.batches import Batches, open_batches
 from data.tokenizers import GPT2Tokenizer
-from errors import UserError, check_memory, invalid, reading
+from errors import UserError, invalid, reading
 from model import GPT, initialize
 from training import alarm, distributed, gpt2_weights, outcome, record, speed, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
@@ -96,7 +96,6 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
 
     Raises ``UserError`` when anything in the config is missing, foreign or impossible.
     """
-    check_fits(config, dist.device)
     if config.precision.fixed_sum_order:
         check_processes(config.data, dist.world_size)
     folder = Path(config.run.folder) / config.run.name
@@ -148,7 +147,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
             alarm=config.alarm.open(config.optim.warmup_steps),
             start_step=0 if start is None else start.step,
             began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
-            peak_flops=throughput.peak_flops(dist.device, config.run.peak_tflops),
+            peak_flops=throughput.peak_flops(dist.device),
             lock=lock,
             id=run_id,
         )
@@ -157,16 +156,6 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         open_telemetry(run)
         undo.pop_all()
     return run
-
-
-def check_fits(config: TrainConfig, device: torch.device) -> None:
-    """Raise ``UserError`` where the device has no room for weights, gradients and two moments, or for the blocks' inputs in BF16."""
-    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    check_memory("model.n_embd", config.model.n_embd, 16 * config.model.least_parameters, there)
-    tokens = config.data.micro_batch * config.data.sequence_length
-    check_memory(
-        "data.micro_batch", config.data.micro_batch, 2 * tokens * config.model.n_embd * config.model.n_layer, there
-    )
 
 
 def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPlan, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,8 +52,6 @@ class RunConfig:
     attention may differ), or weights alone: a local Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt."""
     log_every: int = 1
     """Steps between two lines of metrics."""
-    peak_tflops: float = 0.0
-    """Peak of one device in TFLOP/s, for the MFU; 0 takes the datasheet's for known GPUs."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
@@ -69,8 +66,6 @@ class RunConfig:
             check_size(f"run.{name}", getattr(self, name), 1)
         if not 1 <= self.timeout <= 10**6:
             raise invalid("run.timeout", self.timeout, "1 to 1000000 seconds")
-        if not 0 <= self.peak_tflops < math.inf:
-            raise invalid("run.peak_tflops", self.peak_tflops, "0 or a positive number of TFLOP/s")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,8 @@ _OTHER_PEAK = re.compile(r"\b(NVL|MIG)\b")
 """Slower variants of these cards, and parts of a card."""
 
 
-def peak_flops(device: torch.device, configured_tflops: float) -> float | None:
-    """Peak FLOP/s of one device: the configured one, else the datasheet's for a GPU known by name, else None."""
-    if configured_tflops:
-        return configured_tflops * 1e12
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of one device, the datasheet's; None for one that is not known by name."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -55,5 +53,5 @@ def explain_clock_and_power(rows: list[dict[str, Any]]) -> str:
 
 def explain(flops_per_token: int, peak: float | None) -> str:
     """The formula in words, printed once at the start of a run."""
-    rate = "unknown for this device (set run.peak_tflops)" if peak is None else f"{peak / 1e12:g} TFLOP/s"
+    rate = "unknown for this device" if peak is None else f"{peak / 1e12:g} TFLOP/s"
     return f"mfu = tokens/s x {flops_per_token / 1e6:.1f} MFLOP (6 N + 12 L C T) / (processes x peak); peak {rate}"
