@@ -334,6 +334,64 @@ def test_from_an_earlier_checkpoint_later_steps_go_off_the_log_and_are_kept_besi
     assert records(tmp_path / "log") == records(tmp_path / "straight")
     assert (tmp_path / "log.before_6").read_bytes() == before
     assert "24 record(s) from step 6 on are taken off; log.before_6 has them" in said[0]
+
+
+def test_a_record_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    growing(range(5), log)
+    log.write_bytes(log.read_bytes()[:-7])
+    growing(range(5, 7), log)
+    assert [record["step"] for record in records(log)] == [0, 1, 2, 3, 5, 6]
+
+
+class NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.nan
+
+
+@pytest.mark.parametrize(("kernel", "factor", "made"), [(True, 1.0, 1.0), (False, math.nan, 0.0), (False, 1.0, 0.0)])
+def test_a_nan_that_a_kernel_made_is_told_from_the_models_own(kernel: bool, factor: float, made: float) -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x * 1.0
+            o = functional.scaled_dot_product_attention(q, x.detach(), x.detach())
+            return (o * factor).sum() + (NanGradient.apply(q).sum() if kernel else 0.0)
+
+    said: list[str] = []
+    with watch(model := Broken(), say=said.append) as seen:
+        model(torch.randn(1, 1, 4, 8, requires_grad=True)).backward()
+    assert seen.record["nan_made"] == [[made]]
+    *warned, _ = said  # and the largest logit, at the end
+    assert len(warned) == made
+
+
+def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
+    torch.compiler.reset()
+    model = Growing(1.0)
+    compiled = torch.compile(model, backend="eager")
+    x = data().view(B, T, H, D).transpose(1, 2)
+    with (
+        watch(model, every=1),
+        pytest.raises(
+            ValueError, match=r"^watch: the model is compiled: expected what torch\.compile\(model\) returned"
+        ),
+    ):
+        compiled(x)
+    with watch(compiled, every=1) as seen:
+        compiled(x).backward()
+    assert len(seen.record["max_logit"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("every", 0),
+        ("log", "no/such/folder/watch.jsonl"),
     ],
 )
 def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: Any) -> None:
