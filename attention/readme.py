@@ -28,7 +28,7 @@ def tables() -> dict[str, list[str]]:
 def _sites() -> Iterator[tuple[str, ...]]:
     for name, declared in SITES.items():
         default = DEFAULTS[name] if isinstance(DEFAULTS[name], str) else f"{DEFAULTS[name]:.5g}"
-        mark = "" if "standard" in declared.backends else " †" if "flash" in declared.backends else " ‡"
+        mark = "" if "standard" in declared.backends else "†" if "flash" in declared.backends else "‡"
         yield f"`{name}`{mark}", declared.doc, default
 
 
