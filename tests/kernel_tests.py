@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +68,3 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.fill_(torch.nan) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """The largest relative difference of two sets of gradients, by norm."""
-    return max(((a[name] - b[name]).norm() / a[name].norm()).item() for name in a)

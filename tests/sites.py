@@ -74,10 +74,7 @@ SITES: dict[str, tuple[Row, ...]] = {
         Row("dq", beside=("delta_output=m3",), values=("centered_keys",)),
     ),
     "gradient_accumulator": (Row(GRADIENTS),),
-    "row_max": (
-        Row(BY_DELTA, beside=(M7,)),
-        Row(ALL, beside=("row_sum_floor=0.5",), values=("scaled",)),
-    ),
+    "row_max": (Row(BY_DELTA, beside=(M7,)), Row(ALL, beside=("row_sum_floor=0.5",), values=("scaled",))),
     "row_max_rounding": (Row(BY_DELTA, beside=(M7, "exponent=fma")),),
     "row_max_beta": (Row(BY_DELTA, beside=(M7, "row_max=stabilized"), values=("3",)),),
     "row_max_tolerance": (Row(BY_DELTA, beside=(M7, "row_max=stabilized"), values=("0.5",)),),

@@ -111,10 +111,7 @@ def test_a_probe_that_is_not_finite_is_passed_over(value: float) -> None:
     assert expected.step > 41 * EVERY
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("probes", 1.5), ("exponent", math.nan)],
-)
+@pytest.mark.parametrize(("field", "value"), [("probes", 1.5), ("exponent", math.nan)])
 def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, value: Any) -> None:
     with pytest.raises(UserError, match=rf"^GrowthRule {field} = {value!r}: expected .+"):
         GrowthRule(**{field: value})

@@ -125,21 +125,6 @@ def test_what_cannot_serve_is_refused_before_the_run(kernel: str, reason: str, p
     assert not (place.runs / "refused").exists()
 
 
-@pytest.mark.parametrize(
-    ("fields", "start"),
-    [
-        ({"preset": "external"}, "attention kernel = ''"),
-        ({"preset": "flash", "kernel": "torch:math"}, "attention kernel = 'torch:math'"),
-        ({"sites": ("output=m4",)}, "attention numerics of external"),
-    ],
-    ids=str,
-)
-def test_settings_that_contradict_it_are_refused(fields: dict[str, Any], start: str) -> None:
-    with pytest.raises(UserError, match="expected") as error:
-        AttentionSpec(**{"preset": "external", "kernel": "" if "preset" in fields else "torch:math", **fields})
-    assert str(error.value).startswith(start)
-
-
 def test_a_soft_cap_is_refused_and_grouped_heads_are_tried() -> None:
     plans = AttentionConfig(default=MATH).resolve(1, 4)
     settings: dict[str, Any] = {"device": CPU, "dtype": torch.bfloat16, "head_dim": 16}

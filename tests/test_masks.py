@@ -1,4 +1,4 @@
-"""What calls may ask for besides full and causal attention, on every backend of ours, against fp64: in Triton's interpreter, or on a GPU.
+"""What calls may ask for besides full and causal attention (masks, shared keys, head dims, sinks), on every backend, against fp64.
 
 Errors are held to twice those of standard attention in the same precision. Legend: B batch, T queries, S keys, H heads of queries, K of
 keys, D head dim.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import kernel_tests
 import pytest
@@ -48,6 +49,9 @@ class Case:
     """Of a batch entry: a digit a key, 0 where it is hidden."""
     packed: tuple[int, ...] = ()
     """Lengths of sequences one after another; what is left of T belongs to none."""
+    sinks: bool = False
+    """One more logit a head in the denominator, from far below the scores to far above."""
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
@@ -64,7 +68,7 @@ class Case:
         return torch.tensor([[digit == "1" for digit in text] for text in self.padding], device=device)
 
     def tensors(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-        """q, k, v and dO, [B, T or S, heads, D]."""
+        """q, k, v and dO, [B, T or S, heads, D]; and sinks [H], if any."""
         generator = torch.Generator().manual_seed(0)
         shapes = [
             (self.B, self.T, self.H, self.D),
@@ -72,7 +76,8 @@ class Case:
             (self.B, self.S, self.K, self.DV or self.D),
             (self.B, self.T, self.H, self.DV or self.D),
         ]
-        return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        drawn = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        return (*drawn, torch.linspace(-9, 7, self.H).to(device)) if self.sinks else drawn
 
     def visible(self, device: torch.device) -> Tensor:
         """Which keys a query sees, [B, T, S]."""
@@ -92,23 +97,30 @@ class Case:
 
 
 def formula(case: Case, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """O, dQ, dK, dV by standard attention in ``dtype``: matrices, and autograd."""
-    leaves = [x.to(dtype).requires_grad_() for x in tensors[:3]]
-    q, k, v = (x.transpose(1, 2).repeat_interleave(case.H // x.shape[2], dim=1) for x in leaves)
+    """O, dQ, dK, dV, and the sinks' gradient, by standard attention in ``dtype``: matrices, and autograd."""
+    leaves = [x.to(dtype).requires_grad_() for x in (*tensors[:3], *tensors[4:])]
+    q, k, v = (x.transpose(1, 2).repeat_interleave(case.H // x.shape[2], dim=1) for x in leaves[:3])
     hidden = ~case.visible(q.device)[:, None]
-    s = (q @ k.mT * case.D**-0.5).masked_fill(hidden, -torch.inf)
+    s = q @ k.mT * case.D**-0.5
+    s = case.softcap * torch.tanh(s / case.softcap) if case.softcap else s
+    s = s.masked_fill(hidden, -torch.inf)
     empty = hidden.all(dim=-1, keepdim=True)
-    o = (torch.softmax(s.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0) @ v).transpose(1, 2)
+    s = s.masked_fill(empty, 0.0)
+    if case.sinks:
+        s = torch.cat((s, leaves[3][:, None, None].expand(case.B, case.H, case.T, 1)), dim=-1)
+    p = torch.softmax(s, dim=-1)[..., : case.S].masked_fill(empty, 0.0)
+    o = (p @ v).transpose(1, 2)
     return o.detach(), *torch.autograd.grad(o, leaves, tensors[3].to(dtype))
 
 
 def computed(case: Case, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """O, dQ, dK, dV by a backend."""
+    """The same by a backend."""
     plan = AttentionConfig(default=spec).resolve(1, case.H)[0]
-    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+    leaves = [x.detach().clone().requires_grad_() for x in (*tensors[:3], *tensors[4:])]
     device = leaves[0].device
-    settings = {"causal": case.causal, "mask": case.mask(device)}
-    o = attention.run(*leaves, plan, rounding_seed=torch.tensor(3, device=device), **settings)
+    settings = {"causal": case.causal, "mask": case.mask(device), "softcap": case.softcap}
+    settings |= {"sinks": leaves[3]} if case.sinks else {}
+    o = attention.run(*leaves[:3], plan, rounding_seed=torch.tensor(3, device=device), **settings)
     return o.detach(), *torch.autograd.grad(o, leaves, tensors[3].to(o.dtype))
 
 
@@ -116,10 +128,14 @@ def spec_of(backend: str, preset: str = "flash", sites: tuple[str, ...] = ()) ->
     return AttentionSpec(preset="standard" if "standard" in backend else preset, sites=sites, backend=backend)
 
 
-def assert_exact(case: Case, backend: str, device: torch.device) -> None:
+def assert_exact(case: Case, device: torch.device, spec: AttentionSpec) -> None:
     tensors = case.tensors(device)
     baseline, exact = (formula(case, tensors, dtype) for dtype in (torch.bfloat16, torch.float64))
-    assert_as_exact(computed(case, tensors, spec_of(backend)), baseline, exact)
+    found = computed(case, tensors, spec)
+    assert_as_exact(found[:4], baseline[:4], exact[:4])
+    if case.sinks:
+        error, allowed = ((x[4].double() - exact[4]).norm() for x in (found, baseline))
+        assert error <= 2 * allowed
 
 
 def kernels_agree(
@@ -149,13 +165,13 @@ def test_the_slow_cases_in_tritons_interpreter() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [Case(B=2, H=4), Case(H=3, K=1, causal=False), Case(T=20, S=33, H=4, D=32)], ids=str)
 def test_heads_share_keys(case: Case, backend: str, device: torch.device) -> None:
-    assert_exact(case, backend, device)
+    assert_exact(case, device, spec_of(backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [80, 256, *(pytest.param(d, marks=slow) for d in (96, 112, 160, 192))])
 def test_head_dims(head_dim: int, backend: str, device: torch.device) -> None:
-    assert_exact(Case(T=20, S=20, H=2, K=1, D=head_dim), backend, device)
+    assert_exact(Case(T=20, S=20, H=2, K=1, D=head_dim), device, spec_of(backend))
 
 
 OTHER_VALUES = [
@@ -169,7 +185,7 @@ OTHER_VALUES = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", OTHER_VALUES, ids=str)
 def test_values_of_another_head_dim(case: Case, backend: str, device: torch.device) -> None:
-    assert_exact(case, backend, device)
+    assert_exact(case, device, spec_of(backend))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +234,7 @@ MASKED = [*BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", MASKED, ids=str)
 def test_masks(case: Case, backend: str, device: torch.device) -> None:
-    assert_exact(case, backend, device)
+    assert_exact(case, device, spec_of(backend))
 
 
 @pytest.mark.parametrize(
@@ -274,6 +290,80 @@ def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.
         assert torch.equal(a, b), name
     for x, hidden in zip(found, (blind, blind, hidden_keys, hidden_keys), strict=True):
         assert torch.all(x.masked_select(hidden) == 0)
+
+
+SINKS = Case(H=8, K=4, sinks=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks(backend: str, device: torch.device) -> None:
+    assert_exact(SINKS, device, spec_of(backend))
+
+
+@pytest.mark.parametrize("backend", ["flash", "flash_reference"])
+@pytest.mark.parametrize(
+    ("case", "preset", "sites"),
+    [
+        (SINKS, "flash_consistent", ()),
+        (SINKS, "flash_delta_from_p", ("exponent=subtract_first", "saved_statistics=max_and_sum")),
+        (SINKS, "flash_delta_normalized", ("exponent=separate_multiply",)),
+        (SINKS, "flash", ("tile_k=16", "tile_product=m20")),
+        (replace(SINKS, softcap=3.0), "flash", ()),
+        (replace(SINKS, window=7), "flash", ()),
+    ],
+    ids=str,
+)
+def test_sinks_beside_sites(
+    case: Case, preset: str, sites: tuple[str, ...], backend: str, device: torch.device
+) -> None:
+    assert_exact(case, device, spec_of(backend, preset, sites))
+
+
+def row_sums(preset: str, backend: str, device: torch.device) -> Tensor:
+    """rowsum(dS) over the keys plus the sink's term of 16 rows, each the only one of its head, relative to the largest term.
+
+    A feature of K that is 1 where that of Q is 0 has scale * rowsum(dS) as its dQ.
+    """
+    case = Case(T=1, H=16, K=16, causal=False, sinks=True)
+    q, k, v, do, sinks = case.tensors(device, torch.float32)
+    k, v = k + 1, v + 1
+    q[..., 0], k[..., 0] = 0, 1
+    spec = spec_of(backend, preset, ("probabilities=bf16", "output=bf16"))
+    _, dq, *_, dsinks = computed(case, (q, k, v, do, torch.ones_like(sinks)), spec)
+    return (dq[0, 0, :, 0] / case.D**-0.5 + dsinks) / dsinks.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["flash", "flash_reference"])
+def test_by_flash_consistent_rows_of_ds_sum_to_zero_over_the_keys_and_the_sink(
+    backend: str, device: torch.device
+) -> None:
+    assert row_sums("flash_consistent", backend, device).abs().max() < 1e-5
+    assert row_sums("flash", backend, device).abs().max() > 1e-3
+
+
+def test_sinks_of_the_drop_in_are_learned() -> None:
+    case = SINKS
+    tensors = case.tensors(torch.device("cpu"))
+    q, k, v, do = (x.transpose(1, 2) for x in tensors[:4])
+    sinks = tensors[4].clone().requires_grad_()
+    o = attention.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, sinks=sinks)
+    (found,) = torch.autograd.grad(o, sinks, do)
+    exact = formula(case, tensors, torch.float64)[4]
+    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sinks": torch.zeros(3)}, "sinks have shape [3]: expected [4]"),
+        ({"sinks": torch.zeros(4), "numerics": "sdpa_math"}, "it has no attention sink"),
+        ({"sinks": torch.zeros(4), "numerics": "flash_corrected_rows"}, "row_residual"),
+    ],
+)
+def test_sinks_that_cannot_be_served_are_refused(change: dict[str, Any], reason: str) -> None:
+    x = torch.zeros(1, 4, 8, 16)
+    with pytest.raises((ValueError, UserError), match=re.escape(reason)):
+        attention.scaled_dot_product_attention(x, x, x, **change)
 
 
 REAL = [

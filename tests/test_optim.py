@@ -52,8 +52,7 @@ COSINE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=14)
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"),
-    [(0, 0.2), (3, 0.8), (4, 1.0), (9, 0.55), (14, 0.1), (15, 0.1), (10**9, 0.1)],
+    ("step", "expected"), [(0, 0.2), (3, 0.8), (4, 1.0), (9, 0.55), (14, 0.1), (15, 0.1), (10**9, 0.1)]
 )
 def test_cosine_schedule_at_its_corners(step: int, expected: float) -> None:
     assert learning_rate(step, COSINE) == pytest.approx(expected, rel=1e-15)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 from pathlib import Path
@@ -19,30 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import replace_sdpa, watch
-from attention.huggingface import register
 
-
-class Llama(nn.Module):
-    """Of transformers, by the registered name; its two layers are ``blocks``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import transformers
-
-        shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": C}
-        config = transformers.LlamaConfig(**shape, intermediate_size=64, vocab_size=50, use_cache=False)
-        torch.manual_seed(0)
-        name = register("flash_delta_from_p", "parallel")
-        self.inner = transformers.LlamaModel._from_config(config, attn_implementation=name)
-        self.inner.embed_tokens = nn.Identity()
-        self.blocks = self.inner.layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(inputs_embeds=x).last_hidden_state[..., 0].square().mean()
-
-
-MODELS: dict[str, type[nn.Module]] = {"SDPA": Model, "Llama": Llama}
-multiprocessing.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
+multiprocessing.set_forkserver_preload(["torch"])
 HALVES = torch.randn(2, B, T, C, generator=torch.Generator().manual_seed(0))
 
 
@@ -57,10 +34,10 @@ def weights_after_three_steps(model: nn.Module, halves: list[Tensor]) -> list[Te
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in weights]
 
 
-def process(rank: int, how: str, kind: str, port: int, folder: Path) -> None:
+def process(rank: int, how: str, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    model: Any = MODELS[kind]()
+    model: Any = Model()
     model.checkpointed = how.endswith("checkpointed")
     if how.startswith("DDP"):
         model = DistributedDataParallel(model)
@@ -76,20 +53,15 @@ def process(rank: int, how: str, kind: str, port: int, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:replace_sdpa")
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [*itertools.product(("DDP", "FSDP2"), MODELS), ("DDP compiled", "SDPA"), ("FSDP2 checkpointed", "SDPA")],
-)
-def test_two_processes_train_as_one(how: str, kind: str, tmp_path: Path) -> None:
-    if kind == "Llama":
-        pytest.importorskip("transformers")
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", "DDP compiled", "FSDP2 checkpointed"])
+def test_two_processes_train_as_one(how: str, tmp_path: Path) -> None:
     with reserved_port() as port:
         # Forks of a server that never ran anything: a fork of this process, which has threads, may wait for a lock for ever.
-        arguments = (how, kind, port, tmp_path)
+        arguments = (how, port, tmp_path)
         torch.multiprocessing.start_processes(process, arguments, nprocs=2, start_method="forkserver")
     with replace_sdpa("flash_delta_from_p"):
-        expected = weights_after_three_steps(MODELS[kind](), list(HALVES))
-    assert any(not torch.equal(a, b) for a, b in zip(expected, MODELS[kind]().parameters(), strict=True))
+        expected = weights_after_three_steps(Model(), list(HALVES))
+    assert any(not torch.equal(a, b) for a, b in zip(expected, Model().parameters(), strict=True))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for rank in range(2):
         for a, b in zip(found[rank]["weights"], expected, strict=True):

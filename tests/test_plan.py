@@ -86,14 +86,7 @@ def test_bad_specs_name_field_value_and_choices(arguments: dict, field: str) -> 
     assert "expected" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"row_max_beta": 1.0},
-        {"row_sum_floor": 2.0},
-        {"tile_k": 16.5},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"row_max_beta": 1.0}, {"row_sum_floor": 2.0}, {"tile_k": 16.5}])
 def test_numerics_out_of_range_are_refused(changes: dict) -> None:
     with pytest.raises(UserError):
         replace(Numerics(), **changes)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -75,10 +72,7 @@ def test_documents_end_at_lines_of_only_the_mark(content, expected):
     assert documents(content) == expected
 
 
-@given(
-    st.text(st.sampled_from("aab' \n\r\t1.é\u3000\u2003\x1c\x85"), max_size=300),
-    st.integers(1, 40),
-)
+@given(st.text(st.sampled_from("aab' \n\r\t1.é\u3000\u2003\x1c\x85"), max_size=300), st.integers(1, 40))
 def test_pieces_of_a_long_document_encode_as_the_whole(text, piece_bytes):
     tokenizer = small_gpt2()
     pieces = [piece for piece, _ in split_documents(io.BytesIO(text.encode()), piece_bytes)]
@@ -240,46 +234,6 @@ def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
     assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
 
 
-@pytest.fixture
-def half_way(tmp_path):
-    """A run that has written tokens and waits for more text: its source is a pipe kept open."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    command = [sys.executable, str(SCRIPT), "text", str(pipe), "--vocabulary", "bytes", "--workers", "2", "--name", "a"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    with open(pipe, "wb", buffering=0) as feed:
-        # More than is encoded at once, so that some of it was written.
-        feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)
-        written = tmp_path / "data/tokens/.a.partial/a/train.bin"
-        wait_for(lambda: written.exists() and written.stat().st_size > 0)
-        yield process
-    process.kill()
-    process.communicate()
-
-
-def wait_for(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def test_run_after_a_killed_one_is_whole_and_clears_its_rest(tmp_path, half_way, text):
-    half_way.kill()
-    half_way.wait()
-    result = run(*bytes_options(text), "--name", "a", cwd=tmp_path)
-    assert result.returncode == 0
-    assert [path.name for path in (tmp_path / "data/tokens").iterdir()] == ["a"]
-    assert TokenFile.open(tmp_path / "data/tokens/a", "val", verify="sha256").tokens.tobytes() == b"b\0"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_interrupted_run_clears_what_it_began(tmp_path, half_way, number):
-    half_way.send_signal(number)
-    assert half_way.wait(timeout=20) == 128 + number
-    assert list((tmp_path / "data/tokens").iterdir()) == []
-
-
 def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):
     def no_network(name):
         raise ConnectionError("no route")
@@ -320,8 +274,7 @@ def test_equal_sources_are_one_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["short", LINE * 5 + "\0", LINE * 5 + "'<|endoftext|>'", LINE.encode("latin-1") * 5 + b"\xe9"],
+    "content", ["short", LINE * 5 + "\0", LINE * 5 + "'<|endoftext|>'", LINE.encode("latin-1") * 5 + b"\xe9"]
 )
 def test_what_no_document_can_be_is_left_out(tmp_path: Path, content: str | bytes) -> None:
     assert made(tmp_path, wheel(tmp_path / "1.whl", a_py=LINE * 5, b_py=content)) == [(LINE * 5).rstrip().encode()]

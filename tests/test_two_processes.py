@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -98,17 +97,6 @@ def test_a_stop_takes_all_processes_along(place: Place) -> None:
     stopped = lines(place.folder / "stop/stop")
     events = [(line["step"], line["batch"], line["nonfinite"]) for line in stopped if "nonfinite" in line]
     assert events == [(1, 1, "stop")]
-
-
-def test_mistake_that_rank_0_alone_meets_ends_all_processes(place: Place) -> None:
-    taken = place.folder / "taken"
-    config = place.config("taken_recording", {**FIELDS, "data.record": str(taken)})
-    taken.mkdir()
-    done = start_train([str(place.preset_file(config))], processes=2)
-    assert done.returncode != 0
-    assert done.stderr.count(f"error: {taken} exists") == 1
-    assert not (place.runs / "taken_recording").exists()
-    shutil.rmtree(taken)
 
 
 def test_stochastic_rounding_does_not_depend_on_the_number_of_processes(place: Place) -> None:

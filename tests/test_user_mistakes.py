@@ -131,10 +131,7 @@ def test_an_end_is_one_line_and_a_code(
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize(
-    ("command", "package"),
-    [("train.py", "tqdm"), ("scripts/compare_runs.py", "pandas")],
-)
+@pytest.mark.parametrize(("command", "package"), [("train.py", "tqdm"), ("scripts/compare_runs.py", "pandas")])
 def test_a_command_without_a_package_of_the_trainer_is_one_line(command: str, package: str) -> None:
     code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({command!r}, run_name='__main__')"
     found = os.environ | {"PYTHONPATH": "scripts"}

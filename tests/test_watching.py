@@ -387,13 +387,7 @@ def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
     assert len(seen.record["max_logit"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("every", 0),
-        ("log", "no/such/folder/watch.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("every", 0), ("log", "no/such/folder/watch.jsonl")])
 def test_arguments_of_another_kind_are_refused_in_one_line(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{value!r}: .*expected") as error:
         watch(**({"model": Model()} | {field: value}))
