@@ -236,12 +236,7 @@ def switched(place: Place) -> Path:
 def test_a_refused_resume_changes_nothing(place: Place, switched: Path, name: str, monkeypatch: Patch) -> None:
     given = REFUSED[name]
     fields = {**SWITCHED, "data.record": place.recording(name), **here(place, given.fields)}
-    first = {**fields, **here(place, given.first)}
-    run = (
-        place.train_until(given.dies_at, name, first)
-        if given.dies_at
-        else place.train(name, {"run.steps": 10, **first})
-    )
+    run = place.train_until(given.dies_at, name, {**fields, **given.first})
     given.spoil(place, run, monkeypatch)
     (run / "exit.json").unlink()
     before = tree(run), tree(place.folder / "recordings")

@@ -45,14 +45,6 @@ def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
     assert "holds an earlier quickstart" in again.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--pyton", "x"], ["--out"], ["--python", "/nope"]])
-def test_unknown_options_are_one_line(arguments: list[str]) -> None:
-    done = subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-
-
 KERNEL = """
 import torch
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from tiny_runs import ROOT, Place, before_each_step, command, environment, lines
 
-import files
 import train
 from errors import UserError
 from training.run import Run
@@ -95,9 +94,6 @@ def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowher
         assert (place.runs / "mistaken").exists() == (resume == "auto")
     assert outcome_of(place.runs / "mistaken")["code"] == 2
     assert outcome_of(place.train("mistaken", {**AUTO, "run.steps": 1}))["code"] == 0
-    with files.aside(Path(place.recording("theirs"))), pytest.raises(UserError, match="another process"):
-        place.train("beside", {**AUTO, "data.record": place.recording("theirs")})
-    assert not (place.runs / "beside").exists()
     finished = (place.runs / "mistaken/exit.json").read_text()
     with pytest.raises(UserError, match="exists"):
         place.train("mistaken")
@@ -237,7 +233,6 @@ class Held:
         ("loop", signal.SIGTERM, "rank 1", EXIT_RESUME),
         ("loop", signal.SIGTERM, "launcher", EXIT_RESUME),
         ("loop", signal.SIGINT, "everybody", 130),
-        ("start", signal.SIGKILL, "launcher", EXIT_RESUME),
         ("start", signal.SIGINT, "everybody", 130),
     ],
 )
@@ -247,11 +242,3 @@ def test_a_signal_ends_all_processes_and_exit_json_says_how(
     held = Held(place, tmp_path, f"{phase}_{number.name}_{to.replace(' ', '_')}", phase, {})
     held.send(number, to)
     assert held.left() == code, held.output.read_text()
-
-
-@pytest.mark.slow
-def test_a_process_that_does_not_answer_ends_the_run_and_names_a_checkpoint(place: Place, tmp_path: Path) -> None:
-    held = Held(place, tmp_path, "silent", "loop", {"run.timeout": 5.0, "checkpoint.every": 2})
-    os.kill(held.ranks[1], signal.SIGSTOP)
-    assert held.left() == 1
-    assert "the newest checkpoint is" in held.output.read_text()

@@ -9,8 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +16,6 @@ from tiny_runs import ROOT, Place, make_data, new_place, start_train, tree
 
 import train
 from errors import UserError, exit_on_user_error
-from training import distributed
-
-DEBUG, ABLATIONS = ROOT / "configs/debug.py", ROOT / "configs/ablations"
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +69,6 @@ def test_mistake_is_one_line_and_writes_nothing(
     assert tree(place.folder) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "pattern"),
-    [
-        ([], r"usage: python train\.py configs/RECIPE\.py"),
-        ([DEBUG, ABLATIONS / "outlier_heads.py"], r"attention\.rules\.0\.heads = 4: expected 0 to 3"),
-    ],
-)
-def test_bad_files_are_one_line(arguments: list[object], pattern: str, refused: Callable[..., str]) -> None:
-    assert re.fullmatch(rf"error: {pattern}.*\n", refused(train.main, *arguments))
-
-
 def test_exit_code_and_line_of_the_real_command(place: Place) -> None:
     before = tree(place.folder)
     done = start_train([str(place.folder / "new.py"), "--run.name", "there"])
@@ -92,20 +76,6 @@ def test_exit_code_and_line_of_the_real_command(place: Place) -> None:
     assert re.fullmatch(r"error: run\.name = 'there': .* exists; .*\n", done.stderr)
     assert done.stdout == ""
     assert tree(place.folder) == before
-
-
-def test_a_namesake_that_started_meanwhile_is_left_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = distributed.settle
-
-    def slowly(*arguments: Any) -> None:
-        original(*arguments)
-        (place.runs / "twice/of_the_other").mkdir(parents=True)
-
-    monkeypatch.setattr(distributed, "settle", slowly)
-    with pytest.raises(UserError, match=r"runs/twice exists"):
-        place.train("twice", {"data.record": place.recording("twice")})
-    assert (place.runs / "twice/of_the_other").is_dir()
-    assert not Path(place.recording("twice")).exists()
 
 
 @pytest.mark.parametrize(
