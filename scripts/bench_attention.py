@@ -12,8 +12,8 @@ out, and so is one whose results are not the first peer's.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -26,6 +26,7 @@ from torch import Tensor
 
 import files
 from attention import AttentionConfig, AttentionSpec
+from attention.check.kernels import KNOWN
 from attention.dispatch import run
 from errors import OneLineParser, UserError, check_place, exit_on_user_error, first_line, invalid
 from training.throughput import clock_and_power, explain_clock_and_power
@@ -75,15 +76,11 @@ def flex(length: int, causal: bool) -> Attention:
     return call
 
 
-def foreign(module: str, causal: bool, **options: bool) -> Attention:
-    """``flash_attn_func`` of FlashAttention-3 or -4. Raises ``ImportError`` where it is not installed."""
-    flash_attn_func = importlib.import_module(module).flash_attn_func
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = flash_attn_func(q, k, v, causal=causal, **options)
-        return result[0] if isinstance(result, tuple) else result
-
-    return call
+def foreign(kernel: str, causal: bool, head_dim: int) -> Attention:
+    """A kernel that ``attention.check`` knows, on [B, T, H, D]. Raises ``ImportError`` where it is not installed."""
+    call = KNOWN[kernel]()
+    scale = 1 / math.sqrt(head_dim)
+    return lambda q, k, v: call(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale).transpose(1, 2)
 
 
 def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -144,15 +141,12 @@ def interleave(graphs: dict[str, dict[str, torch.cuda.CUDAGraph]], rounds: int) 
 
 def peers_of(specs: dict[str, AttentionSpec], shape: Shape, causal: bool) -> dict[str, Callable[[], Attention]]:
     """What makes each peer, and each preset of this repository's kernels."""
-    _, t, h, _, _ = shape
-    fa4 = "flash_attn.cute"
+    _, t, h, _, d = shape
     return {
         "fa2 (torch)": lambda: library(AttentionSpec(preset="sdpa_flash"), causal, h),
         "cudnn": lambda: library(AttentionSpec(preset="sdpa_cudnn"), causal, h),
         "flex": lambda: flex(t, causal),
-        "fa3": lambda: foreign("flash_attn_interface", causal),
-        "fa4": lambda: foreign(fa4, causal),
-        "fa4 deterministic": lambda: foreign(fa4, causal, deterministic=True),
+        **{name: functools.partial(foreign, name, causal, d) for name in ("fa3", "fa4", "fa4:deterministic")},
         **{name: functools.partial(library, spec, causal, h) for name, spec in specs.items()},
     }
 

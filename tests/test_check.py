@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -392,3 +395,19 @@ def test_what_is_not_plain_attention_or_did_not_happen_is_refused() -> None:
         model(x).sum().backward()
     with pytest.raises(ValueError, match="expected the backward pass"), capture(model, [1]):
         model(x)
+
+
+def test_flash_attention_4_is_found_in_a_folder_of_the_path(tmp_path: Path) -> None:
+    """As ``pip install --target`` leaves it: Python does not read there the ``.pth`` file by which cutlass is found."""
+    for name, text in {
+        "nvidia_cutlass_dsl-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\nVersion: 1.0\n",
+        "cutlass.pth": "beside\n",
+        "beside/cutlass.py": "",
+        "flash_attn/cute.py": "import cutlass\n\ndef flash_attn_func(): ...\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = "from attention.check.kernels import find; print(find('fa4').missing or 'found')"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "found", done.stdout + done.stderr

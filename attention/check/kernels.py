@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from ..functional import scaled_dot_product_attention as ours
+from ..packages import add_cutlass
 from ..presets import ALIASES, PRESETS
 from ..user_error import UserError, invalid
 from .captured import Mask
@@ -149,6 +150,8 @@ def _flex() -> Call:
 
 def _flash_attn(module: str, **settings: Any) -> Call:
     """Tri Dao's packages: [B, T, H, D]."""
+    if module == "flash_attn.cute":
+        add_cutlass()
     function = importlib.import_module(module).flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
