@@ -26,6 +26,7 @@ from attention.check.__main__ import main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make
 from attention.check.measures import exact, plain, run
+from attention.check.report import reasons
 from errors import UserError
 
 SMALL = Shape(B=2, H=4, G=4, T=96, D=32)
@@ -39,6 +40,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, fault: str) -> Tensor:
         ctx.n = q.shape[1] // k.shape[1]
+        scale = q.shape[-1] ** -0.5 if fault == "scale ignored" else scale
         keys, values = (x.repeat_interleave(ctx.n, 1) for x in (k, v))
         s = q.float() @ keys.float().mT * scale
         diagonal = 2 if fault == "mask off by one" else 1
@@ -114,6 +116,7 @@ def test_delta_from_a_rounded_o_is_at_risk_and_gaussian_inputs_do_not_tell(kerne
         ("exponent rounded", "one_hot", "at risk"),
         ("P rounded down", "common_part", "at risk"),
         ("lse in BF16", "peaked_100", "wrong"),
+        ("scale ignored", "scale", "wrong"),
     ],
 )
 def test_a_sabotaged_kernel_is_found(fault: str, name: str, verdict: str) -> None:
@@ -273,7 +276,7 @@ def test_the_command_takes_a_kernel_of_ones_own(
     assert main([f"mine_{function}:{function}", "--json", "report.json", *COMMAND]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["schema"], report["verdict"], len(report["cases"])) == (3, "safe", 1)
-    assert "verdict: safe (1 of 21 classes tried)" in capsys.readouterr().out
+    assert f"verdict: safe (1 of {len(reasons())} classes tried)" in capsys.readouterr().out
 
 
 RISKY = ("--device", "cpu", "--T", "64", "--class", "common_part")

@@ -41,6 +41,8 @@ class InputClass:
     make: Callable[[list[Tensor], torch.Generator], list[Tensor]] = lambda x, _: x
     shape: Callable[[Shape], Shape] = lambda x: x
     causal: bool = True
+    scale: float = 1.0
+    """Of the logits, in 1 / sqrt(D)."""
     mask: Callable[[Shape], Mask] | None = None
     file: str = ""
     """In the folder ``inputs`` beside this module, of captured ones."""
@@ -137,6 +139,7 @@ CLASSES: dict[str, InputClass] = {
     "full": InputClass("no causal mask: other tiles, other code", causal=False),
     "padding": InputClass("keys behind a sequence's end, with large numbers: nobody may see them", _garbage, mask=_padding),
     "window": InputClass("a query sees the last quarter of keys only: the mask has two edges (arXiv 2004.05150)", mask=_window),
+    "scale": InputClass("a scale other than 1 / sqrt(head dim): is the argument followed?", scale=0.5),
 }  # fmt: skip
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
@@ -144,17 +147,18 @@ CLASSES: dict[str, InputClass] = {
 def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Inputs:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
     if is_captured(name):
-        return _problem_of(captured(name), dtype, device)
+        return _with_ones(_last_feature_least(captured(name)), dtype, device)
     chosen = CLASSES[name]
     shape = chosen.shape(shape)
     generator = torch.Generator().manual_seed(list(CLASSES).index(name))
-    sizes = ((shape.H,), (shape.G,), (shape.G,), (shape.H,))
-    x = [torch.randn(shape.B, heads, shape.T, shape.D, generator=generator) for (heads,) in sizes]
-    q, k, v, do = chosen.make(x, generator)
+    heads = (shape.H, shape.G, shape.G, shape.H)
+    normal = [torch.randn(shape.B, n, shape.T, shape.D, generator=generator) for n in heads]
+    q, k, v, do = chosen.make(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
     if mask is not None:
-        mask = Mask(mask.visible.to(device), mask.window)
-    return _problem(q, k, v, do, 1 / math.sqrt(shape.D), chosen.causal and mask is None, mask, dtype, device)
+        mask = mask._replace(visible=mask.visible.to(device))
+    scale = chosen.scale / math.sqrt(shape.D)
+    return _with_ones(Inputs(q, k, v, do, scale, chosen.causal and mask is None, mask), dtype, device)
 
 
 def shape_of(name: str, shape: Shape) -> Shape:
@@ -175,7 +179,8 @@ def captured(name: str) -> Inputs:
     return load(Path(__file__).with_name("inputs") / CLASSES[name].file if name in CLASSES else name)
 
 
-def _problem_of(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inputs:
+def _last_feature_least(x: Inputs) -> Inputs:
+    """The feature that does least to the logits becomes the last, and dO of a usual size; in FP32."""
     q, k, v, do = (t.float() for t in (x.q, x.k, x.v, x.do))
     n, D = q.shape[1] // k.shape[1], q.shape[-1]
     size = q.square().mean((0, 2)).unflatten(0, (-1, n)).mean(1) * k.square().mean((0, 2))
@@ -187,25 +192,14 @@ def _problem_of(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> In
     k = k.gather(-1, order_GD[None, :, None].expand_as(k))
     # dO of a mean loss is tiny; a power of two changes no rounding of BF16, and FP16 does not lose it.
     do = do * 2.0 ** -math.floor(math.log2(do.abs().amax().clamp(min=2.0**-100).item()))
-    return _problem(q, k, v, do, x.scale, x.causal, None, dtype, device)
+    return replace(x, q=q, k=k, v=v, do=do)
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    scale: float,
-    causal: bool,
-    mask: Mask | None,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Inputs:
-    q, k = q.clone(), k.clone()
+def _with_ones(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inputs:
+    q, k, do = x.q.clone(), x.k.clone(), _to_four_bits(x.do)
     q[..., -1], k[..., -1] = 0.0, 1.0
-    do = _to_four_bits(do)
-    q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
-    return Inputs(q, k, v, do, scale, causal, mask)
+    q, k, v, do = (t.to(device, dtype) for t in (q, k, x.v, do))
+    return replace(x, q=q, k=k, v=v, do=do)
 
 
 def _to_four_bits(x: Tensor) -> Tensor:

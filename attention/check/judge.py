@@ -20,7 +20,7 @@ RATIO_AT_RISK = 3.0
 """Of a tensor's error over that of plain attention; FlashAttention's own tests allow 2 of a formula with a BF16 softmax."""
 SIZE_WRONG = 2.0**-5
 """Of an error over the size of the tensor without cancellation: no rounding to BF16 does that. Rows of dS likewise."""
-EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full")
+EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "scale")
 WELL_CONDITIONED = 50.0
 """Of a tensor's error over plain attention's in the classes EASY, where nothing enlarges a rounding error: flash kernels have 2."""
 BIAS = 0.5

@@ -217,13 +217,18 @@ MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_att
 """Of public kernels whose names are not those of their modules."""
 
 
+def versions(*modules: str) -> list[str]:
+    """The packages that have these modules at their top, as "triton 3.6.0"."""
+    packages = importlib.metadata.packages_distributions()
+    found = {package for module in modules for package in packages.get(module, [])}
+    return [f"{package} {importlib.metadata.version(package)}" for package in sorted(found)]
+
+
 def identity(kernel: str) -> str:
     """Which code a kernel is: the packages that it comes in, with versions; of a user's also the start of its file's SHA-256."""
     preset = kernel in PRESETS or kernel in ALIASES
     name = __package__.partition(".")[0] if preset else kernel.partition(":")[0]
     module = MODULES.get(name, name)
-    packages = importlib.metadata.packages_distributions()
-    found = {package for top in (module.partition(".")[0], *["triton"] * preset) for package in packages.get(top, [])}
-    told = [f"{package} {importlib.metadata.version(package)}" for package in sorted(found)]
+    told = versions(module.partition(".")[0], *["triton"] * preset)
     file = None if kernel in KNOWN or preset else getattr(sys.modules.get(module), "__file__", None)
     return ", ".join([*told, *([f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"] if file else [])])

@@ -19,7 +19,7 @@ from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
 from .classes import CLASSES, Shape, captured, shape_of
-from .kernels import Kernel, find, identity
+from .kernels import Kernel, find, identity, versions
 
 SCHEMA = 3
 """Of the JSON report: raised where a field changes its name, place or meaning."""
@@ -232,6 +232,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "device": f"{device.type} {name}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
+        "check": ", ".join(versions("low_precision_attention")) or "check of a checkout",
     }
 
 
