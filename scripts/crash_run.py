@@ -1,7 +1,7 @@
 """Train with an attention kernel: does it fail where its control does not?
 
     python scripts/crash_run.py mykernels:attention
-    python scripts/crash_run.py torch:flash configs/fast_failure.py --data.replay replay_batches/public --run.steps 6500
+    python scripts/crash_run.py torch:flash configs/fast_failure.py --data.replay replay_batches/ansible --run.seed 22 --run.steps 6000
 
 Crash-tests the kernel, then trains four runs on the same batches and compares them: with the kernel, with torch's math kernel (the
 control), with plain attention, and with the recipe's own attention, which should fail. KERNEL is that of

@@ -164,7 +164,7 @@ def test_other_data_has_another_digest(dataset, changes):
     assert first[1] != second[1]
 
 
-PUBLISHED = Path(__file__).resolve().parent.parent / "replay_batches" / "public"
+PUBLISHED = Path(__file__).resolve().parent.parent / "replay_batches" / "ansible"
 STEPS = 12
 
 
