@@ -76,7 +76,7 @@ class Report:
     def text(self) -> str:
         """Lines for a terminal."""
         width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
-        lines = [f"{self.kernel}, {self.dtype}, {', '.join(self.environment.values())}"]
+        lines = [f"{self.kernel}, {self.dtype}, {', '.join(filter(None, self.environment.values()))}"]
         reasons = {case.reason for case in self.cases}
         if self.verdict == judge.UNVERIFIED and len(reasons) == 1:
             return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {reasons.pop()}"])
@@ -202,7 +202,7 @@ def check_attention(
             cases.append(_case(found, name, asked, DTYPES[dtype], there))
         except measures.OutOfRangeError as error:
             not_tried[name] = str(error)
-    seen = environment(there) | {"kernel": identity(kernel) if isinstance(kernel, str) else found.name}
+    seen = environment(there) | {"kernel": identity(found.name)}
     return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried)
 
 
