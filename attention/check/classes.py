@@ -216,7 +216,7 @@ def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device
     q[:, :, range(T), range(T)] = size * (1 + 0.1 * torch.rand(T, generator=generator))
     k = torch.zeros(shape.B, shape.G, T, shape.D)
     k[:, :, range(T), range(T)] = size
-    v = torch.randn(shape.B, shape.G, T, shape.D, generator=generator)
+    v = torch.randn(shape.B, shape.G, T, shape.D, generator=generator).bfloat16()
     do = torch.randn(shape.B, shape.H, T, shape.D, generator=generator)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
     return Inputs(q, k, v, do, 1 / math.sqrt(shape.D))

@@ -40,7 +40,8 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             if below
             else (SAFE, "")
         )
-    leaks = [what for what in ("first_row", "hidden", "idle") if found.get(what, 0) != 0]
+    leaks = [what for what in ("hidden", "idle") if found.get(what, 0) != 0]
+    leaks += ["first_row"] * (not found.get("first_row", 0) < SIZE_WRONG)
     if leaks:
         return WRONG, "mask: leaks at " + ", ".join(leaks)
     if name == "mask_edges":

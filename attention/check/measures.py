@@ -162,16 +162,17 @@ def rows_from_outside(call: Call, p: Inputs) -> Tensor:
 
 
 def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """``limit``: the largest logit of ``ONE_HOT_LOGITS`` up to which one-hot rows have O = V to the bit, or 0. ``off``: how far O is from V
-    at the next, relative.
+    """``limit``: the largest logit of ``ONE_HOT_LOGITS`` up to which one-hot rows have O = V to the bit (FP32: to BF16's last), or 0.
+    ``off``: how far O is from V at the next, relative.
     """
+    compared = torch.bfloat16 if dtype == torch.float32 else dtype
     limit, error = 0.0, 0.0
     for logit in ONE_HOT_LOGITS:
         p = one_hot(logit, shape, dtype, device)
         v = p.v.repeat_interleave(p.q.shape[1] // p.k.shape[1], 1)
         with torch.no_grad():
-            o = call(p.q, p.k, p.v, True, p.scale).to(dtype)
-        if not torch.equal(o, v):
+            o = call(p.q, p.k, p.v, True, p.scale)
+        if not torch.equal(o.to(compared), v.to(compared)):
             error = off((v,), (o,))
             break
         limit = logit
@@ -179,11 +180,11 @@ def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
 
 
 def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """``leaks`` of a causal mask, and ``first_row``: O of query 0, which sees key 0 alone, less V of key 0. All 0 where right."""
+    """``leaks`` of a causal mask, and ``first_row``: O of query 0, which sees key 0 alone, less V of key 0, over the largest V."""
     p = make("gaussian", shape, dtype, device)
     o = run(call, p)[0].to(dtype)
-    first = (o[:, :, 0].double() - p.v[:, :, 0].repeat_interleave(shape.H // shape.G, 1).double()).abs().amax().item()
-    return {"first_row": first, **leaks(call, p)}
+    v = p.v[:, :, 0].repeat_interleave(shape.H // shape.G, 1).double()
+    return {"first_row": ((o[:, :, 0] - v).abs().amax() / v.abs().amax()).item(), **leaks(call, p)}
 
 
 def leaks(call: Call, p: Inputs) -> dict[str, float]:
