@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import weakref
 from collections.abc import Iterator
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -146,6 +147,58 @@ def json_text(content: Any) -> str:
 def write_json(path: Path, content: Any) -> None:
     """As ``write_text``, of ``json_text``."""
     write_text(path, json_text(content))
+
+
+class InUse:
+    """A file that a run reads all the time. Raises ``OSError`` for anything but a file.
+
+    It is held by descriptor: another file that was put in its place changes nothing for who has opened this one. And it is not mapped
+    into memory: one that was cut short would end the process with SIGBUS.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        with open_file(path) as file:
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        self._at_first = self._size_and_time()
+
+    @property
+    def size(self) -> int:
+        """Bytes, when it was opened."""
+        return self._at_first[0]
+
+    def _size_and_time(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def read(self, start: int, size: int) -> bytes:
+        """So many bytes from ``start`` on. Raises ``UserError`` where they are not there any more."""
+        parts, left = [], size
+        while left:  # the system gives at most 2 GiB at once
+            try:
+                part = os.pread(self._descriptor, left, start + size - left)
+            except OSError as error:
+                raise UserError(f"{self.path}: unreadable: {error.strerror}") from None
+            if not part:
+                raise UserError(f"{self.path}: it was cut short while it was read")
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def blocks(self, size: int = 1 << 22) -> Iterator[bytes]:
+        """All of it, ``size`` bytes at a time."""
+        for start in range(0, self.size, size):
+            yield self.read(start, min(size, self.size - start))
+
+    def changed(self) -> bool:
+        """Whether it has another size or time of change."""
+        return self._size_and_time() != self._at_first
+
+    def check(self) -> None:
+        """Raise ``UserError`` once it has ``changed``."""
+        if self.changed():
+            raise UserError(f"{self.path}: it was written to while the run read it")
 
 
 def open_file(path: Path) -> BufferedReader:

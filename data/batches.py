@@ -9,7 +9,7 @@ Shapes: G global batch, B micro-batch, T sequence length, W validation windows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,7 +123,9 @@ class Batches:
         world_size: int,
         position: int,
         contiguous: bool,
+        checks: Sequence[Callable[[], None]] = (),
     ):
+        self._checks = checks
         self.header, self.position = header, position
         self.vocabulary_size = header.vocabulary_size
         folder = config.record or config.replay
@@ -131,9 +133,7 @@ class Batches:
         self.steps_available = None if recording is None else recording.steps
         self._config, self._sequences, self._recorder = config, sequences, recorder
         self._rank, self._world_size, self._contiguous = rank, world_size, contiguous
-        self._offsets_at: Callable[[int], np.ndarray] = (
-            self._drawn if recording is None else recording.offsets.__getitem__
-        )
+        self._offsets_at: Callable[[int], np.ndarray] = self._drawn if recording is None else recording.row
         facts = {name: getattr(header, name) for name in ("data_sha256", "sequence_length", "global_batch")}
         self._digest = checksum_of_facts(facts)
         for earlier in range(position):
@@ -211,6 +211,11 @@ class Batches:
         one that replays it, and one with the same seed that did neither, agree.
         """
         return self._digest.hex()
+
+    def check_files(self) -> None:
+        """Raise ``UserError`` if tokens or recording were written to since they were opened: later batches are then other ones."""
+        for check in self._checks:
+            check()
 
     def flush(self) -> None:
         """Bring the recording to the disk. Call it before a checkpoint, which must not be ahead of the recording."""
@@ -341,6 +346,7 @@ def open_batches(
         world_size=world_size,
         position=position,
         contiguous=contiguous,
+        checks=[train.file.check, validation.file.check, *([recording.check] if recording else [])],
     )
 
 

@@ -244,9 +244,9 @@ def _empty_recording(folder: Path, source_run: str) -> Iterator[None]:
         raise taken from None
     try:
         with files.lock(folder / OFFSETS, "r+b", _busy(folder)):
-            rows = _open_rows(folder / OFFSETS, header.global_batch + 1, None)
+            _, rows = _open_rows(folder / OFFSETS, header.global_batch + 1, None)
             foreign = {path.name for path in folder.iterdir()} - _OWN_FILES
-            if complete or promised or len(rows) or foreign or header.source_run != source_run:
+            if complete or promised or rows or foreign or header.source_run != source_run:
                 raise taken
             yield
     except OSError:
@@ -309,12 +309,32 @@ def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
 class Recording:
     """A recording opened for reading, checked as a whole; build it with ``open``. checksum: of the last step."""
 
+    folder: Path
     header: RecordingHeader
     steps: int
     complete: bool
     checksum: bytes
-    offsets: np.ndarray
-    """uint64 [S, G]: the first token of each sequence in train.bin; mapped into memory."""
+    file: files.InUse
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """uint64 [S, G]: the first token of each sequence in train.bin."""
+        return np.array([self.row(step) for step in range(self.steps)]).reshape(self.steps, self.header.global_batch)
+
+    def check(self) -> None:
+        """Raise ``UserError`` where the rows are not those any more that were opened. A run may go on with it meanwhile."""
+        if self.file.changed() and not self._is_same():
+            self.file.check()
+
+    def _is_same(self) -> bool:
+        try:
+            return _check_chain(self.folder, self.header, self.file, self.steps) == self.checksum
+        except UserError:
+            return False
+
+    def row(self, step: int) -> np.ndarray:
+        """uint64 [G]: the offsets of one step. Raises ``UserError`` where the file was cut short meanwhile."""
+        return _row(self.file, self.header, step)[:-1]
 
     @classmethod
     def open(cls, folder: Path, limit: int | None = None) -> Recording:
@@ -324,22 +344,22 @@ class Recording:
         bad step).
         """
         header, promised, complete = read_header(folder)
-        rows = _open_rows(folder / OFFSETS, header.global_batch + 1, promised if complete else None)
-        if len(rows) < promised:
-            raise UserError(f"{folder}: truncated: {len(rows)} of {promised} steps are there")
-        rows = rows[:limit]
-        checksum, offsets = _check_chain(folder, header, rows), rows[:, :-1]
-        return cls(header=header, steps=len(rows), complete=complete, checksum=checksum, offsets=offsets)
+        file, rows = _open_rows(folder / OFFSETS, header.global_batch + 1, promised if complete else None)
+        if rows < promised:
+            raise UserError(f"{folder}: truncated: {rows} of {promised} steps are there")
+        steps = rows if limit is None else min(rows, limit)
+        checksum = _check_chain(folder, header, file, steps)
+        return cls(folder=folder, header=header, steps=steps, complete=complete, checksum=checksum, file=file)
 
 
-def _open_rows(path: Path, numbers: int, exactly: int | None) -> np.ndarray:
-    """The rows of a file of offsets, uint64 [S, G + 1]: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
+def _open_rows(path: Path, numbers: int, exactly: int | None) -> tuple[files.InUse, int]:
+    """A file of offsets and its number of rows: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
     try:
-        with files.open_file(path) as file:
-            head = file.read(HEAD_BYTES)
-        size = path.stat().st_size
+        file = files.InUse(path)
     except OSError as error:
         raise UserError(f"{path}: unreadable: {error.strerror}") from None
+    size = file.size
+    head = file.read(0, min(size, HEAD_BYTES))
     counted = re.search(rb"'shape': \((\d+),", head)
     rows, width = int(counted[1]) if counted else 0, 8 * numbers
     if len(head) < HEAD_BYTES:
@@ -352,13 +372,20 @@ def _open_rows(path: Path, numbers: int, exactly: int | None) -> np.ndarray:
         raise UserError(f"{path}: truncated: {(size - HEAD_BYTES) // width} of {exactly} rows are there")
     elif rows != exactly or size != HEAD_BYTES + exactly * width:
         raise UserError(f"{path}: altered: {rows} rows in {size} bytes, header.json promises {exactly} rows")
-    return np.memmap(path, "<u8", "r", HEAD_BYTES, (rows, numbers))
+    return file, rows
 
 
-def _check_chain(folder: Path, header: RecordingHeader, rows: np.ndarray) -> bytes:
+def _row(file: files.InUse, header: RecordingHeader, step: int) -> np.ndarray:
+    """uint64 [G + 1]: offsets and checksum."""
+    width = 8 * (header.global_batch + 1)
+    return np.frombuffer(file.read(HEAD_BYTES + step * width, width), dtype="<u8")
+
+
+def _check_chain(folder: Path, header: RecordingHeader, file: files.InUse, steps: int) -> bytes:
     """The last checksum, after comparing all of them and the range of all offsets."""
     checksum, last_start = header.chain_start(), header.data_tokens - header.sequence_length - 1
-    for step, row in enumerate(rows):
+    for step in range(steps):
+        row = _row(file, header, step)
         checksum = next_checksum(checksum, row[:-1])
         if checksum != row[-1:].tobytes():
             raise UserError(f"{folder}: altered: step {step} does not match its checksum; those before it do")

@@ -63,17 +63,26 @@ class TokenHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """One split of a data set, mapped into memory."""
+    """One split of a data set, held by descriptor."""
 
     header: TokenHeader
-    path: Path
-    """Of train.bin or val.bin."""
-    tokens: np.ndarray
-    """All of them, read-only, 1-D, ``[header.count]``."""
+    file: files.InUse
+
+    @property
+    def path(self) -> Path:
+        """Of train.bin or val.bin."""
+        return self.file.path
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them, read-only, 1-D, ``[header.count]``."""
+        return self.sequences([0], self.header.count)[0]
 
     def sequences(self, starts_N: Iterable[int], length: int) -> np.ndarray:
-        """``length`` tokens from each of these places on, [N, length]."""
-        return np.stack([self.tokens[start : start + length] for start in map(int, starts_N)])
+        """``length`` tokens from each of these places on, read-only [N, length]. Raises ``UserError`` for a file that was cut short."""
+        width = self.header.stored_dtype.itemsize
+        raw = b"".join(self.file.read(start * width, length * width) for start in map(int, starts_N))
+        return np.frombuffer(raw, self.header.stored_dtype).reshape(-1, length)
 
     @classmethod
     def open(cls, folder: Path, split: str, *, verify: Literal["sha256", "size"] = "size") -> TokenFile:
@@ -86,18 +95,32 @@ class TokenFile:
         header = _read_header(folder, split)
         if not path.is_file():
             raise UserError(f"{path}: no such file; {_remedy(folder)}")
-        size, expected = path.stat().st_size, header.count * header.stored_dtype.itemsize
-        if size != expected:
-            raise UserError(f"{path}: {size} bytes, its header says {expected}: damaged; {_remedy(folder, force=True)}")
+        expected = header.count * header.stored_dtype.itemsize
         try:
-            digest = files.sha256_file(path) if verify == "sha256" else header.sha256
-            tokens = np.memmap(path, header.stored_dtype, "r")
+            file = files.InUse(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-        if digest != header.sha256:
-            told = f"SHA-256 {digest} where its header says {header.sha256}"
-            raise UserError(f"{path}: {told}: damaged; {_remedy(folder, force=True)}")
-        return cls(header=header, path=path, tokens=tokens)
+        if file.size != expected:
+            raise UserError(
+                f"{path}: {file.size} bytes, its header says {expected}: damaged; {_remedy(folder, force=True)}"
+            )
+        if verify == "sha256":
+            _verify(file, header, folder)
+        return cls(header=header, file=file)
+
+
+def _verify(file: files.InUse, header: TokenHeader, folder: Path) -> None:
+    """Raise ``UserError`` where the bytes are not those that were written, or a token is beyond the vocabulary."""
+    digest, largest = hashlib.sha256(), 0
+    for block in file.blocks():
+        digest.update(block)
+        largest = max(largest, int(np.frombuffer(block, header.stored_dtype).max()))
+    if digest.hexdigest() != header.sha256:
+        raise UserError(
+            f"{file.path}: SHA-256 {digest.hexdigest()} where its header says {header.sha256}: damaged; {_remedy(folder, force=True)}"
+        )
+    if largest >= header.vocabulary_size:
+        raise UserError(f"{file.path}: token {largest} in a vocabulary of {header.vocabulary_size}")
 
 
 def mistyped(facts: Any) -> str | None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.batches import Batches, DataConfig, open_batches, random_offsets, validation_offsets
-from data.recording import Recording
+from data.recording import HEAD_BYTES, Recording
 from data.token_files import TokenWriter
 from errors import UserError
 from scripts import make_recording
@@ -130,6 +130,20 @@ def test_a_replay_of_other_sizes_is_refused_with_both_values(dataset, tmp_path, 
     record(dataset, tmp_path / "r", 2)
     with pytest.raises(UserError, match=message):
         open_batches(settings_for(dataset, replay=str(tmp_path / "r"), **changes))
+
+
+def test_a_recording_may_grow_while_it_is_replayed_and_not_change(dataset, tmp_path):
+    record(dataset, tmp_path / "r", 2)
+    batches = open_batches(settings_for(dataset, replay=str(tmp_path / "r")))
+    longer = open_batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a", resume_at=2)
+    take(longer, 3)
+    longer.close()
+    batches.check_files()
+    content = bytearray((tmp_path / "r/offsets.npy").read_bytes())
+    content[HEAD_BYTES] ^= 1
+    (tmp_path / "r/offsets.npy").write_bytes(content)
+    with pytest.raises(UserError, match=r"offsets\.npy: it was written to while the run read it"):
+        batches.check_files()
 
 
 def digests(batches: Batches, steps: int) -> list[str]:

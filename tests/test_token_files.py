@@ -31,6 +31,13 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_a_signed_token_beyond_the_vocabulary_is_refused(tmp_path):
+    write(tmp_path)
+    edit_header(tmp_path, vocabulary_size=50256)
+    with pytest.raises(UserError, match="token 50256 in a vocabulary of 50256"):
+        TokenFile.open(tmp_path, "train", verify="sha256")
+
+
 @pytest.mark.parametrize("token", [-1, 50257, 65536 + 5])
 def test_token_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, token):
     with pytest.raises(ValueError, match="in a vocabulary of 50257"), new_dataset(tmp_path / "a") as staging:

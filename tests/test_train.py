@@ -7,8 +7,10 @@ terms in another order; N is the number of tokens whose losses a step averages.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from tiny_runs import TINY, Place, before_each_step, column, lines, preset, tree
 
 from data.batches import open_batches
 from data.recording import Recording
+from errors import UserError
 from model import GPT, initialize
 from training.run import Run
 
@@ -127,3 +130,37 @@ def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeyp
     assert tree(place.data) == before
     logs = {"metrics.jsonl", "telemetry.jsonl"}
     assert {path.name for path in run.iterdir()} == {"config.json", *logs, "checkpoints", "lock", "exit.json"}
+
+
+def overwrite_the_last_byte(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\0")
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, 200)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "offsets.npy"])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(overwrite_the_last_byte, "was written to while the run read it"), (cut_short, "was cut short while it was read")],
+)
+def test_data_that_change_under_a_run_end_it_with_the_last_good_checkpoint_named(
+    place: Place, name: str, change: Callable[[Path], None], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = f"{name}_{change.__name__}"
+    data = shutil.copytree(place.data, place.folder / f"data_{case}")
+    fields = {"data.dataset": str(data), "run.steps": 30}
+    place.train(f"source_{case}", {**fields, "data.record": place.recording(case)})
+    path = next(folder / name for folder in (data, Path(place.recording(case))) if (folder / name).exists())
+
+    def at_13(run: Run, step: int) -> None:
+        if step == 13:
+            change(path)
+
+    before_each_step(monkeypatch, at_13)
+    with pytest.raises(UserError, match=rf"{name}: it {told}\nthe newest checkpoint is .*step_00000010;"):
+        place.train(f"changed_{case}", {**fields, "data.replay": place.recording(case)})
+    assert not (place.runs / f"changed_{case}/checkpoints/step_00000020").exists()

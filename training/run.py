@@ -316,10 +316,10 @@ def open_folder(
     wandb_run = start_wandb(
         folder,
         config.wandb,
-        run_id=run_id,
         config_json=content,
         recording=batches.recording_name,
         attention_name=config.attention.label(),
+        resumed=loaded is not None,
         enabled=dist.is_main,
     )
     if dist.is_main and not resumes:
@@ -371,6 +371,7 @@ def save(run: Run, step: int) -> None:
     failure = None
     try:
         run.lock.check()
+        run.batches.check_files()
         run.batches.flush()
         for log in (run.metrics, run.telemetry):
             if log is not None:
