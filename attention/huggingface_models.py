@@ -1,25 +1,49 @@
 """Models of transformers that cannot have our attention, refused when they are made and when they are switched.
 
-transformers takes any registered name for any model. A model with attention code of its own never calls what stands for the name, but may
-get the mask that was made for it. So transformers' word is taken: a model is served if its code asks the registry of attention functions,
-and if it declares more than "eager". Where a file has both kinds, as of an
-encoder of images beside a decoder, the part with code of its own keeps that, or transformers raises ``KeyError``.
+transformers takes any registered name for any model. A model with attention code of its own never calls what stands for the name, but gets
+the mask that was made for it. So each module under one of our names is looked at: what its code calls says whether it computes attention
+itself, and whether it asks transformers' registry for it.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import re
 from collections.abc import Iterator
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from .user_error import refuse
+from .functional import refuse
 
-_OWN = ("PegasusXGlobalLocalAttention", "Phi4MultimodalVisionAttention", "PPFormulaNetVisionAttention")
-"""Attention beside that of the registry that would give another output (tests/test_hf_walk.py)."""
+_REGISTRY = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "get_interface"}
+_SOFTMAXES = {"softmax", "Softmax", "log_softmax", "logsumexp"}
+_PRODUCTS = {"@", "matmul", "bmm", "baddbmm", "einsum", "tensordot"}
+_FUSED = (
+    "scaled_dot_product",
+    "flash_attn_",
+    "flash_attention_forward",
+    "efficient_attention",
+    "head_attention_forward",
+    "flex_attention",
+)
 # A model that declares none of them may use its mask for more than attention, in the form that "eager" has (NLLB-MoE's router).
 _DECLARED = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+
+
+class Traits(NamedTuple):
+    """What the code of a class of modules calls."""
+
+    registry: bool
+    """transformers' registry of attention functions."""
+    own: bool
+    """A fused attention, or a softmax beside a matrix product; and no registry."""
+    named: bool
+    """Its name says that it is attention."""
+    masks: frozenset[str]
+    """Functions of transformers that it makes masks with."""
 
 
 def guard() -> None:
@@ -28,27 +52,53 @@ def guard() -> None:
 
     if hasattr(PreTrainedModel.post_init, "looks_at_attention"):
         return
-    post_init, switch = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+    post_init, switch = (getattr(PreTrainedModel, name) for name in ("post_init", "set_attn_implementation"))
 
     @functools.wraps(post_init)
     def checked_post_init(model: Any, *arguments: Any, **settings: Any) -> Any:
         check(model)
+        watch_outputs(model)
         return post_init(model, *arguments, **settings)
 
     @functools.wraps(switch)
-    def checked_switch(model: Any, asked: Any, *arguments: Any, **settings: Any) -> None:
-        before = [(part.config, part.config._attn_implementation) for part in _parts(model)]
+    def checked_switch(model: Any, attn_implementation: Any, *arguments: Any, **settings: Any) -> None:
+        if not any(map(is_ours, _values(attn_implementation))):
+            return switch(model, attn_implementation, *arguments, **settings)
+        configs = [config for config, _ in _configs(model)]
+        before = [config._attn_implementation for config in configs]
         try:
-            switch(model, asked, *arguments, **settings)
-            check(model, asked)
+            switch(model, attn_implementation, *arguments, **settings)
+            check_switched(model, attn_implementation)
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):
+                    watch_outputs(part)
         except Exception:
-            for config, name in before:
+            for config, name in zip(configs, before, strict=True):
                 config._attn_implementation_internal = name
             raise
 
+    def checked(make: Any) -> Any:
+        @functools.wraps(make)
+        def checked_make(model_class: Any, *arguments: Any, **settings: Any) -> Any:
+            try:
+                made = make(model_class, *arguments, **settings)
+            except KeyError as error:  # of a model that keeps a table of its own classes by name
+                name = error.args[0] if error.args else None
+                refuse(
+                    is_ours(name),
+                    f"{model_class.__name__}: its table of attention classes has no {name!r}: expected 'eager'",
+                )
+                raise
+            check(made[0] if isinstance(made, tuple) else made)  # also what was put into it after its post_init
+            return made
+
+        return classmethod(checked_make)
+
     checked_post_init.looks_at_attention = True  # type: ignore[attr-defined]
-    for name, checked in {"post_init": checked_post_init, "set_attn_implementation": checked_switch}.items():
-        setattr(PreTrainedModel, name, checked)
+    new = {"post_init": checked_post_init, "set_attn_implementation": checked_switch}
+    new |= {name: checked(vars(PreTrainedModel)[name].__func__) for name in ("_from_config", "from_pretrained")}
+    for name, function in new.items():
+        setattr(PreTrainedModel, name, function)
 
 
 def is_ours(name: object) -> bool:
@@ -58,32 +108,88 @@ def is_ours(name: object) -> bool:
     return isinstance(name, str) and hasattr(AttentionInterface._global_mapping.get(name), "rounded_as")
 
 
-def check(model: Any, asked: Any = None) -> None:
-    """``ValueError`` where a part of ``model`` has attention, is under one of our names, and is not served.
+def check(model: Any) -> None:
+    """``ValueError`` where attention code under one of our names never calls ours, or may read masks in another way."""
+    import transformers
 
-    ``asked``: what it has just been switched to, of which transformers only logs what it does not do.
-    """
-    parts = [part for part in _parts(model) if any(map(_is_attention, _own_modules(part)))]
-    for part in parts:
-        name = part.config._attn_implementation
-        wanted = asked if isinstance(asked, str) else name
-        if not is_ours(wanted):
-            continue
-        own = not part._can_set_attn_implementation() or any(type(m).__name__ in _OWN for m in _own_modules(part))
-        declared = any(getattr(part, flag, False) for flag in _DECLARED)
-        if own or not declared or name != wanted:
-            why = "it supports 'eager' only, not" if not own else "its attention code is its own, and never calls"
-            cure = f"'eager' (as a part of another model: {{'': {wanted!r}, 'KEY_OF_ITS_CONFIG': 'eager'}})"
-            refuse(True, f"{type(part).__name__}: {why} {wanted!r}: expected attn_implementation = {cure}")
-    asks = isinstance(asked, dict) and any(map(is_ours, asked.values()))
-    none = asks and not any(is_ours(part.config._attn_implementation) for part in parts)
-    refuse(none, f"{type(model).__name__}: no part of it has attention that can be switched by {asked}")
+    governed = [(module, config) for module, config in _governed(model) if is_ours(_name(config))]
+    traits = [traits_of(module) for module, _ in governed]
+    for (module, config), own in zip(governed, traits, strict=True):
+        if own.own:
+            _refuse(model, module, config, _name(config))
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel) and is_ours(_name(part.config)):
+            calls = [module for module in _own_modules(part) if traits_of(module).registry]
+            declared = any(getattr(part, flag, False) for flag in _DECLARED)
+            why = "declares support of no attention but 'eager' (_supports_sdpa and others): expected 'eager'"
+            refuse(bool(calls) and not declared, f"{type(part).__name__}: it {why}")
+            causal = [type(module).__name__ for module in calls if getattr(module, "is_causal", False) is True]
+            masks = traits_of(part).masks
+            # Such a mask is left out where nothing is hidden, and the module would then take it for a causal one.
+            wrong = causal and masks and all("bidirectional" in mask for mask in masks)
+            why = f"makes no causal mask, but its {', '.join(causal[:1])} has is_causal = True: expected 'eager'"
+            refuse(bool(wrong), f"{type(part).__name__}: it {why}")
+    if not any(own.registry for own in traits):
+        for (module, config), own in zip(governed, traits, strict=True):
+            if own.named:
+                _refuse(model, module, config, _name(config))
 
 
-def _parts(model: nn.Module) -> Iterator[Any]:
-    from transformers import PreTrainedModel
+def watch_outputs(model: Any) -> None:
+    """Have calls of a model under one of our names refuse ``output_attentions``, which many models do not hand to their attention."""
+    config = getattr(model, "config", None)
+    if is_ours(_name(config)) and refuse_attentions not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
 
-    return (part for part in model.modules() if isinstance(part, PreTrainedModel))
+
+def refuse_attentions(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
+    asked = settings.get("output_attentions")
+    if (getattr(model.config, "output_attentions", False) if asked is None else asked) and is_ours(_name(model.config)):
+        refuse(True, f"{type(model).__name__}: output_attentions: expected False, it keeps no P; 'eager' does")
+
+
+def check_switched(model: Any, asked: Any) -> None:
+    """``ValueError`` where ``model`` has not become what ``set_attn_implementation(asked)`` says: transformers only logs that."""
+    check(model)
+    reached = [(module, config, traits_of(module)) for module, config in _governed(model)]
+    if isinstance(asked, str):
+        left = [(module, config, traits) for module, config, traits in reached if _name(config) != asked]
+        for module, config, traits in left:
+            if traits.own:
+                _refuse(model, module, config, asked)
+        for module, _, traits in left:
+            what = f"{type(model).__name__}: transformers does not switch its {type(module).__name__}"
+            refuse(traits.registry, f"{what}: expected the model to be made or loaded with {asked!r}")
+    else:
+        for config, key in _configs(model):
+            wanted = asked
+            for part in key.split(".") if key else ():
+                wanted = wanted.get(part) if isinstance(wanted, dict) else None
+            wanted = wanted.get("") if isinstance(wanted, dict) else wanted
+            missed = (key or config is model.config) and is_ours(wanted) and _name(config) != wanted
+            refuse(
+                bool(missed),
+                f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}",
+            )
+    none = not any(traits.registry and is_ours(_name(config)) for _, config, traits in reached)
+    refuse(none, f"{type(model).__name__}: no part of it has attention that can be switched")
+
+
+def _refuse(model: Any, module: nn.Module, config: Any, name: str) -> None:
+    key = next((key for one, key in _configs(model) if one is config and key), None)
+    here = {"": name, key or "KEY_OF_ITS_CONFIG": "eager"}
+    cure = here if key else f"'eager' (as a part of another model: {here})"
+    message = f"its {type(module).__name__} has attention code of its own, which never calls {name!r}"
+    refuse(True, f"{type(model).__name__}: {message}: expected attn_implementation = {cure}")
+
+
+def _governed(module: nn.Module, config: Any = None) -> Iterator[tuple[nn.Module, Any]]:
+    """Each module with the nearest config that names an attention."""
+    own = getattr(module, "config", None)
+    config = own if hasattr(own, "_attn_implementation") else config
+    yield module, config
+    for child in module.children():
+        yield from _governed(child, config)
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -96,7 +202,91 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
-def _is_attention(module: nn.Module) -> bool:
-    """By its name; torch's own, as ``nn.MultiheadAttention``, has no part in this."""
-    kind = type(module)
-    return "attention" in kind.__name__.lower() and not kind.__module__.startswith("torch.")
+def _name(config: Any) -> Any:
+    return getattr(config, "_attn_implementation", None)
+
+
+def _values(asked: Any) -> Iterator[Any]:
+    if isinstance(asked, dict):
+        for value in asked.values():
+            yield from _values(value)
+    else:
+        yield asked
+
+
+def _configs(model: Any) -> Iterator[tuple[Any, str]]:
+    """Configs of a model and of its parts, each once, with its key in the model's own config, "" where it has none."""
+    found: dict[int, tuple[Any, str]] = {}
+
+    def add(config: Any, key: str) -> None:
+        if hasattr(config, "_attn_implementation") and id(config) not in found:
+            found[id(config)] = config, key
+            for part in getattr(config, "sub_configs", ()):
+                add(getattr(config, part, None), f"{key}.{part}" if key else part)
+
+    add(model.config, "")
+    for module in model.modules():
+        add(getattr(module, "config", None), "")
+    yield from found.values()
+
+
+def traits_of(module: nn.Module) -> Traits:
+    """What the methods of its class, and the functions that they call, use by name. torch's own classes use nothing."""
+    module_class: Any = type(module)
+    return _traits(module_class)
+
+
+@functools.cache
+def _traits(module_class: Any) -> Traits:
+    seen: set[FunctionType] = set()
+    names: set[str] = set()
+    left = [found for base in module_class.__mro__ if not _torchs(base) for found in _functions(vars(base).values())]
+    while left:
+        function = left.pop()
+        if function not in seen:
+            seen.add(function)
+            here, outer = _names(function.__code__), function.__globals__
+            names |= here
+            left += _functions(outer[name] for name in here if name in outer)
+    registry = bool(names & _REGISTRY)
+    fused = any(part in name for name in names for part in _FUSED)
+    own = not registry and (fused or bool(names & _SOFTMAXES and names & _PRODUCTS))
+    name = module_class.__name__.lower()
+    masks = frozenset(name for name in names if re.fullmatch(r"create_.*masks?(_for_generate)?", name))
+    return Traits(registry, own, "attention" in name or "attn" in name, masks)
+
+
+def _torchs(thing: Any) -> bool:
+    """torch's, or what all models of transformers share."""
+    module = f"{thing.__module__}."
+    shared = (
+        "modeling_utils",
+        "generation",
+        "utils",
+        "integrations.peft",
+        "modeling_flash_attention_utils",
+        "masking_utils",
+        "cache_utils",
+    )
+    return module.startswith(("torch.", "builtins.", *(f"transformers.{part}." for part in shared)))
+
+
+def _functions(values: Any) -> list[FunctionType]:
+    """The functions of Python among ``values``, without their decorators."""
+    found = []
+    for value in values:
+        if isinstance(value, staticmethod | classmethod | property):
+            value = value.fget if isinstance(value, property) else value.__func__
+        while "__wrapped__" in getattr(value, "__dict__", ()):
+            value = value.__wrapped__
+        value = value.func if isinstance(value, functools.partial) else value
+        if isinstance(value, FunctionType) and not _torchs(value):
+            found.append(value)
+    return found
+
+
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
+    names = set(code.co_names)
+    names |= {"@" for step in dis.get_instructions(code) if step.argrepr in ("@", "@=")}
+    return frozenset(names.union(*(_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))))

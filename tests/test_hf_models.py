@@ -43,9 +43,10 @@ def randomized(model: Any) -> Any:
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_model_with_attention_of_its_own_is_neither_made_nor_switched(family: str) -> None:
-    """transformers itself finds none of Falcon's classes under that name."""
-    told = rf"^low-precision attention: \w+: its attention code is its own, and never calls .*'eager'|^'{OURS}'$"
-    with pytest.raises((ValueError, KeyError), match=told):
+    with pytest.raises(
+        ValueError,
+        match=r"^low-precision attention: \w+: its .*(of its own, which never calls|attention classes has no).*'eager'",
+    ):
         transformers.AutoModel.from_config(OWN[family](), attn_implementation=OURS)
     model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
     with pytest.raises(ValueError, match=rf"^low-precision attention: {type(model).__name__}: "):
@@ -57,35 +58,61 @@ class OwnAttention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.projection = nn.Linear(width, 3 * width)
+        self.weigh = nn.Softmax(dim=-1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.projection(x).chunk(3, dim=-1)
-        return (q @ k.transpose(-1, -2)).softmax(dim=-1) @ v
+        return self.weigh(q @ k.transpose(-1, -2) + (0 if mask is None else mask)) @ v
 
 
-class RemoteModel(transformers.LlamaModel):
-    """A model such as a repository brings along."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.extra = OwnAttention(config.hidden_size)
-        self.post_init()
+def weighted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-def test_code_that_transformers_does_not_have_is_refused_too() -> None:
-    with pytest.raises(ValueError, match="RemoteModel: its attention code is its own"):
-        RemoteModel._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
-    model = RemoteModel._from_config(transformers.LlamaConfig(**SIZES), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match="RemoteModel: its attention code is its own"):
+class FusedAttention(OwnAttention):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return weighted(*self.projection(x).chunk(3, dim=-1))
+
+
+class LinearMixer(nn.Linear):
+    """A layer that is no attention, as in hybrid models."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+
+
+def remote(part: Callable[[int], nn.Module]) -> Any:
+    """A model such as a repository brings along: a Llama with a part that transformers does not know."""
+
+    class RemoteModel(transformers.LlamaModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.extra = part(config.hidden_size)
+            self.post_init()
+
+    return RemoteModel
+
+
+@pytest.mark.parametrize("part", [OwnAttention, FusedAttention])
+def test_code_that_transformers_does_not_have_is_refused_too(part: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
+        remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
+    model = remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
         model.set_attn_implementation(OURS)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("part", [LinearMixer, lambda width: nn.MultiheadAttention(width, 4)])
+def test_layers_without_attention_and_torchs_own_change_nothing(part: Any) -> None:
+    remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
 
 
 def test_a_model_that_declares_no_attention_but_eager_is_refused() -> None:
     """It may use its mask for more than attention, as the router of NLLB-MoE does."""
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     config = transformers.NllbMoeConfig(vocab_size=64, num_experts=4, **sizes)
-    with pytest.raises(ValueError, match=r"NllbMoe.*: it supports 'eager' only"):
+    with pytest.raises(ValueError, match=r"NllbMoe.*: it declares support of no attention but 'eager'"):
         transformers.NllbMoeModel._from_config(config, attn_implementation=OURS)
 
 
@@ -98,11 +125,11 @@ def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -
     own = transformers.VitDetConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
     )
-    with pytest.raises(ValueError, match=r"VitDetModel: its .* 'KEY_OF_ITS_CONFIG': 'eager'"):
+    with pytest.raises(ValueError, match=r"VitDetModel: its VitDetAttention .* 'KEY_OF_ITS_CONFIG': 'eager'"):
         llava(own, attn_implementation=OURS)
     use = {"": OURS, "text_config": OURS, "vision_config": "eager"}
     made, switched = llava(own, attn_implementation=use), llava(own, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"VitDetModel: its .* 'KEY_OF_ITS_CONFIG': 'eager'"):
+    with pytest.raises(ValueError, match=r"its VitDetAttention .*'(vision_config|KEY_OF_ITS_CONFIG)': 'eager'"):
         switched.set_attn_implementation(OURS)
     assert switched.config.text_config._attn_implementation == "eager"
     switched.set_attn_implementation(use)
@@ -174,3 +201,27 @@ def test_attention_sinks_are_what_eager_makes_of_them() -> None:
         gradients.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
     assert any(name.endswith("sinks") for name in gradients[0])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+
+
+GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+ATTENTIONS = {
+    "Llama": lambda: transformers.LlamaConfig(**SIZES),
+    "OPT": lambda: transformers.OPTConfig(
+        **(SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0})
+    ),
+    "GPT2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, **GPT2),
+}
+
+
+@pytest.mark.parametrize("family", ATTENTIONS)
+def test_output_attentions_is_refused_also_where_the_model_hides_it(family: str) -> None:
+    """transformers' "sdpa" gives an empty tuple."""
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    made = transformers.AutoModelForCausalLM.from_config(ATTENTIONS[family](), attn_implementation=OURS)
+    switched = transformers.AutoModelForCausalLM.from_config(ATTENTIONS[family](), attn_implementation="eager")
+    switched.set_attn_implementation(OURS)
+    for model in (made, switched):
+        with pytest.raises(ValueError, match=f"{family}.*: output_attentions: expected False"):
+            model(tokens, output_attentions=True)
+    switched.set_attn_implementation("eager")
+    assert len(switched(tokens, output_attentions=True).attentions) == 2
