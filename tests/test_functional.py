@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -404,28 +407,97 @@ def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_sai
 COARSE, COARSER = (AttentionSpec(sites=(f"probabilities=m{bits}",)) for bits in (2, 1))
 
 
-def assert_attends(spec: AttentionSpec | None) -> None:
+def assert_attends(spec: AttentionSpec | None, attend: Any = None) -> None:
     """The function that stands for torch's gives the bits of ``spec``, and torch's own without one."""
     *inputs, _ = tensors()
     outputs = [tiles.TORCHS(*inputs), *(scaled_dot_product_attention(*inputs, numerics=x) for x in (COARSE, COARSER))]
-    found = functional.scaled_dot_product_attention(*inputs)
+    found = (attend or (lambda *qkv: functional.scaled_dot_product_attention(*qkv)))(*inputs)
     assert [torch.equal(found, x) for x in outputs] == [spec is x for x in (None, COARSE, COARSER)]
 
 
-def test_of_open_blocks_the_last_one_counts_in_whatever_order_they_end() -> None:
-    with replace_sdpa(COARSE):
-        assert_attends(COARSE)
-        with replace_sdpa(COARSER), replace_sdpa(COARSE):
+def test_nested_blocks_end_in_order_and_one_can_be_entered_again() -> None:
+    outer, inner = replace_sdpa(COARSE), replace_sdpa(COARSER)
+    for _ in range(2):
+        with outer:
             assert_attends(COARSE)
-        first, second = replace_sdpa(COARSER), replace_sdpa(COARSE)
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert_attends(COARSE)
-        second.__exit__(None, None, None)
-        with replace_sdpa(COARSER):
-            assert_attends(COARSER)
+            with inner, outer:
+                assert_attends(COARSE)
+            with inner:
+                assert_attends(COARSER)
+            assert_attends(COARSE)
     assert functional.scaled_dot_product_attention is torchs
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_that_overlap_in_threads_are_each_threads_own(compiled: bool) -> None:
+    """Opened and closed as 1, 2, 1, 2, beside a thread without one. Compiled: one function, which all threads call."""
+    torch.compiler.reset()
+    step = threading.Barrier(3, timeout=60)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(*qkv)
+
+    shared = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+
+    def thread(spec: AttentionSpec | None, opens: int, closes: int) -> None:
+        block = contextlib.nullcontext() if spec is None else replace_sdpa(spec)
+        for at in range(4):
+            if at == opens:
+                block.__enter__()
+            if at == closes:
+                block.__exit__(None, None, None)
+            step.wait()
+            assert_attends(spec if opens <= at < closes else None, shared)
+            step.wait()
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(thread, *x) for x in ((COARSE, 0, 2), (COARSER, 1, 3), (None, 4, 4))]:
+            done.result()
+    assert functional.scaled_dot_product_attention is torchs
+
+
+class Deep(torch.autograd.Function):
+    """The backward pass calls another, ``depth`` times, and then ``work``; autograd takes a thread of its own for the 60th."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, work: Any) -> Tensor:
+        ctx.depth, ctx.work = depth, work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.depth == 0:
+            ctx.work()
+        else:
+            with torch.enable_grad():
+                Deep.apply(torch.zeros(1, requires_grad=True), ctx.depth - 1, ctx.work).backward()
+        return gradients[0], None, None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_called_in(compiled: bool) -> None:
+    """As on a GPU."""
+    torch.compiler.reset()
+    found: list[Tensor] = []
+    *inputs, _ = tensors()
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(*qkv)
+
+    shared = torch.compile(attend, backend="eager") if compiled else attend
+
+    def work() -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        found.append(shared(*inputs))
+
+    def call_backward() -> Tensor:
+        Deep.apply(torch.zeros(1, requires_grad=True), 80, work).backward()
+        return found.pop()
+
+    for spec in (COARSE, COARSER, COARSE):
+        with replace_sdpa(spec):
+            assert_attends(spec, lambda *_: call_backward())
+    assert_attends(None, lambda *_: call_backward())
 
 
 def test_torchs_own_kernel_can_replace_torchs_function() -> None:

@@ -60,13 +60,15 @@ def in_threads(*jobs: Callable[[], object]) -> None:
 # ---- threads
 
 
-def test_threads_that_watch_and_train_do_not_meet() -> None:
-    """Half of them watch; each gets what it gets alone."""
+def test_threads_that_watch_replace_and_train_do_not_meet() -> None:
+    """Half of them watch, half replace torch's function; each gets what it gets alone."""
     first = Model()  # torch has one generator for all threads
 
-    def loss(watched: bool) -> float:
+    def loss(numerics: str | None, watched: bool) -> float:
         model = copy.deepcopy(first)
         with contextlib.ExitStack() as inside:
+            if numerics:
+                inside.enter_context(replace_sdpa(numerics))
             if watched:
                 seen = inside.enter_context(watch(model, every=1, say=lambda line: None))
             with torch.autocast("cpu", torch.bfloat16):
@@ -75,16 +77,14 @@ def test_threads_that_watch_and_train_do_not_meet() -> None:
             assert not watched or len(seen.record["dq_error"]) == 2
         return value.item()
 
-    alone = loss(False)
+    kinds = [(numerics, watched) for numerics in (None, "flash") for watched in (False, True)]
+    alone = {kind: loss(*kind) for kind in kinds}
 
-    def many(watched: bool) -> None:
+    def many(kind: tuple[str | None, bool]) -> None:
         for _ in range(4):
-            assert loss(watched) == alone, watched
+            assert loss(*kind) == alone[kind], kind
 
-    with replace_sdpa("flash"):
-        replaced = loss(True)
-        assert loss(False) == replaced != alone
-    in_threads(*(lambda watched=watched: many(watched) for watched in [False, True] * 4))
+    in_threads(*(lambda kind=kind: many(kind) for kind in kinds * 2))
 
 
 @pytest.mark.parametrize("more", [{"s_aux": torch.zeros(2)}, {"position_ids": torch.tensor([[0, 1, 0, 1]])}], ids=str)
