@@ -82,15 +82,20 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
     run = open_run(config, dist)
     try:
         preemption.starting = False
+        preemption.on_silence = lambda number: outcome.write_of_silence(
+            run.folder, number, run.batches.position, run.checkpoints.how_to_resume()
+        )
         announce(run)
         loop(run, preemption)
     except BaseException as error:
+        preemption.speak()
         close(run, error)
         how = run.checkpoints.how_to_resume()
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted: {how}") from None
         error.add_note(how)  # the last line of a traceback, or of an error in one line
         raise
+    preemption.speak()
     close(run)
 
 

@@ -183,10 +183,11 @@ def alive(pid: int) -> bool:
 class Held:
     """A run of two processes, held at the start or slowed down in the loop."""
 
-    def __init__(self, place: Place, tmp_path: Path, name: str, phase: str, fields: dict[str, Any]):
+    def __init__(self, place: Place, tmp_path: Path, name: str, phase: str, fields: dict[str, Any], *launch: str):
         (tmp_path / "held.py").write_text(HELD)
         config = place.config(name, {"run.resume": "auto", "run.steps": 10**5, "data.micro_batch": 2, **fields})
         line = command(tmp_path / "held.py", [str(place.preset_file(config))], 2)
+        line[line.index("--standalone") : line.index("--standalone")] = launch
         self.run, self.marks = place.runs / name, tmp_path / "marks"
         self.marks.mkdir()
         known = environment() | {"PHASE": phase, "MARKS": str(self.marks)}
@@ -242,3 +243,76 @@ def test_a_signal_ends_all_processes_and_exit_json_says_how(
     held = Held(place, tmp_path, f"{phase}_{number.name}_{to.replace(' ', '_')}", phase, {})
     held.send(number, to)
     assert held.left() == code, held.output.read_text()
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_answer_ends_the_run_and_names_a_checkpoint(place: Place, tmp_path: Path) -> None:
+    held = Held(place, tmp_path, "silent", "loop", {"run.timeout": 5.0, "checkpoint.every": 2})
+    os.kill(held.ranks[1], signal.SIGSTOP)
+    assert held.left() == 1
+    assert "the newest checkpoint is" in held.output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stopped", "number", "code"), [(0, signal.SIGTERM, 1), (1, signal.SIGUSR1, EXIT_RESUME)])
+def test_asked_to_exit_while_a_process_is_stopped_a_run_names_its_last_checkpoint_and_ends_with_torchrun(
+    place: Place, tmp_path: Path, stopped: int, number: signal.Signals, code: int
+) -> None:
+    fields = {"run.timeout": 300.0, "checkpoint.every": 2}
+    launch = ("--shutdown-timeout=15", "--signals-to-handle=SIGTERM,SIGUSR1")
+    held = Held(place, tmp_path, f"stopped_{stopped}", "loop", fields, *launch)
+    os.kill(held.ranks[stopped], signal.SIGSTOP)
+    time.sleep(1)
+    held.send(number, "launcher")
+    assert held.left() == code
+    assert "if it is killed now: the newest checkpoint is" in held.output.read_text()
+    assert Path(outcome_of(held.run)["checkpoint"]).is_dir()
+
+
+OTHERWISE = """
+import os, sys, train
+from errors import UserError
+from training import distributed
+start = distributed.start
+
+def refused(*arguments):
+    if os.environ["RANK"] == "1":
+        raise UserError("no GPU of its own")
+    return start(*arguments)
+
+if sys.argv.pop() == "refused":
+    distributed.start = refused
+elif os.environ["RANK"] == "1":
+    sys.argv += ["--data.dataset", sys.argv[1].replace("told.py", "other")]
+train.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("refused", "no GPU of its own"), ("other data", "the same data and checkpoint for every process")],
+)
+def test_a_mistake_that_another_rank_finds_is_not_start_me_again(
+    place: Place, tmp_path: Path, case: str, reason: str
+) -> None:
+    make_data(place.folder / "other", seed=1)
+    (tmp_path / "otherwise.py").write_text(OTHERWISE)
+    preset = place.preset_file(place.config("told", {**AUTO, "data.micro_batch": 2}))
+    done = subprocess.run(
+        command(tmp_path / "otherwise.py", [str(preset), case], 2), capture_output=True, env=environment(), timeout=120
+    )
+    assert done.returncode == 1
+    left = outcome_of(place.runs / "told")
+    assert left["code"] == 2
+    assert reason in left["reason"]
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_restart_a_mistake(place: Place) -> None:
+    config = place.config("mistake", {"data.micro_batch": 2, "model.vocab_size": 128})
+    line = command(ROOT / "train.py", [str(place.preset_file(config))], 2)
+    line.insert(line.index("--standalone"), "--max-restarts=3")
+    done = subprocess.run(line, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("error: model.vocab_size") in (1, 2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,15 +15,15 @@ from training import distributed, record
 from training.checkpoint import found_in
 from training.record import EXIT_FILE
 from training.settings import RunConfig
-from training.signals import EXIT_RESUME, STARTED
+from training.signals import EXIT_RESUME, SILENCE, STARTED
 
 
-def write(folder: Path, error: BaseException | None, step: int | None) -> None:
+def write(folder: Path, error: BaseException | None, step: int | None, why: str = "") -> None:
     """Write ``exit.json`` of a run that ``error`` ended (None: it is done) when it had drawn ``step`` batches. The run must be locked."""
     found = found_in(folder / "checkpoints")
     content = {
         "code": exit_code(error),
-        "reason": reason(error),
+        "reason": why or reason(error),
         "step": step,
         "checkpoint": str(found[max(found)]) if found else None,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -56,6 +58,20 @@ def write_of_start(run: RunConfig, error: BaseException) -> None:
             with record.lock(folder):
                 if mistake or not (folder / EXIT_FILE).exists() or (folder / EXIT_FILE).stat().st_mtime < STARTED:
                     write(folder, error, None)
+
+
+def write_of_silence(folder: Path, number: int, step: int, how_to_resume: str) -> None:
+    """As ``write``, for a run that signal ``number`` asked to exit and that may be killed before it can. Rank 0 does it, or another in its
+    place. The code is not 75 where torchrun may have asked because a process has failed: started again, it may fail again.
+    """
+    if not distributed.is_rank_0():
+        time.sleep(SILENCE)
+        if (folder / EXIT_FILE).exists() or not folder.is_dir():
+            return
+    failed = number == signal.SIGTERM and distributed.world_size() > 1
+    why = "another process may have failed" if failed else "start it again"
+    write(folder, SystemExit(1 if failed else EXIT_RESUME), step, f"asked to exit, and has not saved; {why}")
+    print(f"{folder}: asked to exit, and still at step {step}; if it is killed now: {how_to_resume}", file=sys.stderr)
 
 
 def exit_code(error: BaseException | None) -> int:

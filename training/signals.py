@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,6 +16,8 @@ EXIT_RESUME = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ONE_REQUEST = 5.0
 """Signals within so many seconds count as one: Slurm sends SIGTERM to every process, and torchrun sends its own to its processes again."""
+SILENCE = 5.0
+"""Seconds after which a process that was asked to exit, and has not, says so."""
 STARTED_BY, STARTED = os.getppid(), time.time()
 """The parent process, and when, before torch is imported, which takes seconds."""
 
@@ -31,11 +34,17 @@ class PreemptionHandler:
 
     ``requested`` says whether the run is asked to save and exit. While ``starting``, when there is nothing to save, it exits by itself.
     A second signal, at least ``ONE_REQUEST`` seconds later, ends the process at once.
+
+    ``on_silence`` is called with the signal, in another thread, when the block has not ended ``SILENCE`` seconds after it: Python's
+    handlers wait for the main thread, which may be in a collective that another process never joins.
     """
 
     def __init__(self, *, starting: bool = False) -> None:
         self.requested = False
         self.starting = starting
+        self.on_silence: Callable[[int], None] = lambda number: None
+        self._speaking = threading.Lock()
+        self._left = threading.Event()
         self._since = self._interrupted = -ONE_REQUEST
         self._before: dict[signal.Signals, Any] = {}
         self._terminals: list[int] = []
@@ -49,11 +58,35 @@ class PreemptionHandler:
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                     self._before[number] = signal.signal(number, handler)
+            read, self._written = os.pipe()
+            os.set_blocking(self._written, False)
+            self._wakeup = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # that thread takes no signal
+            threading.Thread(target=self._listen, args=(read,), daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self
+
+    def _listen(self, read: int) -> None:
+        with open(read, "rb", buffering=0) as arrived:
+            while numbers := arrived.read(64):  # none once the other end is closed
+                asked = [number for number in numbers if number in SIGNALS]
+                if asked and not self._left.wait(SILENCE):
+                    with self._speaking:
+                        self.on_silence(asked[0])
+                    return
+
+    def speak(self) -> None:
+        """From here on the main thread says how the run ends, and ``on_silence`` nothing."""
+        with self._speaking:
+            self.on_silence = lambda number: None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._left.set()
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._written)
         for number, handler in self._before.items():
             # A process that is on its way out after Ctrl-C gets torchrun's SIGINT, too.
             leaving = number == signal.SIGINT and self._interrupted > 0
