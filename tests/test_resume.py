@@ -138,12 +138,47 @@ def test_random_states_are_those_of_the_seed(place: Place) -> None:
     assert left(place.train("drawn_again", {"run.steps": 1, "run.seed": 7}), 1)["rng.safetensors"] == drawn
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "interventions.jsonl"])
-def test_a_log_that_is_gone_changes_no_weight(place: Place, name: str) -> None:
+def without_lines_5_and_6(log: Path) -> None:
+    rows = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(rows[:4] + rows[6:]))
+
+
+def with_a_digit_changed_in_line_3(log: Path) -> None:
+    rows = log.read_text().splitlines(keepends=True)
+    rows[2] = rows[2].replace('"lr": 0.00', '"lr": 0.01')
+    log.write_text("".join(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("metrics.jsonl", without_lines_5_and_6, "2 lines from before {at} are gone, the first: line 5; "),
+        ("metrics.jsonl", with_a_digit_changed_in_line_3, "changed since {at}: line 3; "),
+        ("telemetry.jsonl", lambda log: log.write_text(""), "1 lines from before {at} are gone, the first: line 1; "),
+        ("interventions.jsonl", Path.unlink, "1 lines from before {at} are gone, the first: line 1; "),
+    ],
+    ids=["gap", "digit", "emptied", "no switch"],
+)
+def test_a_log_that_was_changed_is_told_and_changes_no_weight(
+    place: Place,
+    name: str,
+    change: Callable[[Path], object],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
     """Switches before the kill and after it."""
+    case = request.node.callspec.id.replace(" ", "_")
     fields = {"alarm.switches": ("4:1:flash_fp32_o", "15:1:flash"), "telemetry.every": 10}
-    case = Interruption(fields, "dies at 13", meanwhile=lambda run: (run / name).unlink())
-    assert_equals_straight(place, f"without_{name}", case, logs=False)
+    at = place.runs / case / "checkpoints/step_00000010"
+
+    def changed(run: Path) -> None:
+        change(run / name)
+
+    assert_equals_straight(place, case, Interruption(fields, "dies at 13", meanwhile=changed), logs=False)
+    said = [line for line in capsys.readouterr().err.splitlines() if "the weights do not depend on it" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"warning: {place.runs / case / name}: {told.format(at=at)}")
 
 
 def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: Patch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, before_each_step, command, environment, lines
+from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, make_data
 
 import train
 from errors import UserError

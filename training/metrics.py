@@ -25,6 +25,7 @@ reads back as the same double.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -64,11 +65,13 @@ class JsonLines:
     """A file of records that have a ``step``, one line of strict JSON each.
 
     Unbuffered, one write a line: a killed run loses no finished line and leaves at most one torn one.
+    ``digests``: ``line_digests`` of what it has written, and of what was there before.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+        self.digests = line_digests(path.read_bytes())
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line. Raises ``UserError`` when the disk is full."""
@@ -79,6 +82,7 @@ class JsonLines:
             raise UserError(f"{self.path}: cannot take the line of step {record['step']} ({error.strerror})") from error
         if written != len(line):
             raise UserError(f"{self.path}: the disk wrote only part of the line of step {record['step']}: is it full?")
+        self.digests += line_digests(line)
 
     def sync(self) -> None:
         """Bring every line so far to the disk. Raises ``UserError`` where the disk refuses."""
@@ -116,6 +120,11 @@ class Metrics:
         record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
         self._file.append(record)
         self._log_to_wandb(record)
+
+    @property
+    def digests(self) -> list[str]:
+        """``line_digests`` of the file."""
+        return [] if self._file is None else self._file.digests
 
     def sync(self) -> None:
         """Bring every line so far to the disk."""
@@ -195,6 +204,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: line {number} is not a record with a step") from None
         yield loose(record)
+
+
+def line_digests(content: bytes) -> list[str]:
+    """8 hexadecimal digits of SHA-256 for each line. A checkpoint has those of every log: a resume can then name a changed line."""
+    return [hashlib.sha256(line).hexdigest()[:8] for line in content.splitlines(keepends=True)]
 
 
 def text_of(records: Iterable[dict[str, Any]]) -> str:

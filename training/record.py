@@ -6,9 +6,11 @@ import collections
 import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from io import FileIO
@@ -23,7 +25,7 @@ from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
 from training.intervention import INTERVENTIONS_FILE, made_before
-from training.metrics import METRICS_FILE, WANDB_ID_FILE, read_lines, text_of
+from training.metrics import METRICS_FILE, WANDB_ID_FILE, line_digests, read_lines, text_of
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
@@ -180,7 +182,7 @@ def check_logs(folder: Path) -> None:
 
 
 def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
-    """What the run in ``folder`` had logged when it wrote the checkpoint, by file."""
+    """What the run in ``folder`` had logged when it wrote the checkpoint, by file. A line that is gone or changed is a warning."""
 
     def before(line: dict[str, Any]) -> bool:
         return bool(line["step"] < loaded.step)
@@ -190,8 +192,27 @@ def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
         TELEMETRY_FILE: before,
         INTERVENTIONS_FILE: lambda line: made_before(line, loaded.step, loaded.extra.get("switches", ())),
     }
-    logs = {name: filter(kept[name], read_lines(folder / name)) for name in LOGS if (folder / name).is_file()}
-    return {name: text_of(records).encode() for name, records in logs.items()}
+    logs = {name: [*filter(kept[name], read_lines(folder / name))] for name in LOGS if (folder / name).is_file()}
+    contents = {name: text_of(records).encode() for name, records in logs.items()}
+    for name, written in loaded.extra.get("logs", {}).items():
+        _compare_log(folder / name, written.split(), line_digests(contents.get(name, b"")), loaded.path)
+    return contents
+
+
+def _compare_log(path: Path, written: list[str], there: list[str], checkpoint: Path) -> None:
+    """Warn of the first line that is not as it was when the checkpoint was written."""
+    pairs = enumerate(itertools.zip_longest(written, there), start=1)
+    if (first := next((number for number, (old, new) in pairs if old != new), None)) is None:
+        return
+    gone = len(written) - len(there)
+    what = f"{gone} lines from before {checkpoint} are gone, the first" if gone > 0 else f"changed since {checkpoint}"
+    print(f"warning: {path}: {what}: line {first}; the weights do not depend on it", file=sys.stderr)
+
+
+def log_digests(folder: Path, written: dict[str, list[str]]) -> dict[str, str]:
+    """``line_digests`` of every log, for a checkpoint: as this process has written it, else as it stands in the folder."""
+    stand = {name: line_digests((folder / name).read_bytes()) for name in LOGS if (folder / name).is_file()}
+    return {name: " ".join(digests) for name, digests in (stand | written).items()}
 
 
 def _read_record(path: Path) -> dict[str, Any]:

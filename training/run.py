@@ -29,7 +29,7 @@ from training import alarm, distributed, gpt2_weights, outcome, record, speed, t
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch
-from training.metrics import Metrics, import_wandb, start_wandb
+from training.metrics import METRICS_FILE, Metrics, import_wandb, start_wandb
 from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate
 from training.precision import rounding_seed
@@ -377,6 +377,9 @@ def save(run: Run, step: int) -> None:
             if log is not None:
                 log.sync()
         if run.dist.is_main:
+            written = {METRICS_FILE: run.metrics.digests}
+            if run.telemetry is not None:
+                written[TELEMETRY_FILE] = run.telemetry.digests
             run.checkpoints.save(
                 step,
                 model_state=run.network.raw.state_dict(),
@@ -391,6 +394,7 @@ def save(run: Run, step: int) -> None:
                     "seconds": run.seconds(),
                     "data_digest": run.batches.digest(),
                     "switches": run.interventions.state(step),
+                    "logs": record.log_digests(run.folder, written),
                 },
                 # While every step is skipped, the weights may be broken: keep the checkpoints from before.
                 prune=not run.guard.skips_in_a_row,

@@ -147,6 +147,11 @@ class Telemetry:
         """The probes of earlier sessions of a resumed run."""
         return list(read_lines(self._file.path))
 
+    @property
+    def digests(self) -> list[str]:
+        """``line_digests`` of the file."""
+        return self._file.digests
+
     def sync(self) -> None:
         """Bring every probe so far to the disk."""
         self._file.sync()
