@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -41,7 +42,9 @@ def open_log(log: Path, start: int, say: Callable[[str], object]) -> IO[str]:
             aside = log.with_name(f"{log.name}.tmp")
             aside.write_bytes(b"".join(kept))
             if kept != whole:
-                before = log.with_name(f"{log.name}.before_{start}")
+                again = ("" if i == 1 else f"_{i}" for i in itertools.count(1))
+                paths = (log.with_name(f"{log.name}.before_{start}{number}") for number in again)
+                before = next(path for path in paths if not path.exists())
                 log.replace(before)
                 off = f"{len(whole) - len(kept)} record(s) from step {start} on are taken off"
                 say(f"watch: {log}: {off}; {before.name} has them")
