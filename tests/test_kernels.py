@@ -178,13 +178,13 @@ def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None
 
 @pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtract_first"])
 def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> None:
-    from attention.triton import ops
+    from attention.triton import ops  # noqa: F401
 
     p = problem("random", device, shape=(1, 6, 1, 16))
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
     arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0, None, *NO_MASK)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(ops._forward, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.attention.flash_forward.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtract_first"])

@@ -9,12 +9,13 @@ Legend: B batch, H heads, T sequence, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..numerics import numerics_from_key
+from ..numerics import Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..reference.flash import kept_of
 from ..reference.tiles import FORMAT_OF
@@ -23,22 +24,53 @@ from .block_sizes import backward_blocks, forward_blocks
 from .forward import empty_outputs, launch_forward
 
 
-def _forward_pass(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, L [B, H, T] in log2 or, where S is rounded, natural; or
-    m in the unit the kernel compares and log2 l [B, H, 2, T])."""
-    n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
-    blocks = forward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
-    with torch.cuda.device_of(q):
-        return launch_forward(q, k, v, seed, n, blocks, *settings)
-
-
 def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return empty_outputs(q, v, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
 
 
-def _backward_pass(
+def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    return empty_gradients(q, k, v), gradients_like(do, q, k, v, *more)[3]
+
+
+def backend(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The backend of two launches, both with a concrete ``Numerics`` and scale, causal, softcap, sinks and mask as their last arguments.
+
+    ``forward(q, k, v, seed, ...)`` gives what ``empty_outputs`` has room for: O [B, T, H, D], O for delta or an empty tensor where it is
+    O itself, and L [B, H, T] in log2 or, where S is rounded, natural; or m in the unit the kernel compares and log2 l or 1 / d
+    [B, H, 2, T]. ``backward(do, q, k, v, seed, o, counts, saved, ...)``, with ``tiles.delta_operands``, gives dQ, dK and dV in one tensor
+    (``empty_gradients``), and the gradient of the sinks.
+    """
+
+    def on_device(launch: Callable[..., Any], names: str) -> Callable[..., Any]:
+        of_q = names.split().index("q")  # dO may have another dtype
+
+        def compute(*arguments: Any) -> Any:
+            *tensors, numerics, scale, causal, softcap, sinks, mask = arguments
+            q = tensors[of_q]
+            with torch.cuda.device_of(q):
+                n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
+                return launch(*tensors, n, scale, causal, softcap, sinks, mask)
+
+        return compute
+
+    forward_operator = operator(f"{name}_forward", FORWARD_TENSORS, 3, on_device(forward, FORWARD_TENSORS), _outputs)
+    backward_operator = operator(
+        f"{name}_backward", BACKWARD_TENSORS, 2, on_device(backward, BACKWARD_TENSORS), _gradients
+    )
+
+    def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept_and_settings: Any) -> list[Tensor]:
+        found, dsinks = backward_operator(do, q, k, v, *kept_and_settings)
+        return [*split_gradients(found, q, k, v), dsinks]
+
+    return differentiable(forward_operator, gradients, kept_of)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any) -> tuple[Tensor, ...]:
+    blocks = forward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
+    return launch_forward(q, k, v, seed, n, blocks, *settings)
+
+
+def _backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -47,29 +79,11 @@ def _backward_pass(
     o: Tensor,
     counts: Tensor,
     saved: Tensor,
-    numerics: str,
+    n: Numerics,
     *settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    """dQ, dK and dV in one tensor (``backward.empty_gradients``), and the gradient of the sinks. ``o`` and ``counts`` are
-    ``tiles.delta_operands``, ``saved`` is L, or m and log2 l."""
-    n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
-    with torch.cuda.device_of(q):
-        return launch_backward(do, q, k, v, seed, o, counts, saved, n, blocks, *settings)
+    return launch_backward(do, q, k, v, seed, o, counts, saved, n, blocks, *settings)
 
 
-def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    return empty_gradients(q, k, v), gradients_like(do, q, k, v, *more)[3]
-
-
-_forward = operator("flash_forward", FORWARD_TENSORS, 3, _forward_pass, _outputs)
-_backward = operator("flash_backward", BACKWARD_TENSORS, 2, _backward_pass, _gradients)
-
-
-def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept_and_settings: Any) -> list[Tensor]:
-    """dQ, dK, dV and the gradient of the sinks, of the kernels."""
-    found, dsinks = _backward(do, q, k, v, *kept_and_settings)
-    return [*split_gradients(found, q, k, v), dsinks]
-
-
-flash = differentiable(_forward, gradients, kept_of)
+flash = backend("flash", _forward, _backward)
