@@ -15,7 +15,7 @@ from tiny_runs import Interruption, Place, assert_equals_straight
 from attention import AttentionConfig, AttentionSpec
 from errors import UserError
 from model import GPT, ModelConfig, Rotary, initialize
-from training.gpt2_weights import load_weights
+from training.nanogpt import load_weights
 from training.optim import OptimConfig, build_optimizer
 
 LLAMA: dict[str, Any] = {"position": "rotary", "norm": "rms", "activation": "swiglu", "n_kv_head": 2}

@@ -22,16 +22,12 @@ Spoil = Callable[[Path, random.Random], object]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """What is right, to be spoilt: a run with its recording, data, a GPT-2 folder, recipes."""
-    transformers = pytest.importorskip("transformers")
+    """What is right, to be spoilt: a run with its recording, data, a recipe."""
     with new_place(tmp_path_factory) as place:
         place.train("run", {"data.record": place.recording("run")})
         place.train("second")
-        shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 256}
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(place.folder / "hf")
         (place.folder / "recipe.py").write_text("x = 1\n")
-        for name, fields in (("new", {}), ("init", {"model.bias": True, "model.activation": "gelu_tanh"})):
-            place.preset_file(place.config(name, fields))
+        place.preset_file(place.config("new", {}))
         yield place
 
 
@@ -103,7 +99,6 @@ READ: list[tuple[str, str, dict[str, Spoil]]] = [
     (RESUME, "runs/run/checkpoints/*/state.json", {"a field, signed": signed(a_wrong_field)}),
     (RESUME, "runs/run/checkpoints/*/optimizer.safetensors", {"cut short, signed": signed(NO_CONTENT["cut short"])}),
     (DRAW, "runs/run/checkpoints/*/model.safetensors", {"noise, signed": signed(NO_CONTENT["noise"])}),
-    ("train {place}/init.py --run.name other --run.init-from {at}/hf", "hf/config.json", NO_CONTENT),
     ("compare_runs {at}/run {place}/runs/second --out {at}/compare.png", "runs/run/metrics.jsonl", {"a number": a_wrong_line}),
     ("figures 11 --runs {at}/run --out {at}/out", "runs/run/telemetry.jsonl", {"FIFO": a_fifo, "a number": a_wrong_line}),
     ("train {at}/recipe.py --run.name other", "recipe.py", {"it raises": written(lambda _, choice: b"raise OSError('a\\nb')")}),

@@ -15,7 +15,7 @@ from torch import Tensor
 from errors import UserError
 from files import read_json, sha256_file
 from model import GPT, ModelConfig
-from training.gpt2_weights import load_weights
+from training.nanogpt import load_weights
 
 L, H, C, T, V = 2, 2, 16, 16, 256
 SIZES = {"n_layer": L, "n_head": H, "n_embd": C, "block_size": T, "vocab_size": V}
@@ -135,8 +135,3 @@ def test_a_run_starts_from_it(place: Place, tmp_path: Path) -> None:
     # Which weights it began with is in the record of the session that read them.
     sessions = read_json(run / "config.json")["sessions"]
     assert [session.get("init_sha256") for session in sessions] == [sha256_file(path), None]
-
-
-def test_gpt2s_weights_are_not_trained_on_bytes(place: Place) -> None:
-    with pytest.raises(UserError, match=r"^data\.dataset = .*: expected a data set of gpt2 tokens.*: this has bytes"):
-        place.train("bytes", {"run.init_from": "gpt2", "model.vocab_size": 50257})

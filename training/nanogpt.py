@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from errors import UserError, invalid, reading
-from model import ModelConfig
+from errors import UserError, check_finite, invalid, reading
+from model import GPT, ModelConfig
 
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
@@ -42,3 +42,45 @@ def read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     tied = head is None or embedding is None or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
     sizes = {name: settings[name] for name in _SIZES}
     return ModelConfig(**sizes, vocab_multiple=1, bias=bias, tie_embeddings=tied), tensors
+
+
+@torch.no_grad()
+def load_weights(model: GPT, path: Path) -> None:
+    """Fill ``model`` from a checkpoint, which leaves activation and padding to it. ``model`` may have stabilizers that add no parameters.
+
+    Checked before anything is written: every tensor is there, none is left over. Raises ``UserError`` where the model's shape is another.
+    """
+    config = model.config
+    if config.activation == "swiglu":
+        raise invalid("model.activation", config.activation, ("gelu", "gelu_tanh"))
+    expected, tensors = read(path)
+    for name in (
+        "n_layer",
+        "n_head",
+        "n_kv_head",
+        "n_embd",
+        "block_size",
+        "bias",
+        "position",
+        "norm",
+        "tie_embeddings",
+    ):
+        if getattr(config, name) != getattr(expected, name):
+            raise invalid(f"model.{name}", getattr(config, name), f"{getattr(expected, name)!r}, as in {path}")
+    if config.padded_vocab_size != expected.vocab_size:
+        rows = f"one that pads model.vocab_size to {expected.vocab_size}, the rows of {path}"
+        raise invalid("model.vocab_multiple", config.vocab_multiple, rows)
+    parameters = dict(model.named_parameters())
+    if config.tie_embeddings:
+        tensors.pop("lm_head.weight", None)
+    if missing := sorted(parameters.keys() - tensors.keys()):
+        raise UserError(f"{path}: lacks {missing[0]} ({len(missing)} missing)")
+    if unknown := sorted(tensors.keys() - parameters.keys()):
+        raise UserError(f"{path}: has {unknown[0]}, which this model lacks ({len(unknown)} unknown)")
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}"
+            raise UserError(f"{path}: {name} has shape {shapes}")
+    check_finite(tensors.items(), path)
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])

@@ -22,10 +22,9 @@ from attention.plan import LayerPlan, describe
 from attention.presets import EXTERNAL
 from attention.watching.growth import GrowthAlarm
 from data.batches import Batches, open_batches
-from data.tokenizers import GPT2Tokenizer
 from errors import UserError, invalid, reading
 from model import GPT, initialize
-from training import alarm, distributed, gpt2_weights, outcome, record, speed, throughput
+from training import alarm, distributed, nanogpt, outcome, record, speed, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch
@@ -228,10 +227,6 @@ def open_data(
     if distributed.differ(batches.digest()):
         expected = f"the same data and checkpoint for every process: rank {dist.rank} has {batches.digest()} at step {batches.position}"
         raise invalid("data.dataset", config.data.dataset, expected)
-    gpt2 = start is None and config.run.init_from and config.model.vocab_size == GPT2Tokenizer.vocabulary_size
-    if gpt2 and batches.header.vocabulary != "gpt2":
-        wanted = f"a data set of gpt2 tokens, as for {config.run.init_from}: this has {batches.header.vocabulary}"
-        raise invalid("data.dataset", config.data.dataset, wanted)
     if batches.vocabulary_size > config.model.vocab_size:
         raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
     if dist.is_main and config.telemetry.every:
@@ -255,7 +250,7 @@ def build_network(
     torch.manual_seed(config.run.seed)
     raw = GPT(config.model, plans, speed.operators(config.speed, config.model, config.precision, device))
     if start is None and config.run.init_from:
-        gpt2_weights.load_weights(raw, Path(config.run.init_from))
+        nanogpt.load_weights(raw, Path(config.run.init_from))
     elif start is None:
         initialize(raw, config.run.seed)
     raw.to(device)
@@ -298,7 +293,7 @@ def open_folder(
     if kernels := sorted({group.numerics for group in groups if group.backend == EXTERNAL}):
         made_with["kernels"] = {name: identity(name) for name in kernels}
     if config.run.init_from and loaded is None and dist.is_main:
-        source = gpt2_weights.weights_file(Path(config.run.init_from)) if start is None else start.path / MODEL_FILE
+        source = Path(config.run.init_from) if start is None else start.path / MODEL_FILE
         made_with["init_sha256"] = files.sha256_file(source)
     content = {"run_id": run_id, "config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
