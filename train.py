@@ -221,7 +221,6 @@ def follow_policy(run: Run, step: int, row: dict[str, Any], *, overflow: bool) -
     what = {
         "overflow": f"float16 overflow, {run.guard.overflow_steps} so far; update skipped",
         "skip": "not finite; update skipped",
-        "continue": "not finite; going on as if it were",
         "stop": f"not finite; stopped: {run.checkpoints.how_to_resume()}",
     }[action]
     where = f"step {step}, batch {row['batch']}"

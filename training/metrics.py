@@ -13,7 +13,7 @@ The columns a training run writes (each line carries ``step`` and whichever of t
     mfu                fraction of the device's peak arithmetic; null where the peak is not known
     seconds            wall-clock time of the run, a resumed run's earlier sessions included
     data_digest        16 hexadecimal digits that stand for every batch drawn so far
-    nonfinite          only where loss or gradient was not finite: overflow, skip, continue or stop
+    nonfinite          only where loss or gradient was not finite: overflow, skip or stop
     w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest, in layer w_q_norm_layer
     max_logit_max ...  the extremes of a probe's other columns (training.telemetry.summary_columns), which are in telemetry.jsonl
 

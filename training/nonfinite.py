@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from errors import check_size, invalid
 
-Policy = Literal["stop", "skip", "continue"]
+Policy = Literal["stop", "skip"]
 # What was done about a step: a policy, or float16's own remedy. It is the column ``nonfinite`` of the metrics.
-Action = Literal["overflow", "stop", "skip", "continue"]
+Action = Literal["overflow", "stop", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class NonFiniteConfig:
     """What to do where loss or gradient is not finite. FP16 overflows of the gradient alone are left to loss scaling, which counts them."""
 
     policy: Policy = "stop"
-    """stop; skip the update; continue as if nothing were (float16 still skips)."""
+    """stop; or skip the update."""
     max_skips: int = 100
     """skip: after so many in a row, the next one stops the run."""
 
@@ -34,8 +34,8 @@ class NonFiniteConfig:
 class FoundInf:
     """Decides on the device which updates are skipped, as a ``GradScaler`` does: nothing is read back.
 
-    An update is skipped where loss or gradient norm is not finite; with the policy ``continue``, in float16 only. With ``stop`` all later
-    updates are skipped too: the host learns of the bad step some steps later, and the weights must be those from before it.
+    An update is skipped where loss or gradient norm is not finite. With ``stop`` all later updates are skipped too: the host learns of the
+    bad step some steps later, and the weights must be those from before it.
     """
 
     def __init__(self, policy: Policy, device: torch.device):
@@ -54,10 +54,7 @@ class FoundInf:
             overflow = bad & loss.isfinite() & (loss_scale >= 1.0)
         if self._policy == "stop":
             self._stopped = self._stopped | (bad & ~overflow)
-        found_inf = bad | self._stopped
-        if self._policy == "continue" and loss_scale is None:
-            found_inf = torch.zeros_like(bad)
-        return overflow.float(), found_inf.float()
+        return overflow.float(), (bad | self._stopped).float()
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
