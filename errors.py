@@ -8,9 +8,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn
 
 from attention.user_error import UserError, invalid
 
@@ -22,14 +21,11 @@ __all__ = [
     "OneLineParser",
     "UserError",
     "check_finite",
-    "check_place",
     "check_size",
-    "discard",
     "exit_on_user_error",
     "first_line",
     "invalid",
     "reading",
-    "spelled_like",
     "trainer_packages",
 ]
 
@@ -44,27 +40,11 @@ def check_size(field: str, value: object, least: int) -> None:
         raise invalid(field, value, f"a whole number of {least} or more")
 
 
-def check_place(path: Path, option: str) -> None:
-    """Raise ``UserError`` unless a file can be made at ``path``, whose folders may be missing. Call it before the work."""
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir():
-        raise UserError(f"{option} {path}: cannot be written (it is a folder)")
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise UserError(f"{option} {path}: cannot be written ({above} is no folder, or takes no files)")
-
-
 def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
     """Raise ``UserError`` for the first of named weights that is not of floats, or not finite."""
     for name, tensor in tensors:
         if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
             raise UserError(f"{where}: {name} is not finite")
-
-
-def spelled_like(path: Path, mark: str) -> str:
-    """ "did you mean X? " if a folder beside ``path`` has nearly its name and a file ``mark`` in it; else ""."""
-    there = {found.parent.name for found in path.parent.glob(f"*/{mark}")}
-    nearest = get_close_matches(path.name, sorted(there), n=1, cutoff=0.75)
-    return f"did you mean {path.with_name(nearest[0])}? " if nearest else ""
 
 
 @contextlib.contextmanager
@@ -111,11 +91,6 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def discard(stream: TextIO) -> None:
-    """Let a stream that takes nothing more lead nowhere: what is still in its buffer would fail once more at the interpreter's end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2.
 
@@ -127,18 +102,13 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         try:
             with trainer_packages():  # some are imported where they are used
                 main(*args, **kwargs)
-            try:
-                sys.stdout.flush()
-            except BrokenPipeError:
-                raise
-            except OSError as error:  # a full disk
-                discard(sys.stdout)
-                raise UserError(f"standard output: {error.strerror}") from error
+            sys.stdout.flush()
         except UserError as error:
             print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
             raise SystemExit(2) from None
         except BrokenPipeError:
-            discard(sys.stdout)
+            # What is still in the buffer would fail once more at the interpreter's end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None
 
     return wrapped

@@ -32,14 +32,12 @@ def refuse(wrong: bool, message: str) -> None:
         raise ValueError(one_line(f"low-precision attention: {message}"))
 
 
-def invalid(
-    field: str, value: object, expected: str | Iterable[object], *, typed: object = None, meant: str = ""
-) -> UserError:
+def invalid(field: str, value: object, expected: str | Iterable[object], *, typed: object = None) -> UserError:
     """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices.
 
-    Before many choices comes the one that is spelled most like the value, or like what was ``typed`` in its place; before a phrase, what
-    the caller thinks was ``meant``.
+    Before many choices comes the one that is spelled most like the value, or like what was ``typed`` in its place.
     """
+    meant = ""
     if not isinstance(expected, str):
         choices = [str(choice) for choice in expected]
         expected = "one of " + ", ".join(choices)

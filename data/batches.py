@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
-from errors import UserError, check_size, invalid, spelled_like
+from errors import UserError, check_size, invalid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +279,7 @@ def _open_recording(config: DataConfig) -> Recording:
     folder = Path(config.replay)
     if not (folder / "header.json").is_file():
         expected = "the folder of a recording, with a header.json, e.g. replay_batches/NAME"
-        raise invalid("data.replay", config.replay, expected, meant=spelled_like(folder, "header.json"))
+        raise invalid("data.replay", config.replay, expected)
     recording = Recording.open(folder)
     _check_replay(config, recording.header)
     return recording

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, get_args, get_type_hints
 import numpy as np
 
 import files
-from errors import UserError, invalid, spelled_like
+from errors import UserError, invalid
 
 DATASETS = Path("data/tokens")
 """Where scripts/prepare_data.py writes unless told otherwise."""
@@ -133,7 +133,6 @@ def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
         named = DATASETS / folder.name
         meant = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else ""
-        meant = meant or spelled_like(folder, f"{split}.json").strip()
         raise UserError(f"{folder}: no such data set; {meant or _remedy(folder)}")
     path = folder / f"{split}.json"
     if not path.is_file():

@@ -28,7 +28,7 @@ import files
 from attention import AttentionConfig, AttentionSpec
 from attention.check.kernels import KNOWN
 from attention.dispatch import run
-from errors import OneLineParser, UserError, check_place, exit_on_user_error, first_line, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, first_line, invalid
 from training.throughput import clock_and_power, explain_clock_and_power
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -258,7 +258,7 @@ def main() -> None:
     if args.rounds < 1:
         raise invalid("--rounds", args.rounds, "at least 1")
     if args.json:
-        check_place(args.json, "--json")
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     shapes = [shape_of(text) for text in args.shapes]
     specs = {
         f"{name} (triton)": AttentionSpec(preset=name, numerics=args.numerics, sites=tuple(args.sites), backend="flash")
@@ -287,7 +287,6 @@ def main() -> None:
             **packages,
         }
         command = [files.without_folders(word) for word in sys.argv]
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(args.json, {"command": command, "machine": machine, "rows": rows})
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, spelled_like, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
     import numpy as np
@@ -122,8 +122,7 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            meant = spelled_like(path, METRICS_FILE) or spelled_like(path, "metrics.csv")
-            raise invalid("RUN", str(path), "the folder of a run, or a folder of runs", meant=meant)
+            raise invalid("RUN", str(path), "the folder of a run, or a folder of runs")
         is_run = any((path / name).is_file() for name in ("metrics.csv", METRICS_FILE, "config.json"))
         inside = sorted({one.parent for name in ("metrics.csv", METRICS_FILE) for one in path.glob(f"*/{name}")})
         if not is_run and not inside:
