@@ -88,7 +88,7 @@ def test_overrides_replace_single_fields() -> None:
             r"^attention\.default\.sites = '.*': expected output once$",
         ),
         ("--run.steps x", r"^Error parsing --run\.steps: .* 'x'; --help lists the fields$"),
-        ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip', 'continue'"),
+        ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip'"),
         ("--model.bias True", r"^model\.bias = 'True': expected --model\.bias or --model\.no-bias"),
     ],
 )
