@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from attention.user_error import UserError, invalid
 
@@ -22,6 +22,7 @@ __all__ = [
     "UserError",
     "check_finite",
     "check_size",
+    "discard",
     "exit_on_user_error",
     "first_line",
     "invalid",
@@ -91,6 +92,11 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
+def discard(stream: TextIO) -> None:
+    """Let a stream that takes nothing more lead nowhere: what is still in its buffer would fail once more at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2.
 
@@ -102,13 +108,18 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         try:
             with trainer_packages():  # some are imported where they are used
                 main(*args, **kwargs)
-            sys.stdout.flush()
+            try:
+                sys.stdout.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:  # a full disk
+                discard(sys.stdout)
+                raise UserError(f"standard output: {error.strerror}") from error
         except UserError as error:
             print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
             raise SystemExit(2) from None
         except BrokenPipeError:
-            # What is still in the buffer would fail once more at the interpreter's end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard(sys.stdout)
             raise SystemExit(141) from None
 
     return wrapped

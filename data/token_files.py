@@ -131,6 +131,10 @@ def mistyped(facts: Any) -> str | None:
 
 def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
+        if (old := _old(folder)).is_dir():
+            raise UserError(
+                f"{folder}: its replacement was cut off; go on with {old}, or {_remedy(folder, force=True)}"
+            )
         named = DATASETS / folder.name
         meant = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else ""
         raise UserError(f"{folder}: no such data set; {meant or _remedy(folder)}")
@@ -223,20 +227,38 @@ class TokenWriter:
 def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
     """A hidden folder to write a data set into; it becomes ``folder`` when the block ends, and goes when it raises.
 
-    A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. ``UserError``: ``folder`` holds something
-    and ``force`` is off, or holds files that are not a data set's; or another process is making it.
+    A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. One that is replaced lies beside it for
+    a moment, as ``.NAME.old``; a kill then leaves it there, and the next run begins by putting it back. ``UserError``: ``folder`` holds
+    something and ``force`` is off, or holds files that are not a data set's; or another process is making it.
     """
     folder = Path(folder)
     with files.aside(folder) as hidden:
+        old = _old(folder)
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
         _check_replaceable(folder, force)
         whole = hidden / folder.name
         whole.mkdir()
         yield whole
         _check_replaceable(folder, force)  # another process may have made it meanwhile
+        if old.exists():  # the kill came behind both renames
+            _remove(old)
         if folder.exists():
-            os.rename(folder, hidden / "replaced")
+            os.rename(folder, old)
         os.rename(whole, folder)
         files.sync_folder(folder.parent)
+        if old.exists():
+            _remove(old)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _remove(folder: Path) -> None:
+    for name in _FILE_NAMES:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _check_replaceable(folder: Path, force: bool) -> None:

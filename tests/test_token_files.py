@@ -77,14 +77,16 @@ def replaced_until(at: int, folder: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_wherever_a_replacement_is_killed_what_is_there_is_whole_and_it_can_be_made_again(tmp_path):
+def test_wherever_a_replacement_is_killed_the_old_or_the_new_data_set_is_whole(tmp_path):
     for at in itertools.count(1):
         parent = tmp_path / str(at)
         write(parent / "a")
         code = replaced_until(at, parent / "a")
-        if (parent / "a").exists():
-            tokens = TokenFile.open(parent / "a", "train", verify="sha256").tokens
-            assert tokens.tolist() in ([1, 2, 50256], [7, 8])
+        where = parent / "a" if (parent / "a").exists() else parent / ".a.old"
+        assert TokenFile.open(where, "train", verify="sha256").tokens.tolist() in ([1, 2, 50256], [7, 8])
+        if where.name == ".a.old":
+            with pytest.raises(UserError, match=r"its replacement was cut off; go on with .*\.a\.old, or"):
+                TokenFile.open(parent / "a", "train")
         assert replaced_until(0, parent / "a") == 0
         assert names(parent) == ["a"]
         if code == 0:

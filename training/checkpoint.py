@@ -169,7 +169,13 @@ class Checkpoints:
         if damage is not None:
             raise DamagedCheckpointError(f"checkpoint {path} is damaged ({damage})")
         try:
-            return _read(path)
+            loaded = _read(path)
+            match = _FOLDER.fullmatch(path.name)
+            if match and int(match[1] or match[2]) != loaded.step:
+                raise DamagedCheckpointError(
+                    f"checkpoint {path} is of step {loaded.step} by its contents: it was renamed"
+                )
+            return loaded
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
@@ -200,7 +206,7 @@ class Checkpoints:
 
     def prune(self, newest: int) -> None:
         """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
-        found = self._found()
+        found = {step: path for step, path in self._found().items() if _step_inside(path) in (step, None)}
         kept = sorted(step for step in found if step <= newest)[-self.config.keep_last :]
         for step, path in found.items():
             for_good = self.config.keep_every > 0 and step % self.config.keep_every == 0
@@ -229,6 +235,15 @@ def found_in(folder: Path) -> dict[int, Path]:
         if match and path.is_dir() and (match[1] or int(match[2]) not in found):
             found[int(match[1] or match[2])] = path
     return found
+
+
+def _step_inside(path: Path) -> int | None:
+    """The step that a checkpoint's contents are of; None where they do not say."""
+    try:
+        step = read_json(path / "state.json")["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
 
 
 def _name(step: int) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from errors import UserError, invalid
+from errors import UserError, discard, invalid
 from training.signals import STARTED_BY
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -48,9 +48,19 @@ class DistContext:
         return self.rank == 0
 
     def print0(self, text: str) -> None:
-        """Print on rank 0, above a progress bar if there is one."""
-        if self.is_main:
+        """Print on rank 0, above a progress bar if there is one. Where the output is a file on a full disk, the run goes on without it."""
+        if not self.is_main:
+            return
+        try:
             tqdm.write(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            discard(sys.stdout)
+            try:
+                print(f"warning: standard output takes no more lines ({error.strerror})", file=sys.stderr)
+            except OSError:
+                discard(sys.stderr)
 
 
 def start(device: DeviceChoice, timeout: float = 600.0) -> DistContext:
