@@ -62,7 +62,6 @@ class DeltaError:
 class Summary:
     """Is a set of errors biased? Each field [H] float64."""
 
-    sum_H: Tensor
     mean_H: Tensor
     """Over tokens."""
     standard_error_H: Tensor
@@ -137,7 +136,7 @@ def output_errors(layer: LayerCapture) -> Tensor:
 
 
 def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
-    """Sum, mean, standard error, size and sign of an error for each head. No host synchronization.
+    """Mean, standard error, size and sign of an error for each head. No host synchronization.
 
     Args:
         error_BHT: per token.
@@ -153,7 +152,6 @@ def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
     signed_H = (error_HN != 0).sum(dim=-1)
     positive_H = (error_HN > 0).sum(dim=-1) / signed_H.clamp(min=1)
     return Summary(
-        sum_H=error_HN.sum(dim=-1),
         mean_H=error_HN.mean(dim=-1),
         # One unit has no spread: NaN, and no warning.
         standard_error_H=mean_HU.std(dim=-1, correction=min(1, mean_HU.shape[1] - 1)) / math.sqrt(mean_HU.shape[1])

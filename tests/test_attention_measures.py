@@ -41,42 +41,25 @@ def test_statistics_are_those_of_the_whole_matrix(chunk: int, softcap: float) ->
     p = s.softmax(dim=-1)
     expected = {
         "max_logit": s.amax(dim=(0, 2, 3)),
-        "min_row_max": s.amax(dim=-1).amin(dim=(0, 2)),
         "entropy": -(p * p.clamp(min=1e-300).log()).sum(dim=-1).mean(dim=(0, 2)),
-        "sink": p[:, :, 1:, 0].mean(dim=(0, 2)),
         "top_1": p.amax(dim=-1).mean(dim=(0, 2)),
     }
     for name, value in expected.items():
         # Scores of at most 40 in float32 are off by 40 * D * 2^-24, and so, relatively, are probabilities.
-        torch.testing.assert_close(getattr(measured, name).double(), value, rtol=40 * D * 2.0**-24, atol=1e-6)
+        torch.testing.assert_close(measured[name].double(), value, rtol=40 * D * 2.0**-24, atol=1e-6)
 
 
 def test_repeated_maxima_are_told_by_tolerance() -> None:
-    # Row t sees the first t + 1 scores: alone; 2^-9 apart; 1e-3 apart; exactly tied.
+    # Row t sees the first t + 1 scores: alone; 2^-9 apart; less than 1e-3 apart; exactly tied.
     k = along([1.0, 1.0 + 2.0**-9, 1.0 + 2.0**-9 + 0.0009, 1.0 + 2.0**-9 + 0.0009])
-    ties = attention_statistics(torch.ones_like(k), k, scale=1.0).ties
-    torch.testing.assert_close(ties, torch.tensor([[1 / 4, 2 / 4, 3 / 4]]))
+    ties = attention_statistics(torch.ones_like(k), k, scale=1.0)["ties"]
+    torch.testing.assert_close(ties, torch.tensor([2 / 4]))
 
 
 def test_rounded_scores_are_counted_as_by_hand() -> None:
     q, k, _ = operands(seed=3)
     s = round_to(scores(q, k).contiguous(), "m2")
-    expected = ((s == s.amax(dim=-1, keepdim=True)).sum(dim=-1) > 1).float().mean(dim=(0, 2))
-    measured = attention_statistics(q, k, scale=SCALE, scores_format="m2", chunk=T).ties[:, 0]
+    expected = ((s >= s.amax(dim=-1, keepdim=True) - 1e-3).sum(dim=-1) > 1).float().mean(dim=(0, 2))
+    measured = attention_statistics(q, k, scale=SCALE, scores_format="m2", chunk=T)["ties"]
     assert torch.equal(measured, expected)
     assert (expected > 0).all()
-
-
-def test_underflow_is_where_the_stabilizer_loses_a_row() -> None:
-    # Against attention/reference/stabilize.py itself: the rows whose exp(S - m) are all below the smallest normal number.
-    from attention.numerics import Numerics
-    from attention.reference.stabilize import tile_row_max
-
-    q, k, _ = operands(seed=5, spread=40.0)
-    k[:, 1::2] = k[:, :-1:2]  # pairs of equal keys, so that many rows tie
-    s = scores(q, k)
-    m = tile_row_max(s, Numerics(row_max="stabilized"))
-    lost = torch.exp(s - m).amax(dim=-1) < torch.finfo(torch.float32).tiny
-    measured = attention_statistics(q, k, scale=SCALE, chunk=T).underflow
-    assert torch.equal(measured, lost.float().mean(dim=(0, 2)))
-    assert measured.min() > 0

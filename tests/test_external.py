@@ -97,7 +97,7 @@ def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place
         "mixed", {"attention": AttentionConfig(flash_backend="flash_reference", default=default, rules=(rule,))}
     )
     for probe in lines(run, name="telemetry.jsonl"):
-        for name in ("delta_error_mean", "delta_error_rms", "delta_error_positive"):
+        for name in ("delta_error_mean", "delta_error_rms"):
             assert [[value == "nan" for value in heads] for heads in probe[name]] == [[False, False], [True, False]], (
                 name
             )

@@ -52,12 +52,12 @@ def test_the_norm_of_a_product_is_svds() -> None:
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_norms_of_heads_are_those_of_their_rows() -> None:
+def test_norms_are_those_of_the_matrices_and_of_the_heads_rows() -> None:
     w_q, w_k = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(7))
     norms, _ = attention_norms(w_q, w_k, 2)
     heads_q, heads_k = w_q.view(2, 2, 8, 16), w_k.view(2, 2, 8, 16)
-    torch.testing.assert_close(norms.w_q_head, spectral_norm(heads_q), rtol=1e-3, atol=0)
-    torch.testing.assert_close(norms.w_k_head, spectral_norm(heads_k), rtol=1e-3, atol=0)
+    torch.testing.assert_close(norms.w_q, spectral_norm(w_q), rtol=1e-3, atol=0)
+    torch.testing.assert_close(norms.w_k, spectral_norm(w_k), rtol=1e-3, atol=0)
     torch.testing.assert_close(norms.qk_head, spectral_norm(heads_q.mT @ heads_k), rtol=1e-3, atol=0)
 
 

@@ -44,24 +44,15 @@ FP16_LOSS_SCALE = 2.0**10
 COLUMNS = {
     "w_q_norm": "[L] spectral norm of W_Q, by power iteration: never above the true norm (probes/spectral.py)",
     "w_k_norm": "[L] the same of W_K",
-    "w_q_head_norm": "[L][H] of the head's D rows of W_Q",
-    "w_k_head_norm": "[L][H] of the head's D rows of W_K",
     "qk_head_norm": "[L][H] of W_Q^T W_K of the head, without 1 / sqrt(D)",
     "max_logit": "[L][H] largest score, as rounded at the site `scores`",
-    "min_row_max": "[L][H] smallest row maximum",
     "entropy": "[L][H] mean entropy of a row, nats",
-    "sink": "[L][H] mean probability of key 0, rows 1 and later",
     "top_1": "[L][H] mean largest probability of a row",
-    "ties_exact": "[L][H] share of rows whose maximum is attained more than once",
-    "ties_1e3": "[L][H] ... to within 1e-3, the paper's tolerance",
-    "ties_2e9": "[L][H] ... to within 2^-9, where P_bar rounds to 1 in BF16",
-    "underflow": "[L][H] share of rows that Algorithm 3 with beta 2 sends below FP32's normal range",
+    "ties_1e3": "[L][H] share of rows whose maximum is attained more than once to within 1e-3, the paper's tolerance",
     "v_one_signed": "[L][H] share of V's features with one sign at 90 % of the positions or more",
-    "delta_error_sum": "[L][H] sum over tokens of delta as the run's backward pass has it, less delta with an FP32 O",
-    "delta_error_mean": "[L][H] mean of the same; delta is of the mean loss of the probe batch, so it falls as 1 / tokens",
+    "delta_error_mean": "[L][H] mean over tokens of delta as the run has it, less delta with an FP32 O; it falls as 1 / tokens",
     "delta_error_se": "[L][H] standard error of that mean, from blocks of 32 tokens",
     "delta_error_rms": "[L][H] root mean square of the error",
-    "delta_error_positive": "[L][H] share of tokens with an error above 0, of those with one",
     "delta_rms": "[L][H] root mean square of delta with an FP32 O: what the error is an error of",
     "row_residual_mean": "[L][H] mean over rows of r = rowsum(dS) that dQ keeps, 0 in exact arithmetic, in the units of delta",
     "row_residual_rms": "[L][H] root mean square of r: what delta_rms is to be compared with",
@@ -188,8 +179,6 @@ def measure(
     measured = {
         "w_q_norm": norms.w_q,
         "w_k_norm": norms.w_k,
-        "w_q_head_norm": norms.w_q_head,
-        "w_k_head_norm": norms.w_k_head,
         "qk_head_norm": norms.qk_head,
     }
     layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
@@ -262,19 +251,14 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     delta = delta_errors(heads)
     error = summarize(delta.error_BHT / loss_scale)
     measured = {
-        "max_logit": statistics.max_logit,
-        "min_row_max": statistics.min_row_max,
-        "entropy": statistics.entropy,
-        "sink": statistics.sink,
-        "top_1": statistics.top_1,
-        **dict(zip(("ties_exact", "ties_1e3", "ties_2e9"), statistics.ties.unbind(dim=-1), strict=True)),
-        "underflow": statistics.underflow,
+        "max_logit": statistics["max_logit"],
+        "entropy": statistics["entropy"],
+        "top_1": statistics["top_1"],
+        "ties_1e3": statistics["ties"],
         "v_one_signed": one_signed_share(heads.v_BTHD),
-        "delta_error_sum": error.sum_H,
         "delta_error_mean": error.mean_H,
         "delta_error_se": error.standard_error_H,
         "delta_error_rms": error.rms_H,
-        "delta_error_positive": error.positive_H,
         "delta_rms": (delta.high_BHT / loss_scale).square().mean(dim=(0, 2)).sqrt(),
     }
     return measured, error.units
@@ -312,11 +296,9 @@ def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
-    """What ``metrics.jsonl`` and W&B get of a probe: each layer's W_Q norm, and the extreme of every other column with its layer.
+    """What ``metrics.jsonl`` and W&B get of a probe: each layer's W_Q norm, and extremes of other columns.
 
-    ``delta_z_max`` is the largest |mean / standard error| of the delta error over layers and heads, ``delta_error_mean_max`` and
-    ``delta_bias_max`` the mean there, as it is and in units of delta's root mean square; they are absent where a single block of
-    tokens gives no standard error. NaN is the extreme of everything.
+    NaN is the extreme of everything.
     """
     columns: dict[str, float | int] = {f"w_q_norm_{layer}": norm for layer, norm in enumerate(record["w_q_norm"])}
     columns["w_q_norm_max"], columns["w_q_norm_layer"], _ = extreme([[norm] for norm in record["w_q_norm"]])
@@ -324,26 +306,9 @@ def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
     columns["qk_norm_max"] = extreme(record["qk_head_norm"])[0]
     columns["max_logit_max"], columns["max_logit_layer"], _ = extreme(record["max_logit"])
     columns["entropy_min"] = -extreme([[-value for value in row] for row in record["entropy"]])[0]
-    for name in ("sink", "top_1", "ties_exact", "ties_1e3", "ties_2e9", "underflow", "v_one_signed"):
+    for name in ("top_1", "ties_1e3", "v_one_signed", "delta_error_rms", "row_residual_rms"):
         columns[f"{name}_max"] = extreme(record[name])[0]
-    if record["delta_units"] > 1:
-        z, layer, head = extreme([[abs(value) for value in row] for row in z_scores(record)])
-        mean = record["delta_error_mean"][layer][head]
-        columns |= {"delta_z_max": z, "delta_z_layer": layer, "delta_z_head": head, "delta_error_mean_max": mean}
-        columns["delta_bias_max"] = _ratio(mean, record["delta_rms"][layer][head])
     return columns
-
-
-def z_scores(record: dict[str, Any]) -> list[list[float]]:
-    """Mean over standard error of the delta error, [L][H]; 0 where there is no error."""
-    means, errors = record["delta_error_mean"], record["delta_error_se"]
-    return [[_ratio(*pair) for pair in zip(*rows, strict=True)] for rows in zip(means, errors, strict=True)]
-
-
-def _ratio(value: float, scale: float) -> float:
-    if value == 0:
-        return 0.0
-    return value / scale if scale else math.copysign(math.inf, value)
 
 
 def extreme(rows: Sequence[Sequence[float]]) -> tuple[float, int, int]:

@@ -19,31 +19,9 @@ from torch import Tensor
 from ..reference.exact import exact_float32
 from ..rounding import round_to
 
-TIE_TOLERANCES = (0.0, 1e-3, 2.0**-9)
-"""Exact ties; the tolerance of the paper's later version; the width of the band below the maximum whose P_bar rounds to 1 in BF16."""
-FP32_RANGE = 126 * math.log(2)
-"""exp(-x) is subnormal in FP32 beyond this x = 87.34, and kernels flush it to zero."""
+TIE_TOLERANCE = 1e-3
+"""Of the paper's later version."""
 QUERY_CHUNK = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionStatistics:
-    """Of each head over batch and rows, [H] float32 unless said otherwise; maxima, entropy, probabilities are NaN where a score is."""
-
-    max_logit: Tensor
-    """Largest score S = scale * q . k (after the soft-cap)."""
-    min_row_max: Tensor
-    """Smallest row maximum: the stabilized normalizer m = 0 of Algorithm 3 underflows where it is below -87.3 and tied."""
-    entropy: Tensor
-    """Mean over rows of -sum P ln P, nats; ln(t + 1) would be the uniform row of position t."""
-    sink: Tensor
-    """Mean probability of key 0, over the rows that have another key to choose (positions 1 and later)."""
-    top_1: Tensor
-    """Mean over rows of the largest probability."""
-    ties: Tensor
-    """[H, 3]: share of rows with more than one score within a tolerance of the row maximum, for each of ``TIE_TOLERANCES``."""
-    underflow: Tensor
-    """Share of rows in which Algorithm 3 (beta = 2, ties within 1e-3) shifts m so far that all exp(S - m) leave FP32's normal range."""
 
 
 @torch.no_grad()
@@ -55,8 +33,11 @@ def attention_statistics(
     softcap: float = 0.0,
     scores_format: str = "fp32",
     chunk: int = QUERY_CHUNK,
-) -> AttentionStatistics:
-    """Statistics of causal attention; layers may be stacked along H.
+) -> dict[str, Tensor]:
+    """Statistics of causal attention, each [H] float32, over batch and rows; NaN where a score is; layers may be stacked along H.
+
+    ``max_logit``, the largest score S = scale * q . k (after the soft-cap), and the means over rows of ``entropy``, -sum P ln P in nats,
+    of ``top_1``, the largest probability, and of ``ties``, 1 for a row with another score within ``TIE_TOLERANCE`` of its maximum.
 
     Args:
         q_BTHD, k_BTHD: any float dtype, as the kernel's products read them (rounded to the site ``inputs``, where that is coarser).
@@ -69,8 +50,13 @@ def attention_statistics(
     rows: list[dict[str, Tensor]] = []
     with exact_float32(q_BTHD.device):
         for _, s_BHRS in score_rows(q_BTHD, k_BTHD, scale=scale, softcap=softcap, chunk=chunk):
-            rows.append({**_row_extremes(s_BHRS, scores_format), **_row_probabilities(s_BHRS)[0]})
-    return _over_rows({name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]})
+            rounded_BHRS = round_to(s_BHRS, scores_format)
+            max_X = rounded_BHRS.amax(dim=-1)
+            # The comparison of ``attention.reference.stabilize``, in FP32.
+            ties_X = ((rounded_BHRS >= (max_X - TIE_TOLERANCE)[..., None]).sum(dim=-1) > 1).float()
+            rows.append({"max_logit": max_X, "ties": ties_X, **_row_probabilities(s_BHRS)[0]})
+    whole = {name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]}
+    return {name: x.amax(dim=(0, 2)) if name == "max_logit" else x.mean(dim=(0, 2)) for name, x in whole.items()}
 
 
 def score_rows(
@@ -117,39 +103,13 @@ def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor, *, scale: float) -> Tensor:
     return torch.stack(tops).amax(dim=0)
 
 
-def _row_extremes(s_BHRS: Tensor, scores_format: str) -> dict[str, Tensor]:
-    """Maximum, ties [X, 3] and underflow of each row, of the scores rounded to a format."""
-    s_BHRS = round_to(s_BHRS, scores_format)
-    max_X = s_BHRS.amax(dim=-1)
-    # The comparison of ``attention.reference.stabilize``, in FP32.
-    ties = [(s_BHRS >= (max_X - tolerance)[..., None]).sum(dim=-1) > 1 for tolerance in TIE_TOLERANCES]
-    # m = 2 r_m for r_m > 0 and 0 for r_m < 0: a shift of |r_m| either way.
-    underflow_X = ties[1] & (max_X.abs() > FP32_RANGE)
-    return {"max": max_X, "ties": torch.stack(ties, dim=-1).float(), "underflow": underflow_X.float()}
-
-
 def _row_probabilities(s_BHRS: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Of each row: entropy, largest and first probability; and P = softmax(S)."""
+    """Of each row: entropy and largest probability; and P = softmax(S)."""
     log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
     p_BHRS = log_p_BHRS.exp()
     # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
     entropy_X = -(p_BHRS * log_p_BHRS.clamp_(min=-1e4)).sum(dim=-1)
-    return {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1), "sink": p_BHRS[..., 0]}, p_BHRS
-
-
-def _over_rows(rows: dict[str, Tensor]) -> AttentionStatistics:
-    """Reduce what was measured of each row, [B, H, T] or [B, H, T, K], to heads."""
-    T = rows["max"].shape[2]
-    return AttentionStatistics(
-        max_logit=rows["max"].amax(dim=(0, 2)),
-        min_row_max=rows["max"].amin(dim=(0, 2)),
-        entropy=rows["entropy"].mean(dim=(0, 2)),
-        # Row 0 sees key 0 alone; a sequence of one token has no other row.
-        sink=rows["sink"][:, :, min(1, T - 1) :].mean(dim=(0, 2)),
-        top_1=rows["top_1"].mean(dim=(0, 2)),
-        ties=rows["ties"].mean(dim=(0, 2)),
-        underflow=rows["underflow"].mean(dim=(0, 2)),
-    )
+    return {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1)}, p_BHRS
 
 
 COLUMNS = {
