@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -17,20 +17,8 @@ if TYPE_CHECKING:
     import tiktoken
 
 
-class Tokenizer(Protocol):
-    """One vocabulary: how text becomes tokens, and in which type they are stored."""
-
-    vocabulary: ClassVar[str]
-    vocabulary_size: ClassVar[int]
-    dtype: ClassVar[str]
-    separator: ClassVar[int]
-
-    def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
-        """Tokens of each UTF-8 text, 1-D, of ``dtype``, without a separator; ``ValueError`` for text it cannot represent."""
-
-
 class ByteTokenizer:
-    """A token is a byte's value; byte 0, which text does not hold, separates documents."""
+    """A token is a byte's value; byte 0, which text does not hold, separates documents. Tokens are stored as ``dtype``."""
 
     vocabulary: ClassVar[str] = "bytes"
     vocabulary_size: ClassVar[int] = 256
@@ -38,6 +26,7 @@ class ByteTokenizer:
     separator: ClassVar[int] = 0
 
     def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
+        """Tokens of each UTF-8 text, 1-D, of ``dtype``, without a separator; ``ValueError`` for text it cannot represent."""
         if any(b"\0" in text for text in texts):
             raise ValueError("byte 0 in the text, which byte tokens keep for the end of a document")
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -80,7 +69,8 @@ def _gpt2_encoding() -> tiktoken.Encoding:
         ) from error
 
 
-TOKENIZERS: dict[str, type[GPT2Tokenizer] | type[ByteTokenizer]] = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+Tokenizer = GPT2Tokenizer | ByteTokenizer
+TOKENIZERS: dict[str, type[Tokenizer]] = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def make_tokenizer(vocabulary: str) -> Tokenizer:

@@ -65,18 +65,16 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
     return plan
 
 
-def spread(tokens_N: Tensor, sequences: int, length: int, where: str) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [B, T] of sequences spread evenly over the data."""
-    if len(tokens_N) < sequences * (length + 1):
-        raise invalid("--data", where, f"at least {sequences * (length + 1)} tokens, {sequences} sequences of {length}")
-    starts = torch.linspace(0, len(tokens_N) - length - 1, sequences, dtype=torch.float64).long()
-    rows = tokens_N[starts[:, None] + torch.arange(length + 1)]
+def validation_tokens(
+    folder: Path, length: int, count: int, vocabulary: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [B, T] of ``count`` sequences spread evenly over the validation data. Raises ``UserError``."""
+    data = TokenFile.open(folder, "val", verify="sha256")
+    if data.header.vocabulary_size > vocabulary:
+        raise invalid("--data", str(folder), f"tokens of at most the model's vocabulary, {vocabulary}")
+    if data.header.count < count * (length + 1):
+        expected = f"at least {count * (length + 1)} tokens, {count} sequences of {length}"
+        raise invalid("--data", str(folder), expected)
+    starts = torch.linspace(0, data.header.count - length - 1, count, dtype=torch.float64).long()
+    rows = torch.from_numpy(data.sequences(starts, length + 1).astype("int64")).to(device)
     return rows[:, :-1], rows[:, 1:]
-
-
-def read_tokens(path: Path, vocabulary_size: int) -> Tensor:
-    """Validation tokens [N] int64 of a data set that this vocabulary covers."""
-    data = TokenFile.open(path, "val", verify="sha256")
-    if data.header.vocabulary_size > vocabulary_size:
-        raise invalid("--data", str(path), f"tokens of at most the model's vocabulary, {vocabulary_size}")
-    return torch.from_numpy(data.tokens.astype("int64"))

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import files
 from config import TrainConfig
 from errors import UserError, invalid
 from figures import curves
-from figures.checkpoints import build, fp16_scale, read_tokens, spread
+from figures.checkpoints import build, fp16_scale, validation_tokens
 from figures.delta import choose_head
 from figures.over_steps import RunCurves
 from model import GPT
@@ -65,15 +64,6 @@ def open_checkpoint(folder: Path, device: torch.device) -> Opened:
     if replaced:
         print(f"{folder}: computed by flash_reference in place of {', '.join(replaced)}, which cannot run here")
     return Opened(model.eval(), config, f"{config.run.name} step {loaded.step:,}")
-
-
-def validation_tokens(
-    folder: Path, length: int, count: int, vocabulary: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """``count`` sequences spread over the validation tokens: tokens and targets [B, T]. Raises ``UserError``."""
-    tokens = read_tokens(folder, vocabulary)
-    tokens_BT, targets_BT = spread(tokens, count, length, str(folder))
-    return tokens_BT.to(device), targets_BT.to(device)
 
 
 def joined(parts: Sequence[LayerCapture]) -> LayerCapture:

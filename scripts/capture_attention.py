@@ -23,8 +23,7 @@ with trainer_packages():
 
     import files
     from attention.check.captured import Inputs
-    from figures.checkpoints import build, fp16_scale
-    from figures.inputs import validation_tokens
+    from figures.checkpoints import build, fp16_scale, validation_tokens
     from probes.capture import LayerCapture, capture
     from training.checkpoint import Loaded
     from training.record import environment

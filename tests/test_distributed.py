@@ -85,7 +85,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("mean", lambda rank: [1.0, 9.0]),
         ("max", lambda rank: [2.0, 10.0]),
         ("any", lambda rank: [True, False]),
-        ("gathered", lambda rank: [] if rank else [[], [250, 251], [250, 251, 252, 253]]),
+        ("gathered", lambda rank: [[], [250, 251], [250, 251, 252, 253]]),
     ],
 )
 def test_every_process_has_its_own(facts: list[dict[str, Any]], name: str, of_rank: Callable[[int], Any]) -> None:

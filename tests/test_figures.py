@@ -12,7 +12,8 @@ from tiny_runs import Place, new_place
 
 from attention.check.captured import load
 from figures import canvas
-from figures.inputs import open_checkpoint, validation_tokens
+from figures.checkpoints import validation_tokens
+from figures.inputs import open_checkpoint
 from probes.capture import capture
 from scripts import capture_attention, figures
 from scripts.figures import REGISTRY

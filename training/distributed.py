@@ -191,15 +191,6 @@ def world_size() -> int:
 
 
 def gather(tensor: Tensor) -> list[Tensor]:
-    """Each process's tensor, of any shape, in order of rank, as CPU tensors on rank 0; elsewhere []."""
-    if not dist.is_initialized():
-        return [tensor.cpu().clone()]
-    received: list[Any] = [None] * world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(tensor.cpu(), received or None, dst=0)
-    return received
-
-
-def gather_everywhere(tensor: Tensor) -> list[Tensor]:
     """Each process's tensor, of any shape, in order of rank, as CPU tensors on every process."""
     if not dist.is_initialized():
         return [tensor.cpu().clone()]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from data.batches import Batches
 from errors import check_size
-from training.distributed import all_reduce_sum, gather_everywhere
+from training.distributed import all_reduce_sum, gather
 
 IGNORED_TARGET = -1
 
@@ -28,18 +27,10 @@ class EvaluationConfig:
         check_size("evaluation.every", self.every, 0)
 
 
-class ValidationBatches(Protocol):
-    """What ``evaluate`` needs of ``data.batches.Batches``."""
-
-    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's share of the fixed validation batches: (tokens_BT, targets_BT), int64 on the CPU."""
-        ...
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    batches: ValidationBatches,
+    batches: Batches,
     device: torch.device,
     autocast_context: AbstractContextManager[object],
     rounding_seed: Tensor | None = None,
@@ -75,7 +66,7 @@ def evaluate(
         for module, training in modes:
             module.training = training
     if exact_sum:
-        loss_sum, count_sum = map(math.fsum, torch.cat(gather_everywhere(torch.stack(sums))).T.tolist())
+        loss_sum, count_sum = map(math.fsum, torch.cat(gather(torch.stack(sums))).T.tolist())
     else:
         loss_sum, count_sum = all_reduce_sum(sum(sums[1:], start=sums[0])).tolist()
     return loss_sum / count_sum

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from figures.inputs import joined, open_checkpoint, validation_tokens
+from figures.checkpoints import validation_tokens
+from figures.inputs import joined, open_checkpoint
 from probes.capture import LayerCapture, capture
 from probes.low_rank import coherence, weighted_keys
 
