@@ -326,7 +326,7 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
         (["flahs"], "kernel = 'flahs': "),
         (["torch:falsh"], "kernel = 'torch:falsh': did you mean torch:flash?"),
         (["no_such_module:f"], "kernel = 'no_such_module:f': ModuleNotFoundError: No module named 'no_such_module'"),
-        (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected captured, or a file that ends in .zip"),
+        (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
         ([], "KERNEL: expected one or more"),
         (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),
     ],

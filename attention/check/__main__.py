@@ -12,7 +12,7 @@ import torch
 from ..presets import PRESETS
 from ..user_error import UserError
 from . import judge
-from .classes import CLASSES, Shape
+from .classes import Shape
 from .kernels import KNOWN
 from .report import DTYPES, Report, check_attention, csv_of, reasons, side_by_side, table
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="FILE.zip",
-        help="only this file that capture() wrote, or captured: those of a failing run that are packaged; may be repeated",
+        help="only this file that capture() wrote; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
     parser.add_argument(
@@ -113,11 +113,9 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
 
 
 def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
-    packaged = [name for name, c in CLASSES.items() if c.file]
-    inputs = [name for given in options.inputs for name in (packaged if given == "captured" else [given])]
-    if wrong := [name for name in inputs if name not in packaged and not name.endswith(".zip")]:
-        raise UserError(f"--inputs {wrong[0]}: expected captured, or a file that ends in .zip")
-    classes = [*options.classes, *inputs] or (QUICK if options.quick else ())
+    if wrong := [name for name in options.inputs if not name.endswith(".zip")]:
+        raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
+    classes = [*options.classes, *options.inputs] or (QUICK if options.quick else ())
     shown = sys.stderr.isatty()
     return check_attention(
         name,

@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,8 +43,6 @@ class InputClass:
     scale: float = 1.0
     """Of the logits, in 1 / sqrt(D)."""
     mask: Callable[[Shape], Mask] | None = None
-    file: str = ""
-    """In the folder ``inputs`` beside this module, of captured ones."""
 
 
 def _common(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -146,7 +143,7 @@ CLASSES: dict[str, InputClass] = {
 
 def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Inputs:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
-    if is_captured(name):
+    if name not in CLASSES:
         return _with_ones(_last_feature_least(captured(name)), dtype, device)
     chosen = CLASSES[name]
     shape = chosen.shape(shape)
@@ -163,20 +160,13 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
 
 def shape_of(name: str, shape: Shape) -> Shape:
     """The shape that a class has where ``shape`` is asked for."""
-    if not is_captured(name):
+    if name in CLASSES:
         return CLASSES[name].shape(shape)
     x = captured(name)
     return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], x.q.shape[3])
 
 
-def is_captured(name: str) -> bool:
-    return name not in CLASSES or bool(CLASSES[name].file)
-
-
-@functools.lru_cache(maxsize=8)
-def captured(name: str) -> Inputs:
-    """Of a class or a file. Raises ``UserError`` for any other file."""
-    return load(Path(__file__).with_name("inputs") / CLASSES[name].file if name in CLASSES else name)
+captured = functools.lru_cache(maxsize=8)(load)
 
 
 def _last_feature_least(x: Inputs) -> Inputs:
