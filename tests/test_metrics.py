@@ -23,14 +23,14 @@ from training.metrics import Metrics, WandbConfig, read_metrics, start_wandb
 from training.throughput import peak_flops
 
 
-def make(folder: Path, *, mode: str = "disabled", resume_step: int | None = None, **others: Any) -> Metrics:
+def make(folder: Path, *, mode: str = "disabled", **others: Any) -> Metrics:
     wandb_run = start_wandb(
         folder,
         WandbConfig(mode=mode, **others.pop("wandb", {})),
+        run_id="0123abcd",
         config_json={"optim": {"lr": 0.002}},
         recording="night",
         attention_name="flash (hardware)",
-        resumed=resume_step is not None,
         enabled=others.get("enabled", True),
     )
     return Metrics(folder, wandb_run, **others)
@@ -88,7 +88,7 @@ def test_wandb_has_numbers_by_step_and_a_resumed_run_keeps_its_id(tmp_path: Path
     metrics.log(0, val_loss=10.25)
     metrics.log(0, train_loss=9.0, data_digest="0123456789abcdef")
     metrics.close()
-    log_steps(tmp_path / "run", range(1, 2), mode="offline", resume_step=1)
+    log_steps(tmp_path / "run", range(1, 2), mode="offline")
     assert given["rows"] == [
         {"step": 0, "val_loss": 10.25},
         {"step": 0, "train_loss": 9.0},

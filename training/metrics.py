@@ -24,12 +24,9 @@ reads back as the same double.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -41,7 +38,6 @@ from attention.watching.log import loose, strict
 from errors import UserError, invalid
 
 METRICS_FILE = "metrics.jsonl"
-WANDB_ID_FILE = "wandb_id.txt"
 WandbMode = Literal["disabled", "offline", "online"]
 
 
@@ -240,53 +236,30 @@ def start_wandb(
     folder: Path,
     config: WandbConfig,
     *,
+    run_id: str,
     config_json: dict[str, Any],
     recording: str,
     attention_name: str,
-    resumed: bool = False,
     enabled: bool = True,
 ) -> Any:
     """Start the W&B run of the run in ``folder``, which is made when missing; None where none is asked for, or not ``enabled``.
 
     Args:
+        run_id: the run's own id, under which a resumed run goes on.
         config_json: the resolved configuration, shown by W&B; this function writes no ``config.json``.
         recording: name of the recording the batches come from or go to, "" for neither.
         attention_name: what W&B shows behind the run's name, which is that of its folder.
-        resumed: go on under the id that the run's folder has.
         enabled: False on every process but the first; then nothing is read, written or imported.
 
     Raises:
-        UserError: W&B is missing or cannot start. The folder is then as it was.
+        UserError: W&B is missing or cannot start.
     """
     if config.mode == "disabled" or not enabled:
         return None
     wandb = import_wandb(config)
     folder.mkdir(parents=True, exist_ok=True)
-    id_file = folder / WANDB_ID_FILE
-    known = resumed and id_file.is_file()
-    run_id = id_file.read_text().strip() if known else secrets.token_hex(4)
-    with _unchanged_by_failure(folder / "wandb"):
-        run = _init_wandb(wandb, folder, config, run_id, config_json, recording, attention_name)
-    if not known:
-        files.write_text(id_file, run_id + "\n")
-    # W&B's own x axis counts calls of log(); runs overlay only on the training step.
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
-    run.define_metric("val_loss", step_metric="step", summary="min,last")
-    return run
-
-
-def _init_wandb(
-    wandb: Any,
-    folder: Path,
-    config: WandbConfig,
-    run_id: str,
-    config_json: dict[str, Any],
-    recording: str,
-    attention_name: str,
-) -> Any:
     try:
-        return wandb.init(
+        run = wandb.init(
             project=config.project,
             dir=folder,
             id=run_id,
@@ -300,25 +273,8 @@ def _init_wandb(
     except Exception as error:  # not its own only: some come from pydantic
         without = "offline or disabled" if config.mode == "online" else "disabled"
         raise invalid("wandb.mode", config.mode, f"{without}, as W&B could not start ({error})") from error
-
-
-@contextlib.contextmanager
-def _unchanged_by_failure(folder: Path) -> Iterator[None]:
-    """If the code inside fails, remove what is new in ``folder``: W&B makes a run there before it contacts its service."""
-    there = sorted(folder.iterdir()) if folder.is_dir() else []
-    before = {path: path.readlink() if path.is_symlink() else None for path in there}
-    existed = folder.is_dir()
-    try:
-        yield
-    except BaseException:
-        for path in folder.iterdir() if existed else []:
-            if path.is_symlink():
-                path.unlink()
-            elif path not in before:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path, target in before.items():
-            if target is not None:
-                path.symlink_to(target)
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    # W&B's own x axis counts calls of log(); runs overlay only on the training step.
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    run.define_metric("val_loss", step_metric="step", summary="min,last")
+    return run

@@ -25,7 +25,7 @@ from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
 from training.intervention import INTERVENTIONS_FILE, made_before
-from training.metrics import METRICS_FILE, WANDB_ID_FILE, line_digests, read_lines, text_of
+from training.metrics import METRICS_FILE, line_digests, read_lines, text_of
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
@@ -38,8 +38,6 @@ _OF_A_START = (
     f"{EXIT_FILE}.tmp",
     "config.json.tmp",
     "wandb",
-    WANDB_ID_FILE,
-    f"{WANDB_ID_FILE}.tmp",
     LOCK_FILE,
 )
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")

@@ -311,10 +311,10 @@ def open_folder(
     wandb_run = start_wandb(
         folder,
         config.wandb,
+        run_id=run_id,
         config_json=content,
         recording=batches.recording_name,
         attention_name=config.attention.label(),
-        resumed=loaded is not None,
         enabled=dist.is_main,
     )
     if dist.is_main and not resumes:
