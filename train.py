@@ -229,7 +229,7 @@ def follow_policy(run: Run, step: int, row: dict[str, Any], *, overflow: bool) -
 
 def switch_attention(run: Run, step: int) -> None:
     """Give every layer the attention that it has in training step ``step``."""
-    changes = run.interventions.advance(step, run.batches.position)
+    changes = run.interventions.advance(step)
     if changes and run.config.precision.compile:
         # Each plan is a graph, with and without gradients; past its limit dynamo would go on uncompiled.
         torch._dynamo.config.recompile_limit += 2
@@ -266,7 +266,6 @@ def probe(run: Run, step: int) -> dict[str, float | int]:
 def save_and_exit(run: Run, step: int, *, already_saved: bool) -> NoReturn:
     """Save, and exit with the code that says: start me again. Every rank must call it."""
     if not already_saved:
-        switch_attention(run, step)  # the checkpoint knows the switches of its step, so they are recorded, too
         save(run, step)
     run.dist.print0(f"step {step}: asked to leave; saved, and --run.resume yes goes on from here")
     raise SystemExit(EXIT_RESUME)

@@ -38,8 +38,8 @@ with trainer_packages():
     import files
     from figures import curves
     from figures.runs import DrawnRun, draw_runs
-    from training.intervention import INTERVENTIONS_FILE
-    from training.metrics import METRICS_FILE, read_lines
+    from training.intervention import parse_switch
+    from training.metrics import METRICS_FILE
 
 LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
@@ -96,15 +96,16 @@ def load(folder: Path) -> Run:
         metrics,
         probes,
         (folder / METRICS_FILE).is_file(),
-        _switched(folder / INTERVENTIONS_FILE),
+        _switched(content, int(metrics.index.max())),
     )
 
 
-def _switched(path: Path) -> str:
+def _switched(content: dict[str, Any], last: int) -> str:
     moves: dict[tuple[int, str], list[str]] = {}
-    for line in read_lines(path) if path.is_file() else ():
-        if line["kind"] == "switch":
-            moves.setdefault((line["step"], line["to"]), []).append(str(line["layer"]))
+    for text in content.get("switches", content["config"].get("alarm", {}).get("switches", ())):
+        switch = parse_switch(text)
+        if switch.step <= last:
+            moves.setdefault((switch.step, switch.preset), []).append(str(switch.layer))
     return "".join(f"; layer {', '.join(layers)} from step {step:,} on {to}" for (step, to), layers in moves.items())
 
 
@@ -304,9 +305,6 @@ def against(first: Run, run: Run) -> str:
     if old.get("source_sha256", "") == new.get("source_sha256"):  # another commit of the same source
         old["git_commit"] = new["git_commit"] = None
     changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in old if name in new and old[name] != new[name]]
-    if first.switched != run.switched:
-        switched = [one.switched.removeprefix("; ") or "none" for one in (first, run)]
-        changes.append("switches: {!r} -> {!r}".format(*switched))
     if alone := sum(not name.startswith("kernels.") for name in old.keys() ^ new.keys()):
         changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
     settings, environment = ([c for c in changes if c.startswith(ENVIRONMENT) == told] for told in (False, True))

@@ -144,7 +144,7 @@ class Case:
     def left(self) -> dict[str, Any]:
         """All that a run leaves, less times and what the record says of its sessions."""
         run = self.folder / "runs/run"
-        names = ("metrics.jsonl", "telemetry.jsonl", "interventions.jsonl")
+        names = ("metrics.jsonl", "telemetry.jsonl")
         files = {name: digest for name, digest in tree(self.folder).items() if name.endswith((".safetensors", ".npy"))}
         return {
             "names": list(tree(self.folder)),

@@ -155,9 +155,8 @@ def with_a_digit_changed_in_line_3(log: Path) -> None:
         ("metrics.jsonl", without_lines_5_and_6, "2 lines from before {at} are gone, the first: line 5; "),
         ("metrics.jsonl", with_a_digit_changed_in_line_3, "changed since {at}: line 3; "),
         ("telemetry.jsonl", lambda log: log.write_text(""), "1 lines from before {at} are gone, the first: line 1; "),
-        ("interventions.jsonl", Path.unlink, "1 lines from before {at} are gone, the first: line 1; "),
     ],
-    ids=["gap", "digit", "emptied", "no switch"],
+    ids=["gap", "digit", "emptied"],
 )
 def test_a_log_that_was_changed_is_told_and_changes_no_weight(
     place: Place,

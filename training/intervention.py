@@ -1,21 +1,17 @@
-"""Scheduled switches of a layer's attention during a run, recorded, so that a resume and a replay do the same.
+"""Scheduled switches of a layer's attention during a run.
 
-Which plan a layer has is a pure function of the step: the config's plan, and every switch of that step or an earlier one after it. What
-happened is in ``interventions.jsonl`` of the run's folder, and in every checkpoint.
+Which plan a layer has is a pure function of the step: the config's plan, and every switch of that step or an earlier one after it. Those
+made are in every checkpoint, and all in the run's config.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from attention.plan import LayerPlan, switched
 from errors import invalid
-from training.metrics import JsonLines
-
-INTERVENTIONS_FILE = "interventions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -62,24 +58,13 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
     return tuple(plans)
 
 
-def made_before(line: dict[str, Any], resumed: int, known: Sequence[dict[str, Any]]) -> bool:
-    """Whether a line of the record is from before the checkpoint of step ``resumed``: a run that goes on from it does not write it again.
-
-    ``known``: the checkpoint's ``state()``. A switch of its very step that it knows was made before it.
-    """
-    made = {Switch(**entry).option() for entry in known}
-    there = line["step"] == resumed and line.get("kind") == "switch" and line.get("option") in made
-    return line["step"] < resumed or there
-
-
 class Interventions:
-    """The switches of one run, and the record of what happened.
+    """The switches of one run.
 
     Args:
         base: the config's plans.
         scheduled: the config's switches.
         check: raises ``UserError`` for plans that this machine cannot run (``attention.check_plans``); every state to come is checked.
-        folder: the run's; None on all processes but the first, which write nothing.
         resumed, known: step and ``state()`` of the checkpoint that the run goes on from.
 
     Raises ``UserError`` for a switch that cannot be, and for one scheduled before that step which the checkpoint does not know.
@@ -90,14 +75,12 @@ class Interventions:
         base: tuple[LayerPlan, ...],
         scheduled: Sequence[Switch],
         check: Callable[[tuple[LayerPlan, ...]], None],
-        folder: Path | None,
         *,
         resumed: int | None = None,
         known: Sequence[dict[str, Any]] = (),
     ):
-        self._base, self._folder = base, folder
+        self.base = base
         self._switches = [Switch(**entry) for entry in known]
-        # What the checkpoint knows was made, and recorded, before it was written.
         self.plans = base if resumed is None else plans_at(base, self._switches, resumed)
         made = {switch.option() for switch in self._switches}
         for switch in scheduled:
@@ -113,34 +96,20 @@ class Interventions:
     def moved(self) -> str:
         """Layers that have another attention than the config says, by that attention."""
         layers: dict[str, list[str]] = {}
-        for plan, base in zip(self.plans, self._base, strict=True):
+        for plan, base in zip(self.plans, self.base, strict=True):
             if plan != base:
                 layers.setdefault(_label(plan), []).append(str(plan.layer))
         return "".join(f"; layer {', '.join(names)} on {label}" for label, names in layers.items())
 
-    def advance(self, step: int, batch: int) -> list[str]:
-        """Bring ``plans`` to ``step``, which is to draw ``batch``; what changed, a sentence a layer, which is recorded."""
-        wanted = plans_at(self._base, self._switches, step)
-        said = []
-        for old, new in zip(self.plans, wanted, strict=True):
-            if old != new:
-                made = [s for s in self._switches if s.layer == new.layer and s.step == step][-1]
-                record = {"kind": "switch", "layer": new.layer, "from": _label(old), "to": _label(new)}
-                self.record(step, batch, **record, cause=made.cause, option=made.option())
-                said.append(f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)}")
-        self.plans = wanted
-        return said
+    def advance(self, step: int) -> list[str]:
+        """Bring ``plans`` to ``step``; what changed, a sentence a layer."""
+        before, self.plans = self.plans, plans_at(self.base, self._switches, step)
+        changed = [(old, new) for old, new in zip(before, self.plans, strict=True) if old != new]
+        return [f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)}" for old, new in changed]
 
-    def record(self, step: int, batch: int, **facts: Any) -> None:
-        """Append a line to the record; ``batch``: the next to be drawn. Raises ``UserError`` when the disk is full."""
-        if self._folder is None:
-            return
-        file = JsonLines(self._folder / INTERVENTIONS_FILE)
-        try:
-            file.append({"step": step, "batch": batch, **facts})
-            file.sync()
-        finally:
-            file.close()
+    def options(self) -> list[str]:
+        """All of them, as ``--alarm.switches`` takes them."""
+        return [switch.option() for switch in self._switches]
 
     def state(self, step: int) -> list[dict[str, Any]]:
         """What a checkpoint of ``step`` must know: the switches made."""

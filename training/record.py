@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
@@ -24,13 +24,12 @@ from errors import BusyError, UserError, invalid
 from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
-from training.intervention import INTERVENTIONS_FILE, made_before
 from training.metrics import METRICS_FILE, line_digests, read_lines, text_of
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
 EXIT_FILE = "exit.json"
-LOGS = (METRICS_FILE, TELEMETRY_FILE, INTERVENTIONS_FILE)
+LOGS = (METRICS_FILE, TELEMETRY_FILE)
 # Files that a start may leave in a run's folder before it writes config.json.
 # The lock comes first and goes last: a folder without it is not a run's, unless it is empty.
 _OF_A_START = (
@@ -181,17 +180,11 @@ def check_logs(folder: Path) -> None:
 
 def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
     """What the run in ``folder`` had logged when it wrote the checkpoint, by file. A line that is gone or changed is a warning."""
-
-    def before(line: dict[str, Any]) -> bool:
-        return bool(line["step"] < loaded.step)
-
-    kept: dict[str, Callable[[dict[str, Any]], bool]] = {
-        METRICS_FILE: before,
-        TELEMETRY_FILE: before,
-        INTERVENTIONS_FILE: lambda line: made_before(line, loaded.step, loaded.extra.get("switches", ())),
+    contents = {
+        name: text_of(line for line in read_lines(folder / name) if line["step"] < loaded.step).encode()
+        for name in LOGS
+        if (folder / name).is_file()
     }
-    logs = {name: [*filter(kept[name], read_lines(folder / name))] for name in LOGS if (folder / name).is_file()}
-    contents = {name: text_of(records).encode() for name, records in logs.items()}
     for name, written in loaded.extra.get("logs", {}).items():
         _compare_log(folder / name, written.split(), line_digests(contents.get(name, b"")), loaded.path)
     return contents

@@ -87,6 +87,23 @@ class Run:
         return time.monotonic() - self.began
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a session begins."""
+
+    run_id: str
+    resumes: bool
+    """Whether the run is there already."""
+    loaded: Loaded | None
+    """Its checkpoint."""
+    start: Loaded | None
+    """That, or another run's, which it branches from; None at step 0."""
+
+    @property
+    def step(self) -> int:
+        return 0 if self.start is None else self.start.step
+
+
 # ---- build and resume
 
 
@@ -112,25 +129,22 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(record.Lock(folder))
         loaded = checkpoint_to_resume(config, dist, folder, checkpoints, lock) if resumes else None
-        # Where this session begins: the run's own checkpoint, or the checkpoint of another run.
         start = loaded or checkpoint_to_branch_from(config, dist)
+        run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
+        origin = Origin(run_id, resumes, loaded, start)
         interventions = Interventions(
             plans,
             [parse_switch(text) for text in config.alarm.switches],
             check,
-            folder if dist.is_main else None,
             resumed=None if start is None else start.step,
             known=() if start is None else start.extra.get("switches", ()),
         )
         for switch in map(parse_switch, config.alarm.switches):
             if switch.step >= config.run.steps:
                 dist.print0(f"alarm.switches: {switch.option()} acts on no step: the run ends at {config.run.steps}")
-        run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
-        batches = open_data(config, dist, resumes, start, run_id, undo)
+        batches = open_data(config, dist, origin, undo)
         network = build_network(config, dist, interventions.plans, start)
-        wandb_run = open_folder(
-            config, dist, folder, plans, batches, checkpoints, resumes, loaded, start, run_id, lock, undo
-        )
+        wandb_run = open_folder(config, dist, checkpoints, interventions, batches, origin, lock, undo)
         run = Run(
             config=config,
             dist=dist,
@@ -144,7 +158,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
             metrics=Metrics(folder, wandb_run, enabled=dist.is_main),
             telemetry=None,
             alarm=config.alarm.open(config.optim.warmup_steps),
-            start_step=0 if start is None else start.step,
+            start_step=origin.step,
             began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
             peak_flops=throughput.peak_flops(dist.device),
             lock=lock,
@@ -206,12 +220,11 @@ def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branc
         raise UserError(f"run.{field}: {loaded.path} is of {len(loaded.rng)} processes, not {dist.world_size}")
 
 
-def open_data(
-    config: TrainConfig, dist: DistContext, resumes: bool, start: Loaded | None, run_id: str, undo: contextlib.ExitStack
-) -> Batches:
+def open_data(config: TrainConfig, dist: DistContext, origin: Origin, undo: contextlib.ExitStack) -> Batches:
     """The batches, from where the run goes on. Raises ``UserError`` for data that the run cannot have, or was not trained on."""
+    start = origin.start
     # At 0 this run's own recording starts again. A new run has no recording and must not touch one of another run.
-    resume_at = start.position if start is not None else 0 if resumes else None
+    resume_at = start.position if start is not None else 0 if origin.resumes else None
     new_recording = dist.is_main and config.data.record and not Path(config.data.record).exists()
     batches = open_batches(
         config.data,
@@ -219,7 +232,7 @@ def open_data(
         dist.world_size,
         config.run.name,
         resume_at,
-        run_id,
+        origin.run_id,
         contiguous=config.precision.fixed_sum_order,
     )
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
@@ -275,49 +288,46 @@ def build_network(
 def open_folder(
     config: TrainConfig,
     dist: DistContext,
-    folder: Path,
-    plans: tuple[LayerPlan, ...],
-    batches: Batches,
     checkpoints: Checkpoints,
-    resumes: bool,
-    loaded: Loaded | None,
-    start: Loaded | None,
-    run_id: str,
+    interventions: Interventions,
+    batches: Batches,
+    origin: Origin,
     lock: record.Lock,
     undo: contextlib.ExitStack,
 ) -> Any:
     """The run's folder, locked, with its config.json; the W&B run where one is asked for, else None."""
-    start_step = 0 if start is None else start.step
+    folder, loaded, plans = checkpoints.folder.parent, origin.loaded, interventions.base
     made_with = record.environment(dist.device, dist.world_size)
     groups = [group for plan in plans for group in plan.groups]
     if kernels := sorted({group.numerics for group in groups if group.backend == EXTERNAL}):
         made_with["kernels"] = {name: identity(name) for name in kernels}
     if config.run.init_from and loaded is None and dist.is_main:
-        source = Path(config.run.init_from) if start is None else start.path / MODEL_FILE
+        source = Path(config.run.init_from) if origin.start is None else origin.start.path / MODEL_FILE
         made_with["init_sha256"] = files.sha256_file(source)
-    content = {"run_id": run_id, "config": to_json(config), **made_with, "batches": batches.identity}
+    content = {"run_id": origin.run_id, "config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
+    content["switches"] = interventions.options()
     if dist.is_main:
-        if not resumes:
+        if not origin.resumes:
             record.make_folder(folder)
             lock.take()
             if any(path.name != record.LOCK_FILE for path in folder.iterdir()):  # another start was faster
                 raise record.name_taken(folder)
             undo.callback(record.remove_folder, folder)
-        content["sessions"] = record.sessions(folder, start_step, made_with)
+        content["sessions"] = record.sessions(folder, origin.step, made_with)
         if loaded is not None and (changed := record.what_changed(content["sessions"])):
             dist.print0(f"{folder}: {changed}")
     # W&B may fail to start, so it comes before any existing file is changed.
     wandb_run = start_wandb(
         folder,
         config.wandb,
-        run_id=run_id,
+        run_id=origin.run_id,
         config_json=content,
         recording=batches.recording_name,
         attention_name=config.attention.label(),
         enabled=dist.is_main,
     )
-    if dist.is_main and not resumes:
+    if dist.is_main and not origin.resumes:
         record.write_record(folder, content)
     elif dist.is_main:
         record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
@@ -326,7 +336,7 @@ def open_folder(
         if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
             checkpoints.prune(loaded.step)
         if loaded is None:
-            dist.print0(f"{folder}: no checkpoint yet; starting from step {start_step}")
+            dist.print0(f"{folder}: no checkpoint yet; starting from step {origin.step}")
         elif loaded.step == config.run.steps:
             dist.print0(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
     return wandb_run
