@@ -29,6 +29,7 @@ from attention import AttentionConfig, AttentionSpec
 from attention.check.kernels import KNOWN
 from attention.dispatch import run
 from errors import OneLineParser, UserError, exit_on_user_error, first_line, invalid
+from training.record import environment
 from training.throughput import clock_and_power, explain_clock_and_power
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -279,13 +280,8 @@ def main() -> None:
         made = rows[-len(peers) :]
         print(table(made), ratios(made, specs), explain_clock_and_power(made), "", sep="\n\n", flush=True)
     if args.json:
-        packages = {name: version(name) for name in ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn-3")}
-        machine = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            **packages,
-        }
+        machine = environment(torch.device("cuda"), 1)
+        machine["versions"] |= {name: version(name) for name in ("flash-attn-4", "nvidia-cutlass-dsl", "flash-attn-3")}
         command = [files.without_folders(word) for word in sys.argv]
         files.write_json(args.json, {"command": command, "machine": machine, "rows": rows})
 

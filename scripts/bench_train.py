@@ -43,6 +43,7 @@ with trainer_packages():
     from model import GPT
     from training import distributed, throughput
     from training.distributed import DistContext
+    from training.record import environment
     from training.run import open_run
     from training.signals import PreemptionHandler
 
@@ -274,12 +275,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     print(throughput.explain(flops, peak))
     return {
         "command": [files.without_folders(word) for word in sys.argv],
-        "machine": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
+        "machine": environment(device, 1),
         "flops_per_token": flops,
         "rows": [row_of(variant, nanogpt) for variant in variants],
     }

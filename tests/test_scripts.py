@@ -107,9 +107,9 @@ VARIANTS = ["plain", "deep: --model.n-layer 4", "bad: --attention.flash-backend 
 
 
 @pytest.mark.slow
-def test_each_variant_has_a_row_with_the_mfu_of_its_own_model_and_a_bad_one_says_why(tmp_path: Path) -> None:
+def test_each_variant_has_a_row_with_the_flops_of_its_own_model_and_a_bad_one_says_why(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    recipe = place.preset_file(place.config("recipe", {"run.peak_tflops": 1.0}))
+    recipe = place.preset_file(place.config("recipe", {}))
     arguments = ["--variants", *VARIANTS, "--rounds", "2", "--steps", "3", "--data.micro-batch", "8"]
     arguments += ["--json", str(tmp_path / "b.json")]
     command = [sys.executable, str(ROOT / "scripts/bench_train.py"), str(recipe), *arguments]
@@ -120,8 +120,6 @@ def test_each_variant_has_a_row_with_the_mfu_of_its_own_model_and_a_bad_one_says
     rows = {row["name"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
     assert list(rows) == ["plain", "deep", "bad"]
     assert rows["deep"]["flops_per_token"] > 1.5 * rows["plain"]["flops_per_token"] > 0
-    for row in (rows["plain"], rows["deep"]):
-        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
     assert rows["bad"]["failed"].startswith("UserError: attention of layer 0")
 
 
