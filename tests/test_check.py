@@ -127,6 +127,12 @@ def test_a_sabotaged_kernel_is_found(fault: str, name: str, verdict: str) -> Non
     assert (found.verdict, good.verdict) == (verdict, "safe"), (found, good)
 
 
+def test_a_kernel_that_takes_its_row_sums_out_of_dq_cannot_hide_its_delta() -> None:
+    cases = check_attention("flash_centered_keys", device="cpu", shape=SMALL, classes=("common_part", "signs")).cases
+    assert [case.verdict for case in cases] == ["safe", "at risk"]
+    assert_safe("flash_corrected_rows", device="cpu", shape=SMALL, classes="signs")
+
+
 def test_rounding_to_one_side_is_named() -> None:
     reasons = [
         check_attention(tiled(fault), device="cpu", shape=SMALL, classes="common_part").cases[0].reason

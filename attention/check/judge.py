@@ -40,6 +40,10 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             if below
             else (SAFE, "")
         )
+    if name == "signs":
+        if found["signed"] <= ROWS_AT_RISK:
+            return SAFE, ""
+        return AT_RISK, f"dS: sums with random signs are off by {found['signed']:.1e} of its rows"
     leaks = [what for what in ("hidden", "idle") if found.get(what, 0) != 0]
     leaks += ["first_row"] * (not found.get("first_row", 0) < SIZE_WRONG)
     if leaks:

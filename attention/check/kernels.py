@@ -59,7 +59,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     """
     if callable(kernel):
         name = getattr(kernel, "__qualname__", repr(kernel))
-        return _users(name if "<" in name else f"{kernel.__module__}:{name}", kernel)
+        module = getattr(kernel, "__module__", "__main__")
+        return _users(name if "<" in name or module == "__main__" else f"{module}:{name}", kernel)
     if kernel in PRESETS or kernel in ALIASES:
 
         def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:

@@ -148,6 +148,17 @@ def _last_column(call: Call, p: Inputs, dq: Tensor) -> Tensor:
     return torch.stack(columns).mean(0)
 
 
+def signed_sums(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """``signed``: as ``rows`` of ``accuracy``, of the error of sum_j dS_ij s_j, where the last feature of K is s_j = 1 or -1 by chance."""
+    p = make("peaked_1000", shape, dtype, device)
+    k = p.k.clone()
+    k[..., -1] = torch.randint(2, k.shape[:-1], generator=torch.Generator().manual_seed(98)).to(k) * 2 - 1
+    p = replace(p, k=k)
+    expected, _, row_size = exact(p)
+    error = _last_column(call, p, run(call, p)[1]) - expected[1][..., -1]
+    return {"signed": (error.norm() / row_size.norm()).item()}
+
+
 def rows_from_outside(call: Call, p: Inputs) -> Tensor:
     """r = rowsum(dS), [B, H, T] float32, of any kernel on any operands, less what the rounding of dS leaves in it.
 
@@ -285,6 +296,10 @@ def same(a: Results, b: Results) -> bool:
 
 
 OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
+    "signs": (
+        "a kernel that takes rowsum(dS) times the mean key out of dQ has rows of 0: other sums show its delta (experiments/invariant)",
+        signed_sums,
+    ),
     "one_hot": (
         "one key has all the weight: O = V; the FMA exponent loses this past 2^16 ln 2 (attention/README.md)",
         one_hot_limit,

@@ -141,7 +141,18 @@ def table(reports: Sequence[Report]) -> str:
 
 
 COLUMNS = (
-    *("ratio_o", "ratio_dq", "ratio_dk", "ratio_dv", "error_dq", "rows", "rows_raw", "rows_mean", "rows_mean_se"),
+    *(
+        "ratio_o",
+        "ratio_dq",
+        "ratio_dk",
+        "ratio_dv",
+        "error_dq",
+        "rows",
+        "rows_raw",
+        "rows_mean",
+        "rows_mean_se",
+        "signed",
+    ),
     *("coherence", "bias_o", "bias_o_se", "limit", "deterministic"),
 )
 
