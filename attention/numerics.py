@@ -22,6 +22,14 @@ from .user_error import invalid
 DTYPE_FORMATS = ("fp32", "bf16", "fp16")
 MANTISSA_FORMATS = tuple(f"m{bits}" for bits in range(1, 23))
 FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
+LOW_FORMATS = tuple(
+    fmt + scale + rounding
+    for fmt in ("e4m3", "e5m2", "e2m1", "int8")
+    for scale in ("", "_tensor", "_head", "_row", "_mx", "_nv")
+    for rounding in ("", "_stochastic")
+)
+"""Formats below BF16, which only the reference has: ``low_formats.py``."""
+OPERAND_FORMATS = (*FORMATS, *LOW_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 LARGEST_SCALE = 2.0**100
 """By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
@@ -105,6 +113,12 @@ def _format(default: str, doc: str, **declared: Any) -> Any:
     return site(default, doc, **{"choices": FORMATS, "elsewhere": "fp32"} | declared)
 
 
+def _operand(default: str, doc: str, same_as: str = "", **declared: Any) -> Any:
+    """A format of an operand, those below BF16 among them; or ``same_as``, the name of the site that rounds it elsewhere."""
+    alone = {"choices": (same_as, *OPERAND_FORMATS), "elsewhere": same_as, "backends": REFERENCE} if same_as else {}
+    return _format(default, doc, **{"choices": OPERAND_FORMATS} | alone | declared)
+
+
 def _size(doc: str, **declared: Any) -> Any:
     sizes = ("a size, or 0 for the whole sequence", lambda size: type(size) is int and size >= 0)
     return site(512, doc, within=sizes, acts_in=(FORWARD, DELTA, BACKWARD), backends=FLASH, elsewhere=0)
@@ -115,7 +129,8 @@ class Numerics:
     """How one attention call rounds, site by site.
 
     A format is ``input`` (the dtype of q), ``fp32``, ``bf16``, ``fp16``, or ``m1`` ... ``m22``: that many explicit mantissa
-    bits with FP32's exponent range, so that ``m7`` is BF16 and ``m10`` is TF32. All arithmetic between sites is FP32. The
+    bits with FP32's exponent range, so that ``m7`` is BF16 and ``m10`` is TF32. An operand of a product may be in one of
+    ``LOW_FORMATS``, too: of P, dP and dS a ``tensor`` or ``head`` is one tile of it. All arithmetic between sites is FP32. The
     final dq, dk and dv are stored in the dtype of q, nearest-even: autograd asks for it, so it is no site.
 
     Raises ``UserError`` for an unknown format, rounding, delta or row maximum, for numbers out of range, and for sites that exclude
@@ -123,6 +138,16 @@ class Numerics:
     """
 
     inputs: str = _format("input", "Q, K, V as the products read them", acts_in=(FORWARD, DELTA, BACKWARD))
+    queries_and_keys: str = _operand(
+        "fp32",
+        "Q and K in all their products, after inputs",
+        acts_in=(FORWARD, DELTA, BACKWARD),
+        backends=REFERENCE,
+    )
+    values: str = _operand("fp32", "V, after inputs", acts_in=(FORWARD, DELTA, BACKWARD), backends=REFERENCE)
+    values_in_dp: str = _operand(
+        "values", "V in dO V^T: values (the same), or a format", same_as="values", acts_in=(DELTA, BACKWARD)
+    )
     scores: str = _format("fp32", "S, after scale and soft-cap", acts_in=(FORWARD, DELTA, BACKWARD))
     statistics: str = _format("fp32", "running m and l", acts_in=(FORWARD,), backends=FLASH, per_tile=True)
     logsumexp: str = _format("fp32", "L", acts_in=(FORWARD,), backends=FLASH)
@@ -155,7 +180,7 @@ class Numerics:
     and elsewhere off by up to a unit of m.
     Both act where S, m, l and L are FP32, there is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is
     subtracted first. With ``subtract_first`` and ``saved_statistics`` L, kernels form exp(S - L) by an FMA."""
-    probabilities: str = _format("input", "P_bar in P_bar V; P in P^T dO", acts_in=(FORWARD, BACKWARD))
+    probabilities: str = _operand("input", "P_bar in P_bar V; P in P^T dO", acts_in=(FORWARD, BACKWARD))
     """l sums the unrounded values."""
     probabilities_rounding: str = site(
         "nearest",
@@ -164,11 +189,18 @@ class Numerics:
         acts_in=(FORWARD,),
         backends=FLASH,
         conflict=(
-            "nearest where probabilities is fp32 (or input, with q in float32): P_bar is not rounded there",
-            lambda n: n.probabilities_rounding != "nearest" and n.probabilities == "fp32",
+            "nearest where probabilities is fp32 (or input, with q in float32): P_bar is not rounded there; or a format below BF16, "
+            "whose name says it",
+            lambda n: n.probabilities_rounding != "nearest" and n.probabilities in ("fp32", *LOW_FORMATS),
         ),
     )
     """P for P^T dO is rounded to nearest in either case."""
+    probabilities_in_dv: str = _operand(
+        "probabilities",
+        "P in P^T dO: probabilities (in the same format), or a format",
+        same_as="probabilities",
+        acts_in=(BACKWARD,),
+    )
     products: str = site(
         "exact",
         "P_bar V with FP32 P_bar: exact, tf32x3",
@@ -184,16 +216,19 @@ class Numerics:
         acts_in=(FORWARD, DELTA, BACKWARD),
         backends=FLASH,
         conflict=(
-            "unrounded where divisor is not rounded, saved_statistics not max_and_sum, or probabilities_rounding not nearest",
+            "unrounded where divisor is not rounded, saved_statistics not max_and_sum, or P_bar not rounded to nearest",
             lambda n: (
                 n.backward_probabilities == "forward"
-                and (n.divisor, n.saved_statistics, n.probabilities_rounding) != ("rounded", "max_and_sum", "nearest")
+                and (
+                    (n.divisor, n.saved_statistics, n.probabilities_rounding) != ("rounded", "max_and_sum", "nearest")
+                    or n.probabilities.endswith("_stochastic")
+                )
             ),
         ),
     )
     """``forward``: probabilities(exp(S - m)) / d with the last m, so that P of the backward pass is what O was averaged with, and rows of
     dS sum to 0 if delta reads an unrounded O. Earlier tiles rounded P_bar with an earlier m: it came out alike if ``row_max_rounding``
-    is ``up``."""
+    is ``up``, and the format has no largest or least number in reach, as those of ``LOW_FORMATS`` have."""
     divisor: str = site(
         "unrounded",
         "of O_bar: unrounded (l), rounded (sum of the rounded P_bar)",
@@ -214,7 +249,13 @@ class Numerics:
     )
     output: str = _format("input", "the O passed to the next layer", acts_in=(FORWARD, DELTA))
     output_rounding: str = site("nearest", "nearest, toward_zero, stochastic", choices=ROUNDINGS, acts_in=(FORWARD,))
-    output_gradient: str = _format("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
+    output_gradient: str = _operand("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
+    output_gradient_in_dv: str = _operand(
+        "output_gradient",
+        "dO in P^T dO, after output_gradient: output_gradient (no more), or a format",
+        same_as="output_gradient",
+        acts_in=(BACKWARD,),
+    )
     delta: str = site(
         "rowsum_do_o",
         "formula (a) to (c) of the equations",
@@ -228,7 +269,7 @@ class Numerics:
     delta_output: str = site(
         "output",
         "the O in delta: output (the same values), a format, low16",
-        choices=("output", *FORMATS, "low16"),
+        choices=("output", *OPERAND_FORMATS, "low16"),
         acts_in=(FORWARD, DELTA),
         backends=FLASH,
         conflict=(
@@ -249,8 +290,23 @@ class Numerics:
         choices=ROUNDINGS,
         acts_in=(FORWARD,),
         backends=FLASH,
+        conflict=(
+            "nearest where delta_output is a format below BF16, whose name says it",
+            lambda n: n.delta_rounding != "nearest" and n.delta_output in LOW_FORMATS,
+        ),
     )
     """A stochastic one draws independently of ``output_rounding``."""
+    probabilities_in_delta: str = site(
+        "probabilities",
+        "P_bar in the O in delta: probabilities (that of O), unrounded (over l)",
+        choices=("probabilities", "unrounded"),
+        acts_in=(FORWARD,),
+        backends=REFERENCE,
+        conflict=(
+            "probabilities where delta_output is output or low16: delta then reads O",
+            lambda n: n.probabilities_in_delta == "unrounded" and n.delta_output in ("output", "low16"),
+        ),
+    )
     delta_sum: str = _format("fp32", "delta", acts_in=(DELTA,))
     delta_error: str = site(
         "none",
@@ -283,8 +339,8 @@ class Numerics:
     )
     """``tied``: two P are within a factor of 1 - 2^-9, so that if one P_bar rounds to 1 in BF16, both do. ``one_hot``: a P is at least
     1 - 2^-9. ``as_many_as_``: so many rows of each batch element and head, drawn at random."""
-    probability_gradients: str = _format("fp32", "dP", acts_in=(DELTA, BACKWARD))
-    score_gradients: str = _format("input", "dS in dS K and dS^T Q", acts_in=(BACKWARD,))
+    probability_gradients: str = _operand("fp32", "dP", acts_in=(DELTA, BACKWARD))
+    score_gradients: str = _operand("input", "dS in dS K and dS^T Q", acts_in=(BACKWARD,))
     row_residual: str = site(
         "kept",
         "what becomes of rowsum(dS): kept, centered_keys, corrected_rows",
@@ -411,6 +467,8 @@ class Numerics:
         None without one. ``self`` is concrete."""
         for name, declared in SITES.items():
             value = getattr(self, name)
+            if value in LOW_FORMATS and backend not in REFERENCE:
+                return f"it has no formats below BF16: {name} = {value!r}, expected {', '.join(DTYPE_FORMATS)} or m1 to m22"
             if backend not in declared.backends and value != declared.elsewhere:
                 return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
             for feature in features:

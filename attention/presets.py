@@ -89,6 +89,45 @@ _STOCHASTIC_O: Sites = {
 }
 
 
+_ATTN_QAT: Sites = {
+    "queries_and_keys": "e2m1_nv",
+    "values": "e2m1_nv",
+    "probabilities": "e2m1_nv",
+    "delta_output": "input",
+    "probabilities_in_delta": "unrounded",
+}
+"""After Attn-QAT (arXiv 2603.00040): FP4 operands in both passes, P quantized in dV and not in dS, for delta an O averaged with
+unquantized P. From its abstract and a summary; neither its method section nor its code was checked. Unknown here: how it scales P, and its
+tiles. Blocks of V are 16 features; a tensor core would scale 16 keys."""
+
+_SAGE_BWD: Sites = {
+    "queries_and_keys": "int8_head",
+    "values": "int8_head",
+    "values_in_dp": "fp32",
+    "probabilities": "int8_row",
+    "probabilities_in_dv": "int8_head",
+    "output_gradient_in_dv": "int8_head",
+    "score_gradients": "int8_head",
+}
+"""After SageBwd (arXiv 2603.02170): six of the seven products in INT8, dP = dO V^T not. From its abstract; neither its method section
+nor its code was checked. K-smoothing, which it calls essential, is left out. A scale is that of a head or, of P and dS, of a tile (in P V
+of a row)."""
+
+_FP8: Sites = {
+    "queries_and_keys": "e4m3_row",
+    "values": "e4m3_row",
+    "probabilities": "e4m3",
+    "output_gradient": "e5m2_row",
+    "score_gradients": "e5m2_row",
+}
+
+
+def _fp8_consistent(base: Numerics) -> Sites:
+    """P of both passes is P_bar in E4M3 over its sum, in dV too. With several tiles a row, P_bar of earlier ones was rounded with another
+    m, and may differ near E4M3's least number."""
+    return {**_consistent(base), **_FP8, "probabilities_in_dv": "fp32"}
+
+
 PRESETS: dict[str, Preset] = {
     "standard": Preset("standard", "the control, as eager PyTorch computes it", _standard),
     "sdpa_flash": _sdpa("sdpa_flash", "torch's flash kernel", "separate_multiply"),
@@ -154,6 +193,20 @@ PRESETS: dict[str, Preset] = {
             "delta_output": base.output,
             "delta_rounding": "stochastic",
         },
+    ),
+    "fp8": Preset("flash_reference", "FP8 operands; P and O of the two passes differ", _FP8),
+    "fp8_consistent": Preset(
+        "flash_reference", "the same with one P and one O, as `flash_consistent`", _fp8_consistent
+    ),
+    "attn_qat": Preset(
+        "flash_reference",
+        "FP4, after [Attn-QAT](https://arxiv.org/abs/2603.00040), not checked with its code",
+        _ATTN_QAT,
+    ),
+    "sage_bwd": Preset(
+        "flash_reference",
+        "INT8, after [SageBwd](https://arxiv.org/abs/2603.02170), not checked with its code",
+        _SAGE_BWD,
     ),
 }
 

@@ -206,7 +206,7 @@ def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, t
     saved = forward_pass(layer, group, numerics)[2]
     q, k, v, _, _ = layer.heads(group)
     with exact_float32(layer.q_BTHD.device):
-        problem = make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap)
+        problem = make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap, seed=layer.rounding_seed)
         exponent, x, parts = exponent_of(problem), getattr(problem, name), []
         for rows in problem.row_tiles():
             total = torch.zeros_like(x[:, :, rows])
@@ -221,7 +221,8 @@ def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, t
 def _do(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """dO of a group as the backward pass reads it, float32 [B, H, T, D]."""
     do_BTHD = layer.heads(group)[4]
-    return Sites(effective_numerics(group), layer.q_BTHD.dtype).output_gradient(do_BTHD.transpose(1, 2).float())
+    sites = Sites(effective_numerics(group), layer.q_BTHD.dtype, layer.rounding_seed)
+    return sites.output_gradient(do_BTHD.transpose(1, 2).float())
 
 
 def _rowsum(do_BHTD: Tensor, o_BHTD: Tensor) -> Tensor:

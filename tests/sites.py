@@ -39,6 +39,9 @@ class Row:
 M7 = "probabilities=m7"
 SITES: dict[str, tuple[Row, ...]] = {
     "inputs": (Row(ALL, standard=ALL),),
+    "queries_and_keys": (Row(ALL),),
+    "values": (Row(BY_DELTA),),
+    "values_in_dp": (Row(DELTA),),
     "scores": (Row(ALL, standard=ALL),),
     "statistics": (Row(ALL),),
     "logsumexp": (Row(GRADIENTS),),
@@ -46,6 +49,7 @@ SITES: dict[str, tuple[Row, ...]] = {
     "exponent": (Row(ALL, beside=("exponent=fma",), values=("subtract_first", "separate_multiply")),),
     "probabilities": (Row(ALL, standard="o dv"),),
     "probabilities_rounding": (Row(BY_DELTA, beside=(M7,)),),
+    "probabilities_in_dv": (Row("dv"),),
     "products": (Row(BY_DELTA),),
     "backward_probabilities": (
         Row(GRADIENTS, beside=("probabilities=m3", "divisor=rounded", "saved_statistics=max_and_sum")),
@@ -57,12 +61,14 @@ SITES: dict[str, tuple[Row, ...]] = {
     "output": (Row(BY_DELTA, standard="o"),),
     "output_rounding": (Row(BY_DELTA, standard="o", beside=("output=m3",)),),
     "output_gradient": (Row(GRADIENTS, standard=GRADIENTS),),
+    "output_gradient_in_dv": (Row("dv"),),
     "delta": (
         Row(DELTA, beside=("output=m3",)),
         Row(DELTA, beside=("output=m3", "logsumexp=m4"), values=("rowsum_p_dp_normalized",)),
     ),
     "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "low16")),),
     "delta_rounding": (Row(DELTA, beside=("delta_output=m3",)),),
+    "probabilities_in_delta": (Row(DELTA, beside=("delta_output=fp32", M7)),),
     "delta_sum": (Row(DELTA, standard=DELTA),),
     "delta_error": (Row(DELTA, beside=("delta=rowsum_p_dp", "delta_error_size=0.5", "output=m3")),),
     "delta_error_size": (Row(DELTA, beside=("delta=rowsum_p_dp", "delta_error=constant"), values=("-0.5",)),),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..mask import NO_MASK
-from ..numerics import LARGEST_SCALE, Numerics, numerics_from_key
+from ..numerics import LARGEST_SCALE, LOW_FORMATS, Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..rounding import low_bits, storage_dtype
 from .dose import delta_errors, with_zero_sum_noise
@@ -74,8 +74,8 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         m = sites.statistics(m_of_sinks).expand(shape)
         row_sum = divisor = sites.statistics(exponent.rescale(sinks, m))
     o_bar = torch.zeros((*shape[:3], v.shape[3]), device=v.device)
-    coarse = n.tile_product != "fp32" or n.accumulator != "fp32"
-    o_exact = o_bar.clone() if coarse else o_bar
+    coarse, unrounded = n.tile_product != "fp32" or n.accumulator != "fp32", n.probabilities_in_delta == "unrounded"
+    o_exact = o_bar.clone() if coarse or unrounded else o_bar
     for columns in problem.column_tiles(rows, hidden=n.hidden_tiles == "visited"):
         s = exponent.scores(rows, columns)
         m_new = sites.statistics(torch.maximum(m, exponent.row_max(s)))
@@ -93,25 +93,33 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
             divisor = row_sum
         product = multiply(weights, v[:, :, columns], n.products)
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
-        o_exact = rescale * o_exact + product if coarse else o_bar
+        if unrounded:
+            o_exact = rescale * o_exact + multiply(p_bar, v[:, :, columns], n.products)
+        else:
+            o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
     row_sum, divisor = (x.masked_fill(m == -torch.inf, 1.0) if problem.ranges else x for x in (row_sum, divisor))
     m = problem.filled(m, torch.inf)  # so that P is 0
-    return o_bar / divisor, o_exact / divisor, statistics_to_save(exponent, m, row_sum, divisor, sites)
+    of_delta = o_exact / (row_sum if unrounded else divisor)
+    return o_bar / divisor, of_delta, statistics_to_save(exponent, m, row_sum, divisor, sites)
 
 
 def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(O [B, T, H, D], O for delta or an empty tensor where it is O itself, and of ``saved_shape`` float32 what the backward pass
     forms P from, in the units of ``exponent_of``)."""
     with exact_float32(q.device):
-        problem = make_problem(q, k, v, *settings)
+        problem = make_problem(q, k, v, *settings, seed=seed)
         parts = [_forward_rows(problem, rows, seed) for rows in problem.row_tiles()]
         o, o_exact, saved = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         n = problem.sites.numerics
+        if n.delta_output in LOW_FORMATS:
+            o_exact = problem.sites.delta_output(o_exact)
         o, o_exact = o.transpose(1, 2).contiguous(), o_exact.transpose(1, 2).contiguous()
         output = round_output(o, n.output, n.output_rounding, seed, OUTPUT_STREAM, q.dtype)
         if not keeps_own_output(n):
             delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
+        elif n.delta_output in LOW_FORMATS:
+            delta_output = o_exact
         elif n.delta_output == "low16":
             delta_output = low_bits(o_exact, output.float(), n.output)
         else:
@@ -143,7 +151,7 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
     row_sum = torch.zeros_like(total)
     for columns in problem.column_tiles(rows):
         p = probabilities(exponent, exponent.scores(rows, columns), saved)
-        dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
+        dp = problem.dp(do, columns)
         total += (p * dp).sum(dim=-1, keepdim=True)
         row_sum += p.sum(dim=-1, keepdim=True)
     if problem.sinks is not None:
@@ -187,12 +195,18 @@ def _score_gradients(problem: Problem, rows: slice, columns: slice, do: Tensor, 
     exponent = exponent_of(problem)
     s = exponent.scores(rows, columns)
     p = probabilities(exponent, s, saved)
-    dp = problem.sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
-    return p, problem.through_softcap(p * (dp - delta), s)
+    return p, problem.through_softcap(p * (problem.dp(do, columns) - delta), s)
 
 
 def _backward_tile(
-    problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor, delta_of_keys: Tensor
+    problem: Problem,
+    rows: slice,
+    columns: slice,
+    do: Tensor,
+    do_of_dv: Tensor,
+    saved: Tensor,
+    delta: Tensor,
+    delta_of_keys: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
     sites = problem.sites
@@ -202,7 +216,7 @@ def _backward_tile(
         _, ds_of_keys = _score_gradients(problem, rows, columns, do, saved, delta_of_keys)
     dq = problem.scale * (sites.score_gradients(ds) @ problem.k[:, :, columns])
     dk = problem.scale * (sites.score_gradients(ds_of_keys).transpose(-1, -2) @ problem.q[:, :, rows])
-    dv = sites.probabilities(p).transpose(-1, -2) @ do
+    dv = sites.probabilities_in_dv(p).transpose(-1, -2) @ do_of_dv
     return dq, dk, dv
 
 
@@ -225,7 +239,7 @@ def _row_sums(problem: Problem, rows: slice, do: Tensor, saved: Tensor, delta: T
     sums = _RowSums(nothing[0], nothing[1], nothing[2], nothing[3], torch.zeros_like(problem.q[:, :, rows]))
     for columns in problem.column_tiles(rows):
         p = probabilities(exponent, exponent.scores(rows, columns), saved)
-        dp = sites.probability_gradients(do @ problem.v[:, :, columns].transpose(-1, -2))
+        dp = problem.dp(do, columns)
         ds, p_rounded, k = p * (dp - delta), sites.probabilities(p), problem.k[:, :, columns]
         parts = (*(x.sum(dim=-1, keepdim=True) for x in (sites.score_gradients(ds), ds, p, p_rounded)), p_rounded @ k)
         for total, part in zip(sums, parts, strict=True):
@@ -249,12 +263,18 @@ def _row_residual(
 
 
 def _add_gradients(
-    totals: tuple[Tensor, ...], problem: Problem, heads: slice, do: Tensor, delta: Tensor, saved: Tensor
+    totals: tuple[Tensor, ...],
+    problem: Problem,
+    heads: slice,
+    do: Tensor,
+    do_of_dv: Tensor,
+    delta: Tensor,
+    saved: Tensor,
 ) -> None:
     """Add to dQ [B, H, T, D], to dK and dV [B, HK, S, D] and to the gradient of the sinks [H] what comes of ``problem``: those of the H
-    heads that ``heads`` names, no two with the same keys. dO and delta are of all heads, as is what was saved."""
+    heads that ``heads`` names, no two with the same keys. dO, that of P^T dO and delta are of all heads, as is what was saved."""
     dq, dk, dv, dsinks = totals[0][:, heads], *totals[1:3], totals[3][heads]
-    do, deltas, saved = do[:, heads], delta[:, heads], saved[:, heads]
+    do, do_of_dv, deltas, saved = (x[:, heads] for x in (do, do_of_dv, delta, saved))
     add = problem.sites.gradient_accumulator
     for rows in problem.row_tiles():
         do_rows, kept_rows = do[:, :, rows], saved_rows(saved, rows)
@@ -263,7 +283,9 @@ def _add_gradients(
         if problem.sinks is not None:
             dsinks -= (sink_probabilities(exponent_of(problem), kept_rows) * delta).sum(dim=(0, 2, 3))
         for columns in problem.column_tiles(rows):
-            parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta, delta_of_keys)
+            parts = _backward_tile(
+                problem, rows, columns, do_rows, do_of_dv[:, :, rows], kept_rows, delta, delta_of_keys
+            )
             for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                 total[:, :, where] = add(total[:, :, where] + part)
         if excess is not None:
@@ -284,22 +306,24 @@ def _backward_pass(
     """(dQ, dK, dV), each [B, T, H, D] in q's dtype, and the gradient of the sinks, float32. ``o`` and ``counts`` are
     ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
     with exact_float32(q.device):
-        problem = make_problem(q, k, v, *settings)
-        do_BHTD = problem.visible_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
+        problem = make_problem(q, k, v, *settings, seed=seed)
+        do_BHTD = problem.sites.output_gradient(problem.visible_rows(do.transpose(1, 2).float()))
         o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
         delta, error = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
         if error is not None and problem.sites.numerics.delta_error == "zero_sum":
             do, noisy_v = with_zero_sum_noise(do, v, error.squeeze(-1), seed)
-            problem = make_problem(q, k, noisy_v, *settings)
-            do_BHTD = problem.visible_rows(problem.sites.output_gradient(do.transpose(1, 2).float()))
+            problem = make_problem(q, k, noisy_v, *settings, seed=seed)
+            do_BHTD = problem.sites.output_gradient(problem.visible_rows(do.transpose(1, 2).float()))
             delta, _ = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
         elif error is not None:
             delta = delta + error
+        alike = problem.sites.numerics.output_gradient_in_dv == "output_gradient"
+        do_of_dv = do_BHTD if alike else problem.sites.output_gradient_in_dv(do_BHTD)
         dk, dv = (torch.zeros_like(x[:, :: problem.group]) for x in (problem.k, problem.v))
         dsinks = torch.zeros(q.shape[2] if problem.sinks is not None else 0, device=q.device)
         totals = torch.zeros_like(problem.q), dk, dv, dsinks
         for heads in (slice(head, None, problem.group) for head in range(problem.group)):
-            _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, delta, saved)
+            _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, do_of_dv, delta, saved)
         return *problem.gradients(*totals[:2], dv[..., : v.shape[3]], q.dtype), dsinks
 
 
@@ -365,7 +389,7 @@ def _delta_tiles(
 ) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor]]:
     """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z] and delta [B, H, R, 1]."""
     o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap, None, *NO_MASK)
-    problem = make_problem(q, k, v, key, scale, causal, softcap)
+    problem = make_problem(q, k, v, key, scale, causal, softcap, seed=seed)
     do_BHTD = problem.sites.output_gradient(do.transpose(1, 2).float())
     o_BHTD = o_for_delta(*delta_operands(o, delta_output), problem.sites.numerics).transpose(1, 2)
     delta, error = _deltas(problem, do_BHTD, o_BHTD, saved, seed)

@@ -49,9 +49,9 @@ def _backward_pass(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) 
     with exact_float32(q.device):
         problem = make_problem(q, k, v, *settings)
         sites = problem.sites
-        do_BHTD = problem.visible_rows(sites.output_gradient(do.transpose(1, 2).float()))
+        do_BHTD = sites.output_gradient(problem.visible_rows(do.transpose(1, 2).float()))
         s, p = _probabilities(problem)
-        dp = sites.probability_gradients(do_BHTD @ problem.v.transpose(-1, -2))
+        dp = problem.dp(do_BHTD, slice(None))
         delta = sites.delta_sum((p * dp).sum(dim=-1, keepdim=True))
         ds = p * (dp - delta)
         dsinks = torch.zeros(0, device=q.device)

@@ -5,6 +5,7 @@ Legend: B batch, H heads, T sequence, D head dim; a tile has R rows (queries) an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..low_formats import round_low
 from ..mask import NO_MASK, KeyRanges, Mask
-from ..numerics import Numerics, numerics_from_key
+from ..numerics import LOW_FORMATS, SITES, Numerics, numerics_from_key
 from ..rounding import random_bits, round_to, storage_dtype, tile_random_bits, with_low_bits
 
 NAMESPACE = __name__.partition(".")[0]
@@ -24,19 +26,33 @@ TORCHS = functional.scaled_dot_product_attention
 OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
 ROW_SIGN_STREAM, ROW_CHOICE_STREAM, COLUMN_SIGN_STREAM = 3, 4, 5
 """Streams of random bits, independent of each other: the O passed on, the O inside delta and P_bar; and what ``delta_error`` draws."""
+SITE_STREAMS = 2**16
+"""Of each site with a stochastic cast, one a call: from this times 1 + the site's number on."""
 
 FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Sites:
-    """Rounds a value at a named site: ``sites.scores(x)``."""
+    """Rounds a value at a named site: ``sites.scores(x)``; x is [B, H, ., .] where its format is below BF16."""
 
-    def __init__(self, numerics: Numerics, dtype: torch.dtype):
-        self.numerics = numerics.concrete(FORMAT_OF[dtype])
+    def __init__(self, numerics: Numerics, dtype: torch.dtype, seed: Tensor | None = None):
+        self.numerics, self.seed = numerics.concrete(FORMAT_OF[dtype]), seed
+        self.calls = Counter[str]()
 
     def __getattr__(self, site: str) -> Callable[[Tensor], Tensor]:
         fmt = getattr(self.numerics, site)
+        if fmt in SITES:
+            fmt = getattr(self.numerics, fmt)
+        if fmt in LOW_FORMATS:
+            return lambda x: round_low(x, fmt, self._bits(site, x) if fmt.endswith("_stochastic") else None)
         return lambda x: round_to(x, fmt)
+
+    def _bits(self, site: str, x: Tensor) -> Tensor:
+        if self.seed is None:
+            raise ValueError(f"{site} is rounded stochastically, which needs a seed")
+        stream = SITE_STREAMS * (1 + list(SITES).index(site)) + self.calls[site]
+        self.calls[site] += 1
+        return random_bits(self.seed, stream, x.shape)
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,8 @@ class Problem:
     q: Tensor
     k: Tensor
     v: Tensor
+    v_of_dp: Tensor
+    """V in dO V^T."""
     scale: float
     causal: bool
     softcap: float
@@ -63,7 +81,12 @@ class Problem:
     def of_heads(self, heads: slice) -> Problem:
         """The problem of some of the heads."""
         sinks = None if self.sinks is None else self.sinks[heads]
-        return replace(self, q=self.q[:, heads], k=self.k[:, heads], v=self.v[:, heads], sinks=sinks)
+        qkv = {name: getattr(self, name)[:, heads] for name in ("q", "k", "v", "v_of_dp")}
+        return replace(self, **qkv, sinks=sinks)
+
+    def dp(self, do: Tensor, columns: slice) -> Tensor:
+        """dP of one tile [B, H, R, C], rounded, from the dO of its rows."""
+        return self.sites.probability_gradients(do @ self.v_of_dp[:, :, columns].transpose(-1, -2))
 
     def row_tiles(self) -> Iterator[slice]:
         yield from _slices(self.q.shape[2], self.sites.numerics.tile_q)
@@ -150,21 +173,27 @@ def make_problem(
     softcap: float,
     sinks: Tensor | None = None,
     mask: Mask = NO_MASK,
+    *,
+    seed: Tensor | None = None,
 ) -> Problem:
-    sites = Sites(numerics_from_key(key), q.dtype)
-    q_BHTD, k_BHTD, v_BHTD = (sites.inputs(x.transpose(1, 2).float()) for x in (q, k, v))
+    """``seed`` is for stochastic casts of formats below BF16; both passes draw alike for Q, K and V."""
+    sites = Sites(numerics_from_key(key), q.dtype, seed)
+    q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2).float() for x in (q, k, v))
+    ranges = mask.key_ranges(q.shape[0], q.shape[1], k.shape[1], causal, q.device)
+    if ranges is not None:
+        # What nobody sees may be anything: 0 times NaN is NaN.
+        hidden = ranges.hidden_keys()[:, None, :, None]
+        k_BHTD, v_BHTD = (x.masked_fill(hidden, 0.0) for x in (k_BHTD, v_BHTD))
+        q_BHTD = q_BHTD.masked_fill(ranges.empty()[:, None, :, None], 0.0)
+    q_BHTD, k_BHTD, v_BHTD = (sites.inputs(x) for x in (q_BHTD, k_BHTD, v_BHTD))
+    v_of_dp = None if sites.numerics.values_in_dp == "values" else sites.values_in_dp(v_BHTD)
+    q_BHTD, k_BHTD, v_BHTD = sites.queries_and_keys(q_BHTD), sites.queries_and_keys(k_BHTD), sites.values(v_BHTD)
+    v_of_dp = v_BHTD if v_of_dp is None else v_of_dp
     group = q_BHTD.shape[1] // k_BHTD.shape[1]
     if group > 1:
-        k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
-    ranges = mask.key_ranges(q.shape[0], q.shape[1], k.shape[1], causal, q.device)
+        k_BHTD, v_BHTD, v_of_dp = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD, v_of_dp))
     of_heads = None if sinks is None else sinks.float()[:, None, None]
-    problem = Problem(sites, q_BHTD, k_BHTD, v_BHTD, scale, causal, softcap, group, ranges, of_heads)
-    if ranges is None:
-        return problem
-    # What nobody sees may be anything: 0 times NaN is NaN.
-    hidden = ranges.hidden_keys()[:, None, :, None]
-    k_BHTD, v_BHTD = (x.masked_fill(hidden, 0.0) for x in (k_BHTD, v_BHTD))
-    return replace(problem, q=problem.visible_rows(q_BHTD), k=k_BHTD, v=v_BHTD)
+    return Problem(sites, q_BHTD, k_BHTD, v_BHTD, v_of_dp, scale, causal, softcap, group, ranges, of_heads)
 
 
 def multiply(a: Tensor, b: Tensor, products: str) -> Tensor:

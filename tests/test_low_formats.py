@@ -1,0 +1,109 @@
+"""Formats below BF16: casts against torch's and ml_dtypes' types, scales by their definitions, and their sites in the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention_cases import run
+from sites import SITES as ROWS
+from test_sites import CPU, moved, paired, results
+
+import attention
+from attention import AttentionConfig, AttentionSpec
+from attention.low_formats import cast, round_low
+from attention.numerics import SITES
+from attention.rounding import random_bits
+from errors import UserError
+
+BF16_VALUES = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+OPERANDS = [name for name, declared in SITES.items() if "e4m3" in declared.choices]
+
+
+def expected(x: torch.Tensor, name: str) -> torch.Tensor:
+    """What other people's casts give, saturated before them, as they overflow to NaN or infinity."""
+    if name == "int8":
+        return x.nan_to_num(nan=0.0).clamp(-128, 127).round()
+    if name == "e2m1":
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        halves = x.nan_to_num(nan=6.0, posinf=6.0, neginf=-6.0).clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn)
+        return torch.from_numpy(halves.astype("float32"))
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype).float()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "int8"])
+def test_a_cast_is_that_of_other_libraries_on_all_values_of_bf16_and_fp32_between(name: str) -> None:
+    between = (torch.randn(200_000, generator=torch.Generator().manual_seed(0)) * 4).exp2()
+    for x in (BF16_VALUES, between, -between * 16):
+        torch.testing.assert_close(cast(x, name), expected(x, name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "int8"])
+def test_a_stochastic_cast_is_unbiased_and_keeps_what_is_on_the_grid(name: str) -> None:
+    n = 200_000
+    x = torch.randn(n, generator=torch.Generator().manual_seed(1)).clamp(-5, 5)
+    error = cast(x, name, random_bits(torch.tensor(2), 0, x.shape)).double() - x
+    assert error.mean().abs() < 4 * error.std() / n**0.5
+    grid = cast(x * 30, name)
+    assert torch.equal(cast(grid, name, torch.full((n,), 2**16 - 1)), grid)
+
+
+@pytest.mark.parametrize("scale", ["tensor", "head", "row", "mx", "nv"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1", "int8"])
+def test_a_scale_is_that_of_its_definition(fmt: str, scale: str) -> None:
+    x = torch.randn(2, 3, 5, 40, generator=torch.Generator().manual_seed(3)) * torch.rand(2, 3, 5, 40).exp2()
+    most = {"e4m3": 448, "e2m1": 6, "int8": 127}[fmt]
+    size = {"mx": 32, "nv": 16}.get(scale, 40)
+    found = round_low(x, f"{fmt}_{scale}")
+    for at in range(0, 40, size):
+        for b, h, t in ((0, 0, 0), (1, 2, 4), (1, 0, 3)):
+            here = slice(at, at + size)
+            over = {"tensor": x, "head": x[b, h]}.get(scale, x[b, h, t, here])
+            a = over.abs().max()
+            unit = a / most
+            if scale == "mx":
+                unit = torch.tensor(2.0 ** (math.floor(math.log2(a)) - math.floor(math.log2(most))))
+            elif scale == "nv":
+                unit = unit.to(torch.float8_e4m3fn).float()
+            assert torch.equal(found[b, h, t, here], unit * cast(x[b, h, t, here] / unit, fmt))
+
+
+@pytest.mark.parametrize("name", ["e4m3_row", "e2m1_nv", "int8_tensor"])
+def test_a_value_without_size_stays_and_one_without_bound_is_nan(name: str) -> None:
+    assert torch.equal(round_low(torch.zeros(1, 1, 2, 20), name), torch.zeros(1, 1, 2, 20))
+    assert round_low(torch.full((1, 1, 2, 20), math.inf), name).isnan().all()
+
+
+@pytest.mark.parametrize("site", OPERANDS)
+@pytest.mark.parametrize("fmt", ["e5m2_row", "e4m3_mx_stochastic"])
+def test_an_operand_below_bf16_moves_what_the_site_reaches(site: str, fmt: str) -> None:
+    """The same a second time; a stochastic one follows the seed."""
+    spec = AttentionSpec(sites=("exponent=subtract_first", f"{site}={fmt}"), backend="flash_reference")
+    found, again, other = (run(paired(CPU), spec, seed=seed) for seed in (5, 5, 6))
+    plain = results("flash_reference", ("exponent=subtract_first",))
+    assert moved(found, plain) == ROWS[site][0].moves
+    assert moved(found, again) == ""
+    assert bool(moved(found, other)) == fmt.endswith("stochastic")
+
+
+@pytest.mark.parametrize("backend", ["flash", "standard"])
+def test_other_backends_refuse_a_format_below_bf16_by_name(backend: str) -> None:
+    spec = AttentionSpec(preset=backend, sites=("output_gradient=e4m3_row",))
+    call = AttentionConfig(default=spec).resolve(1, 2)
+    with pytest.raises(UserError, match=r"no formats below BF16: output_gradient = 'e4m3_row', expected fp32"):
+        attention.check_plans(call, device="cuda", dtype=torch.bfloat16, head_dim=64)
+
+
+def test_rows_of_ds_sum_to_zero_only_where_both_passes_read_one_p_and_o() -> None:
+    from attention.reference.flash import row_residuals
+
+    p = paired(CPU)
+    sums = {}
+    for preset in ("fp8", "fp8_consistent"):
+        numerics = AttentionSpec(preset=preset, sites=("score_gradients=fp32",)).resolve()
+        r, _ = row_residuals(p.q, p.k, p.v, p.do, numerics, seed=torch.tensor(0), scale=p.q.shape[3] ** -0.5)
+        sums[preset] = r.abs().max()
+    assert sums["fp8_consistent"] < 1e-5 < 1e-3 < sums["fp8"]
