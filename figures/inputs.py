@@ -21,7 +21,7 @@ from figures.delta import choose_head
 from figures.over_steps import RunCurves
 from model import GPT
 from probes.capture import LayerCapture, capture
-from probes.spectral import spectral_norm
+from probes.spectral import top_singular
 from training.weights import read_checkpoint
 
 
@@ -165,7 +165,7 @@ class Inputs:
         if self._args.head is not None:
             self._check("head", self._args.head, n_head)
             return int(self._args.head)
-        return choose_head(spectral_norm(opened.model.w_q(self.layer).detach().unflatten(0, (n_head, -1))).tolist())
+        return choose_head(top_singular(opened.model.w_q(self.layer).detach().unflatten(0, (n_head, -1)))[0].tolist())
 
     def place(self) -> str:
         """Checkpoint, layer and head, for titles."""

@@ -1,7 +1,6 @@
 """Spectral norms of weight matrices: the tell-tale of the failure is the growth of one layer's W_Q.
 
-``spectral_norm`` is exact and costs an SVD, which waits. ``attention_norms`` costs a few matrix products: what a probe of a
-training run can pay for.
+They cost a few matrix products, which a probe of a training run can pay for; an SVD waits.
 
 Legend: L layers, H heads, D head width, C width (n_embd); X any leading dimensions, M and N rows and columns.
 """
@@ -19,18 +18,6 @@ from attention.reference.exact import exact_float32
 SQUARINGS = 8
 """2^8 = 256 power iterations: random 768 x 768 matrices, which have hardly a gap, are exact to 3e-4."""
 TINY = torch.finfo(torch.float32).tiny
-
-
-@torch.no_grad()
-def spectral_norm(weight_XMN: Tensor) -> Tensor:
-    """Largest singular value [...] of matrices [..., M, N], exact, computed in float64; float64 for float64 input, else float32.
-
-    NaN for a matrix with an entry that is not finite: a diverged run must still be able to say so (LAPACK would raise).
-    """
-    matrices_XMN = weight_XMN.double()
-    finite_X = matrices_XMN.isfinite().all(dim=-1).all(dim=-1)
-    values_XM = torch.linalg.svdvals(torch.where(finite_X[..., None, None], matrices_XMN, 0.0))
-    return torch.where(finite_X, values_XM[..., 0], torch.nan).to(torch.promote_types(weight_XMN.dtype, torch.float32))
 
 
 def dominant(matrix_XMM: Tensor) -> Tensor:
