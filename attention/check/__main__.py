@@ -6,6 +6,7 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,20 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     for name, what in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", action="append", help=f"{what}; may be repeated")
-    parser.add_argument(
-        "--class", dest="classes", action="append", default=[], choices=reasons(), help="only this; may be repeated"
-    )
-    parser.add_argument(
-        "--inputs",
-        action="append",
-        default=[],
-        metavar="FILE.zip",
-        help="only this file that capture() wrote; may be repeated",
-    )
+    more: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument("--class", dest="classes", choices=reasons(), help="only this; may be repeated", **more)
+    parser.add_argument("--inputs", metavar="FILE.zip", help="only this, of capture(); may be repeated", **more)
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the report there, of several a list; -: only this is printed"
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the report there, of several a list; -: only print this")
     parser.add_argument("--csv", metavar="FILE", help="write a row a kernel, head dim and class there")
     parser.add_argument("--markdown", action="store_true", help="print only a table, a row a kernel")
     parser.add_argument("--reasons", action="store_true", help="only say why each class is there")
@@ -65,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     documents = ",\n".join(report.json() for report in reports)
     documents = f"{documents}\n" if len(reports) == 1 else f"[{documents}]\n"
     for option, name, content in (("--json", options.json, documents), ("--csv", options.csv, csv_of(reports))):
-        if name and name != "-":
+        if name and (option, name) != ("--json", "-"):
             try:
                 Path(name).write_text(content)
             except OSError as error:
@@ -83,16 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
-QUICK = (
-    "gaussian",
-    "common_part",
-    "shared_direction",
-    "peaked_1000",
-    "one_hot",
-    "mask_edges",
-    "last_key",
-    "repeatability",
-)
+QUICK = ("gaussian", "common_part", "shared_direction", "peaked_1000", "one_hot", "mask_edges", "last_key", "repeatability")  # fmt: skip
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
@@ -105,9 +88,7 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
         chosen = {name: size for name, size in zip(given, sizes, strict=True) if size is not None}
         shape = Shape(**({"T": usual, "G": chosen.get("H", Shape.G)} | chosen))
         if shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
-            raise UserError(
-                f"{shape}: expected B at least 1, G at least 2, H a multiple of G, D at least 8, T at least 32"
-            )
+            raise UserError(f"{shape}: expected B 1 or more, G 2 or more, H a multiple of G, D 8 or more, T 32 or more")
         shapes.append(shape)
     return shapes
 
@@ -116,15 +97,10 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     if wrong := [name for name in options.inputs if not name.endswith(".zip")]:
         raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
     classes = [*options.classes, *options.inputs] or (QUICK if options.quick else ())
-    shown = sys.stderr.isatty()
-    return check_attention(
-        name,
-        device=options.device,
-        dtype=options.dtype,
-        shape=shape,
-        classes=classes,
-        progress=lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr) if shown else None,
-    )
+    chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
+    if sys.stderr.isatty():
+        chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
+    return check_attention(name, **chosen)
 
 
 if __name__ == "__main__":
