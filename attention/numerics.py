@@ -130,7 +130,7 @@ class Numerics:
 
     A format is ``input`` (the dtype of q), ``fp32``, ``bf16``, ``fp16``, or ``m1`` ... ``m22``: that many explicit mantissa
     bits with FP32's exponent range, so that ``m7`` is BF16 and ``m10`` is TF32. An operand of a product may be in one of
-    ``LOW_FORMATS``, too: of P, dP and dS a ``tensor`` or ``head`` is one tile of it. All arithmetic between sites is FP32. The
+    ``LOW_FORMATS``, too: of P, dP, dS, and dO in P^T dO a ``tensor`` or ``head`` is one tile. All arithmetic between sites is FP32. The
     final dq, dk and dv are stored in the dtype of q, nearest-even: autograd asks for it, so it is no site.
 
     Raises ``UserError`` for an unknown format, rounding, delta or row maximum, for numbers out of range, and for sites that exclude
@@ -251,10 +251,7 @@ class Numerics:
     output_rounding: str = site("nearest", "nearest, toward_zero, stochastic", choices=ROUNDINGS, acts_in=(FORWARD,))
     output_gradient: str = _operand("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
     output_gradient_in_dv: str = _operand(
-        "output_gradient",
-        "dO in P^T dO, after output_gradient: output_gradient (no more), or a format",
-        same_as="output_gradient",
-        acts_in=(BACKWARD,),
+        "fp32", "dO in P^T dO, after output_gradient", acts_in=(BACKWARD,), backends=REFERENCE
     )
     delta: str = site(
         "rowsum_do_o",

@@ -199,14 +199,7 @@ def _score_gradients(problem: Problem, rows: slice, columns: slice, do: Tensor, 
 
 
 def _backward_tile(
-    problem: Problem,
-    rows: slice,
-    columns: slice,
-    do: Tensor,
-    do_of_dv: Tensor,
-    saved: Tensor,
-    delta: Tensor,
-    delta_of_keys: Tensor,
+    problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor, delta_of_keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
     sites = problem.sites
@@ -216,7 +209,7 @@ def _backward_tile(
         _, ds_of_keys = _score_gradients(problem, rows, columns, do, saved, delta_of_keys)
     dq = problem.scale * (sites.score_gradients(ds) @ problem.k[:, :, columns])
     dk = problem.scale * (sites.score_gradients(ds_of_keys).transpose(-1, -2) @ problem.q[:, :, rows])
-    dv = sites.probabilities_in_dv(p).transpose(-1, -2) @ do_of_dv
+    dv = sites.probabilities_in_dv(p).transpose(-1, -2) @ sites.output_gradient_in_dv(do)
     return dq, dk, dv
 
 
@@ -263,18 +256,12 @@ def _row_residual(
 
 
 def _add_gradients(
-    totals: tuple[Tensor, ...],
-    problem: Problem,
-    heads: slice,
-    do: Tensor,
-    do_of_dv: Tensor,
-    delta: Tensor,
-    saved: Tensor,
+    totals: tuple[Tensor, ...], problem: Problem, heads: slice, do: Tensor, delta: Tensor, saved: Tensor
 ) -> None:
     """Add to dQ [B, H, T, D], to dK and dV [B, HK, S, D] and to the gradient of the sinks [H] what comes of ``problem``: those of the H
-    heads that ``heads`` names, no two with the same keys. dO, that of P^T dO and delta are of all heads, as is what was saved."""
+    heads that ``heads`` names, no two with the same keys. dO and delta are of all heads, as is what was saved."""
     dq, dk, dv, dsinks = totals[0][:, heads], *totals[1:3], totals[3][heads]
-    do, do_of_dv, deltas, saved = (x[:, heads] for x in (do, do_of_dv, delta, saved))
+    do, deltas, saved = do[:, heads], delta[:, heads], saved[:, heads]
     add = problem.sites.gradient_accumulator
     for rows in problem.row_tiles():
         do_rows, kept_rows = do[:, :, rows], saved_rows(saved, rows)
@@ -283,9 +270,7 @@ def _add_gradients(
         if problem.sinks is not None:
             dsinks -= (sink_probabilities(exponent_of(problem), kept_rows) * delta).sum(dim=(0, 2, 3))
         for columns in problem.column_tiles(rows):
-            parts = _backward_tile(
-                problem, rows, columns, do_rows, do_of_dv[:, :, rows], kept_rows, delta, delta_of_keys
-            )
+            parts = _backward_tile(problem, rows, columns, do_rows, kept_rows, delta, delta_of_keys)
             for total, where, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                 total[:, :, where] = add(total[:, :, where] + part)
         if excess is not None:
@@ -317,13 +302,11 @@ def _backward_pass(
             delta, _ = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
         elif error is not None:
             delta = delta + error
-        alike = problem.sites.numerics.output_gradient_in_dv == "output_gradient"
-        do_of_dv = do_BHTD if alike else problem.sites.output_gradient_in_dv(do_BHTD)
         dk, dv = (torch.zeros_like(x[:, :: problem.group]) for x in (problem.k, problem.v))
         dsinks = torch.zeros(q.shape[2] if problem.sinks is not None else 0, device=q.device)
         totals = torch.zeros_like(problem.q), dk, dv, dsinks
         for heads in (slice(head, None, problem.group) for head in range(problem.group)):
-            _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, do_of_dv, delta, saved)
+            _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, delta, saved)
         return *problem.gradients(*totals[:2], dv[..., : v.shape[3]], q.dtype), dsinks
 
 
