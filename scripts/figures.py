@@ -1,17 +1,21 @@
-"""Draw the figures of arXiv 2510.04212 from this project's runs and checkpoints: NAME.png and the numbers drawn, NAME.csv.
+"""Draw a figure of arXiv 2510.04212 from this project's runs or checkpoints: a PNG, and the numbers drawn as CSV.
 
-    python scripts/figures.py 11 13 --runs runs/failing runs/fixed
-    python scripts/figures.py 4 5 --checkpoint runs/failing/checkpoints/step_00005000
-    python scripts/figures.py all --runs runs/failing runs/fixed --checkpoint runs/failing/checkpoints/step_00005000
+    python scripts/figures.py 11 --runs runs/failing runs/fixed
+    python scripts/figures.py 5 --checkpoint runs/failing/checkpoints/step_00005000
 
-Layers, heads, tokens and features count from 0; the paper's layer 2 is layer 1 here, its head 8 is head 7.
+    4   P K, X and their outer products at two tokens, or at one of each of several checkpoints
+    5   error of delta: summed, and by feature
+    11  spectral norms over layers and steps
+    13  repeated maxima before the explosion
+
+4 and 5 need --checkpoint, 11 and 13 --runs with telemetry. Layers, heads, tokens and features count from 0; the paper's layer 2 is layer 1
+here, its head 8 is head 7.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import _root  # noqa: F401
@@ -19,114 +23,77 @@ import _root  # noqa: F401
 from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
-    from figures import canvas, delta, over_steps, similarity
+    import torch
+
+    from figures import canvas, delta, inputs, over_steps, similarity
     from figures.canvas import Drawn
-    from figures.inputs import Inputs, MissingInputError
 
 
-def _figure_4(inputs: Inputs) -> Drawn:
-    rows = []
-    inputs.check_alike()
-    count = len(inputs.checkpoints())
-    # One checkpoint: two of its sequences. Several: the same sequence in each.
-    for which, batch in [(i, 0) for i in range(count)] if count > 1 else [(0, 0), (0, inputs.sequences - 1)]:
-        (layer, _), head = inputs.capture(which), inputs.head()
-        token = delta.largest_error_in(layer, head, batch)
-        source = inputs.checkpoints()[which].label
-        label = f"{source}, sequence {batch}"
-        rows.append(similarity.rank_one(layer, head=head, batch=batch, token=token, source=source, label=label))
+def _figure_4(args: argparse.Namespace) -> Drawn:
+    device = _device()
+    checkpoints = [inputs.open_checkpoint(folder, device) for folder in args.checkpoint]
+    shapes = {(opened.config.model.n_embd, opened.config.model.n_head) for opened in checkpoints}
+    if len(shapes) > 1:
+        raise UserError(f"figure 4 compares checkpoints of one width and number of heads, not {sorted(shapes)}")
+    rows, head = [], inputs.head_of(checkpoints[0], args.layer, args.head)
+    for opened in checkpoints:
+        (layer,), _ = inputs.captured(opened, args.sequences, args.data, device, args.layer)
+        # One checkpoint: two of its sequences. Several: the same sequence in each.
+        for batch in (0,) if len(checkpoints) > 1 else (0, args.sequences - 1):
+            token = delta.largest_error_in(layer, head, batch)
+            source, label = opened.label, f"{opened.label}, sequence {batch}"
+            rows.append(similarity.rank_one(layer, head=head, batch=batch, token=token, source=source, label=label))
     return similarity.draw_similarity(rows)
 
 
-def _figure_5(inputs: Inputs) -> Drawn:
-    (layer, loss_scale), head = inputs.capture(), inputs.head()
+def _figure_5(args: argparse.Namespace) -> Drawn:
+    device = _device()
+    opened = inputs.open_checkpoint(args.checkpoint[0], device)
+    (layer,), scale = inputs.captured(opened, args.sequences, args.data, device, args.layer)
+    head = inputs.head_of(opened, args.layer, args.head)
     batch, token = delta.largest_error(layer, head)
-    error = delta.head_error(layer, head=head, batch=batch, token=token, label=inputs.place(), loss_scale=loss_scale)
+    label = f"{opened.label}, layer {args.layer} head {head}"
+    error = delta.head_error(layer, head=head, batch=batch, token=token, label=label, loss_scale=scale)
     return delta.draw_delta(error)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One figure: its content, its inputs and its function."""
-
-    what: str
-    needs: str
-    draw: Callable[[Inputs], Drawn]
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-RUNS, CHECKPOINT = "--runs with telemetry", "--checkpoint"
-REGISTRY: dict[int, Entry] = {
-    4: Entry("P K, X and their outer products at two tokens", CHECKPOINT, _figure_4),
-    5: Entry("error of delta: summed, and by feature", CHECKPOINT, _figure_5),
-    11: Entry("spectral norms over layers and steps", RUNS, lambda inputs: over_steps.draw_norms(inputs.runs)),
-    13: Entry("repeated maxima before the explosion", RUNS, lambda inputs: over_steps.draw_ties(inputs.runs)),
+REGISTRY: dict[int, Callable[[argparse.Namespace], Drawn]] = {
+    4: _figure_4,
+    5: _figure_5,
+    11: lambda args: over_steps.draw_norms([inputs.load_run(folder) for folder in args.runs]),
+    13: lambda args: over_steps.draw_ties([inputs.load_run(folder) for folder in args.runs]),
 }
-
-
-def _parser() -> argparse.ArgumentParser:
-    listing = "\n".join(f"  {number:>2}  {entry.what:<52} {entry.needs}" for number, entry in REGISTRY.items())
-    parser = OneLineParser(
-        description=__doc__,
-        epilog=f"figures, and what each needs:\n{listing}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("figures", nargs="+", metavar="N", help="numbers of the paper's figures, or all")
-    parser.add_argument("--runs", nargs="+", type=Path, default=[], metavar="RUN", help="run folders")
-    parser.add_argument(
-        "--checkpoint",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="as runs/NAME/checkpoints/step_00005000, or a run (its newest)",
-    )
-    parser.add_argument("--data", type=Path, help="data set to take sequences from (that of the checkpoint's run)")
-    parser.add_argument("--sequences", type=int, default=8, help="sequences of the validation tokens to read (8)")
-    parser.add_argument("--layer", type=int, default=1, help="which layer (1, the paper's layer 2)")
-    parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
-    parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder to write to (pictures)")
-    return parser
-
-
-def parse(argv: Sequence[str] | None) -> tuple[list[int], bool, argparse.Namespace]:
-    """Numbers, whether ``all`` was asked for, and the options, checked."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    for name in ("layer", "head"):
-        if (getattr(args, name) or 0) < 0:
-            raise invalid(f"--{name}", getattr(args, name), "a number from 0")
-    if args.sequences < 1:
-        raise invalid("--sequences", args.sequences, "1 or more")
-    if args.device not in ("auto", "cpu", "cuda"):
-        raise invalid("--device", args.device, ("auto", "cpu", "cuda"))
-    if "all" in args.figures:
-        return list(REGISTRY), True, args
-    for number in args.figures:
-        if not number.isdecimal() or int(number) not in REGISTRY:
-            raise invalid("figure", number, (*REGISTRY, "all"))
-    return [int(number) for number in args.figures], False, args
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the figures named; with ``all``, those that the inputs allow, and report the others."""
-    numbers, is_all, args = parse(argv)
-    inputs = Inputs(args)
-    for number in numbers:
-        inputs.figure = number
-        try:
-            drawn = REGISTRY[number].draw(inputs)
-        except UserError as error:
-            if not (is_all and isinstance(error, MissingInputError)):
-                raise
-            print(f"left out: {error}")
-            continue
-        try:
-            paths = canvas.write(drawn, args.out, f"figure_{number:02d}")
-        except OSError as error:
-            raise UserError(f"--out {args.out}: cannot be written ({error.strerror})") from None
-        print(*paths)
+    """Draw the figure."""
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", type=int, choices=REGISTRY)
+    parser.add_argument("--runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    where = "as runs/NAME/checkpoints/step_00005000, or a run (its newest)"
+    parser.add_argument("--checkpoint", nargs="+", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--data", type=Path, help="data set to take sequences from (that of the checkpoint's run)")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of the validation tokens to read (8)")
+    parser.add_argument("--layer", type=int, default=1, help="which layer (1, the paper's layer 2)")
+    parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
+    parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder to write to (pictures)")
+    args = parser.parse_args(argv)
+    if args.sequences < 1:
+        raise invalid("--sequences", args.sequences, "1 or more")
+    needed = "checkpoint" if args.figure in (4, 5) else "runs"
+    if not getattr(args, needed):
+        raise UserError(f"figure {args.figure} needs --{needed}")
+    drawn = REGISTRY[args.figure](args)
+    try:
+        paths = canvas.write(drawn, args.out, f"figure_{args.figure:02d}")
+    except OSError as error:
+        raise UserError(f"--out {args.out}: cannot be written ({error.strerror})") from None
+    print(*paths)
 
 
 if __name__ == "__main__":

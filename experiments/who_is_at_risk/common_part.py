@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from figures.checkpoints import validation_tokens
-from figures.inputs import joined, open_checkpoint
-from probes.capture import LayerCapture, capture
+from figures.inputs import captured, open_checkpoint
+from probes.capture import LayerCapture
 from probes.low_rank import coherence, weighted_keys
 
 
@@ -51,17 +50,9 @@ def main() -> None:
     out.writerow(["run", "step", "layer", "x", "k", "q", "k_read", "outer", "outer_max"])
     for path in args.checkpoints:
         opened = open_checkpoint(path, device)
-        model, config = opened.model, opened.config
-        data = Path(config.data.dataset), config.data.sequence_length, args.sequences, config.model.vocab_size
-        tokens_BT, targets_BT = validation_tokens(*data, device)
-        autocast = config.precision.autocast(device)
-        parts = [
-            capture(model, t[None], y[None], autocast=autocast) for t, y in zip(tokens_BT, targets_BT, strict=True)
-        ]
-        for layers in zip(*parts, strict=True):
-            values = row(joined(layers))
-            numbers = [f"{value:.4g}" for value in values.values()]
-            out.writerow([config.run.name, int(path.name.removeprefix("step_")), layers[0].layer, *numbers])
+        for layer in captured(opened, args.sequences, None, device)[0]:
+            numbers = [f"{value:.4g}" for value in row(layer).values()]
+            out.writerow([opened.config.run.name, int(path.name.removeprefix("step_")), layer.layer, *numbers])
 
 
 if __name__ == "__main__":
