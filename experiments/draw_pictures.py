@@ -78,7 +78,7 @@ def front() -> Figure:
         axis.set_title(title, fontsize=12, loc="left")
         count_steps(axis, range(0, 6001, 2000))
     for name, color in (("flash", ORANGE), ("consistent", BLUE)):
-        for run in sorted((EXPERIMENTS / "one_wheel" / "runs").glob(f"{name}_*")):
+        for run in sorted((EXPERIMENTS / "one_wheel").glob(f"*/{name}_*")):
             loss, rows = smooth_loss(run, 40), probes(run)
             left.plot(loss.index, loss, color=color, linewidth=1.3)
             right.plot(rows["step"], rows["max_logit_max"], color=color, linewidth=1.3)

@@ -43,5 +43,6 @@ def test_the_summary_of_runs_is_that_of_their_files(study: str, tmp_path: Path) 
     header = (EXPERIMENTS / study / "summary.csv").read_text().splitlines()[0]
     steps = sorted(set(re.findall(r"_at_(\d+)", header)), key=int)
     folder, table = str(EXPERIMENTS / study / "runs"), str(tmp_path / "summary.csv")
-    compare_runs.main([folder, "--layer", "1", "--out", "none", "--table", table, "--at", *steps])
+    layer = ["--layer", "1"] if "max_logit_1_" in header else []  # else of all layers
+    compare_runs.main([folder, *layer, "--out", "none", "--table", table, "--at", *steps])
     assert (tmp_path / "summary.csv").read_text() == (EXPERIMENTS / study / "summary.csv").read_text()
