@@ -190,6 +190,7 @@ def raises(*_: object, **__: object) -> None:
 
 OWN_FAILURES = {
     "full disk": ({"log": "/dev/full"}, "the log ends before step 0"),
+    "W&B": ({"wandb": type("Run", (), {"log": raises})()}, "RuntimeError: planted"),
     "say": ({"say": raises}, "RuntimeError: planted"),
     "measure": ({}, "measuring failed, and the training goes on"),
 }
@@ -198,11 +199,38 @@ OWN_FAILURES = {
 @pytest.mark.parametrize("name", OWN_FAILURES)
 def test_a_failure_of_its_own_is_one_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a measurement: as where the memory of a GPU does not suffice."""
+    pytest.importorskip("wandb")
     if name == "measure":
         monkeypatch.setattr("attention.watching.look.measure", raises)
     settings, said = OWN_FAILURES[name]
     (warning,) = four_steps(settings)
     assert said in warning
+
+
+# ---- W&B
+
+
+@pytest.mark.parametrize(("every", "row"), [(2, 1), (1, 7)])
+def test_wandb_loses_no_row_of_the_loop(every: int, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = wandb.init(project="x", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    steps = []
+    with watch(model, every=every, optimizer=optimizer, wandb=run, say=lambda line: None):
+        for step in range(10):
+            train(model, 1, optimizer)
+            if (step + 1) % row == 0:
+                run.log({"row": step // row}, step=step // row)
+                steps.append(run.step)
+    run.log({}, commit=True)
+    kept = run.summary.get("row")
+    table = run.summary["attention"]
+    run.finish()
+    assert kept == max(10 // row - 1, 0)
+    assert steps == list(range(10 // row))
+    assert table["nrows"] == 2 * H
 
 
 # ---- attention that hands itself over

@@ -323,6 +323,9 @@ def test_from_an_earlier_checkpoint_later_steps_go_off_the_log_and_are_kept_besi
     assert records(tmp_path / "log") == records(tmp_path / "straight")
     assert (tmp_path / "log.before_6").read_bytes() == before
     assert "24 record(s) from step 6 on are taken off; log.before_6 has them" in said[0]
+    growing(range(6, 7), tmp_path / "log")
+    assert (tmp_path / "log.before_6").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.before_6", "log.before_6_2", "straight"]
 
 
 def test_a_record_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..user_error import invalid
 from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule
-from .log import layers_of, open_log, read_log, strict
+from .log import close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look
 from .measure import as_lists
 from .passes import COMPILED, Hook, Pass, kernel_of, plain_mask
@@ -61,13 +61,13 @@ class Watch:
     def __init__(self, model: nn.Module, **chosen: Any):
         self._model = model
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
-        self._say_to = chosen["say"]
+        self._wandb, self._say_to = chosen["wandb"], chosen["say"]
         optimizer, earlier = chosen["optimizer"], chosen["earlier"]
         rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
         self._step, self._clock = chosen["start"], clock + (chosen["start"] - step) * rate
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
-        self._log = open_log(Path(chosen["log"]), chosen["start"], chosen["say"]) if chosen["log"] else None
+        self._log = open_log(Path(chosen["log"]), chosen["cut"], chosen["say"]) if chosen["log"] else None
         self.record: dict[str, Any] = {}
         self._alarm = GrowthAlarm(chosen["rule"], self._warm_up)
         self.left = self._alarm.left
@@ -143,7 +143,7 @@ class Watch:
         log, self._log = self._log, None
         if log is not None:
             with contextlib.suppress(OSError):
-                log.close()
+                close_log(log)
 
     # ---- failures, which are the watch's own and not the training's
 
@@ -365,6 +365,8 @@ class Watch:
             more["hidden"] = len(self._hidden)
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
         self._write_log()
+        if self._wandb is not None:
+            self._write_wandb()
         self._judge(look.step, look.clock, dict(zip(found, lists["max_logit"], strict=True)))
         for layer, made in zip(found, lists.get("nan_made", []), strict=False):
             if made and any(made):
@@ -380,6 +382,18 @@ class Watch:
             self._close_log()
             step = self.record["step"]
             self._warn("log", f"the log ends before step {step}, and the training goes on: {error}")
+
+    def _write_wandb(self) -> None:
+        try:
+            # Not committed, it goes into the loop's own next row: W&B's step is the loop's.
+            self._wandb.log(table_of(self.record), commit=False)
+        except Exception as error:
+            self._wandb = None
+            step = self.record["step"]
+            self._warn(
+                "W&B",
+                f"W&B gets no table from step {step} on, and the training goes on: {type(error).__name__}: {error}",
+            )
 
     def _recall(self, earlier: Sequence[dict[str, Any]]) -> None:
         """Go on from a file's records: which layers ran away, and what growth is measured from."""
@@ -470,6 +484,7 @@ def watch(
     every: int = 100,
     log: str | Path | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    wandb: Any = None,
     warm_up: int = 0,
     sequences: int = 1,
     start: int = 0,
@@ -484,6 +499,7 @@ def watch(
         log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
             takes growth, and which layers ran away; those from ``start`` on are moved to a file beside it.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
+        wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
         warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
         sequences: how many of the batch are looked at, from the first.
         start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes today's learning rate for
@@ -506,15 +522,17 @@ def watch(
     _require(isinstance(log, str | Path | None), "log", log, "a path or None")
     _require(isinstance(optimizer, torch.optim.Optimizer | None), "optimizer", optimizer, "an optimizer or None")
     _require(isinstance(rule, GrowthRule | None), "rule", rule, "a GrowthRule or None")
+    _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes and torch.distributed.get_rank():
-        log = None
+        log = wandb = None
         warm_up = sys.maxsize  # it never judges
-    earlier = [] if log is None else read_log(Path(log))
+    earlier, cut = [] if log is None else read_log(Path(log)), None
     if earlier:
         last = earlier[-1]["step"]
         goes_on = f"a new file, as this one has steps to {last}; or start=, the step of the checkpoint that its run goes on from"
         _require(start > 0, "log", str(log), goes_on)
+        cut = start if last >= start else None
         earlier = [record for record in earlier if record["step"] < start]
     if earlier:
         by = earlier[-1].get("clock_is")
@@ -526,5 +544,6 @@ def watch(
         rate = float(optimizer.param_groups[0]["lr"])
         loaded = "above 0, as it stands for that of the steps before: load the states of optimizer and scheduler first"
         _require(rate > 0, "learning rate", rate, loaded)
-    chosen = {"every": every, "log": log, "optimizer": optimizer, "warm_up": warm_up, "sequences": sequences}
-    return Watch(model, **chosen, start=start, earlier=earlier, rule=rule, say=say)
+    chosen = {"every": every, "log": log, "optimizer": optimizer, "wandb": wandb, "warm_up": warm_up}
+    more = {"sequences": sequences, "start": start, "earlier": earlier, "cut": cut, "say": say}
+    return Watch(model, **chosen, **more, rule=rule)
