@@ -6,15 +6,22 @@ Triton runs everything else.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .numerics import FEATURES, HARDWARE, Numerics, numerics_from_key
-from .presets import EXTERNAL
+from .numerics import FEATURES, FLASH, HARDWARE, Numerics, numerics_from_key
+from .presets import EXTERNAL, PRESETS
 from .triton.block_sizes import head_dim_obstacle, tile_obstacle
 from .user_error import UserError
+
+FLASH_BACKENDS = (*FLASH, "flash_hopper")
+"""What can compute the ``flash`` presets, or some of them."""
+FLASH_HOPPER_PACKAGES = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
+"""``flash_hopper`` replaces methods of theirs, and was tried with these versions alone."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Backend:
     """False: it rounds as its kernel does, whatever ``Numerics`` says."""
     features: tuple[str, ...] = tuple(FEATURES)
     """The ``numerics.FEATURES`` that it has."""
+    presets: tuple[str, ...] = ()
+    """Where not empty, it has the sites of these presets on base ``hardware`` and no others; empty: the sites that declare it."""
 
 
 # A function each: torch 2.11 compiles an import statement, but not importlib.import_module.
@@ -61,6 +70,12 @@ def _flash(*qkv: Any, **settings: Any) -> Any:
     from .triton.ops import flash
 
     return flash(*qkv, **settings)
+
+
+def _flash_hopper(*qkv: Any, **settings: Any) -> Any:
+    from .hopper.launch import flash_hopper
+
+    return flash_hopper(*qkv, **settings)
 
 
 def _flash_reference(*qkv: Any, **settings: Any) -> Any:
@@ -95,6 +110,34 @@ def _flash_needs(call: Call) -> str | None:
     return reason and f"{reason}; {instead}"
 
 
+def _flash_hopper_needs(call: Call) -> str | None:
+    if call.dtype == "fp32":
+        return "it takes bfloat16 or float16 and not float32"
+    if call.head_dim not in (64, 96, 128):
+        return f"it takes head dims 64, 96 and 128, not {call.head_dim}"
+    return _no_hopper() if call.device == "cuda" else f"{_HOPPER}, not {call.device}"
+
+
+_HOPPER = "it needs a CUDA device of compute capability 9.0 (Hopper)"
+
+
+@functools.cache
+def _no_hopper() -> str | None:
+    import torch
+
+    found = ".".join(map(str, torch.cuda.get_device_capability())) if torch.cuda.is_available() else "none"
+    if found != "9.0":
+        return f"{_HOPPER}, not {found}"
+    for package, expected in FLASH_HOPPER_PACKAGES.items():
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = "none"
+        if found != expected:
+            return f"it needs {package} {expected}, not {found}: pip install 'low-precision-attention[fast]'"
+    return None
+
+
 def _sdpa(name: str) -> Backend:
     def run(*qkv: Any, **settings: Any) -> Any:
         from .reference import sdpa
@@ -123,6 +166,9 @@ BACKENDS: dict[str, Backend] = {
     "sdpa_math": _sdpa("sdpa_math"),
     "flash": Backend(_flash, _flash_needs),
     "flash_reference": Backend(_flash_reference),
+    "flash_hopper": Backend(
+        _flash_hopper, _flash_hopper_needs, features=("grouped",), presets=("flash", "flash_consistent")
+    ),
     EXTERNAL: Backend(_external, has_sites=False, features=("grouped",)),
 }
 
@@ -139,7 +185,22 @@ def excluded(name: str, numerics: Numerics, features: tuple[str, ...], softcap: 
     for feature in asked:
         if feature not in BACKENDS[name].features:
             return f"it has no {FEATURES[feature]}"
+    if BACKENDS[name].presets:
+        return _other_site(name, numerics)
     return numerics.refused_by(name, asked) if BACKENDS[name].has_sites else None
+
+
+def _other_site(name: str, numerics: Numerics) -> str | None:
+    """The first site whose value differs from the nearest preset's of the backend, in words; None where one fits in all."""
+    served = [HARDWARE.with_sites(PRESETS[preset].of(HARDWARE)) for preset in BACKENDS[name].presets]
+    served += [value.concrete(fmt) for value in served for fmt in ("fp32", "bf16", "fp16")]
+    nearest = min(served, key=lambda value: len(numerics.differences(value)))
+    # No site of these presets depends on where a tile ends.
+    differ = [site for site in numerics.differences(nearest) if not site.startswith(("tile_q=", "tile_k="))]
+    if not differ:
+        return None
+    site, _, value = differ[0].partition("=")
+    return f"it does not have this site: {site} = {value!r}, expected {getattr(nearest, site)}"
 
 
 def obstacle(name: str, call: Call) -> str | None:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .backends import BACKENDS, Call, numerics_of, obstacle
-from .numerics import BASES, FLASH, Numerics, parse_site
+from .backends import BACKENDS, FLASH_BACKENDS, Call, numerics_of, obstacle
+from .numerics import BASES, Numerics, parse_site
 from .presets import EXTERNAL, PRESETS, named, unaliased
 from .user_error import UserError, invalid
 
@@ -134,13 +134,14 @@ class AttentionConfig:
     rules: tuple[AttentionRule, ...] = ()
     """Exceptions; no two may name the same head of the same layer."""
     flash_backend: str = "flash"
-    """What computes the ``flash`` presets: flash (Triton kernels, on CUDA) or flash_reference (PyTorch, anywhere, slow)."""
+    """What computes the ``flash`` presets: flash (Triton kernels, on CUDA), flash_reference (PyTorch, anywhere, slow) or flash_hopper
+    (FlashAttention-4's kernels with the roundings of flash and flash_consistent, on Hopper; extra fast)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.default, AttentionSpec):
             raise invalid("attention.default", self.default, "an AttentionSpec")
-        if self.flash_backend not in FLASH:
-            raise invalid("attention.flash_backend", self.flash_backend, FLASH)
+        if self.flash_backend not in FLASH_BACKENDS:
+            raise invalid("attention.flash_backend", self.flash_backend, FLASH_BACKENDS)
 
     def resolve(self, n_layer: int, n_head: int) -> tuple[LayerPlan, ...]:
         """One plan per layer. Raises ``UserError`` for layers or heads that do not exist and for overlapping rules."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import files
 from attention import AttentionConfig, AttentionSpec
+from attention.backends import FLASH_BACKENDS
 from attention.check.kernels import KNOWN
 from attention.dispatch import run
 from errors import OneLineParser, UserError, exit_on_user_error, first_line, invalid
@@ -242,7 +243,8 @@ def shape_of(text: str) -> Shape:
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,T[,H,HK,D]")
-    parser.add_argument("--presets", nargs="+", default=["flash"], help="presets to run with the flash backend")
+    parser.add_argument("--presets", nargs="+", default=["flash"], help="presets to run with each of --backends")
+    parser.add_argument("--backends", nargs="+", default=["flash"], choices=FLASH_BACKENDS)
     parser.add_argument("--numerics", default="hardware")
     parser.add_argument("--sites", nargs="*", default=[], help="site=value, for all presets")
     parser.add_argument(
@@ -262,7 +264,10 @@ def main() -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
     shapes = [shape_of(text) for text in args.shapes]
     specs = {
-        f"{name} (triton)": AttentionSpec(preset=name, numerics=args.numerics, sites=tuple(args.sites), backend="flash")
+        f"{name} ({'triton' if backend == 'flash' else backend})": AttentionSpec(
+            preset=name, numerics=args.numerics, sites=tuple(args.sites), backend=backend
+        )
+        for backend in args.backends
         for name in args.presets
     }
     for spec in specs.values():

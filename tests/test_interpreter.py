@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from kernel_tests import pass_in_the_interpreter
 
-SMALL = ("exponent", "row_residual", "row_sum_floor", "linear_cross_entropy::test_the_kernel_agrees_with_torch")
+SMALL = (
+    "exponent",
+    "row_residual",
+    "row_sum_floor",
+    "linear_cross_entropy::test_the_kernel_agrees_with_torch",
+    "hopper::test_one_number_holds_m_and_the_divisor_and_delta_reads_all_of_o",
+)
 HERE = Path(__file__).parent
 
 
