@@ -16,7 +16,7 @@ from errors import UserError, invalid
 from figures import curves
 from figures.checkpoints import build, fp16_scale, validation_tokens
 from figures.delta import choose_head
-from figures.over_steps import RunCurves
+from figures.runs import DrawnRun
 from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.spectral import top_singular
@@ -32,7 +32,7 @@ class Opened:
     label: str
 
 
-def load_run(folder: Path) -> RunCurves:
+def load_run(folder: Path) -> DrawnRun:
     """Metrics, telemetry and names. Raises ``UserError`` for a folder that is not a run, or has no training loss or no probe yet."""
     metrics, telemetry, path = curves.metrics(folder), curves.telemetry(folder), folder / "config.json"
     if not len(telemetry):
@@ -41,13 +41,9 @@ def load_run(folder: Path) -> RunCurves:
         attention = str(files.read_json(path)["attention_name"]) if path.exists() else "?"
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the record of a run") from None
-    return RunCurves(
-        name=folder.resolve().name,
-        attention=attention,
-        exploded_at=curves.explosion_step(curves.column(metrics, "train_loss")),
-        metrics=metrics,
-        telemetry=telemetry,
-    )
+    exploded, name = curves.explosion_step(curves.column(metrics, "train_loss")), folder.resolve().name
+    end = "" if exploded is None else f", explodes at {exploded:,}"
+    return DrawnRun(f"{name}: {attention}{end}", metrics, exploded, telemetry, name)
 
 
 def open_checkpoint(folder: Path, device: torch.device) -> Opened:

@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from figures import canvas, curves
-from figures import runs as run_figures
 from figures.canvas import COLUMN, SMALL, Drawn
+from figures.runs import DrawnRun, style
 
 TIES = "ties_1e3"
 """Share of rows with a second score within 1e-3 of the maximum, in the telemetry."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunCurves:
-    """A run as these figures need it."""
-
-    name: str
-    attention: str
-    exploded_at: int | None
-    """By ``curves.explosion_step``."""
-    metrics: pd.DataFrame
-    telemetry: pd.DataFrame
-
-    @property
-    def label(self) -> str:
-        """Name, attention and end of the run."""
-        end = "" if self.exploded_at is None else f", explodes at {self.exploded_at:,}"
-        return f"{self.name}: {self.attention}{end}"
-
-
 def _look(index: int) -> dict[str, Any]:
-    return run_figures.style(index) | {"linewidth": max(1.6 - 0.2 * index, 0.8)}
+    return style(index) | {"linewidth": max(1.6 - 0.2 * index, 0.8)}
 
 
-def _mark(axes: Any, index: int, run: RunCurves) -> None:
+def _mark(axes: Any, index: int, run: DrawnRun) -> None:
     if run.exploded_at is not None:
         axes.axvline(run.exploded_at, color=_look(index)["color"], linestyle=":", linewidth=0.8, zorder=1)
 
 
-def draw_norms(runs: Sequence[RunCurves]) -> Drawn:
+def draw_norms(runs: Sequence[DrawnRun]) -> Drawn:
     """Figure 11: spectral norms over layers and training steps as heat maps, one scale for all.
 
     The paper's shows every weight of attention and MLP; here W_Q and W_K.
@@ -80,13 +61,13 @@ def draw_norms(runs: Sequence[RunCurves]) -> Drawn:
     return Drawn(figure, pd.concat(tables))
 
 
-def tie_rates(run: RunCurves) -> pd.DataFrame:
+def tie_rates(run: DrawnRun) -> pd.DataFrame:
     """By step, the share of rows with a repeated maximum: mean over all layers and heads, and the largest of any head."""
     grids = np.array(run.telemetry[TIES].tolist(), dtype=float).reshape(len(run.telemetry), -1)
     return pd.DataFrame({f"{TIES}_mean": grids.mean(axis=1), f"{TIES}_max": grids.max(axis=1)}, run.telemetry.index)
 
 
-def draw_ties(runs: Sequence[RunCurves]) -> Drawn:
+def draw_ties(runs: Sequence[DrawnRun]) -> Drawn:
     """Figure 13: loss (of validation where all runs have it), and how many rows fulfill the stabilizer's condition, a repeated maximum.
 
     The paper counts the activations of its condition in one run; here the share of the probe batch's rows within 1e-3, which has the same

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ TEXT = 11.0
 class DrawnRun:
     """One run to draw: ``label`` goes into the legend, ``exploded_at`` is marked.
 
-    ``metrics`` as ``curves.metrics`` gives them, with the logits to draw as ``max_logit_max``.
+    ``metrics`` and ``telemetry`` as ``curves`` gives them; ``draw_runs`` draws the logits in the column ``max_logit_max`` of the former.
     """
 
     label: str
     metrics: pd.DataFrame
     exploded_at: int | None
+    telemetry: pd.DataFrame = field(default_factory=pd.DataFrame)
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,8 @@ from probes.capture import LayerCapture
 from probes.low_rank import weighted_keys
 
 
-def run(telemetry: list[dict[str, Any]]) -> over_steps.RunCurves:
-    metrics = pd.DataFrame({"train_loss": [2.0, 1.0]})
-    return over_steps.RunCurves(
-        name="a", attention="flash", exploded_at=None, metrics=metrics, telemetry=curves.by_step(telemetry)
-    )
+def run(telemetry: list[dict[str, Any]]) -> runs.DrawnRun:
+    return runs.DrawnRun("a: flash", pd.DataFrame({"train_loss": [2.0, 1.0]}), None, curves.by_step(telemetry))
 
 
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
