@@ -9,7 +9,7 @@ Shapes: G global batch, B micro-batch, T sequence length, W validation windows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,30 +71,6 @@ def validation_offsets(count: int, sequence_length: int, windows: int) -> np.nda
     return np.arange(windows, dtype=np.int64) * (count - sequence_length - 1) // max(windows - 1, 1)
 
 
-class Sequences:
-    """Sequences cut from train.bin and val.bin, [N, T + 1] in the data's dtype."""
-
-    def __init__(self, train: TokenFile, validation: TokenFile, sequence_length: int, validation_windows: int):
-        for file in (train, validation):
-            if file.header.count <= sequence_length:
-                raise UserError(
-                    f"{file.path}: {file.header.count} tokens are less than one sequence of data.sequence_length + 1 = "
-                    f"{sequence_length + 1}: set --data.sequence-length below {file.header.count} or use more data"
-                )
-        self.validation_windows = validation_windows
-        self._train, self._validation = train, validation
-        self._length = sequence_length + 1
-        self._starts_W = validation_offsets(validation.header.count, sequence_length, validation_windows)
-
-    def training(self, offsets_N: np.ndarray) -> np.ndarray:
-        """The training sequences at these offsets."""
-        return self._train.sequences(offsets_N, self._length)
-
-    def validation(self, windows: slice) -> np.ndarray:
-        """Validation windows by number."""
-        return self._validation.sequences(self._starts_W[windows], self._length)
-
-
 def _inputs_and_targets(block_BT: np.ndarray) -> tuple[Tensor, Tensor]:
     """[B, T + 1] of any integer type -> inputs and targets, int64 [B, T] each, one token apart, contiguous."""
     # Copied by NumPy, in one thread: beyond 32,768 elements torch's copy wakes all its threads, which costs far more than it gains
@@ -115,7 +91,8 @@ class Batches:
         self,
         config: DataConfig,
         header: RecordingHeader,
-        sequences: Sequences,
+        train: TokenFile,
+        validation: TokenFile,
         *,
         recording: Recording | None,
         recorder: Recorder | None,
@@ -123,15 +100,15 @@ class Batches:
         world_size: int,
         position: int,
         contiguous: bool,
-        checks: Sequence[Callable[[], None]] = (),
     ):
-        self._checks = checks
+        self._train, self._validation = train, validation
+        self._files: tuple[Any, ...] = (train.file, validation.file, *([recording] if recording else []))
         self.header, self.position = header, position
         self.vocabulary_size = header.vocabulary_size
         folder = config.record or config.replay
         self.recording_name = Path(folder).resolve().name if folder else ""
         self.steps_available = None if recording is None else recording.steps
-        self._config, self._sequences, self._recorder = config, sequences, recorder
+        self._config, self._recorder = config, recorder
         self._rank, self._world_size, self._contiguous = rank, world_size, contiguous
         self._offsets_at: Callable[[int], np.ndarray] = self._drawn if recording is None else recording.row
         facts = {name: getattr(header, name) for name in ("data_sha256", "sequence_length", "global_batch")}
@@ -156,7 +133,7 @@ class Batches:
             "vocabulary",
         )
         facts: dict[str, Any] = {name: getattr(self.header, name) for name in names}
-        facts["validation_sequences"] = self._sequences.validation_windows
+        facts["validation_sequences"] = self._config.validation_sequences
         facts["recording"] = self.recording_name
         facts["recording_start"] = self.header.chain_start().hex() if self.recording_name else ""
         return facts
@@ -182,7 +159,8 @@ class Batches:
         offsets_G = self._offsets_at(step)
         size = self._config.micro_batch
         first = [self.number(micro_step) * size for micro_step in range(self.accumulation())]
-        batches = [_inputs_and_targets(self._sequences.training(offsets_G[start : start + size])) for start in first]
+        length = self._config.sequence_length + 1
+        batches = [_inputs_and_targets(self._train.sequences(offsets_G[at : at + size], length)) for at in first]
         if self._recorder is not None:
             self._recorder.append(offsets_G)
         self._digest = next_checksum(self._digest, offsets_G)
@@ -194,15 +172,18 @@ class Batches:
 
         Micro-batch i belongs to rank i % world_size: ranks may have unequal shares.
         """
-        size, windows = self._config.micro_batch, self._sequences.validation_windows
+        size, windows = self._config.micro_batch, self._config.validation_sequences
         for first in range(self._rank * size, windows, self._world_size * size):
-            yield _inputs_and_targets(self._sequences.validation(slice(first, min(first + size, windows))))
+            yield self._validation_windows(first, min(first + size, windows))
 
     def first_validation(self, sequences: int) -> tuple[Tensor, Tensor]:
         """The first ``sequences`` of the validation set, or as many as there are, for any rank."""
-        return _inputs_and_targets(
-            self._sequences.validation(slice(0, min(sequences, self._sequences.validation_windows)))
-        )
+        return self._validation_windows(0, min(sequences, self._config.validation_sequences))
+
+    def _validation_windows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        T = self._config.sequence_length
+        starts_W = validation_offsets(self._validation.header.count, T, self._config.validation_sequences)
+        return _inputs_and_targets(self._validation.sequences(starts_W[first:last], T + 1))
 
     def digest(self) -> str:
         """16 hexadecimal digits of everything drawn so far: equal for two runs at one position just when their data was equal.
@@ -214,8 +195,8 @@ class Batches:
 
     def check_files(self) -> None:
         """Raise ``UserError`` if tokens or recording were written to since they were opened: later batches are then other ones."""
-        for check in self._checks:
-            check()
+        for file in self._files:
+            file.check()
 
     def flush(self) -> None:
         """Bring the recording to the disk. Call it before a checkpoint, which must not be ahead of the recording."""
@@ -272,6 +253,12 @@ def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tupl
         raise UserError(
             f"{folder}: train.bin has {train.header.vocabulary} tokens, val.bin {validation.header.vocabulary}: prepare both again"
         )
+    for file in (train, validation):
+        if file.header.count <= config.sequence_length:
+            raise UserError(
+                f"{file.path}: {file.header.count} tokens are less than one sequence of data.sequence_length + 1 = "
+                f"{config.sequence_length + 1}: set --data.sequence-length below {file.header.count} or use more data"
+            )
     return train, validation
 
 
@@ -333,20 +320,19 @@ def open_batches(
             raise _ended(config.replay, recording.steps)
     else:
         header = _new_header(config, train, validation, source_run)
-    sequences = Sequences(train, validation, config.sequence_length, config.validation_sequences)
     if config.record and rank == 0:
         recorder = _open_recorder(Path(config.record), header, resume_at, run_id)
     return Batches(
         config,
         header,
-        sequences,
+        train,
+        validation,
         recording=recording,
         recorder=recorder,
         rank=rank,
         world_size=world_size,
         position=position,
         contiguous=contiguous,
-        checks=[train.file.check, validation.file.check, *([recording.check] if recording else [])],
     )
 
 

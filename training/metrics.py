@@ -101,31 +101,21 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, wandb_run: Any = None, *, enabled: bool = True):
-        self._file: JsonLines | None = None
+        self.file: JsonLines | None = None
         self._wandb_run = wandb_run
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = JsonLines(folder / METRICS_FILE)
+        self.file = JsonLines(folder / METRICS_FILE)
 
     def log(self, step: int, **scalars: Any) -> None:
         """Append one line. Values: bool, int, float, str, None (not known, as the MFU of a CPU), or what has ``item()``
         (0-d tensors, NumPy scalars). Raises ``UserError`` when the disk is full."""
-        if self._file is None:
+        if self.file is None:
             return
         record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
-        self._file.append(record)
+        self.file.append(record)
         self._log_to_wandb(record)
-
-    @property
-    def digests(self) -> list[str]:
-        """``line_digests`` of the file."""
-        return [] if self._file is None else self._file.digests
-
-    def sync(self) -> None:
-        """Bring every line so far to the disk."""
-        if self._file is not None:
-            self._file.sync()
 
     def _log_to_wandb(self, record: dict[str, Any]) -> None:
         if self._wandb_run is None:
@@ -140,9 +130,9 @@ class Metrics:
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the file and the W&B run (marked failed when ``exit_code`` is not 0). Safe to call twice."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
         if self._wandb_run is not None:
             try:
                 self._wandb_run.finish(exit_code=exit_code)

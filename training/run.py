@@ -28,7 +28,7 @@ from training import alarm, distributed, nanogpt, outcome, record, speed, throug
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch
-from training.metrics import METRICS_FILE, Metrics, import_wandb, start_wandb
+from training.metrics import Metrics, import_wandb, read_lines, start_wandb
 from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate
 from training.precision import rounding_seed
@@ -358,7 +358,7 @@ def open_telemetry(run: Run) -> None:
         rate=functools.partial(learning_rate, config=config.optim),
     )
     try:
-        for earlier in run.telemetry.earlier():
+        for earlier in read_lines(run.telemetry.file.path):
             alarm.update(run.alarm, earlier)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # somebody has edited it
         what = f"a line is no probe ({type(error).__name__}: {error}); the alarm does not know those from there on"
@@ -378,13 +378,10 @@ def save(run: Run, step: int) -> None:
         run.lock.check()
         run.batches.check_files()
         run.batches.flush()
-        for log in (run.metrics, run.telemetry):
-            if log is not None:
-                log.sync()
+        logs = [log.file for log in (run.metrics, run.telemetry) if log is not None and log.file is not None]
+        for log in logs:
+            log.sync()
         if run.dist.is_main:
-            written = {METRICS_FILE: run.metrics.digests}
-            if run.telemetry is not None:
-                written[TELEMETRY_FILE] = run.telemetry.digests
             run.checkpoints.save(
                 step,
                 model_state=run.network.raw.state_dict(),
@@ -399,7 +396,7 @@ def save(run: Run, step: int) -> None:
                     "seconds": run.seconds(),
                     "data_digest": run.batches.digest(),
                     "switches": run.interventions.state(step),
-                    "logs": record.log_digests(run.folder, written),
+                    "logs": record.log_digests(run.folder, {log.path.name: log.digests for log in logs}),
                 },
                 # While every step is skipped, the weights may be broken: keep the checkpoints from before.
                 prune=not run.guard.skips_in_a_row,
@@ -435,7 +432,7 @@ def close(run: Run, error: BaseException | None = None) -> None:
     finally:
         run.metrics.close(exit_code=0 if error is None else 1)
         if run.telemetry is not None:
-            run.telemetry.close()
+            run.telemetry.file.close()
         if run.dist.is_main:
             with contextlib.suppress(UserError):
                 run.lock.check()

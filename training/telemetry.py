@@ -32,7 +32,7 @@ from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.spectral import attention_norms
-from training.metrics import JsonLines, read_lines, read_run_file
+from training.metrics import JsonLines, read_run_file
 from training.precision import PrecisionConfig
 
 TELEMETRY_FILE = "telemetry.jsonl"
@@ -111,7 +111,7 @@ class Telemetry:
         self._model, self._device, self._precision, self._seed_of = model, device, precision, rounding_seed
         self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.sequences))
         self._rate, self._summed = rate, (0, 0.0)
-        self._file = JsonLines(folder / TELEMETRY_FILE)
+        self.file = JsonLines(folder / TELEMETRY_FILE)
 
     def probe(self, step: int, batch: int) -> dict[str, Any]:
         """Measure, write the line and return it; ``batch``: the next to be drawn."""
@@ -123,7 +123,7 @@ class Telemetry:
         columns = to_lists(measured)
         record: dict[str, Any] = {"step": step, "batch": batch, "lr_sum": self._rate_sum(step)}
         record |= {"probe_seconds": time.perf_counter() - began, "delta_units": units} | columns
-        self._file.append(record)
+        self.file.append(record)
         return record
 
     def _rate_sum(self, step: int) -> float:
@@ -133,22 +133,6 @@ class Telemetry:
             total += self._rate(earlier)
         self._summed = (step, total)
         return total
-
-    def earlier(self) -> list[dict[str, Any]]:
-        """The probes of earlier sessions of a resumed run."""
-        return list(read_lines(self._file.path))
-
-    @property
-    def digests(self) -> list[str]:
-        """``line_digests`` of the file."""
-        return self._file.digests
-
-    def sync(self) -> None:
-        """Bring every probe so far to the disk."""
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def probe_batch(batches: Batches, sequences: int) -> tuple[Tensor, Tensor]:
