@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +155,31 @@ def test_autocast_and_tf32_settings_do_not_reach_inside(preset: str, device: tor
     finally:
         torch.set_float32_matmul_precision(before)
     assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("choose", "read"),
+    [
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "torch.backends.cuda.matmul.fp32_precision"),
+        ("torch.set_float32_matmul_precision('high')", "torch.get_float32_matmul_precision()"),
+    ],
+)
+def test_tf32_is_off_inside_and_comes_back_however_it_was_chosen_and_in_any_thread(choose: str, read: str) -> None:
+    code = f"""
+import sys, torch
+from concurrent.futures import ThreadPoolExecutor
+from attention.reference.exact import exact_float32
+sys.setswitchinterval(1e-5)
+{choose}
+chosen = {read}
+def inside(_):
+    with exact_float32(torch.device("cpu")):
+        return {read}
+with ThreadPoolExecutor(4) as threads:
+    assert chosen not in set(threads.map(inside, range(400)))
+assert {read} == chosen
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
 
 @pytest.mark.parametrize("preset", ["standard", "flash", "flash_fp32_o"])

@@ -69,6 +69,8 @@ class _Tiled(torch.autograd.Function):
         q, k, v, p, o = ctx.saved_tensors
         keys, values = (x.repeat_interleave(ctx.n, 1).float() for x in (k, v))
         delta = (do.float() * o).sum(-1, keepdim=True)
+        if ctx.fault == "delta 1 % too large":
+            delta = delta * 1.01
         if ctx.fault == "delta of the next row":
             delta = delta.roll(1, -2)
         ds = (p * (do.float() @ values.mT - delta) * ctx.scale).to(q.dtype)
@@ -125,20 +127,13 @@ def test_a_sabotaged_kernel_is_found(fault: str, name: str, verdict: str) -> Non
 
     found, good = cases(tiled(fault)), cases(tiled())
     assert (found.verdict, good.verdict) == (verdict, "safe"), (found, good)
+    assert ("rounded to one side" in found.reason) == (fault == "P rounded down")
 
 
 def test_a_kernel_that_takes_its_row_sums_out_of_dq_cannot_hide_its_delta() -> None:
     cases = check_attention("flash_centered_keys", device="cpu", shape=SMALL, classes=("common_part", "signs")).cases
     assert [case.verdict for case in cases] == ["safe", "at risk"]
     assert_safe("flash_corrected_rows", device="cpu", shape=SMALL, classes="signs")
-
-
-def test_rounding_to_one_side_is_named() -> None:
-    reasons = [
-        check_attention(tiled(fault), device="cpu", shape=SMALL, classes="common_part").cases[0].reason
-        for fault in ("P rounded down", "delta from a rounded O")
-    ]
-    assert ["rounded to one side" in reason for reason in reasons] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["padding", "window"])
@@ -204,25 +199,7 @@ def test_the_column_of_ones_measures_row_sums_of_ds() -> None:
     """Against sums taken inside: in exact arithmetic they are 0, and with dO * O off by a known part they are known."""
     p = make("gaussian", SMALL, torch.float32, CPU)
 
-    class OffBy(torch.autograd.Function):
-        """Delta is 1 % too large."""
-
-        @staticmethod
-        def forward(ctx: Any, s: Tensor) -> Tensor:
-            weights = s.softmax(-1)
-            ctx.save_for_backward(weights)
-            return weights
-
-        @staticmethod
-        def backward(ctx: Any, dp: Tensor) -> Tensor:
-            (weights,) = ctx.saved_tensors
-            return weights * (dp - 1.01 * (weights * dp).sum(-1, keepdim=True))
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        s = (q @ k.mT * scale).masked_fill(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1), -math.inf)
-        return OffBy.apply(s) @ v
-
-    column = run(kernel, p)[1][..., -1]
+    column = run(tiled("delta 1 % too large"), p)[1][..., -1]
     o = exact(p)[0][0]
     expected = -0.01 * (p.do.double() * o).sum(-1) * p.scale
     assert torch.allclose(column.double(), expected, rtol=1e-3, atol=1e-6)

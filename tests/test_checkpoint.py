@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 import training.checkpoint as checkpoint
 from errors import UserError
@@ -100,18 +99,6 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -
         assert torch.equal(*raw)
 
 
-def test_tied_weights_are_stored_once_and_come_back_under_both_names(tmp_path: Path) -> None:
-    weight = torch.rand(7, 4)
-    state = {"transformer.wte.weight": weight, "lm_head.weight": weight}
-    path = save(checkpoints := make(tmp_path), 1, model_state=state)
-    with safe_open(path / "model.safetensors", framework="pt") as file:
-        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
-        assert "transformer.wte.weight" in file.keys()  # noqa: SIM118
-    loaded = newest(checkpoints).model_state
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(tensor, weight) for tensor in loaded.values())
-
-
 def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     torch.manual_seed(3)
     torch.rand(5)
@@ -147,6 +134,15 @@ def test_a_damaged_one_falls_back_and_names_both(
     assert warning.count("\n") == 1
     assert str(checkpoints.folder / "step_00000001") in warning
     assert str(checkpoints.folder / "step_00000002") in warning
+
+
+def test_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = make(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT_VERSION", 99)
+        path = save(checkpoints, 1)
+    with pytest.raises(UserError, match="format_version 99"):
+        Checkpoints.load(path)
 
 
 def test_every_nth_stays_for_good(tmp_path: Path) -> None:
@@ -190,3 +186,12 @@ def test_full_disk_keeps_and_names_the_last_good_one(
     assert re.search(r"needs about \d+ bytes, \d+ are free", message)
     assert message.endswith(f"the last good checkpoint is {checkpoints.folder / 'step_00000001'}")
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_files_have_the_modes_that_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = save(make(tmp_path), 1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}

@@ -24,7 +24,6 @@ def write_run(
     digests: str = "",
     first: int = 0,
     preset: str = "flash",
-    settings: dict[str, Any] | None = None,
     **columns: float,
 ) -> Path:
     """A run whose step s has digest ``digests[s]`` (repeated to length; "" for none)."""
@@ -36,7 +35,6 @@ def write_run(
     config = {
         "attention": {"default": {"preset": preset}},
         "run": {"name": folder.name, "seed": 42, "steps": 6},
-        **(settings or {}),
     }
     record = {"config": config, "attention_name": f"{preset} (paper)", "batches": BATCHES}
     (folder / "config.json").write_text(json.dumps(record))

@@ -1,17 +1,22 @@
-"""delta in low and high precision: against FP64, the backward pass itself, planted bias; the low-rank factors of arXiv 2510.04212."""
+"""What ``capture`` takes of a model; delta in low and high precision against FP64 and the backward pass; the low-rank factors."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 
 import pytest
 import torch
 from layer_captures import random_layer, tied_layer
+from torch import Tensor
 
-from attention import AttentionSpec
+import attention
+from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.mask import NO_MASK
 from attention.reference.flash import row_deltas
-from probes.capture import LayerCapture
+from model import GPT, ModelConfig, initialize
+from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, output_errors, row_residuals, summarize
 from probes.low_rank import coherence, cross_coherence, weighted_keys
 
@@ -129,3 +134,65 @@ def test_weighted_keys_are_those_of_fp64(softcap: float) -> None:
         slope = 1 - (s / softcap).square()
     p = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf).softmax(dim=-1)
     torch.testing.assert_close(weighted_keys(layer).double(), (p * slope) @ k, rtol=1e-4, atol=1e-5)
+
+
+B, T = 2, 24
+BASE = ModelConfig(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=64, vocab_multiple=1)
+VARIANTS = {
+    "plain": BASE,
+    "qk_norm": dataclasses.replace(BASE, qk_norm=True),
+    "gated": dataclasses.replace(BASE, gated_attention=True),
+    "softcap": dataclasses.replace(BASE, attention_softcap=5.0),
+    "llama": dataclasses.replace(BASE, position="rotary", norm="rms", activation="swiglu"),
+}
+MIXED = AttentionConfig(
+    flash_backend="flash_reference",
+    default=AttentionSpec(preset="flash"),
+    rules=(AttentionRule(layers=(1,), heads=(0, 2), attention=AttentionSpec(preset="flash_o_fp32_delta_nearest")),),
+)
+
+
+def make(config: ModelConfig, plans: AttentionConfig | None = None) -> GPT:
+    model = GPT(
+        config, (plans or AttentionConfig(flash_backend="flash_reference")).resolve(config.n_layer, config.n_head)
+    )
+    initialize(model, seed=3)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 64, (B, T + 1), generator=torch.Generator().manual_seed(5))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def autocast(dtype: torch.dtype = torch.bfloat16) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+
+
+def captured(model: GPT, dtype: torch.dtype = torch.bfloat16, **options: object) -> list[LayerCapture]:
+    return capture(model, *batch(), autocast=autocast(dtype), **options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("plans", [None, MIXED], ids=["one group", "two groups"])
+def test_q_k_v_give_o_by_attention_run(variant: str, plans: AttentionConfig | None) -> None:
+    for layer in captured(make(VARIANTS[variant], plans)):
+        o = attention.run(
+            layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.plan, rounding_seed=torch.tensor(0), softcap=layer.softcap
+        )
+        assert torch.equal(o, layer.o_BTHD)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_of_the_weights_follow_from_what_was_captured(variant: str) -> None:
+    """dO through attention and ``c_attn`` gives the gradient of W_v that ``backward`` gives: dO is training's own."""
+    model = make(VARIANTS[variant])
+    model.train()
+    layers = captured(model, torch.float32)
+    model(*batch())[1].backward()
+    for layer, module in zip(layers, model.attentions(), strict=True):
+        q, k, v = (x.clone().requires_grad_() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD))
+        o = attention.run(q, k, v, layer.plan, rounding_seed=torch.tensor(0), softcap=layer.softcap)
+        (dv,) = torch.autograd.grad(o, v, layer.do_BTHD)
+        expected = module.c_attn.weight.grad[2 * BASE.n_embd :]
+        torch.testing.assert_close(dv.flatten(2).flatten(0, 1).T @ layer.x_BTC.flatten(0, 1), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attention.attn_mask
 from attention import AttentionSpec, replace_sdpa, scaled_dot_product_attention
+from attention.mask import Split, split
 from attention.reference import tiles
 from attention.reference.tiles import TORCHS
 
@@ -500,6 +504,15 @@ def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_call
     assert_attends(None, lambda *_: call_backward())
 
 
+def test_torch_jit_script_of_attention_is_refused_inside_a_block() -> None:
+    class Scripted(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    with replace_sdpa(), pytest.raises(torch.jit.frontend.NotSupportedError):
+        torch.jit.script(Scripted())
+
+
 def test_torchs_own_kernel_can_replace_torchs_function() -> None:
     """Where no other test has imported what the package imports late."""
     code = """
@@ -690,3 +703,42 @@ def test_second_derivatives_are_refused_where_they_are_asked_for(numerics: str) 
 def test_transforms_of_torch_func_are_refused(transform: Any) -> None:
     with pytest.raises(ValueError, match="query is within"):
         transform(lambda q: scaled_dot_product_attention(q, q, q), drawn((1, 1, 4, 8))[0])
+
+
+def joined(ranges: Tensor, keys: Tensor) -> Tensor:
+    s = torch.arange(keys.shape[1])
+    first, last = ranges[..., None].unbind(1)
+    return (s >= first) & (s < last) & keys[:, None]
+
+
+def test_every_small_mask_that_is_ranges_and_padding_is_found_and_no_other() -> None:
+    """All 512 masks of three queries and three keys, against all ranges and all paddings."""
+    ranges = torch.tensor(list(itertools.product(range(4), repeat=6))).view(-1, 2, 3)
+    ranges = ranges[(ranges.diff(dim=2) >= 0).all(dim=2).all(dim=1)]
+    paddings = torch.tensor(list(itertools.product([False, True], repeat=3)))
+    servable = {tuple(x) for p in paddings for x in joined(ranges, p.expand(len(ranges), 3)).flatten(1).tolist()}
+    for bits in itertools.product([False, True], repeat=9):
+        mask = torch.tensor(bits).view(1, 3, 3)
+        if bits in servable:
+            assert torch.equal(joined(*split(mask)[:2]), mask)
+        else:
+            with pytest.raises(ValueError, match="batch entry 0: query"):
+                split(mask)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Ranges and padding of any lengths."""
+    B, T, S = (draw(st.integers(1, most)) for most in (3, 12, 12))
+    ends = st.lists(st.integers(0, S), min_size=T, max_size=T).map(sorted)
+    ranges = torch.tensor([[draw(ends), draw(ends)] for _ in range(B)])
+    return ranges, torch.tensor(draw(st.lists(st.booleans(), min_size=B * S, max_size=B * S))).view(B, S)
+
+
+@given(parts())
+def test_ranges_and_padding_are_given_back(given_parts: tuple[Tensor, Tensor]) -> None:
+    mask = joined(*given_parts)
+    found: Split = split(mask)
+    assert torch.equal(joined(found.ranges, found.keys), mask)
+    assert (found.ranges.diff(dim=2) >= 0).all()
+    assert found.padded != torch.equal(joined(found.ranges, torch.ones_like(found.keys)), mask)

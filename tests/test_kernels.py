@@ -7,6 +7,7 @@ run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import Mock
 
 import kernel_tests
@@ -91,6 +92,23 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 @pytest.mark.timeout(900)
 def test_the_slow_cases_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(__file__, "-m", "slow and not gpu")
+
+
+# Small files with tests of kernels, in one process, as each start takes seconds.
+SMALL = (
+    "exponent",
+    "row_residual",
+    "row_sum_floor",
+    "linear_cross_entropy::test_the_kernel_agrees_with_torch",
+    "hopper::test_one_number_holds_m_and_the_divisor_and_delta_reads_all_of_o",
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
+@pytest.mark.timeout(600)
+def test_the_kernels_of_small_files_in_tritons_interpreter() -> None:
+    files = (name.partition("::") for name in SMALL)
+    pass_in_the_interpreter(*(f"{Path(__file__).parent}/test_{file}.py{colons}{test}" for file, colons, test in files))
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,14 @@ def test_flops_per_token_are_those_of_the_matrix_products_and_norms(monkeypatch:
     assert model.flops_per_token(16) == counter.get_total_flops() / tokens.numel() + 6 * norms
 
 
-@pytest.mark.parametrize("changes", [{}, STABILIZERS["qk_norm"], ALL_BUT_QK_NORM], ids=["plain", "qk_norm", "others"])
+LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, STABILIZERS["qk_norm"], ALL_BUT_QK_NORM, LLAMA],
+    ids=["plain", "qk_norm", "others", "Llama"],
+)
 def test_compiled_without_graph_breaks_equals_eager(spy: Spy, changes: dict[str, Any]) -> None:
     tokens, targets = batch()
     eager, traced = make(scale=5.0, **changes), make(scale=5.0, **changes)

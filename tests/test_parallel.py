@@ -1,9 +1,12 @@
-"""In two processes (gloo, CPU): DDP and FSDP2 train as one process does on both halves of a batch; ``watch`` sees each, and writes one."""
+"""Several processes (gloo, CPU): DDP and FSDP2 train as one does, ``watch`` sees each; gradients are exchanged when they should be."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_watching import B, C, Model, T
-from tiny_runs import reserved_port
+from tiny_runs import environment, reserved_port
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -71,3 +74,102 @@ def test_two_processes_train_as_one(how: str, tmp_path: Path) -> None:
     assert [look["step"] for look in looks] == [0, 2]
     assert looks[1] == found[0]["record"]
     assert found[0]["record"]["max_logit"] != found[1]["record"]["max_logit"]
+
+
+WORLD = 3
+
+
+WORKER = """
+import hashlib, json
+from pathlib import Path
+import torch
+from torch import nn
+from training import distributed
+
+place = distributed.start("cpu")
+rank = place.rank
+facts = {{"place": [rank, place.local_rank, place.world_size, str(place.device), place.is_main]}}
+own = torch.tensor([float(rank), 10.0 - rank])
+facts["sum"] = distributed.all_reduce_sum(own).tolist()
+facts["mean"] = distributed.all_reduce_mean(own).tolist()
+facts["max"] = distributed.all_reduce_max(own).tolist()
+facts["any"] = [distributed.any_rank(rank == 2), distributed.any_rank(False)]
+mine = torch.arange(rank * 2, dtype=torch.uint8) + 250
+facts["gathered"] = [t.tolist() for t in distributed.gather(mine)]
+
+# Whole numbers that 3 divides: every sum and mean below is exact, in any order.
+model = nn.Linear(4, 2)
+parallel = distributed.wrap(model, place)
+facts["steps"] = []
+for micro in range(3):
+    inputs = 3.0 * torch.arange(8.0).reshape(2, 4) + 30 * (micro * place.world_size + rank)
+    with distributed.no_sync(parallel, last=micro == 2):
+        parallel(inputs).sum().backward()
+    facts["steps"].append(model.weight.grad[0].tolist())
+
+# A model of more than one bucket; the same backward three times over.
+torch.manual_seed(0)
+deep = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)])
+parallel = distributed.wrap(deep, place)
+inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(rank))
+distributed.settle(parallel, lambda: parallel(torch.ones_like(inputs)).sum().backward())
+facts["digests"] = []
+for _ in range(3):
+    parallel.zero_grad()
+    parallel(inputs).square().sum().backward()
+    digest = hashlib.sha256()
+    for parameter in deep.parameters():
+        digest.update(parameter.grad.numpy().tobytes())
+    facts["digests"].append(digest.hexdigest())
+distributed.barrier()
+distributed.stop()
+Path({folder!r}, f"{{rank}}.json").write_text(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three processes saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    worker = folder / "worker.py"
+    worker.write_text(WORKER.format(folder=str(folder)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}", str(worker)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize(
+    ("name", "of_rank"),
+    [
+        ("place", lambda rank: [rank, rank, WORLD, "cpu", rank == 0]),
+        ("sum", lambda rank: [3.0, 27.0]),
+        ("mean", lambda rank: [1.0, 9.0]),
+        ("max", lambda rank: [2.0, 10.0]),
+        ("any", lambda rank: [True, False]),
+        ("gathered", lambda rank: [[], [250, 251], [250, 251, 252, 253]]),
+    ],
+)
+def test_every_process_has_its_own(facts: list[dict[str, Any]], name: str, of_rank: Callable[[int], Any]) -> None:
+    assert [fact[name] for fact in facts] == [of_rank(rank) for rank in range(WORLD)]
+
+
+def test_gradients_stay_local_until_the_last_micro_step(facts: list[dict[str, Any]]) -> None:
+    for rank, fact in enumerate(facts):
+        own = [sum(3.0 * (column + column + 4) + 2 * 30 * (m * WORLD + rank) for m in (0, 1)) for column in range(4)]
+        assert fact["steps"][1] == own
+
+
+def test_accumulated_gradients_are_the_single_process_sum_over_processes(facts: list[dict[str, Any]]) -> None:
+    model = nn.Linear(4, 2)
+    for micro_batch in range(3 * WORLD):
+        inputs = 3.0 * torch.arange(8.0).reshape(2, 4) + 30 * micro_batch
+        model(inputs).sum().backward()
+    assert model.weight.grad is not None
+    expected = (model.weight.grad[0] / WORLD).tolist()
+    assert [fact["steps"][2] for fact in facts] == [expected] * WORLD
+
+
+def test_first_backward_rounds_as_all_later_ones(facts: list[dict[str, Any]]) -> None:
+    assert len({digest for fact in facts for digest in fact["digests"]}) == 1

@@ -1,10 +1,15 @@
-"""Making of data sets: from text, the standard library, OpenWebText, wheels; the command."""
+"""Token files, and the making of data sets: from text, the standard library, OpenWebText, wheels; the command."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -19,10 +24,99 @@ import data.tokenizers
 from data.openwebtext import prepare_openwebtext
 from data.stdlib import VAL_EVERY, library_files, prepare_stdlib
 from data.text import prepare_text, split_documents
-from data.token_files import TokenFile
+from data.token_files import TokenFile, TokenWriter, new_dataset
 from data.tokenizers import GPT2Tokenizer, make_tokenizer
 from errors import UserError
 from scripts import make_text
+
+FACTS = {"dtype": "uint16", "vocabulary": "gpt2", "vocabulary_size": 50257, "source": "a test"}
+
+
+def write(folder, split="train", tokens=(1, 2, 50256), **changes):
+    with TokenWriter(folder, split, **{**FACTS, **changes}) as writer:
+        writer.write(np.array(tokens))
+    return writer
+
+
+def edit_header(folder, **changes):
+    path = folder / "train.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_signed_token_beyond_the_vocabulary_is_refused(tmp_path):
+    write(tmp_path)
+    edit_header(tmp_path, vocabulary_size=50256)
+    with pytest.raises(UserError, match="token 50256 in a vocabulary of 50256"):
+        TokenFile.open(tmp_path, "train", verify="sha256")
+
+
+@pytest.mark.parametrize("token", [-1, 50257, 65536 + 5])
+def test_token_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, token):
+    with pytest.raises(ValueError, match="in a vocabulary of 50257"), new_dataset(tmp_path / "a") as staging:
+        write(staging, tokens=[0, token])
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "train.json").unlink(), r"train.json: no such header"),
+        (lambda folder: (folder / "train.bin").unlink(), r"train.bin: no such file"),
+        (lambda folder: edit_header(folder, format_version=2), "not a token file's header"),
+        (lambda folder: os.truncate(folder / "train.bin", 4), "4 bytes, its header says 6"),
+    ],
+)
+def test_what_is_not_there_is_told(tmp_path, damage, message):
+    write(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        TokenFile.open(tmp_path, "train")
+
+
+def replaced_until(at: int, folder: Path) -> int:
+    """Replace the data set, in a process that is killed at its change number ``at`` of a folder; its exit code."""
+    child = os.fork()
+    if child == 0:
+        changes = itertools.count(1)
+
+        def kill(event: str, arguments: tuple[object, ...]) -> None:
+            if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir") and next(changes) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        with new_dataset(folder, force=True) as staging:
+            write(staging, tokens=(7, 8))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_wherever_a_replacement_is_killed_the_old_or_the_new_data_set_is_whole(tmp_path):
+    for at in itertools.count(1):
+        parent = tmp_path / str(at)
+        write(parent / "a")
+        code = replaced_until(at, parent / "a")
+        where = parent / "a" if (parent / "a").exists() else parent / ".a.old"
+        assert TokenFile.open(where, "train", verify="sha256").tokens.tolist() in ([1, 2, 50256], [7, 8])
+        if where.name == ".a.old":
+            with pytest.raises(UserError, match=r"its replacement was cut off; go on with .*\.a\.old, or"):
+                TokenFile.open(parent / "a", "train")
+        assert replaced_until(0, parent / "a") == 0
+        assert names(parent) == ["a"]
+        if code == 0:
+            break
+    assert at > 5
+
+
+def test_force_spares_a_folder_of_other_files(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"'notes.txt', no token file"), new_dataset(tmp_path, force=True):
+        pass
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
 
 # GPT-2's pattern as OpenAI published it; the cut of long documents must agree with it, whatever the merges are.
 PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -152,11 +246,8 @@ def library(tmp_path):
     return root
 
 
-def test_only_the_librarys_own_sources_belong(library):
+def test_only_the_librarys_own_sources_belong_and_none_to_both_splits(tmp_path, library):
     assert [str(path) for path in library_files(library)] == [f"package/m{n:03}.py" for n in range(2 * VAL_EVERY)]
-
-
-def test_no_file_is_in_both_splits(tmp_path, library):
     prepare_stdlib(tmp_path / "out", library=library)
     split_documents = [
         set(TokenFile.open(tmp_path / "out", split).tokens.tobytes().split(b"\0")[:-1]) for split in ("train", "val")
@@ -232,6 +323,22 @@ def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
     result = run(*bytes_options(text), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
+
+
+def test_an_interrupted_command_clears_what_it_began(tmp_path):
+    """It has written tokens and waits for more text: its source is a pipe kept open."""
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, str(SCRIPT), "text", "pipe", "--vocabulary", "bytes", "--workers", "2", "--name", "a"]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    with open(tmp_path / "pipe", "wb", buffering=0) as feed:
+        feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)  # more than is encoded at once
+        written, end = tmp_path / "data/tokens/.a.partial/a/train.bin", time.monotonic() + 30
+        while not (written.exists() and written.stat().st_size):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert list((tmp_path / "data/tokens").iterdir()) == []
 
 
 def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):

@@ -96,27 +96,19 @@ def test_a_reader_written_from_the_readme_agrees(tmp_path):
     assert np.array_equal(read_by_the_readme(tmp_path / "r"), make_rows(5))
 
 
-def test_an_unfinished_recording_cut_at_any_byte_keeps_its_whole_rows(tmp_path):
-    write(tmp_path / "r", 4, finish=False, flush_at=2)
-    path = tmp_path / "r" / "offsets.npy"
-    raw = path.read_bytes()
-    width = (len(raw) - HEAD_BYTES) // 4
-    for size in range(HEAD_BYTES + 2 * width, len(raw) + 1):
-        path.write_bytes(raw[:size])
-        found = Recording.open(tmp_path / "r")
-        assert found.steps == (size - HEAD_BYTES) // width
-        assert np.array_equal(found.offsets, make_rows(4)[: found.steps])
-
-
 @pytest.mark.parametrize(("finish", "promised"), [(True, 4), (False, 2)])
-def test_a_recording_cut_below_its_promise_is_refused(tmp_path, finish, promised):
+def test_cut_at_any_byte_it_keeps_its_whole_rows_or_is_refused_below_its_promise(tmp_path, finish, promised):
     write(tmp_path / "r", 4, finish=finish, flush_at=2)
     path = tmp_path / "r" / "offsets.npy"
     raw = path.read_bytes()
-    for size in range(HEAD_BYTES + promised * 32):
+    for size in range(len(raw) + 1):
         path.write_bytes(raw[:size])
-        with pytest.raises(UserError, match="truncated"):
-            Recording.open(tmp_path / "r")
+        if size < HEAD_BYTES + promised * 32:
+            with pytest.raises(UserError, match="truncated"):
+                Recording.open(tmp_path / "r")
+        else:
+            found = Recording.open(tmp_path / "r")
+            assert np.array_equal(found.offsets, make_rows(4)[: (size - HEAD_BYTES) // 32])
 
 
 @pytest.mark.parametrize("finish", [True, False])
@@ -177,17 +169,6 @@ def test_resuming_what_does_not_fit_is_refused(tmp_path, changes, steps, message
         Recorder.resume(tmp_path / "r", replace(header, **changes), steps)
 
 
-def test_resuming_a_damaged_recording_leaves_it_as_it_is(tmp_path):
-    header = write(tmp_path / "r", 3)
-    with open(tmp_path / "r" / "offsets.npy", "r+b") as file:
-        file.seek(HEAD_BYTES)
-        file.write(b"\xff")
-    before = contents(tmp_path / "r")
-    with pytest.raises(UserError, match="step 0 does not match"):
-        Recorder.resume(tmp_path / "r", header, 2)
-    assert contents(tmp_path / "r") == before
-
-
 def test_nobody_begins_or_goes_on_with_the_recording_of_a_run_that_is_alive(tmp_path):
     alive = Recorder.create(tmp_path / "r", make_header())
     for begin in (Recorder.create, lambda *args: Recorder.resume(*args, 0)):
@@ -217,6 +198,15 @@ def begin_at_once(folder: Path, name: str) -> None:
     for offsets in make_rows(20):
         recorder.append(offsets)
     recorder.close()
+
+
+def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
+    Recorder.create(tmp_path / "r", make_header()).close(complete=False)
+    (tmp_path / "r" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists"):
+        Recorder.create(tmp_path / "r", make_header())
+    Recorder.resume(tmp_path / "r", make_header(), 0).discard()
+    assert contents(tmp_path / "r") == {"notes.txt": b"mine"}
 
 
 def test_of_several_that_begin_at_once_one_records(tmp_path):

@@ -222,6 +222,11 @@ def by_two_processes(place: Place, run: Path, patch: Patch) -> None:
     patch.setattr(distributed, "start", lambda *_: two)
 
 
+def by_a_checkpoint_of_a_namesake(place: Place, run: Path, patch: Patch) -> None:
+    place.train(run.name, {**SWITCHED, "run.folder": str(place.folder / "twins"), "run.steps": 10})
+    shutil.copytree(place.folder / "twins" / run.name / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
+
+
 def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
 
@@ -254,6 +259,11 @@ REFUSED = {
     "checkpoints_gone": Refusal(
         r"they are gone, while .*metrics\.jsonl goes to step 13: choose another name, or remove",
         spoil=lambda place, run, patch: shutil.rmtree(run / "checkpoints"),
+    ),
+    "a_checkpoint_of_a_namesake": Refusal(
+        r"step_00000010: its run_id is '[0-9a-f]{32}', that of .*config\.json is '[0-9a-f]{32}': not this run's checkpoint$",
+        fields=UNRECORDED,
+        spoil=by_a_checkpoint_of_a_namesake,
     ),
     "a_recording_of_another_run": Refusal(
         r"its source_run is 'owner', this run's is 'a_recording_of_another_run'", {}, UNRECORDED, dies_at=5, spoil=by_a_recording_of_another

@@ -11,14 +11,12 @@ import kernel_tests
 import pytest
 import torch
 from attention_cases import Problem, run
-from kernel_tests import INTERPRETED, Runner
+from kernel_tests import Runner
 
-import attention
-from attention import AttentionConfig, AttentionSpec
+from attention import AttentionSpec
 from attention.check.captured import Inputs
 from attention.check.measures import exact
 from attention.numerics import SITES
-from errors import UserError
 
 BLOCKS = ("tile_q=16", "tile_k=16")
 runner, poisoned_memory = kernel_tests.runner, kernel_tests.poisoned_memory
@@ -101,14 +99,3 @@ def test_rows_whose_p_is_zero_throughout_have_no_gradient(runner: Runner) -> Non
         coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtract_first", *sites)
         gradients = run(p, AttentionSpec(sites=coarse, backend=runner.backend))[1:]
         assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
-@pytest.mark.parametrize("chosen", ["centered_keys", "corrected_rows"])
-def test_a_soft_cap_refuses_it(chosen: str) -> None:
-    spec = AttentionSpec(sites=(f"row_residual={chosen}",), backend="flash_reference")
-    plans = AttentionConfig(default=spec).resolve(1, 2)
-    settings = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 16}
-    attention.check_plans(plans, **settings)
-    with pytest.raises(UserError, match=f"row_residual = '{chosen}', expected kept with a soft-cap"):
-        attention.check_plans(plans, **settings, softcap=30.0)

@@ -1,9 +1,18 @@
-"""probes/spectral.py: the largest singular value, also of awkward matrices."""
+"""What probes measure of weights and of attention: against a plain float64 computation, and on matrices whose values are known."""
+
+from __future__ import annotations
+
+import math
 
 import pytest
 import torch
+from torch import Tensor
 
+from attention.rounding import round_to
+from attention.watching.measure import attention_statistics
 from probes.spectral import attention_norms, product_norm, top_singular
+
+# ---- what a probe measures
 
 
 def planted(
@@ -53,3 +62,57 @@ def test_only_the_layer_that_is_not_finite_is_nan_() -> None:
     w_q = torch.stack([torch.eye(8), torch.eye(8)])
     w_q[1, 0, 0] = torch.inf
     assert attention_norms(w_q, w_q.clone(), 2)[0].w_q.isfinite().tolist() == [True, False]
+
+
+B, T, H, D = 2, 37, 3, 8
+SCALE = D**-0.5
+
+
+def operands(seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(spread * torch.randn(3, B, T, H, D, generator=torch.Generator().manual_seed(seed)))
+
+
+def scores(q: Tensor, k: Tensor, softcap: float = 0.0) -> Tensor:
+    """S [B, H, T, T] in the operands' dtype, masked entries -inf."""
+    s = SCALE * q.transpose(1, 2) @ k.transpose(1, 2).mT
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    return s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+
+
+def along(direction: list[float]) -> Tensor:
+    """Keys [1, n, 1, 1]: with queries of 1 and scale 1 they are the scores."""
+    return torch.tensor(direction)[None, :, None, None]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 16, 128])
+def test_statistics_are_those_of_the_whole_matrix(chunk: int, softcap: float) -> None:
+    q, k, _ = operands(spread=2.0)
+    measured = attention_statistics(q, k, scale=SCALE, softcap=softcap, chunk=chunk)
+    s = scores(q.double(), k.double(), softcap)
+    p = s.softmax(dim=-1)
+    expected = {
+        "max_logit": s.amax(dim=(0, 2, 3)),
+        "entropy": -(p * p.clamp(min=1e-300).log()).sum(dim=-1).mean(dim=(0, 2)),
+        "top_1": p.amax(dim=-1).mean(dim=(0, 2)),
+    }
+    for name, value in expected.items():
+        # Scores of at most 40 in float32 are off by 40 * D * 2^-24, and so, relatively, are probabilities.
+        torch.testing.assert_close(measured[name].double(), value, rtol=40 * D * 2.0**-24, atol=1e-6)
+
+
+def test_repeated_maxima_are_told_by_tolerance() -> None:
+    # Row t sees the first t + 1 scores: alone; 2^-9 apart; less than 1e-3 apart; exactly tied.
+    k = along([1.0, 1.0 + 2.0**-9, 1.0 + 2.0**-9 + 0.0009, 1.0 + 2.0**-9 + 0.0009])
+    ties = attention_statistics(torch.ones_like(k), k, scale=1.0)["ties"]
+    torch.testing.assert_close(ties, torch.tensor([2 / 4]))
+
+
+def test_rounded_scores_are_counted_as_by_hand() -> None:
+    q, k, _ = operands(seed=3)
+    s = round_to(scores(q, k).contiguous(), "m2")
+    expected = ((s >= s.amax(dim=-1, keepdim=True) - 1e-3).sum(dim=-1) > 1).float().mean(dim=(0, 2))
+    measured = attention_statistics(q, k, scale=SCALE, scores_format="m2", chunk=T)["ties"]
+    assert torch.equal(measured, expected)
+    assert (expected > 0).all()

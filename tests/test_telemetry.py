@@ -77,10 +77,6 @@ def probe_of(model: GPT, sequences: int = 1, **settings: Any) -> dict[str, Any]:
 PLANS = {
     "one": preset("flash"),
     "mixed": MIXED,
-    "heads_apart": AttentionConfig(
-        flash_backend="flash_reference",
-        rules=(AttentionRule(heads=(0,), attention=AttentionSpec(preset="flash_fp32_o")),),
-    ),
     "three": AttentionConfig(
         flash_backend="flash_reference",
         default=AttentionSpec(numerics="rounded_forward"),

@@ -1,0 +1,240 @@
+"""What presets and sites do in the reference: the row normalizer of Algorithm 3, ``flash_consistent``, errors added to delta."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Problem, make, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention import AttentionSpec
+from attention.mask import NO_MASK
+from attention.numerics import HARDWARE, Numerics
+from attention.presets import PRESETS
+from attention.reference.flash import _forward, flash_reference, row_deltas, row_residuals
+from attention.reference.stabilize import tile_row_max
+from errors import UserError
+
+PAPER_V2 = AttentionSpec(preset="flash_stable").resolve()
+PAPER_V1 = AttentionSpec(preset="flash_stable_exact_ties").resolve()
+SAFE = AttentionSpec(preset="flash_stable_safe").resolve()
+
+
+def row_max(scores: list[float], numerics: Numerics) -> float:
+    return tile_row_max(torch.tensor([scores]), numerics).item()
+
+
+def test_algorithm_3_by_cases() -> None:
+    assert row_max([3.0, 1.0], PAPER_V2) == 3.0  # no tie: unchanged
+    assert row_max([3.0, 3.0, 1.0], PAPER_V2) == 6.0  # r_m > 0: beta * r_m
+    assert row_max([-3.0, -3.0, -9.0], PAPER_V2) == 0.0  # r_m < 0: 0
+    assert row_max([0.0, 0.0], PAPER_V2) == 0.0
+    assert row_max([3.0, 3.0], PAPER_V1) == 21.0  # beta 7
+
+
+def test_the_tolerance_decides_what_is_a_tie() -> None:
+    near = [3.0, 3.0 - 5e-4]
+    assert row_max(near, PAPER_V2) == 6.0
+    assert row_max(near, PAPER_V1) == 3.0
+    band = [3.0, 3.0 - 1.5e-3]  # its exp rounds to 1 in BF16, and the published tolerance misses it
+    assert torch.tensor(math.exp(-1.5e-3)).to(torch.bfloat16).item() == 1.0
+    assert row_max(band, PAPER_V2) == 3.0
+    assert row_max(band, SAFE) > 3.0
+
+
+def attention_row(scores: Tensor, numerics: Numerics) -> tuple[Tensor, Tensor]:
+    """O and L of single queries whose scores over C keys are given [N, C]; V is 1 everywhere, so that O must be 1.
+
+    m is subtracted first: the FMA's exponential has a range of its own.
+    """
+    numerics = replace(numerics, exponent="subtract_first")
+    n, c = scores.shape
+    q = torch.ones(n, 1, 1, 1)
+    k, v = scores.reshape(n, c, 1, 1), torch.ones(n, c, 1, 1)
+    o, _, lse = _forward(q, k, v, torch.tensor(0), numerics.key(), 1.0, False, 0.0, None, *NO_MASK)
+    return o.flatten(), lse.flatten()
+
+
+def test_the_published_form_leaves_its_range_and_the_safe_one_does_not() -> None:
+    for scores in ([110.0, 110.0, 0.0], [-110.0, -110.0, -300.0], [1e5, 1e5, 0.0]):
+        published, _ = attention_row(torch.tensor([scores]), PAPER_V2)
+        safe, _ = attention_row(torch.tensor([scores]), SAFE)
+        assert published.isnan().all()  # l underflows to 0 and 0 / 0 is NaN
+        assert safe.item() == pytest.approx(1.0, abs=1e-6)
+
+
+largest = 3.4028234663852886e38
+finite = st.floats(-largest, largest, width=32, allow_nan=False)
+moderate = st.floats(-200, 200, width=32, allow_nan=False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.one_of(finite, moderate, st.sampled_from([88.5, -88.5, 1e5, 0.0])), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(["hardware", "rounded_forward"]),
+)
+def test_no_finite_scores_underflow_or_overflow_the_safe_form(scores: list[float], tile: int, base: str) -> None:
+    """l >= exp(-row_max_cap) after every tile, in any order of scores and with any tiles, hence O is finite and is V's 1."""
+    numerics = replace(AttentionSpec(preset="flash_stable_safe", numerics=base).resolve(), tile_k=tile)
+    doubled = torch.tensor([scores + scores], dtype=torch.float32)  # every value tied at least once
+    o, lse = attention_row(doubled, numerics)
+    assert o.item() == pytest.approx(1.0, abs=1e-5)
+    # L = m + log l, and m <= r_m + cap, so l = exp(L - m) >= exp(-cap) is L >= r_m.
+    exact = torch.logsumexp(doubled.double(), dim=-1)
+    assert lse.double().item() == pytest.approx(exact.item(), rel=1e-5, abs=1e-4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(finite, min_size=1, max_size=8))
+def test_the_shift_above_the_row_maximum_is_bounded_by_the_cap(scores: list[float]) -> None:
+    tile = torch.tensor([scores + scores], dtype=torch.float32)
+    shift = (tile_row_max(tile, SAFE).double() - tile.amax(dim=-1, keepdim=True).double()).item()
+    # The addition rounds to FP32: half a unit in the last place beyond the cap at the most.
+    assert 0 <= shift <= SAFE.row_max_cap + abs(max(scores)) * 2.0**-24 + 7 * 2.0**-23
+
+
+SEED = torch.zeros((), dtype=torch.int64)
+
+
+def numerics(preset: str, **sites: Any) -> Numerics:
+    return HARDWARE.with_sites(PRESETS[preset].of(HARDWARE) | sites)
+
+
+def tensors(logits: float, time: int = 200) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k with a part that all keys have in common, v of one sign, dO: [1, time, 2, 32], BF16."""
+    draw = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, time, 2, 32, generator=draw) for _ in range(4))
+    q = logits * q / q.norm(dim=-1, keepdim=True)
+    k = k + 2 * torch.randn(1, 1, 2, 32, generator=draw)
+    return tuple(x.bfloat16() for x in (q, k, -v.abs(), do))
+
+
+def largest_residual(preset: str, logits: float, softcap: float = 0.0, **sites: Any) -> float:
+    """The largest |rowsum(dS)|, dS unrounded, over the root mean square of dO V^T: what FP32 sums leave is near 1e-6."""
+    q, k, v, do = tensors(logits)
+    n = numerics(preset, score_gradients="fp32", tile_k=16, tile_q=32, **sites)
+    r, _ = row_residuals(q, k, v, do, n, seed=SEED, scale=1.0, softcap=softcap)
+    dp = torch.einsum("bthd,bshd->bhts", do.float(), v.float())
+    return (r.abs().max() / dp.square().mean().sqrt()).item()
+
+
+@pytest.mark.parametrize("logits", [1.0, 30.0, 1e5])
+def test_rows_of_ds_sum_to_zero_at_any_size_of_the_logits(logits: float) -> None:
+    assert largest_residual("flash_consistent", logits) < 1e-5
+    assert largest_residual("flash", logits) > 1e-3
+
+
+def test_rows_of_ds_sum_to_zero_behind_a_soft_cap() -> None:
+    """m counts in natural units there, and is not exactly a multiple of ln 2."""
+    assert largest_residual("flash_consistent", 30.0, softcap=20.0) < 2e-5
+    assert largest_residual("flash", 30.0, softcap=20.0) > 1e-3
+
+
+@pytest.mark.parametrize("without", ["row_max_rounding", "backward_probabilities", "delta_output"])
+def test_each_of_its_sites_is_needed(without: str) -> None:
+    """Tiles are several, so that P_bar of early tiles was formed with an earlier m."""
+    assert largest_residual("flash_consistent", 30.0, **{without: getattr(HARDWARE, without)}) > 1e-4
+
+
+def test_p_bar_does_not_depend_on_the_m_it_was_formed_with() -> None:
+    """One tile has one m, many tiles have many: O differs by the order of FP32 sums alone."""
+    q, k, v, _ = tensors(30.0)
+
+    def difference(preset: str) -> float:
+        whole, tiled = (
+            flash_reference(
+                q,
+                k,
+                v,
+                numerics(preset, output="fp32", delta_output="output", tile_k=tile).key(),
+                seed=SEED,
+                scale=1.0,
+                causal=True,
+                softcap=0.0,
+            )
+            for tile in (0, 16)
+        )
+        return ((whole - tiled).abs().max() / v.float().abs().max()).item()
+
+    assert difference("flash_consistent") < 1e-5 < 1e-4 < difference("flash")
+
+
+SHAPE = (2, 40, 3, 16)
+FP32 = ("exponent=subtract_first", "output=m3")
+
+
+def deltas(p: Problem, *sites: str, seed: int = 3, preset: str = "flash_delta_from_p") -> Tensor:
+    numerics = AttentionSpec(preset=preset, sites=(*FP32, *sites)).resolve()
+    return row_deltas(p.q, p.k, p.v, p.do, numerics, seed=torch.tensor(seed), scale=0.25)
+
+
+def errors(p: Problem, kind: str, size: float, rows: str = "all", seed: int = 3) -> Tensor:
+    """e over rms(delta), [B, H, T]."""
+    exact = deltas(p)
+    dosed = deltas(p, f"delta_error={kind}", f"delta_error_size={size}", f"delta_error_rows={rows}", seed=seed)
+    return (dosed - exact) / exact.square().mean(dim=-1, keepdim=True).sqrt()
+
+
+def close(a: Tensor, b: Tensor | float) -> bool:
+    return torch.allclose(a, torch.as_tensor(b).expand_as(a), rtol=1e-5, atol=1e-5)
+
+
+def test_random_and_constant_errors_have_the_same_size() -> None:
+    p = make("random", torch.float32, torch.device("cpu"), SHAPE)
+    assert close(errors(p, "constant", -0.5), -0.5)
+    drawn = errors(p, "random", 0.5)
+    assert close(drawn.abs(), 0.5)
+    assert drawn.mean().abs() < 0.5 * 4 / drawn.numel() ** 0.5
+    assert torch.equal(drawn, errors(p, "random", 0.5))
+    assert not torch.equal(drawn.sign(), errors(p, "random", 0.5, seed=4).sign())
+
+
+def test_all_of_what_rounding_makes_is_the_delta_of_flash() -> None:
+    p = make("random", torch.float32, torch.device("cpu"), SHAPE)
+    assert close(deltas(p, "delta_error=rounding", "delta_error_size=1"), deltas(p, preset="flash"))
+    assert close(errors(p, "rounding", -0.5), -0.5 * errors(p, "rounding", 1.0))
+    assert errors(p, "rounding", 1.0).abs().mean() > 1e-3
+
+
+def test_rows_are_chosen_by_their_probabilities() -> None:
+    p = make("random", torch.float32, torch.device("cpu"), SHAPE)
+    p.k[:, 1::4] = p.k[:, ::4]  # of four keys two are equal
+    p.q[:, 20:30] *= 40  # one key, or a pair, has all the weight
+    scores = (p.q.transpose(1, 2) @ p.k.permute(0, 2, 3, 1)).double() / 4
+    weights = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(dim=-1).sort(dim=-1).values
+    tied = weights[..., -2] > 0.999 * weights[..., -1]
+    one_hot = weights[..., -1] > 0.999
+    assert 0.1 < tied.double().mean() < 0.9
+    assert 0.1 < one_hot.double().mean() < 0.9
+    for rows, expected in (("tied", tied), ("untied", ~tied), ("one_hot", one_hot)):
+        assert torch.equal(errors(p, "constant", 0.5, rows) != 0, expected)
+        if rows != "one_hot":
+            drawn = errors(p, "constant", 0.5, f"as_many_as_{rows}") != 0
+            assert torch.equal(drawn.sum(dim=-1), expected.sum(dim=-1))
+            assert not torch.equal(drawn, expected)
+
+
+def test_zero_sum_noise_leaves_rows_of_ds_at_a_sum_of_zero() -> None:
+    """Where a feature of K is 1 and the same of Q is 0, dQ is scale times the sum of the row of dS."""
+    p = make("random", torch.float32, torch.device("cpu"), SHAPE)
+    p.q[..., 0], p.k[..., 0] = 0.0, 1.0
+    beside = (*FP32, "delta_error_size=0.5")
+    specs = [
+        AttentionSpec(preset="flash_delta_from_p", backend="flash_reference", sites=(*beside, f"delta_error={kind}"))
+        for kind in ("none", "zero_sum", "random")
+    ]
+    plain, noisy, dosed = (run(p, spec)[1] for spec in specs)
+    assert noisy[..., 0].abs().max() < 1e-5 < 1e-3 < dosed[..., 0].abs().min()
+    assert (noisy - plain).norm() > 0.1 * (dosed - plain).norm()
+
+
+def test_an_error_needs_a_delta_from_p() -> None:
+    with pytest.raises(UserError, match="delta_error = 'random': expected none where delta is rowsum_do_o"):
+        AttentionSpec(sites=("delta_error=random",))
