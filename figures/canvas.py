@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,23 +63,6 @@ def style_axes(axes: Any, *, x: str = "", y: str = "", title: str = "", grid: st
         axes.set_axisbelow(True)
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_offset_text().set_fontsize(SMALL)
-
-
-def legend(holder: Any, handles: Sequence[Any], labels: Sequence[str], **place: Any) -> None:
-    """A legend without a frame, in small print."""
-    if handles:
-        holder.legend(
-            handles,
-            labels,
-            frameon=False,
-            fontsize=SMALL,
-            handlelength=2.2,
-            borderpad=0,
-            borderaxespad=0.2,
-            labelspacing=0.3,
-            columnspacing=1.0,
-            **place,
-        )
 
 
 def heat(figure: Any, axes: Any, values: np.ndarray) -> None:

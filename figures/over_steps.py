@@ -97,5 +97,5 @@ def draw_ties(runs: Sequence[DrawnRun]) -> Drawn:
     canvas.style_axes(lower, x="optimizer step", y="share of rows with\na repeated maximum")
     lines = [Line2D([], [], **_look(index)) for index in range(len(runs))]
     labels = [canvas.wrapped(run.label, COLUMN - 0.5) for run in runs]
-    canvas.legend(figure, lines, labels, loc="outside upper left")
+    figure.legend(lines, labels, loc="outside upper left", frameon=False, fontsize=SMALL, borderpad=0)
     return Drawn(figure, pd.concat(tables).reset_index(names="step"))

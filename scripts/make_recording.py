@@ -22,21 +22,16 @@ with trainer_packages():
     from data.batches import Batches, DataConfig, open_batches
     from data.recording import whole_recording
     from figures import curves
-    from training.metrics import METRICS_FILE, read_metrics
 
 SOURCE = "make_recording"
 
 
 def logged_digests(folder: Path) -> dict[int, str]:
     """data_digest by batch, of a run. Raises ``UserError`` when it logged none."""
-    if (folder / METRICS_FILE).is_file():
-        digests = {line["batch"]: line["data_digest"] for line in read_metrics(folder) if "data_digest" in line}
-    else:
-        metrics = curves.metrics(folder)
-        digests = dict(metrics["data_digest"].dropna()) if "data_digest" in metrics else {}
-    if not digests:
+    metrics = curves.metrics(folder)
+    if "data_digest" not in metrics:
         raise UserError(f"{folder}: its metrics have no data_digest to compare with")
-    return digests
+    return dict(metrics["data_digest"].dropna())
 
 
 def record(batches: Batches, steps: int, logged: dict[int, str]) -> int:
