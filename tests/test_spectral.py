@@ -94,6 +94,8 @@ def test_statistics_are_those_of_the_whole_matrix(chunk: int, softcap: float) ->
     p = s.softmax(dim=-1)
     expected = {
         "max_logit": s.amax(dim=(0, 2, 3)),
+        "min_row_max": s.amax(dim=-1).amin(dim=(0, 2)),
+        "sink": p[:, :, 1:, 0].mean(dim=(0, 2)),
         "entropy": -(p * p.clamp(min=1e-300).log()).sum(dim=-1).mean(dim=(0, 2)),
         "top_1": p.amax(dim=-1).mean(dim=(0, 2)),
     }

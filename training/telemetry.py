@@ -46,7 +46,9 @@ COLUMNS = {
     "w_k_norm": "[L] the same of W_K",
     "qk_head_norm": "[L][H] of W_Q^T W_K of the head, without 1 / sqrt(D)",
     "max_logit": "[L][H] largest score, as rounded at the site `scores`",
+    "min_row_max": "[L][H] smallest row maximum",
     "entropy": "[L][H] mean entropy of a row, nats",
+    "sink": "[L][H] mean probability of key 0, rows 1 and later",
     "top_1": "[L][H] mean largest probability of a row",
     "ties_1e3": "[L][H] share of rows whose maximum is attained more than once to within 1e-3, the paper's tolerance",
     "v_one_signed": "[L][H] share of V's features with one sign at 90 % of the positions or more",
@@ -236,7 +238,9 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     error = summarize(delta.error_BHT / loss_scale)
     measured = {
         "max_logit": statistics["max_logit"],
+        "min_row_max": statistics["min_row_max"],
         "entropy": statistics["entropy"],
+        "sink": statistics["sink"],
         "top_1": statistics["top_1"],
         "ties_1e3": statistics["ties"],
         "v_one_signed": one_signed_share(heads.v_BTHD),

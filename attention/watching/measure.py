@@ -36,8 +36,9 @@ def attention_statistics(
 ) -> dict[str, Tensor]:
     """Statistics of causal attention, each [H] float32, over batch and rows; NaN where a score is; layers may be stacked along H.
 
-    ``max_logit``, the largest score S = scale * q . k (after the soft-cap), and the means over rows of ``entropy``, -sum P ln P in nats,
-    of ``top_1``, the largest probability, and of ``ties``, 1 for a row with another score within ``TIE_TOLERANCE`` of its maximum.
+    ``max_logit``, the largest score S = scale * q . k (after the soft-cap), ``min_row_max``, the smallest row maximum, and the means over
+    rows of ``entropy``, -sum P ln P in nats, of ``top_1``, the largest probability, of ``sink``, the probability of key 0 (rows 1 and
+    later), and of ``ties``, 1 for a row with another score within ``TIE_TOLERANCE`` of its maximum.
 
     Args:
         q_BTHD, k_BTHD: any float dtype, as the kernel's products read them (rounded to the site ``inputs``, where that is coarser).
@@ -54,9 +55,13 @@ def attention_statistics(
             max_X = rounded_BHRS.amax(dim=-1)
             # The comparison of ``attention.reference.stabilize``, in FP32.
             ties_X = ((rounded_BHRS >= (max_X - TIE_TOLERANCE)[..., None]).sum(dim=-1) > 1).float()
-            rows.append({"max_logit": max_X, "ties": ties_X, **_row_probabilities(s_BHRS)[0]})
+            of_rows, p_BHRS = _row_probabilities(s_BHRS)
+            rows.append({"max": max_X, "ties": ties_X, "sink": p_BHRS[..., 0], **of_rows})
     whole = {name: torch.cat([row[name] for row in rows], dim=2) for name in rows[0]}
-    return {name: x.amax(dim=(0, 2)) if name == "max_logit" else x.mean(dim=(0, 2)) for name, x in whole.items()}
+    max_BHT = whole.pop("max")
+    whole["sink"] = whole["sink"][:, :, min(1, max_BHT.shape[2] - 1) :]  # row 0 has no other key
+    extremes = {"max_logit": max_BHT.amax(dim=(0, 2)), "min_row_max": max_BHT.amin(dim=(0, 2))}
+    return extremes | {name: x.mean(dim=(0, 2)) for name, x in whole.items()}
 
 
 def score_rows(
