@@ -614,12 +614,13 @@ def test_a_failure_of_its_own_is_one_warning(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("every", "row"), [(2, 1), (1, 7)])
-def test_wandb_loses_no_row_of_the_loop(every: int, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_loses_no_row_of_the_loop(every: int, row: int, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
     model = Forgets()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = wandb.init(project="x", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    run = wandb.init(
+        project="x", mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True)
+    )
     steps = []
     with watch(model, every=every, optimizer=optimizer, wandb=run, say=lambda line: None):
         for step in range(10):
