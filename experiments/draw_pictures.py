@@ -82,7 +82,7 @@ def front() -> Figure:
             loss, rows = smooth_loss(run, 40), probes(run)
             left.plot(loss.index, loss, color=color, linewidth=1.3)
             right.plot(rows["step"], rows["max_logit_max"], color=color, linewidth=1.3)
-    write(left, (1500, 4.6, "flash:\n4 of 4 explode", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
+    write(left, (1500, 4.6, "flash: rises\nin 4 of 4", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
     write(
         right,
         (900, 4e5, "flash", ORANGE),
