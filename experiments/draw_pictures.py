@@ -71,8 +71,8 @@ def smooth_loss(folder: Path, window: int = 100) -> pd.Series:
 def front() -> Figure:
     """Left the training loss, right the largest logit of any layer, of the matched pairs on one wheel's text."""
     figure, [[left, right]] = page(4.2, 1, 2)
-    left.set(ylim=(0, 8.5), xlim=(0, 6100))
-    right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 6100))
+    left.set(ylim=(0, 8.5), xlim=(0, 6300))
+    right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 6300))
     right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
     for axis, title in ((left, "training loss"), (right, "largest attention logit")):
         axis.set_title(title, fontsize=12, loc="left")
@@ -82,7 +82,7 @@ def front() -> Figure:
             loss, rows = smooth_loss(run, 40), probes(run)
             left.plot(loss.index, loss, color=color, linewidth=1.3)
             right.plot(rows["step"], rows["max_logit_max"], color=color, linewidth=1.3)
-    write(left, (1500, 4.6, "flash: rises\nin 4 of 4", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
+    write(left, (1500, 4.6, "flash: rises\nin 5 of 6", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
     write(
         right,
         (900, 4e5, "flash", ORANGE),
