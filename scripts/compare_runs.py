@@ -20,6 +20,8 @@ How a run ended:
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -29,15 +31,18 @@ from typing import Any
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, reading, trainer_packages
 
 with trainer_packages():
     import numpy as np
     import pandas as pd
+    import torch
+    from safetensors import safe_open
 
     import files
     from figures import curves
     from figures.runs import DrawnRun, draw_runs
+    from training.checkpoint import MODEL_FILE, OPTIMIZER_FILE, found_in, written_sums
     from training.intervention import parse_switch
     from training.metrics import METRICS_FILE
 
@@ -58,6 +63,7 @@ class Run:
     """A finished or running run, read from its folder."""
 
     name: str
+    folder: Path
     config: dict[str, Any]
     """config.json."""
     metrics: pd.DataFrame
@@ -92,6 +98,7 @@ def load(folder: Path) -> Run:
     probes = curves.read_csv(kept).astype(float) if kept.is_file() else _by_layer(curves.telemetry(folder))
     return Run(
         folder.resolve().name,
+        folder,
         content,
         metrics,
         probes,
@@ -310,7 +317,9 @@ def against(first: Run, run: Run) -> str:
     settings, environment = ([c for c in changes if c.startswith(ENVIRONMENT) == told] for told in (False, True))
     told = "; ".join(settings) or "no setting differs"
     told += f"; environment: {', '.join(environment)}" if environment else ""
-    return f"{run.name} against {first.name}: {where_bits_part(first, run)}; {told}."
+    return (
+        f"{run.name} against {first.name}: {where_bits_part(first, run)}{where_checkpoints_part(first, run)}; {told}."
+    )
 
 
 def where_bits_part(first: Run, run: Run) -> str:
@@ -324,6 +333,31 @@ def where_bits_part(first: Run, run: Run) -> str:
         return "the same bits in every loss, gradient norm and probe that both logged"
     step = min(parted.values())
     return f"bits differ from step {step} on, first in {', '.join(n for n in parted if parted[n] == step)}"
+
+
+def where_checkpoints_part(first: Run, run: Run) -> str:
+    """The first tensor that differs in the first checkpoints that do, of those that both runs still have; "" where they have none.
+
+    Raises ``UserError`` for a checkpoint that cannot be read.
+    """
+    old, new = (found_in(one.folder / "checkpoints") for one in (first, run))
+    common = sorted(old.keys() & new.keys())
+    for step, name in itertools.product(common, (MODEL_FILE, OPTIMIZER_FILE)):
+        with reading(f"{name} of checkpoints {old[step]} and {new[step]}"), contextlib.ExitStack() as opened:
+            if written_sums(old[step])[name] == written_sums(new[step])[name]:
+                continue
+            a, b = (opened.enter_context(safe_open(one[step] / name, "pt")) for one in (old, new))
+            names, both = sorted({*a.keys(), *b.keys()}), {*a.keys()} & {*b.keys()}
+            odd = [one for one in names if one not in both or not same_bytes(a.get_tensor(one), b.get_tensor(one))]
+            if odd:
+                what = f"{len(odd)} of {len(names)} tensors of {name}, first {odd[0]}"
+                return f"; checkpoints differ from step {step} on, in {what}"
+    return f"; the same weights and moments in checkpoints of step {', '.join(map(str, common))}" if common else ""
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors are of one type and shape, and the same bits."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.numpy().tobytes() == b.numpy().tobytes()
 
 
 def data_sentence(runs: Sequence[Run]) -> str:

@@ -2,15 +2,18 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from tiny_runs import Place, lines
 
 from scripts import compare_runs
+from training.checkpoint import CheckpointConfig, Checkpoints
 from training.metrics import Metrics
 from training.telemetry import read_telemetry
 
@@ -146,6 +149,21 @@ def test_a_run_of_train_py_has_its_row(place: Place) -> None:
     assert (row["val_loss_at_10"], row["val_loss_best"]) == (validation[10], min(validation.values()))
     assert row["max_logit_1_largest"] == max(max(probe["max_logit"][1]) for probe in probes)
     assert row["w_q_norm_1_at_10"] == next(probe["w_q_norm"][1] for probe in probes if probe["step"] == 10)
+
+
+def test_the_first_checkpoint_and_tensor_that_differ_are_named(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = place.runs / "one", tmp_path / "other"
+    shutil.copytree(one, other)
+    assert "; the same weights and moments in checkpoints of step 10, 20; no setting" in told(capsys, one, other)
+    loaded = Checkpoints.load(other / "checkpoints/step_00000020")
+    moment = loaded.optimizer_state["state"][3]["exp_avg"]
+    moment.view(torch.int32)[-1] ^= 1  # the last bit
+    parts = {name: value for name, value in vars(loaded).items() if name != "path"}
+    Checkpoints(other / "checkpoints", CheckpointConfig()).save(**parts)
+    where = "checkpoints differ from step 20 on, in 1 of 45 tensors of optimizer.safetensors, first state.3.exp_avg;"
+    assert where in told(capsys, one, other)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from errors import UserError, check_size
 from files import open_file, read_json, sha256_file, sync_folder
 
 FORMAT_VERSION = 1
-MODEL_FILE = "model.safetensors"
-_FILES = (MODEL_FILE, "optimizer.safetensors", "rng.safetensors", "state.json")
+MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
+_FILES = (MODEL_FILE, OPTIMIZER_FILE, "rng.safetensors", "state.json")
 _FOLDER = re.compile(r"(?:step_(\d{8,})|\.step_(\d{8,})\.old)")
 
 
@@ -111,8 +111,8 @@ class Checkpoints:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
         contents: dict[str, bytes | dict[str, Tensor]] = {
-            "model.safetensors": model,
-            "optimizer.safetensors": tensors,
+            MODEL_FILE: model,
+            OPTIMIZER_FILE: tensors,
             "rng.safetensors": {f"rank.{rank}": value for rank, value in enumerate(rng)},
             "state.json": json.dumps(state, indent=2).encode() + b"\n",
         }
@@ -312,12 +312,17 @@ def _joined_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
+def written_sums(path: Path) -> dict[str, str]:
+    """File -> SHA-256 when the checkpoint ``path`` was written. Raises ``OSError``, and ``UnicodeDecodeError`` for what is no text."""
+    with open_file(path / "SHA256SUMS") as file:
+        lines = file.read().decode().splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
 def _damage(path: Path) -> str | None:
     """The damage to a checkpoint folder in words, or None."""
     try:
-        with open_file(path / "SHA256SUMS") as file:
-            lines = file.read().decode().splitlines()
-        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        sums = written_sums(path)
         if set(sums) != set(_FILES):
             return "SHA256SUMS does not list its files"
         for name in _FILES:
@@ -341,13 +346,13 @@ def _read(path: Path) -> Loaded:
     )
     if wrong := [name for name, kind in kinds.items() if type(state[name]) is not kind]:
         raise TypeError(f"{wrong[0]} of state.json is of type {type(state[wrong[0]]).__name__}")
-    model = _tensors(path / "model.safetensors")
+    model = _tensors(path / MODEL_FILE)
     rng = _tensors(path / "rng.safetensors")
     return Loaded(
         path=path,
         step=state["step"],
         model_state=model | {name: model[first] for name, first in state["tied"].items()},
-        optimizer_state=_joined_optimizer(_tensors(path / "optimizer.safetensors"), state["optimizer"]),
+        optimizer_state=_joined_optimizer(_tensors(path / OPTIMIZER_FILE), state["optimizer"]),
         scaler_state=state["scaler"],
         rng=[rng[f"rank.{rank}"] for rank in range(state["processes"])],
         position=state["position"],

@@ -40,7 +40,9 @@ _OF_A_START = (
     LOCK_FILE,
 )
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
-_DECIDE_BITS = ("torch", "triton", "cuda", "numpy")
+_CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
+"""Its packages, by CUDA's version. A user can upgrade it alone."""
+_DECIDE_BITS = ("torch", "triton", "cuda", "cublas", "numpy")
 # A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
 # What is computed stays the same; the digest shows that a data set in another folder is the same data.
 _FREE_ON_RESUME = (
@@ -68,11 +70,13 @@ _CODE = ("attention", "training", "data", "probes", "configs", "fused", "scripts
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     """Versions, commit, digest of the code and hardware as JSON values; absent packages are None."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *_CUBLAS):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
+    of_cuda = [versions.pop(package) for package in _CUBLAS]
+    versions["cublas"] = of_cuda[0] or of_cuda[1]
     hardware = {"type": device.type, "name": platform.processor() or platform.machine(), "processes": world_size}
     # On a CPU the number of threads and the kernels for its instructions decide in which order sums are taken, and so the last bits.
     hardware |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
