@@ -96,16 +96,6 @@ def test_growth_is_an_alarm_where_logits_of_half_a_layer_are_large(
     assert [(alarm.layer, alarm.heads) for alarm in raised] == [(2, (1,))] * flagged
 
 
-def test_the_warm_up_is_not_looked_at() -> None:
-    records = with_growth(healthy(1), 2, [1], onset=150)
-    first = alarms(records, AlarmConfig(warm_up=0), WARM_UP)[0].step
-    assert first < WARM_UP
-    # The window of an exponent lies behind the warm-up, too.
-    silent = [entry for entry in records if clock(entry["step"]) < 1.3 * clock(WARM_UP)]
-    assert silent[-1]["step"] > WARM_UP
-    assert alarms(silent, AlarmConfig(), WARM_UP) == []
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_probe_that_is_not_finite_is_passed_over(value: float) -> None:
     records = with_growth(healthy(1), 2, [1], onset=2000)

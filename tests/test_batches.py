@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batches import Batches, DataConfig, open_batches, random_offsets, validation_offsets
+from data.batches import Batches, DataConfig, open_batches, random_offsets
 from data.recording import HEAD_BYTES, Recording
 from data.token_files import TokenWriter
 from errors import UserError
@@ -114,16 +114,6 @@ def test_only_rank_zero_records(dataset, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("micro", [1, 3])
-def test_the_ranks_shares_of_validation_make_up_the_fixed_set(dataset, world, micro):
-    config = settings_for(dataset, global_batch=12, micro_batch=micro)
-    shares = [list(open_batches(config, rank, world).validation()) for rank in range(world)]
-    count = -(-10 // micro)
-    together = torch.cat([shares[i % world][i // world][0] for i in range(count)])
-    assert together.tolist() == [VALIDATION[o : o + T].tolist() for o in validation_offsets(203, T, 10)]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -164,11 +154,6 @@ def test_recorded_replayed_and_unrecorded_runs_of_the_same_data_have_one_digest(
     recorded = digests(open_batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a"), 3)
     replayed = digests(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), micro_batch=2), 1, 2), 3)
     assert recorded == replayed == digests(open_batches(settings_for(dataset), source_run="b"), 3)
-
-
-def test_a_resumed_run_has_the_digest_of_the_uninterrupted_one(dataset, tmp_path):
-    whole = digests(open_batches(settings_for(dataset, record=str(tmp_path / "r"))), 5)
-    assert digests(open_batches(settings_for(dataset, record=str(tmp_path / "r")), resume_at=2), 3) == whole[2:]
 
 
 @pytest.mark.parametrize("changes", [{"seed": 4}, {"sequence_length": 5}, {"global_batch": 4}])

@@ -30,7 +30,6 @@ from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
-from attention.mask import NO_MASK
 from attention.presets import PRESETS
 from errors import UserError
 
@@ -148,11 +147,6 @@ def test_as_exact_as_in_pytorch_against_fp64(case: str, dtype: torch.dtype, devi
     kernels_are_as_exact(problem(case, device, dtype, (1, 33, 1, 16)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_default_tiles(head_dim: int, device: torch.device) -> None:
-    flash_agrees(problem("random", device, shape=(1, 33, 1, head_dim)), "flash", sites=())
-
-
 @pytest.mark.parametrize("shape", [(2, 40, 2, 16), (1, 33, 1, 64)])
 @pytest.mark.parametrize("tiles", [(16, 16), (32, 48)])
 def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[int, int], device: torch.device) -> None:
@@ -192,17 +186,6 @@ def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None
     first = run(p, asked, seed=3)
     for _ in range(1 if INTERPRETED else 50):
         assert all(torch.equal(a, b) for a, b in zip(first, run(p, asked, seed=3), strict=True))
-
-
-@pytest.mark.parametrize("preset", ["flash", "flash_fp32_o", "flash_delta_from_p_subtract_first"])
-def test_operators_pass_torchs_own_checks(preset: str, device: torch.device) -> None:
-    from attention.triton import ops  # noqa: F401
-
-    p = problem("random", device, shape=(1, 6, 1, 16))
-    q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
-    arguments = (q, k, v, torch.tensor(0, device=device), spec(preset).resolve().key(), 0.5, True, 0.0, None, *NO_MASK)
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.attention.flash_forward.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtract_first"])

@@ -27,7 +27,7 @@ from data.text import prepare_text, split_documents
 from data.token_files import TokenFile, TokenWriter, new_dataset
 from data.tokenizers import GPT2Tokenizer, make_tokenizer
 from errors import UserError
-from scripts import make_text
+from scripts import make_text, prepare_data
 
 FACTS = {"dtype": "uint16", "vocabulary": "gpt2", "vocabulary_size": 50257, "source": "a test"}
 
@@ -299,30 +299,15 @@ def test_split_and_order_are_nanogpts(tmp_path, source):
     assert texts_of(tmp_path, "train") == [f"<{number}>\n" for number in ORDER[1:]]
 
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "scripts" / "prepare_data.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
 
 
-def run(*arguments, cwd):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "some.words.txt"
-    path.write_text("a\n<|endoftext|>\nb\n")
-    return path
-
-
-def bytes_options(text):
-    return ["text", text, "--vocabulary", "bytes", "--val-fraction", "0.5", "--workers", "1"]
-
-
-def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, text):
-    result = run(*bytes_options(text), cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert TokenFile.open(tmp_path / "data/tokens/some", "train").tokens.tobytes() == b"a\0"
+def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    Path("some.words.txt").write_text("a\n<|endoftext|>\nb\n")
+    prepare_data.main(["text", "some.words.txt", "--vocabulary", "bytes", "--val-fraction", "0.5", "--workers", "1"])
+    assert TokenFile.open(Path("data/tokens/some"), "train").tokens.tobytes() == b"a\0"
 
 
 def test_an_interrupted_command_clears_what_it_began(tmp_path):

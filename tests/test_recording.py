@@ -7,14 +7,11 @@ import json
 import multiprocessing
 import shutil
 import struct
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader
 from errors import UserError
@@ -55,21 +52,6 @@ def write(folder: Path, steps: int, *, finish: bool = True, flush_at: int | None
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-@settings(deadline=None, max_examples=30)
-@given(steps=st.integers(0, 5), batch=st.integers(1, 5), length=st.integers(1, 6), seed=st.integers(0, 2**32))
-def test_what_is_recorded_is_read_back(steps, batch, length, seed):
-    offsets = make_rows(steps, batch=batch, length=length, seed=seed)
-    header = make_header(batch=batch, length=length)
-    with tempfile.TemporaryDirectory() as parent:
-        recorder = Recorder.create(Path(parent) / "r", header)
-        for row in offsets:
-            recorder.append(row)
-        recorder.close()
-        found = Recording.open(Path(parent) / "r")
-        assert (found.header, found.steps, found.complete, found.checksum) == (header, steps, True, recorder.checksum)
-        assert np.array_equal(found.offsets, offsets)
 
 
 def read_by_the_readme(folder: Path) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.rounding import round_to
 from attention.watching.measure import attention_statistics
-from probes.spectral import attention_norms, product_norm, top_singular
+from probes.spectral import attention_norms, top_singular
 
 # ---- what a probe measures
 
@@ -39,14 +39,6 @@ def test_norm_and_left_vector_are_those_of_the_largest_singular_value(gap: float
 def test_no_square_overflows_or_vanishes(size: float) -> None:
     matrix = planted(3.0, 1.0)[0]
     assert top_singular(size * matrix)[0].item() == pytest.approx(3.0 * size, rel=1e-5)
-
-
-def test_the_norm_of_a_product_is_svds() -> None:
-    generator = torch.Generator().manual_seed(5)
-    left, right = torch.randn(2, 3, 6, 30, generator=generator)
-    norms = product_norm(left, right)
-    expected = torch.linalg.svdvals(left.mT.double() @ right.double())[..., 0]
-    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
 
 
 def test_norms_are_those_of_the_matrices_and_of_the_heads_rows() -> None:
