@@ -6,14 +6,13 @@ gives the split (0.0005 held out, seed 2357, shuffled), the separator after each
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from data.text import Piece, Prepared, encode, writer
-from data.token_files import new_dataset
+from data.text import Piece, Prepared, write_dataset
 from data.tokenizers import make_tokenizer, thread_count
 from errors import UserError
 
@@ -42,26 +41,34 @@ def prepare_openwebtext(
     """
     threads = thread_count(workers)
     tokenizer = make_tokenizer("gpt2")
-    with new_dataset(folder, force=force) as staging:
+    expected = None if allow_other_counts else EXPECTED_TOKENS
+
+    def batches() -> Iterator[tuple[str, list[Piece]]]:
         splits = split_as_nanogpt(load(source, cache, threads))
         documents = {name: len(rows) for name, rows in splits.items()}
         if not allow_other_counts:
             check_counts("documents", documents, EXPECTED_DOCUMENTS)
-        with ExitStack() as stack:
-            note = f"{source.name if source else HUB_NAME}, nanoGPT's split"
-            writers = {name: stack.enter_context(writer(staging, name, tokenizer, note)) for name in splits}
-            total = sum(documents.values())
-            bar = stack.enter_context(tqdm(total=total, unit=" texts", unit_scale=True, desc="tokens", disable=None))
+        total = sum(documents.values())
+        with tqdm(total=total, unit=" texts", unit_scale=True, desc="tokens", disable=None) as bar:
             for name, rows in splits.items():
                 for first in range(0, len(rows), DOCUMENTS_AT_ONCE):
                     texts = rows[first : first + DOCUMENTS_AT_ONCE]["text"]
-                    pieces = [Piece(text.encode(), True, f"{name} document {n}") for n, text in enumerate(texts, first)]
-                    writers[name].write(encode(tokenizer, pieces, threads))
+                    yield (
+                        name,
+                        [Piece(text.encode(), True, f"{name} document {n}") for n, text in enumerate(texts, first)],
+                    )
                     bar.update(len(texts))
-            if not allow_other_counts:
-                check_counts("tokens", {name: w.count for name, w in writers.items()}, EXPECTED_TOKENS)
-        headers = {name: w.header for name, w in writers.items() if w.header}
-    return Prepared(headers=headers, documents=documents)
+
+    sources = dict.fromkeys(("train", "val"), f"{source.name if source else HUB_NAME}, nanoGPT's split")
+    return write_dataset(
+        folder,
+        tokenizer,
+        sources,
+        batches(),
+        threads=threads,
+        force=force,
+        check=lambda tokens: check_counts("tokens", tokens, expected or tokens),
+    )
 
 
 def load(source: Path | None, cache: Path | None, workers: int) -> Dataset:

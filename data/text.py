@@ -12,7 +12,7 @@ from __future__ import annotations
 import lzma
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,37 +73,45 @@ def prepare_text(
     if not val and not 0 < val_fraction < 1:
         raise invalid("val_fraction", val_fraction, "more than 0 and less than 1")
     tokenizer = make_tokenizer(vocabulary)
-    documents = {"train": 0, "val": 0}
-    odd: Counter[str] = Counter()
     note = f", every {1 / val_fraction:g}-th document held out" if not val else ""
     sources = {"train": source.name + note, "val": (val or source).name + note}
+    size = sum(path.stat().st_size for path in train_files + val_files)
+    # disable=None: no bar where stderr is not a terminal.
+    with tqdm(total=size, unit="B", unit_scale=True, desc="tokens", disable=None) as bar:
+        batches = _batches(source, train_files, val, val_files, val_fraction, bar.update)
+        return write_dataset(folder, tokenizer, sources, batches, threads=threads, force=force)
+
+
+def write_dataset(
+    folder: Path,
+    tokenizer: Tokenizer,
+    sources: dict[str, str],
+    batches: Iterable[tuple[str, Sequence[Piece]]],
+    *,
+    threads: int = 1,
+    force: bool = False,
+    check: Callable[[dict[str, int]], object] = lambda tokens: None,
+) -> Prepared:
+    """Write a data set: ``sources`` says for each split what it was made from, ``batches`` brings pieces of a split.
+
+    Nothing is left where ``batches`` raises, or ``check``, which is given the tokens of each split at the end.
+    """
+    facts = {"dtype": tokenizer.dtype, "vocabulary": tokenizer.vocabulary}
+    documents = dict.fromkeys(sources, 0)
     with new_dataset(folder, force=force) as staging:
         with ExitStack() as stack:
             writers = {
-                split: stack.enter_context(writer(staging, split, tokenizer, sources[split])) for split in sources
+                split: stack.enter_context(
+                    TokenWriter(staging, split, **facts, vocabulary_size=tokenizer.vocabulary_size, source=made_from)
+                )
+                for split, made_from in sources.items()
             }
-            size = sum(path.stat().st_size for path in train_files + val_files)
-            # disable=None: no bar where stderr is not a terminal.
-            bar = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="tokens", disable=None))
-            for split, pieces in _batches(train_files, val_files, val_fraction, documents, odd, bar.update):
+            for split, pieces in batches:
                 writers[split].write(encode(tokenizer, pieces, threads))
-            for what, count in odd.items():
-                print(f"warning: {source}: {count} {what}", file=sys.stderr)
-            _check_both_splits(documents, val)
-        headers = {split: w.header for split, w in writers.items() if w.header}
+                documents[split] += sum(piece.ends_document for piece in pieces)
+            check({split: writer.count for split, writer in writers.items()})
+        headers = {split: writer.header for split, writer in writers.items() if writer.header}
     return Prepared(headers=headers, documents=documents)
-
-
-def writer(folder: Path, split: str, tokenizer: Tokenizer, source: str) -> TokenWriter:
-    """A token file for what ``tokenizer`` gives."""
-    return TokenWriter(
-        folder,
-        split,
-        dtype=tokenizer.dtype,
-        vocabulary=tokenizer.vocabulary,
-        vocabulary_size=tokenizer.vocabulary_size,
-        source=source,
-    )
 
 
 def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
@@ -133,16 +141,18 @@ def text_files(source: Path) -> list[Path]:
 
 
 def _batches(
+    source: Path,
     train_files: list[Path],
+    val: Path | None,
     val_files: list[Path],
     val_fraction: float,
-    documents: dict[str, int],
-    odd: Counter[str],
     advance: Callable[[int], object],
 ) -> Iterator[tuple[str, list[Piece]]]:
-    """Batches of about ``BATCH_BYTES`` in the order of the text; counts ``documents`` of each split, and what is ``odd``, as it goes."""
+    """Batches of about ``BATCH_BYTES`` in the order of the text; at its end it warns of what is odd, and raises ``UserError`` for an
+    empty split."""
+    documents, sizes = {"train": 0, "val": 0}, {"train": 0, "val": 0}
     held: dict[str, list[Piece]] = {"train": [], "val": []}
-    sizes = {"train": 0, "val": 0}
+    odd: Counter[str] = Counter()
     for paths, forced_split in ((train_files, "train" if val_files else None), (val_files, "val")):
         for piece in _pieces(paths, odd, advance):
             # With a fraction f, document i is held out when the multiples of 1 / f step over it.
@@ -155,9 +165,10 @@ def _batches(
             if sizes[split] >= BATCH_BYTES:
                 yield split, held[split]
                 held[split], sizes[split] = [], 0
-    for split, pieces in held.items():
-        if pieces:
-            yield split, pieces
+    yield from ((split, pieces) for split, pieces in held.items() if pieces)
+    for what, count in odd.items():
+        print(f"warning: {source}: {count} {what}", file=sys.stderr)
+    _check_both_splits(documents, val)
 
 
 def _pieces(paths: list[Path], odd: Counter[str], advance: Callable[[int], object]) -> Iterator[Piece]:
