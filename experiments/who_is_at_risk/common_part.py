@@ -19,6 +19,7 @@ from torch import Tensor
 
 from figures.inputs import captured, open_checkpoint
 from probes.capture import LayerCapture
+from probes.delta_error import delta_errors
 from probes.low_rank import coherence, weighted_keys
 
 
@@ -26,6 +27,24 @@ def share(x_BTXD: Tensor) -> Tensor:
     """Of the mean over tokens, [X]."""
     x_NXD = x_BTXD.double().flatten(0, 1)
     return x_NXD.mean(dim=0).square().sum(dim=-1) / x_NXD.square().sum(dim=-1).mean(dim=0)
+
+
+def push(layer: LayerCapture, batches: int = 4) -> float:
+    """The norm of the mean over batches of -scale sum_T error[T] (P K)[T]^T X[T], over the root mean square of dW_Q's norm."""
+    q, k, v, do = (x.transpose(1, 2).double() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
+    s_BHTT = layer.scale * q @ k.transpose(-1, -2)
+    p_BHTT = s_BHTT.masked_fill(~torch.ones_like(s_BHTT, dtype=torch.bool).tril(), -torch.inf).softmax(dim=-1)
+    dp_BHTT = do @ v.transpose(-1, -2)
+    ds_BHTT = p_BHTT * (dp_BHTT - (p_BHTT * dp_BHTT).sum(dim=-1, keepdim=True))
+    added = -delta_errors(layer).error_BHT[..., None].double() * weighted_keys(layer).double()
+
+    def of_w_q(rows_BHTD: Tensor) -> Tensor:
+        """The sum over tokens of rows[T]^T X[T] of each batch, [batches, H, D, C]."""
+        rows = layer.turned_back(layer.scale * rows_BHTD).unflatten(0, (batches, -1))
+        return torch.einsum("nbhtd,nbtc->nhdc", rows.double(), layer.x_BTC.double().unflatten(0, (batches, -1)))
+
+    dw_N = of_w_q(ds_BHTT @ k).flatten(1).norm(dim=1)
+    return float(of_w_q(added).mean(dim=0).norm() / dw_N.square().mean().sqrt())
 
 
 def row(layer: LayerCapture) -> dict[str, float]:
@@ -37,17 +56,17 @@ def row(layer: LayerCapture) -> dict[str, float]:
     outer_H = coherence(layer.turned_back(weighted_keys(layer)), layer.x_BTC).within_H
     shares = {"x": layer.x_BTC[:, :, None], **before, "k_read": layer.k_BTHD}
     found = {name: float(share(x).mean()) for name, x in shares.items()}
-    return found | {"outer": float(outer_H.mean()), "outer_max": float(outer_H.max())}
+    return found | {"outer": float(outer_H.mean()), "outer_max": float(outer_H.max()), "push": push(layer)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What tokens have in common in a checkpoint's attention.")
     parser.add_argument("checkpoints", nargs="+", type=Path)
-    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=4, help="a multiple of 4")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out = csv.writer(sys.stdout, lineterminator="\n")
-    out.writerow(["run", "step", "layer", "x", "k", "q", "k_read", "outer", "outer_max"])
+    out.writerow(["run", "step", "layer", "x", "k", "q", "k_read", "outer", "outer_max", "push"])
     for path in args.checkpoints:
         opened = open_checkpoint(path, device)
         for layer in captured(opened, args.sequences, None, device)[0]:
