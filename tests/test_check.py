@@ -25,6 +25,7 @@ from attention.check import Case, Inputs, assert_safe, check_attention
 from attention.check.__main__ import main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make
+from attention.check.classes import captured as captured_class
 from attention.check.measures import exact, plain, run
 from attention.check.report import reasons
 from errors import UserError
@@ -32,6 +33,7 @@ from errors import UserError
 SMALL = Shape(B=2, H=4, G=4, T=96, D=32)
 CPU = torch.device("cpu")
 TILE = 32
+PACKAGED = [name for name, chosen in CLASSES.items() if chosen.packaged]
 
 
 class _Tiled(torch.autograd.Function):
@@ -152,7 +154,7 @@ def test_a_mask_that_is_not_followed_is_found(name: str) -> None:
 
 def test_a_kernel_without_an_argument_for_masks_is_told_so_and_can_be_safe() -> None:
     report = check_attention(tiled(), device="cpu", shape=SMALL)
-    assert (report.verdict, [*report.not_tried]) == ("safe", ["padding", "window"])
+    assert (report.verdict, [*report.not_tried]) == ("safe", ["padding", "window", *PACKAGED])
     assert check_attention(tiled(), device="cpu", shape=SMALL, classes="window").verdict == "unverified"
 
 
@@ -188,6 +190,19 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     report = check_attention(kernel, device="cpu", classes=file)
     assert report.verdict == ("at risk" if kernel == "flash" else "safe")
     assert report.cases[0].shape == Shape(T=128)
+
+
+@pytest.mark.parametrize(("kernel", "verdict"), [("flash", "at risk"), ("flash_consistent", "safe")])
+def test_layers_of_a_run_that_explodes_are_packaged_and_tell(kernel: str, verdict: str) -> None:
+    report = check_attention(kernel, device="cpu", classes=PACKAGED)
+    assert {case.name: case.verdict for case in report.cases} == {
+        "captured_early": "safe",
+        "captured_growing": verdict,
+        "captured_late": verdict,
+        "captured_healthy": "safe",
+    }
+    assert {captured_class(name).about["config"]["attention"]["default"]["preset"] for name in PACKAGED} == {"flash"}
+    assert check_attention(kernel, device="cpu", shape=SMALL, classes=PACKAGED).verdict == "unverified"
 
 
 def test_scores_in_bf16_are_named() -> None:
@@ -298,7 +313,7 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
 
 def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
     report = check_attention("torch:math", device="cpu", dtype="fp16", shape=SMALL)
-    assert (report.verdict, [*report.not_tried]) == ("safe", ["tiny", "huge"])
+    assert (report.verdict, [*report.not_tried]) == ("safe", ["tiny", "huge", *PACKAGED])
     case = Case("huge", SMALL, "wrong", "", {"error_dq": math.inf})
     assert "Infinity" not in replace(report, cases=(case,)).json()
 

@@ -40,7 +40,7 @@ def run_installed(site: Path, code: str) -> str:
 
 def test_the_wheel_holds_every_module(site: Path) -> None:
     def modules(folder: Path) -> set[Path]:
-        return {path.relative_to(folder) for path in folder.rglob("*.py")}
+        return {path.relative_to(folder) for path in folder.rglob("*.*") if path.suffix in (".py", ".zip")}
 
     assert modules(site / "low_precision_attention") == modules(ROOT / "attention")
 

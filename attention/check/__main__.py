@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
-QUICK = ("gaussian", "common_part", "shared_direction", "peaked_1000", "one_hot", "mask_edges", "last_key", "repeatability")  # fmt: skip
+QUICK = (
+    "gaussian", "common_part", "shared_direction", "peaked_1000", "captured_growing", "one_hot", "mask_edges", "last_key", "repeatability",
+)  # fmt: skip
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class InputClass:
     scale: float = 1.0
     """Of the logits, in 1 / sqrt(D)."""
     mask: Callable[[Shape], Mask] | None = None
+    packaged: bool = False
+    """Captured ones, inputs/NAME.zip beside this module, in their own shape."""
 
 
 def _common(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -137,13 +140,17 @@ CLASSES: dict[str, InputClass] = {
     "padding": InputClass("keys behind a sequence's end, with large numbers: nobody may see them", _garbage, mask=_padding),
     "window": InputClass("a query sees the last quarter of keys only: the mask has two edges (arXiv 2004.05150)", mask=_window),
     "scale": InputClass("a scale other than 1 / sqrt(head dim): is the argument followed?", scale=0.5),
+    "captured_early": InputClass("layer 1 of a run that explodes at 3,828 (experiments/one_wheel), at 1,000: no growth yet", packaged=True),
+    "captured_growing": InputClass("the same layer at 3,700: its logits grow", packaged=True),
+    "captured_late": InputClass("the same layer at 3,800: logits of 50,000, seven steps before the gradient norm jumps", packaged=True),
+    "captured_healthy": InputClass("layer 6 of that run at 3,800: small logits", packaged=True),
 }  # fmt: skip
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
 
 def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Inputs:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
-    if name not in CLASSES:
+    if _is_captured(name):
         return _with_ones(_last_feature_least(captured(name)), dtype, device)
     chosen = CLASSES[name]
     shape = chosen.shape(shape)
@@ -160,13 +167,20 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
 
 def shape_of(name: str, shape: Shape) -> Shape:
     """The shape that a class has where ``shape`` is asked for."""
-    if name in CLASSES:
+    if not _is_captured(name):
         return CLASSES[name].shape(shape)
     x = captured(name)
     return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], x.q.shape[3])
 
 
-captured = functools.lru_cache(maxsize=8)(load)
+def _is_captured(name: str) -> bool:
+    return name not in CLASSES or CLASSES[name].packaged
+
+
+@functools.lru_cache(maxsize=8)
+def captured(name: str) -> Inputs:
+    """Of a packaged class, or of a file. Raises ``UserError`` for any other file."""
+    return load(Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else name)
 
 
 def _last_feature_least(x: Inputs) -> Inputs:

@@ -19,7 +19,7 @@ ROWS_AT_RISK = 2.0**-9
 RATIO_AT_RISK = 3.0
 """Of a tensor's error over that of plain attention; FlashAttention's own tests allow 2 of a formula with a BF16 softmax."""
 SIZE_WRONG = 2.0**-5
-"""Of an error over the size of the tensor without cancellation: no rounding to BF16 does that. Rows of dS likewise."""
+"""Of an error over the size of the tensor without cancellation: no rounding to BF16 does that."""
 EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "scale")
 WELL_CONDITIONED = 50.0
 """Of a tensor's error over plain attention's in the classes EASY, where nothing enlarges a rounding error: flash kernels have 2."""
@@ -78,8 +78,8 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     far = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > largest]
     if far:
         return WRONG, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.0f} x plain's" for x in far)
-    if not found["rows"] <= SIZE_WRONG:  # NaN where a multiple of dO overflows and dO does not
-        return WRONG, f"delta or P: rows of dS sum to {found['rows']:.1e} of their size"
+    if not math.isfinite(found["rows"]):  # where a multiple of dO overflows and dO does not
+        return WRONG, "not finite: rows of dS"
     if found["rows"] > ROWS_AT_RISK:
         side = f"; rounded to one side: O is off by {found['bias_o']:.1f} x 2^-9 in the mean"
         return (

@@ -53,9 +53,10 @@ def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mas
 
 
 def exact(p: Inputs) -> tuple[Results, Results, Tensor]:
-    """In FP64 from the same inputs: O, dQ, dK, dV; the size each would have if nothing cancelled; that of a row of dS [B, H, T].
+    """In FP64 from the same inputs: O, dQ, dK, dV; the size each would have if nothing cancelled; rowsum(|dS|) [B, H, T].
 
-    The size is the natural unit of rounding errors, as dS = P (dP - delta) cancels.
+    The size is the natural unit of rounding errors, as dS = P (dP - delta) cancels. Rows that are one-hot to the last bit have no dS but
+    FP32's rounding: rowsum(|dS|) is at least 2^-15 of its size, so that 2^-24 of it is 2^-9.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (p.q, p.k, p.v))
     n = q.shape[1] // k.shape[1]
@@ -74,7 +75,7 @@ def exact(p: Inputs) -> tuple[Results, Results, Tensor]:
         to_groups(uncancelled.mT @ q.detach().abs()),
         to_groups(weights.mT @ do.abs()),
     )
-    return (o, *gradients), sizes, ds.sum(-1)  # fmt: skip
+    return (o, *gradients), sizes, torch.maximum(ds.sum(-1), 2.0**-15 * uncancelled.sum(-1))
 
 
 def _masked(s: Tensor, causal: bool, mask: Mask | None) -> Tensor:
