@@ -47,6 +47,7 @@ FEATURES = {
 (``Site.without``), where its declaration says so."""
 
 FORWARD, DELTA, BACKWARD = "forward", "delta", "backward"
+EVERYWHERE = (FORWARD, DELTA, BACKWARD)
 """Where a site may act: making O (and what is kept for the backward pass); making delta; making dQ, dK and dV."""
 FLASH = ("flash", "flash_reference")
 REFERENCE = ("flash_reference",)
@@ -109,6 +110,15 @@ def site(
     return dataclasses.field(default=default, metadata={"site": declared})
 
 
+def _choice(doc: str, choices: tuple[str, ...], acts_in: tuple[str, ...], **declared: Any) -> Any:
+    """One of ``choices``, of which the first is the default; in flash attention alone unless ``backends`` says otherwise."""
+    return site(choices[0], doc, choices=choices, acts_in=acts_in, **{"backends": FLASH} | declared)
+
+
+def _number(default: float, doc: str, within: tuple[str, Callable[[float], bool]], **declared: Any) -> Any:
+    return site(default, doc, within=within, **{"acts_in": (FORWARD,)} | declared)
+
+
 def _format(default: str, doc: str, **declared: Any) -> Any:
     return site(default, doc, **{"choices": FORMATS, "elsewhere": "fp32"} | declared)
 
@@ -121,7 +131,7 @@ def _operand(default: str, doc: str, same_as: str = "", **declared: Any) -> Any:
 
 def _size(doc: str, **declared: Any) -> Any:
     sizes = ("a size, or 0 for the whole sequence", lambda size: type(size) is int and size >= 0)
-    return site(512, doc, within=sizes, acts_in=(FORWARD, DELTA, BACKWARD), backends=FLASH, elsewhere=0)
+    return site(512, doc, within=sizes, acts_in=EVERYWHERE, backends=FLASH, elsewhere=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,26 +147,21 @@ class Numerics:
     each other.
     """
 
-    inputs: str = _format("input", "Q, K, V as the products read them", acts_in=(FORWARD, DELTA, BACKWARD))
+    inputs: str = _format("input", "Q, K, V as the products read them", acts_in=EVERYWHERE)
     queries_and_keys: str = _operand(
-        "fp32",
-        "Q and K in all their products, after inputs",
-        acts_in=(FORWARD, DELTA, BACKWARD),
-        backends=REFERENCE,
+        "fp32", "Q and K in all their products, after inputs", acts_in=EVERYWHERE, backends=REFERENCE
     )
-    values: str = _operand("fp32", "V, after inputs", acts_in=(FORWARD, DELTA, BACKWARD), backends=REFERENCE)
+    values: str = _operand("fp32", "V, after inputs", acts_in=EVERYWHERE, backends=REFERENCE)
     values_in_dp: str = _operand(
         "values", "V in dO V^T: values (the same), or a format", same_as="values", acts_in=(DELTA, BACKWARD)
     )
-    scores: str = _format("fp32", "S, after scale and soft-cap", acts_in=(FORWARD, DELTA, BACKWARD))
+    scores: str = _format("fp32", "S, after scale and soft-cap", acts_in=EVERYWHERE)
     statistics: str = _format("fp32", "running m and l", acts_in=(FORWARD,), backends=FLASH, per_tile=True)
     logsumexp: str = _format("fp32", "L", acts_in=(FORWARD,), backends=FLASH)
-    saved_statistics: str = site(
-        "logsumexp",
+    saved_statistics: str = _choice(
         "what the backward pass forms P from: logsumexp (L), max_and_sum (m and log l, or 1 / d)",
-        choices=("logsumexp", "max_and_sum"),
-        acts_in=(FORWARD, DELTA, BACKWARD),
-        backends=FLASH,
+        ("logsumexp", "max_and_sum"),
+        EVERYWHERE,
         conflict=(
             "logsumexp where the site logsumexp is not fp32 (nor input, with q in float32): there is no L to round",
             lambda n: n.saved_statistics != "logsumexp" and n.logsumexp not in ("fp32", "input"),
@@ -165,12 +170,10 @@ class Numerics:
     """``logsumexp``, as FlashAttention-2: L, one number, whose rounding to FP32 is a factor of P common to the row. ``max_and_sum``, as
     the first FlashAttention: m and log l, two numbers, and P = exp(S - m) / l with the forward pass's exp(S - m) (site ``exponent``),
     whose rows sum to 1 at any size of the logits; L is not formed."""
-    exponent: str = site(
-        "fma",
+    exponent: str = _choice(
         "exp of a difference: fma, separate_multiply, subtract_first",
-        choices=("fma", "subtract_first", "separate_multiply"),
-        acts_in=(FORWARD, DELTA, BACKWARD),
-        backends=FLASH,
+        ("fma", "subtract_first", "separate_multiply"),
+        EVERYWHERE,
         elsewhere="subtract_first",
     )
     """How exp(S - m) is formed. ``subtract_first``: the difference first, exact near the maximum, so that P_bar of a row's own maximum
@@ -182,12 +185,10 @@ class Numerics:
     subtracted first. With ``subtract_first`` and ``saved_statistics`` L, kernels form exp(S - L) by an FMA."""
     probabilities: str = _operand("input", "P_bar in P_bar V; P in P^T dO", acts_in=(FORWARD, BACKWARD))
     """l sums the unrounded values."""
-    probabilities_rounding: str = site(
-        "nearest",
+    probabilities_rounding: str = _choice(
         "of P_bar in P_bar V: nearest, stochastic",
-        choices=("nearest", "stochastic"),
-        acts_in=(FORWARD,),
-        backends=FLASH,
+        ("nearest", "stochastic"),
+        (FORWARD,),
         conflict=(
             "nearest where probabilities is fp32 (or input, with q in float32): P_bar is not rounded there; or a format below BF16, "
             "whose name says it",
@@ -201,20 +202,14 @@ class Numerics:
         same_as="probabilities",
         acts_in=(BACKWARD,),
     )
-    products: str = site(
-        "exact",
-        "P_bar V with FP32 P_bar: exact, tf32x3",
-        choices=("exact", "tf32x3"),
-        acts_in=(FORWARD,),
-        backends=REFERENCE,
+    products: str = _choice(
+        "P_bar V with FP32 P_bar: exact, tf32x3", ("exact", "tf32x3"), (FORWARD,), backends=REFERENCE
     )
     """``tf32x3``: three products of TF32 parts, which drops the product of the low ones."""
-    backward_probabilities: str = site(
-        "unrounded",
+    backward_probabilities: str = _choice(
         "P in the backward pass: unrounded, forward (P_bar as P_bar V reads it, over its sum)",
-        choices=("unrounded", "forward"),
-        acts_in=(FORWARD, DELTA, BACKWARD),
-        backends=FLASH,
+        ("unrounded", "forward"),
+        EVERYWHERE,
         conflict=(
             "unrounded where divisor is not rounded, saved_statistics not max_and_sum, or P_bar not rounded to nearest",
             lambda n: (
@@ -229,12 +224,8 @@ class Numerics:
     """``forward``: probabilities(exp(S - m)) / d with the last m, so that P of the backward pass is what O was averaged with, and rows of
     dS sum to 0 if delta reads an unrounded O. Earlier tiles rounded P_bar with an earlier m: it came out alike if ``row_max_rounding``
     is ``up``, and the format has no largest or least number in reach, as those of ``LOW_FORMATS`` have."""
-    divisor: str = site(
-        "unrounded",
-        "of O_bar: unrounded (l), rounded (sum of the rounded P_bar)",
-        choices=("unrounded", "rounded"),
-        acts_in=(FORWARD,),
-        backends=FLASH,
+    divisor: str = _choice(
+        "of O_bar: unrounded (l), rounded (sum of the rounded P_bar)", ("unrounded", "rounded"), (FORWARD,)
     )
     """``rounded``: the sum of P_bar as P_bar V reads it (``probabilities``), rounded by ``statistics`` as l is. Then O is an average of V
     with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and ``accumulator`` are FP32. The
@@ -248,27 +239,25 @@ class Numerics:
         "fp32", "O_bar, after the rescaling and after the addition", acts_in=(FORWARD,), backends=FLASH, per_tile=True
     )
     output: str = _format("input", "the O passed to the next layer", acts_in=(FORWARD, DELTA))
-    output_rounding: str = site("nearest", "nearest, toward_zero, stochastic", choices=ROUNDINGS, acts_in=(FORWARD,))
+    output_rounding: str = _choice(
+        "nearest, toward_zero, stochastic", ROUNDINGS, (FORWARD,), backends=(*FLASH, "standard")
+    )
     output_gradient: str = _operand("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
     output_gradient_in_dv: str = _operand(
         "fp32", "dO in P^T dO, after output_gradient", acts_in=(BACKWARD,), backends=REFERENCE
     )
-    delta: str = site(
-        "rowsum_do_o",
+    delta: str = _choice(
         "formula (a) to (c) of the equations",
-        choices=("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalized"),
-        acts_in=(FORWARD, DELTA),
-        backends=FLASH,
+        ("rowsum_do_o", "rowsum_p_dp", "rowsum_p_dp_normalized"),
+        (FORWARD, DELTA),
         elsewhere="rowsum_p_dp",
     )
     """delta = rowsum(dO * O); or rowsum(P * dP); or rowsum(P * dP) / rowsum(P), with which the rows of dS sum to 0 even where those of
     P do not sum to 1."""
-    delta_output: str = site(
-        "output",
+    delta_output: str = _choice(
         "the O in delta: output (the same values), a format, low16",
-        choices=("output", *OPERAND_FORMATS, "low16"),
-        acts_in=(FORWARD, DELTA),
-        backends=FLASH,
+        ("output", *OPERAND_FORMATS, "low16"),
+        (FORWARD, DELTA),
         conflict=(
             "output or a format where tile_product or accumulator is not fp32, or output_rounding not nearest: O then "
             "lacks more than low16 holds",
@@ -281,23 +270,20 @@ class Numerics:
     """The O inside rowsum(dO * O): the values of ``output``; or the FP32 accumulation of P_bar V / l in a format of its own; or, by
     ``low16``, ``output`` plus what it lacks of that accumulation, kept as a difference of bit patterns (``rounding.low_bits``): BF16 and
     16 bits are FP32 itself."""
-    delta_rounding: str = site(
-        "nearest",
+    delta_rounding: str = _choice(
         "of delta_output, if it has a format of its own",
-        choices=ROUNDINGS,
-        acts_in=(FORWARD,),
-        backends=FLASH,
+        ROUNDINGS,
+        (FORWARD,),
         conflict=(
             "nearest where delta_output is a format below BF16, whose name says it",
             lambda n: n.delta_rounding != "nearest" and n.delta_output in LOW_FORMATS,
         ),
     )
     """A stochastic one draws independently of ``output_rounding``."""
-    probabilities_in_delta: str = site(
-        "probabilities",
+    probabilities_in_delta: str = _choice(
         "P_bar in the O in delta: probabilities (that of O), unrounded (over l)",
-        choices=("probabilities", "unrounded"),
-        acts_in=(FORWARD,),
+        ("probabilities", "unrounded"),
+        (FORWARD,),
         backends=REFERENCE,
         conflict=(
             "probabilities where delta_output is output or low16: delta then reads O",
@@ -305,12 +291,10 @@ class Numerics:
         ),
     )
     delta_sum: str = _format("fp32", "delta", acts_in=(DELTA,))
-    delta_error: str = site(
-        "none",
+    delta_error: str = _choice(
         "a chosen error of delta: none, random, constant, scale, rounding, zero_sum",
-        choices=("none", "random", "constant", "scale", "rounding", "zero_sum"),
-        acts_in=(DELTA,),
-        backends=FLASH,
+        ("none", "random", "constant", "scale", "rounding", "zero_sum"),
+        (DELTA,),
         conflict=(
             "none where delta is rowsum_do_o: the error is added to a delta from P",
             lambda n: n.delta_error != "none" and n.delta == "rowsum_do_o",
@@ -320,30 +304,26 @@ class Numerics:
     batch element and head: ``random``: +-a rms(delta), a sign each row; ``constant``: a rms(delta); ``scale``: a delta; ``rounding``:
     a (rowsum(dO * O) - delta), so that a = 1 is ``rowsum_do_o``. ``zero_sum``: delta stays exact and dP is off by the e of ``random`` times
     a sign each key, so that rows of dS still sum to 0."""
-    delta_error_size: float = site(
+    delta_error_size: float = _number(
         0.01,
         "a of delta_error",
-        within=("a finite number other than 0", lambda size: math.isfinite(size) and size != 0),
+        ("a finite number other than 0", lambda size: math.isfinite(size) and size != 0),
         acts_in=(DELTA,),
         backends=FLASH,
     )
-    delta_error_rows: str = site(
-        "all",
+    delta_error_rows: str = _choice(
         "rows with delta_error: all, tied, untied, one_hot, as_many_as_tied, as_many_as_untied",
-        choices=("all", "tied", "untied", "one_hot", "as_many_as_tied", "as_many_as_untied"),
-        acts_in=(DELTA,),
-        backends=FLASH,
+        ("all", "tied", "untied", "one_hot", "as_many_as_tied", "as_many_as_untied"),
+        (DELTA,),
     )
     """``tied``: two P are within a factor of 1 - 2^-9, so that if one P_bar rounds to 1 in BF16, both do. ``one_hot``: a P is at least
     1 - 2^-9. ``as_many_as_``: so many rows of each batch element and head, drawn at random."""
     probability_gradients: str = _operand("fp32", "dP", acts_in=(DELTA, BACKWARD))
     score_gradients: str = _operand("input", "dS in dS K and dS^T Q", acts_in=(BACKWARD,))
-    row_residual: str = site(
-        "kept",
+    row_residual: str = _choice(
         "what becomes of rowsum(dS): kept, centered_keys, corrected_rows",
-        choices=("kept", "centered_keys", "corrected_rows"),
-        acts_in=(DELTA,),
-        backends=FLASH,
+        ("kept", "centered_keys", "corrected_rows"),
+        (DELTA,),
         without={"softcap": "behind it dS does not sum to 0", "sinks": "beside it dS of the keys does not sum to 0"},
     )
     """What becomes of r = rowsum(dS), which is 0 in exact arithmetic; without a soft-cap. An error e of delta leaves r = -e rowsum(P),
@@ -352,12 +332,10 @@ class Numerics:
     are. ``corrected_rows``: dQ = scale (dS K - r (P K) / rowsum(P)), P rounded by ``probabilities`` for that product, and the delta in dK
     is delta + r' / rowsum(P), r' the sum of dS before rounding, rounded by ``delta_sum``."""
     gradient_accumulator: str = _format("fp32", "dQ, dK, dV between tiles", acts_in=(BACKWARD,), backends=REFERENCE)
-    row_max: str = site(
-        "plain",
+    row_max: str = _choice(
         "plain, stabilized (Algorithm 3), stabilized_safe, scaled",
-        choices=("plain", "stabilized", "stabilized_safe", "scaled"),
-        acts_in=(FORWARD,),
-        backends=FLASH,
+        ("plain", "stabilized", "stabilized_safe", "scaled"),
+        (FORWARD,),
         conflict=(
             "a row_sum_floor above 0, which scales the rows; or another row_max",
             lambda n: n.row_max == "scaled" and not n.row_sum_floor,
@@ -367,12 +345,10 @@ class Numerics:
     """Row normalizer: plain; stabilized (Algorithm 3 of arXiv 2510.04212); stabilized_safe (the same with a bounded shift); scaled: plain,
     but ``row_sum_floor`` counts from the m that ``stabilized`` would have, so that rows come out scaled down as the floor scales them
     there, while P_bar is not shifted."""
-    row_max_rounding: str = site(
-        "unrounded",
+    row_max_rounding: str = _choice(
         "of m: unrounded, up (exp(m) to a power of 2)",
-        choices=("unrounded", "up"),
-        acts_in=(FORWARD,),
-        backends=FLASH,
+        ("unrounded", "up"),
+        (FORWARD,),
         conflict=(
             "unrounded where S, m, l or L is rounded, exponent is subtract_first, or row_max is not plain",
             lambda n: (
@@ -383,44 +359,34 @@ class Numerics:
     )
     """``up``: m to the next whole multiple of ln 2. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
     with. It is in (1/2, 1] at the row's maximum, but for the FMA's half unit of m."""
-    row_max_beta: float = site(
-        2.0,
-        "beta of the stabilized forms",
-        within=("a number above 1", lambda beta: 1 < beta < math.inf),
-        acts_in=(FORWARD,),
+    row_max_beta: float = _number(
+        2.0, "beta of the stabilized forms", ("a number above 1", lambda beta: 1 < beta < math.inf)
     )
     """Tied positive maxima are shifted to beta * r_m."""
-    row_max_tolerance: float = site(
-        1e-3,
-        "scores this close to the maximum are ties",
-        within=("0 <= tolerance < 1", lambda tolerance: 0 <= tolerance < 1),
-        acts_in=(FORWARD,),
+    row_max_tolerance: float = _number(
+        1e-3, "scores this close to the maximum are ties", ("0 <= tolerance < 1", lambda tolerance: 0 <= tolerance < 1)
     )
     """0 is the exact comparison of the paper's first version."""
-    row_max_cap: float = site(
+    row_max_cap: float = _number(
         math.log(2**18 / 239),
         "largest shift of stabilized_safe, ln(2^18 / 239)",
-        within=("0 < cap <= 80 (exp(-cap) must be normal)", lambda cap: 0 < cap <= 80),
-        acts_in=(FORWARD,),
+        ("0 < cap <= 80 (exp(-cap) must be normal)", lambda cap: 0 < cap <= 80),
     )
     """Above the row maximum: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and FP16 number, so that rows at the cap lose
     nothing to the rounding of P_bar (where m + cap is exact), and one with an odd 8-bit significand, unlike 1."""
-    row_sum_floor: float = site(
+    row_sum_floor: float = _number(
         0.0,
         "least sum of P_bar over one tile of a row",
-        within=("0 <= floor < 1", lambda floor: 0 <= floor < 1),
-        acts_in=(FORWARD,),
+        ("0 <= floor < 1", lambda floor: 0 <= floor < 1),
         backends=FLASH,
         per_tile=True,
     )
     """Before it is added to l: ``EPSILON`` = 1e-10 in the published code. It acts where every score of a tile is far below m: where
     ``stabilized`` shifts m by more than 23, l is the floor, and O comes out scaled down."""
-    hidden_tiles: str = site(
-        "skipped",
+    hidden_tiles: str = _choice(
         "fully masked tiles: skipped, visited",
-        choices=("skipped", "visited"),
-        acts_in=(FORWARD,),
-        backends=FLASH,
+        ("skipped", "visited"),
+        (FORWARD,),
         without=dict.fromkeys(("bottom_right", "keys", "ranges", "sinks"), "the published code is causal, and no more"),
     )
     """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilized`` takes their
