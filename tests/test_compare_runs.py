@@ -184,16 +184,6 @@ def test_how_a_run_ended(tmp_path: Path, losses: list[str], norms: list[float], 
     assert summary(run)["ended"] == ended
 
 
-@pytest.mark.parametrize("thinned", [lambda step: step % 20 == 0, lambda step: step % 20 == 0 or step > 3_900])
-def test_the_loss_at_the_end_is_of_the_same_steps_however_a_log_is_thinned(thinned: Callable[[int], bool]) -> None:
-    whole = pd.Series(range(4_000), dtype=float)
-    steps = [step for step in whole.index if thinned(step)]
-    # A bin has one step of it or all: half a bin apart at most.
-    expected = compare_runs.loss_at_the_end(whole)
-    assert compare_runs.loss_at_the_end(whole[steps]) == pytest.approx(expected, abs=10)
-    assert expected == pytest.approx(whole[3_600:].mean())
-
-
 def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_path: Path) -> None:
     published(tmp_path / "runs/late", ["3"] * 50 + ["9"] * 50)
     published(tmp_path / "runs/early", ["3"] * 30 + ["9"] * 50)

@@ -156,11 +156,6 @@ def test_explosion_step(losses: list[float], step: int | None) -> None:
     assert curves.explosion_step(losses, margin=0.5, patience=4) == step
 
 
-@pytest.mark.parametrize(("losses", "step"), [([2.0, 3.0, 3.0], 1), ([2.0, 3.0, 2.0], None), ([2.0] + [3.0] * 4, None)])
-def test_open_excursion(losses: list[float], step: int | None) -> None:
-    assert curves.open_excursion(losses, patience=4) == step
-
-
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ROOT / "experiments"
 GIVEN_UP = {"compensated_delta", "recompute_o", "standard"}

@@ -23,8 +23,7 @@ from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, TOGETHER, Case, Meeting, is_format
 from torch import Tensor
 
-import attention
-from attention import AttentionConfig, AttentionSpec
+from attention import AttentionSpec
 from errors import UserError
 
 SHAPE = (1, 40, 1, 16)  # which tiles of 32 x 16 do not divide
@@ -32,7 +31,6 @@ CPU, device = torch.device("cpu"), kernel_tests.device
 here = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
 KERNELS = [case for case in CASES if all("flash" in DECLARED[site].backends for site in case.changed)]
 STANDARD = [case for case in CASES if case.row.standard is not None]
-REFUSED = [case for case in CASES if case.row.standard is None]
 
 
 def cases(chosen: list[Case]) -> pytest.MarkDecorator:
@@ -88,25 +86,6 @@ def test_a_site_moves_what_it_reaches_in_the_reference(case: Case) -> None:
 def test_a_site_moves_what_it_reaches_in_standard_attention(case: Case) -> None:
     found, plain = (results("standard", standard_sites(case.sites(changed=changed))) for changed in (True, False))
     assert moved(found, plain) == case.row.standard
-
-
-@here
-@cases(REFUSED)
-def test_standard_attention_refuses_a_site_that_it_has_not(case: Case) -> None:
-    """With q in FP32, and whatever the site takes beside it to act."""
-    own = ("delta=rowsum_p_dp", "exponent=subtract_first")
-    site = f"{case.site}={DEFAULT.exponent if str(case) in own else case.value}"
-    if str(case) == "delta=rowsum_p_dp":
-        pytest.skip("that is what it has")
-    beside = () if case.site in ("exponent", "delta", "delta_output") else case.row.beside
-    spec = AttentionSpec(preset="standard", sites=(*beside, site))
-    with pytest.raises(UserError) as error:
-        attention.check_plans(
-            AttentionConfig(default=spec).resolve(1, 2), device="cpu", dtype=torch.float32, head_dim=16
-        )
-    assert "\n" not in str(error.value)
-    assert "backend standard cannot do this: " in str(error.value)
-    assert "standard" not in str(error.value).partition("backends that can: ")[2]
 
 
 @here
