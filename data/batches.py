@@ -300,7 +300,6 @@ def open_batches(
     """Open the batches of process ``rank`` of ``world_size``; rank 0 writes a recording.
 
     ``contiguous``: a process's micro-batches are neighbors in the batch.
-
     ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
     ``run_id``: a recording of another run is not gone on with.
     Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that

@@ -89,14 +89,9 @@ def first_difference(a: pd.Series, b: pd.Series) -> int | None:
 def explosion_step(losses: pd.Series | Sequence[float], margin: float = 0.5, patience: int = 200) -> int | None:
     """First step from which the loss stays above its best so far + ``margin`` for ``patience`` consecutive steps.
 
-    A loss that is not finite counts as exploded at once; when it ends an excursion above the margin, the step is the
-    excursion's first. An excursion that ends, or that the run's end cuts short, before ``patience`` steps is none
-    (``open_excursion`` finds the latter).
-
-    Args:
-        losses: nats a token, by step, where not every step need be there.
-        margin: nats above the best loss before the excursion.
-        patience: length in steps, the first included.
+    ``losses`` are nats a token by step, where not every step need be there. One that is not finite counts as exploded at once; when it ends
+    an excursion above the margin, the step is the excursion's first. An excursion that ends, or that the run's end cuts short
+    (``open_excursion``), before ``patience`` steps is none.
     """
     start, called = _last_excursion(losses, margin, patience)
     return start if called else None

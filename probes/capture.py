@@ -71,18 +71,16 @@ def capture(
 ) -> list[LayerCapture]:
     """One eager forward pass, and the gradient of the training loss with respect to the attention outputs alone.
 
-    Nothing is left behind: no parameter's ``.grad`` is written and no hook of DDP runs (gradients are asked for by
-    ``torch.autograd.grad``, which stops at the outputs named), QK-clip's maxima are not fed, no random number is drawn, every
-    module's mode and method is put back, also after an error. Nothing waits for the device.
+    Nothing is left behind: no parameter's ``.grad`` is written, no hook of DDP runs, QK-clip's maxima are not fed, no random number is
+    drawn, every module's mode and method is put back, also after an error. Nothing waits for the device.
 
     Args:
         model: the plain ``GPT``; not what ``torch.compile`` or DDP made of it.
         tokens_BT, targets_BT: int64 on the model's device.
         layers: which, from 0, in the order of the result; all if None. Raises ``ValueError`` for one that does not exist.
         autocast: entered around the forward pass alone, as in training.
-        rounding_seed: int64 [] on the device; None is 0, as in ``GPT.forward``.
-        loss_scale: the loss is multiplied by it before the backward pass (FP16 loses a mean loss's dO without it); a power
-            of two changes no mantissa.
+        rounding_seed: int64 [] on the device; None is 0.
+        loss_scale: multiplies the loss before the backward pass: FP16 loses a mean loss's dO without it.
     """
     attentions = model.attentions()
     chosen = list(range(len(attentions))) if layers is None else list(layers)

@@ -138,10 +138,7 @@ def output_errors(layer: LayerCapture) -> Tensor:
 def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
     """Mean, standard error, size and sign of an error for each head. No host synchronization.
 
-    Args:
-        error_BHT: per token.
-        unit: tokens in a row whose mean counts as one draw; a shorter rest at the end of a sequence is left out of the
-            standard error alone. Sequences shorter than it are one unit each.
+    ``unit``: tokens in a row whose mean counts as one draw; a shorter rest of a sequence is left out of the standard error alone.
     """
     error_HBT = error_BHT.double().transpose(0, 1)
     B, T = error_HBT.shape[1:]

@@ -39,17 +39,10 @@ def evaluate(
 ) -> float:
     """Mean loss over the fixed validation batches of all processes, nats a token.
 
-    Each process sums its share of the batches, weighted by their targets, and the sums are added up: the value is the same
-    for any number of processes up to the order of summation. Every process must call this, and all get the value.
-
-    Args:
-        model: called as ``model(tokens_BT, targets_BT, rounding_seed)`` -> (logits, mean loss), not DDP's, whose forward pass may
-            wait for processes that have fewer batches. Run in eval mode; every
-            module's own mode is put back afterwards, also after an error.
-        batches: the shares may differ in length between processes, or be empty.
-        rounding_seed: int64 scalar on ``device``; the same for each batch, so that stochastic rounding too draws the same
-            bits however the batches are dealt out.
-        exact_sum: add the batches' sums without any rounding, so that the number of processes shows in no bit.
+    Every process must call this, and all get the value: the same for any number of processes up to the order of summation, and with
+    ``exact_sum``, which adds without any rounding, to the bit. Shares may differ in length, or be empty. ``model`` is not DDP's, whose
+    forward pass may wait for processes that have fewer batches; it runs in eval mode, and every module's own mode is put back, also after
+    an error. ``rounding_seed``, int64 [] on ``device``, serves each batch: stochastic rounding draws alike however batches are dealt out.
     """
     # In double, so that neither the order of summation nor the number of processes shows in float32.
     sums = [torch.zeros(2, dtype=torch.float64, device=device)]

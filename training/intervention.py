@@ -59,13 +59,8 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
 
 
 class Interventions:
-    """The switches of one run.
-
-    Args:
-        base: the config's plans.
-        scheduled: the config's switches.
-        check: raises ``UserError`` for plans that this machine cannot run (``attention.check_plans``); every state to come is checked.
-        resumed, known: step and ``state()`` of the checkpoint that the run goes on from.
+    """The switches of one run, on the plans ``base``. ``check`` is asked about every state to come; ``resumed`` and ``known`` are step and
+    ``state()`` of the checkpoint that the run goes on from.
 
     Raises ``UserError`` for a switch that cannot be, and for one scheduled before that step which the checkpoint does not know.
     """

@@ -17,9 +17,8 @@ The columns a training run writes (each line carries ``step`` and whichever of t
     w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest, in layer w_q_norm_layer
     max_logit_max ...  the extremes of a probe's other columns (training.telemetry.summary_columns), which are in telemetry.jsonl
 
-Strict JSON has no NaN and no infinity, and a failing run has both: they are written as the strings "nan", "inf" and "-inf",
-which ``read_metrics`` turns back into floats. Finite floats survive bit for bit, as Python writes the shortest decimal that
-reads back as the same double.
+Strict JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", which ``read_metrics`` turns back into floats. Finite
+floats survive bit for bit.
 """
 
 from __future__ import annotations
@@ -92,12 +91,10 @@ class JsonLines:
 
 
 class Metrics:
-    """Writer of one run's measurements.
+    """Writer of one run's measurements into ``folder``, which is made when missing; lines that are there stay.
 
-    Args:
-        folder: the run's folder; made when missing. Lines that are there stay.
-        wandb_run: the result of ``start_wandb``, closed with this; None without W&B.
-        enabled: False on every process but the first; then nothing is read or written.
+    ``wandb_run`` is the result of ``start_wandb``, closed with this. ``enabled``: False on every process but the first, where nothing is
+    read or written.
     """
 
     def __init__(self, folder: Path, wandb_run: Any = None, *, enabled: bool = True):
@@ -109,8 +106,7 @@ class Metrics:
         self.file = JsonLines(folder / METRICS_FILE)
 
     def log(self, step: int, **scalars: Any) -> None:
-        """Append one line. Values: bool, int, float, str, None (not known, as the MFU of a CPU), or what has ``item()``
-        (0-d tensors, NumPy scalars). Raises ``UserError`` when the disk is full."""
+        """Append one line, of what ``_plain`` takes. Raises ``UserError`` when the disk is full."""
         if self.file is None:
             return
         record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
@@ -142,21 +138,14 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All lines of a run's ``metrics.jsonl`` in file order, non-finite values restored.
-
-    A torn last line (the run was killed while writing it) is left out.
-
-    Raises:
-        UserError: no such folder, no metrics in it, none yet, or a line that is not a record.
-    """
+    """All lines of a run's ``metrics.jsonl``, by ``read_run_file``."""
     return read_run_file(folder, METRICS_FILE, "so it is not the folder of a run")
 
 
 def read_run_file(folder: Path, name: str, absent: str) -> list[dict[str, Any]]:
     """``read_lines`` of a file of a run's folder; ``absent`` says what its absence means.
 
-    Raises:
-        UserError: no such folder, no such file in it, no line in it yet, or a line that is not a record.
+    Raises ``UserError``: no such folder, no such file in it, no line in it yet, or a line that is not a record.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
@@ -170,10 +159,9 @@ def read_run_file(folder: Path, name: str, absent: str) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file that ``JsonLines`` wrote, non-finite values restored, less a torn last line.
+    """The records of a file that ``JsonLines`` wrote, in order, non-finite values restored, less a line torn by a kill.
 
-    Raises:
-        UserError: a line that is not a record.
+    Raises ``UserError`` for a line that is not a record.
     """
     try:
         with files.open_file(path) as file:
@@ -207,6 +195,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
+    """A value of JSON (None: not known, as the MFU of a CPU), or what ``item()`` makes of a tensor or a NumPy scalar."""
     value = value.item() if hasattr(value, "item") else value
     if value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(f"a metric is a bool, int, float, str or None, not {type(value).__name__}")
@@ -234,15 +223,7 @@ def start_wandb(
 ) -> Any:
     """Start the W&B run of the run in ``folder``, which is made when missing; None where none is asked for, or not ``enabled``.
 
-    Args:
-        run_id: the run's own id, under which a resumed run goes on.
-        config_json: the resolved configuration, shown by W&B; this function writes no ``config.json``.
-        recording: name of the recording the batches come from or go to, "" for neither.
-        attention_name: what W&B shows behind the run's name, which is that of its folder.
-        enabled: False on every process but the first; then nothing is read, written or imported.
-
-    Raises:
-        UserError: W&B is missing or cannot start.
+    A resumed run goes on under its ``run_id``; runs of one ``recording`` are a group. Raises ``UserError``: W&B is missing or cannot start.
     """
     if config.mode == "disabled" or not enabled:
         return None

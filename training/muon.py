@@ -3,7 +3,7 @@
 torch's own works on one matrix after the other. The 48 matrices of GPT-2 124M take 1,104 small kernels a step, and an H200 waits for the
 host to launch them: 112 ms a step, and 66 ms with the iterations replayed. Kernels and bits are the same.
 
-Of torch's private names this takes ``_zeropower_via_newtonschulz``, ``_adjust_lr`` and ``Muon._init_group``; ``tests/test_muon.py``
+Of torch's private names this takes ``_zeropower_via_newtonschulz``, ``_adjust_lr`` and ``Muon._init_group``; ``tests/test_optim.py``
 compares every bit with ``torch.optim.Muon``.
 """
 
