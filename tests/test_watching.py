@@ -240,6 +240,7 @@ def test_attention_that_cannot_be_seen_is_said_and_its_file_never_answers_no(tmp
     assert verdict(file)[0].startswith("UNCLEAR: 1 attention layer")
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # said by the first compiled call of a process on a GPU
 def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.device) -> None:
     looks, x = [], data().to(device)
     for kind in ("plain", "checkpointed", "compiled"):
