@@ -59,7 +59,10 @@ def verdict(ended: dict[str, str]) -> tuple[int, str]:
     failed = {run for run, how in ended.items() if how.startswith(("exploded", "NaN", "unstable"))}
     stable = {run for run, how in ended.items() if how.startswith("stable") and "too short" not in how}
     if "control" not in stable:
-        return UNVERIFIED, "unverified: the control is not stable, so a failure would not be the kernel's"
+        return (
+            UNVERIFIED,
+            f"unverified: the control's run is {ended['control']}, so a failure would not be the kernel's",
+        )
     if "kernel" in failed:
         return 1, f"the kernel fails ({ended['kernel']}), its control does not"
     if "kernel" not in stable:
