@@ -18,14 +18,13 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int16, Int32, cute
 from cutlass._mlir_helpers.arith import bitcast
 from cutlass.cutlass_dsl import T
-from flash_attn.cute import utils
+from flash_attn.cute import barrier, utils
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd import FlashAttentionForwardBase
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
-from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.softmax import Softmax
 from flash_attn.cute.utils import AuxData
-from quack import layout_utils
+from quack import copy_utils, layout_utils
 
 _WHOLE = 1.5 * 2.0**23
 """Added and subtracted, it rounds a number below 2^22 to a whole one."""
@@ -36,6 +35,10 @@ def _rounded(x, dtype):
     if dtype is BFloat16:  # the upper half of FP32
         return Float32(bitcast(utils.cvt_f16x2_f32(0.0, x, dtype).ir_value(), T.f32()))
     return Float16(bitcast(utils.cvt_f16x2_f32(x, 0.0, dtype).to(Int16).ir_value(), T.f16())).to(Float32)
+
+
+def _namespace(module, **names):
+    return types.SimpleNamespace(**{**vars(module), **names})
 
 
 def _with(method, **names):
@@ -143,14 +146,14 @@ class Forward(FlashAttentionForwardSm90):
 
 
 class ConsistentForward(FlashAttentionForwardSm90):
-    """``flash_consistent``: mLSE [B, 2 H, T] is m and 1 / d of each head; ``aux_data`` has the low bits of O [B, T, H, D], in O's dtype."""
+    """``flash_consistent``: mLSE is None; ``aux_data`` has m and 1 / d [B, H, 2, T], and the low bits of O [B, T, H, D], in O's dtype."""
 
     _mma = _with(FlashAttentionForwardSm90.mma, Softmax=_BFloat16Softmax)
     _mma_float16 = _with(FlashAttentionForwardSm90.mma, Softmax=_Float16Softmax)
 
     def mma(self, *arguments):
         *arguments, aux_data, _ = arguments
-        self.low_bits = layout_utils.select(aux_data.tensors[0], [1, 3, 2, 0])
+        self.saved, self.low_bits = aux_data.tensors
         mma = self._mma if self.dtype is BFloat16 else self._mma_float16
         mma(*arguments, AuxData(), None)
 
@@ -171,35 +174,30 @@ class ConsistentForward(FlashAttentionForwardSm90):
         head: Int32,
         batch: Int32,
     ):
-        rows_left = seqlen.seqlen_q - m_block * self.tile_m
-        at = cute.make_identity_tensor((self.tile_m, self.tile_hdimv))
-        at_mn = layout_utils.reshape_acc_to_mn(tiled_mma.get_slice(tidx).partition_C(at))
-        if at_mn[0, 0][1] == 0:
-            for which in cutlass.range_constexpr(2):
-                saved = cute.local_tile(mLSE[None, 2 * head + which, batch], (self.tile_m,), (m_block,))
-                for r in cutlass.range_constexpr(cute.size(at_mn, mode=[0])):
-                    if at_mn[r, 0][0] < rows_left:
-                        saved[at_mn[r, 0][0]] = rows[which * cute.size(at_mn, mode=[0]) + r]
-        # What O lacks as a difference of bit patterns, to memory by way of O's place in shared memory.
-        low = cute.make_fragment_like(acc_O, Int16)
-        for i in cutlass.range_constexpr(cute.size(low)):
-            difference = _bits(acc_O[i]) - _bits(_rounded(acc_O[i], self.dtype))
-            low[i] = cutlass.min(difference, Int32(2**15 - 1)).to(Int16)
-        in_turn = {"barrier_id": int(NamedBarrierFwd.Epilogue), "number_of_threads": self.num_epilogue_threads}
-        cute.arch.barrier(**in_turn)
-        store = utils.get_smem_store_atom(90, self.dtype)
-        to_shared = cute.make_tiled_copy_C(store, tiled_mma).get_slice(tidx)
-        cute.copy(store, to_shared.retile(cute.recast_tensor(low, self.dtype)), to_shared.partition_D(sO))
-        cute.arch.barrier(**in_turn)
-        from_shared = tiled_copy.get_slice(tidx)
-        in_shared = from_shared.partition_S(sO)
-        wide = cute.make_fragment_like(in_shared, self.dtype)
-        cute.autovec_copy(in_shared, wide)
-        block = cute.local_tile(self.low_bits[None, None, head, batch], (self.tile_m, self.tile_hdimv), (m_block, 0))
-        in_global, at = from_shared.partition_D(block), from_shared.partition_S(at)
-        for i in cutlass.range_constexpr(cute.size(wide.shape[1])):
-            if at[0, i, 0][0] < rows_left:
-                cute.copy(tiled_copy, wide[None, i, None], in_global[None, i, None])
+        group = (
+            self.qhead_per_kvhead if cutlass.const_expr(self.pack_gqa) else 1
+        )  # heads that take turns along the rows
+        at = tiled_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((self.tile_m, self.tile_hdimv)))
+        at_mn, o_mn = layout_utils.reshape_acc_to_mn(at), layout_utils.reshape_acc_to_mn(acc_O)
+        lane = at_mn[0, 0][1] // 2  # it has columns 8 u + 2 lane + e
+        n_rows, saved, low_bits = cute.size(o_mn, mode=[0]), self.saved, self.low_bits
+        for r in cutlass.range_constexpr(n_rows):
+            row = m_block * self.tile_m + at_mn[r, 0][0]
+            token, own_head = row // group, head * group + row % group
+            if token < seqlen.seqlen_q:
+                if lane == 0:
+                    for which in cutlass.range_constexpr(2):
+                        saved[batch, own_head, which, token] = rows[which * n_rows + r]
+                # What O lacks as a difference of bit patterns; what a thread has of 32 columns side by side.
+                own_bits = low_bits[batch, token, own_head, None]
+                for part in cutlass.range_constexpr(self.tile_hdimv // 32):
+                    low = cute.make_rmem_tensor(8, Int16)
+                    for i in cutlass.range_constexpr(8):
+                        o = o_mn[r, 8 * part + i]
+                        difference = _bits(o) - _bits(_rounded(o, self.dtype))
+                        low[i] = cutlass.min(difference, Int32(2**15 - 1)).to(Int16)
+                    target = cute.local_tile(own_bits, (8,), (4 * part + lane,))
+                    cute.autovec_copy(cute.recast_tensor(low, self.dtype), target)
         FlashAttentionForwardBase.epilogue(
             self, acc_O, rows, mO, None, sO, seqlen, tiled_copy, tma_atom_O, tiled_mma, tidx, m_block, head, batch
         )
@@ -231,11 +229,40 @@ def _reused(dtype):
     def exp2(x, fastmath):
         return _rounded(cute.math.exp2(x.difference, fastmath=fastmath), dtype) * x.factor
 
-    math = types.SimpleNamespace(**{**vars(cute.math), "exp2": exp2})
-    return types.SimpleNamespace(**{**vars(cute), "math": math})
+    return _namespace(cute, math=_namespace(cute.math, exp2=exp2))
 
 
-class ConsistentBackward(FlashAttentionBackwardSm90):
+@cute.jit
+def _store_or_add(turn: Int32, source: cute.Pointer, target: cute.Pointer, size: cutlass.Constexpr):
+    if turn == 0:
+        copy_utils.cpasync_bulk_s2g(source, target, size)
+    else:
+        copy_utils.cpasync_reduce_bulk_add_f32(source, target, size)
+
+
+def _first_stores(method):
+    """The method, where the first in the fixed order of sums writes what the others add to: no zeros are needed."""
+    turn = []
+
+    def wait_eq(flag, thread, offset, value):
+        turn[:] = [value]
+        barrier.wait_eq(flag, thread, offset, value)
+
+    def add(source, target, size):
+        _store_or_add(turn[0], source, target, size)
+
+    names = {"barrier": _namespace(barrier, wait_eq=wait_eq)}
+    return _with(method, **names, copy_utils=_namespace(copy_utils, cpasync_reduce_bulk_add_f32=add))
+
+
+class Backward(FlashAttentionBackwardSm90):
+    """``flash``: mLSE is L in log2; sums of dQ, and of dK and dV of grouped queries, need not be zero."""
+
+    dQaccum_store = _first_stores(FlashAttentionBackwardSm90.dQaccum_store)
+    epilogue_dKV = _first_stores(FlashAttentionBackwardSm90.epilogue_dKV)
+
+
+class ConsistentBackward(Backward):
     """``flash_consistent``: mLSE is ``prepare``'s packed statistic, mdPsum is delta from O and its low bits."""
 
     _one_block = _with(FlashAttentionBackwardSm90.mma_one_m_block, cute=_reused(BFloat16))

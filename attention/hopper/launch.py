@@ -10,7 +10,6 @@ import functools
 import torch
 from cutlass import BFloat16, Float16, Float32, Int32, cute
 from flash_attn.cute import interface
-from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.utils import AuxData
 from quack.compile_utils import make_fake_tensor
 from torch import Tensor
@@ -22,7 +21,7 @@ from ..triton.forward import empty_outputs
 from ..triton.loads import takes_descriptor
 from ..triton.ops import backend
 from ..user_error import UserError
-from .cute_kernels import ConsistentBackward, ConsistentForward, Forward
+from .cute_kernels import Backward, ConsistentBackward, ConsistentForward, Forward
 from .prepare import prepare
 
 DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
@@ -50,7 +49,7 @@ def _forward(dtype, D: int, group: int, causal: bool, consistent: bool):
         D,
         group,
         is_causal=causal,
-        pack_gqa=False,
+        pack_gqa=group > 1 and tile.m_block_size % group == 0,
         tile_m=tile.m_block_size,
         tile_n=tile.n_block_size,
         num_stages=2,
@@ -59,9 +58,11 @@ def _forward(dtype, D: int, group: int, causal: bool, consistent: bool):
         mma_pv_is_rs=tile.mma_pv_is_rs,
     )
     (q, k, v, o), (b, t, _, h, _, d) = _operands(dtype, group)
-    saved = make_fake_tensor(Float32, (b, cute.sym_int() if consistent else h, t))
-    low_bits = AuxData([make_fake_tensor(dtype, (b, t, h, d), divisibility=8)] if consistent else None)
-    return _compile(kernel, q, k, v, o, saved, Float32(1.0), *[None] * 9, low_bits, None, None)
+    saved, aux = make_fake_tensor(Float32, (b, h, t)), AuxData()
+    if consistent:
+        low_bits = make_fake_tensor(dtype, (b, t, h, d), divisibility=8)
+        saved, aux = None, AuxData([make_fake_tensor(Float32, (b, h, 2, t)), low_bits])
+    return _compile(kernel, q, k, v, o, saved, Float32(1.0), *[None] * 9, aux, None, None)
 
 
 def _backward_tile(D: int, causal: bool, consistent: bool):
@@ -72,7 +73,7 @@ def _backward_tile(D: int, causal: bool, consistent: bool):
 @functools.cache
 def _backward(dtype, D: int, group: int, causal: bool, consistent: bool):
     tile = _backward_tile(D, causal, consistent)
-    kernel = (ConsistentBackward if consistent else FlashAttentionBackwardSm90)(
+    kernel = (ConsistentBackward if consistent else Backward)(
         dtype,
         D,
         D,
@@ -113,7 +114,7 @@ def _readable(*tensors: Tensor) -> list[Tensor]:
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, scale: float, causal: bool, *_):
     """O [B, T, H, D], its low bits or an empty tensor, and L [B, H, T] in log2 or m and 1 / d [B, H, 2, T]."""
-    (B, T, H, D), S = q.shape, k.shape[1]
+    (_, T, H, D), S = q.shape, k.shape[1]
     if causal and T != S:
         raise UserError(f"attention backend = 'flash_hopper': {T} queries and {S} keys: expected as many, where causal")
     if scale <= 0:
@@ -121,8 +122,8 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, s
     o, low_bits, saved = empty_outputs(q, v, n)
     consistent = saved.ndim == 4
     kernel = _forward(DTYPES[q.dtype], D, H // k.shape[2], causal, consistent)
-    aux = AuxData([low_bits.view(q.dtype)] if consistent else None)
-    kernel(*_readable(q, k, v), o, saved.view(B, -1, T), scale, *[None] * 9, aux, None, None)
+    rows, aux = (None, AuxData([saved, low_bits.view(q.dtype)])) if consistent else (saved, AuxData())
+    kernel(*_readable(q, k, v), o, rows, scale, *[None] * 9, aux, None, None)
     return o, low_bits, saved
 
 
@@ -141,10 +142,11 @@ def launch_backward(do, q, k, v, seed, o, low_bits, saved, n: Numerics, scale: f
     flat = torch.zeros(sum(sizes), dtype=torch.int32, device=q.device).split(sizes)
     turns = [x.view(B, *count) for x, count in zip(flat, counts, strict=True)] + [None] * (3 - len(counts))
     sums = [dk, dv]
+    dq_sums = torch.empty((B, H, blocks * tile.m_block_size * D), device=q.device)
     if group > 1:
-        sums = list(torch.zeros((2, B, HK, key_blocks * tile.n_block_size * D), device=q.device))
+        sums = list(torch.empty((2, B, HK, key_blocks * tile.n_block_size * D), device=q.device))
     # Last: the kernel may start before launches ahead of it have ended, and waits for the last of them alone.
-    delta, rows, dq_sums = prepare(do, o, low_bits, saved, blocks * tile.m_block_size)
+    delta, rows = prepare(do, o, low_bits, saved, blocks * tile.m_block_size)
     kernel = _backward(dtype, D, group, causal, consistent)
     kernel(q, k, v, do, rows, delta, dq_sums, *sums, scale, *[None] * 6, *turns, AuxData(), None, None)
 

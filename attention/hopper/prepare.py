@@ -38,7 +38,6 @@ def prepare_kernel(
     p_saved,
     p_delta,
     p_rows,
-    p_dq,
     H,
     T,
     T_PADDED,
@@ -63,7 +62,10 @@ def prepare_kernel(
     o_td = ((i_b * T + o_t) * H + i_h)[:, None] * D + o_d
     b_o = tl.load(p_o + o_td, mask=m_td, other=0).to(tl.float32)
     if CONSISTENT:
-        b_bits = b_o.to(tl.int32, bitcast=True) + tl.load(p_low_bits + o_td, mask=m_td, other=0)
+        # A thread of the forward kernel has columns 8 u + 2 q + e for one q, and wrote its low bits side by side.
+        b_low = tl.reshape(tl.load(p_low_bits + o_td, mask=m_td, other=0), [ROWS, WIDTH // 32, 4, 4, 2])
+        b_low = tl.reshape(tl.permute(b_low, (0, 1, 3, 2, 4)), [ROWS, WIDTH])
+        b_bits = b_o.to(tl.int32, bitcast=True) + b_low
         b_o = b_bits.to(tl.float32, bitcast=True)
         p_row = p_saved + i_bh * (2 * T) + o_t
         b_row = pack(tl.load(p_row, mask=m_t, other=0), tl.load(p_row + T, mask=m_t, other=1))
@@ -73,22 +75,16 @@ def prepare_kernel(
     o_row = i_bh * T_PADDED + o_t
     tl.store(p_delta + o_row, tl.sum(b_do.to(tl.float32) * b_o, 1), mask=m_padded)
     tl.store(p_rows + o_row, b_row, mask=m_padded)
-    tl.store(
-        p_dq + o_row[:, None] * D + o_d,
-        tl.zeros([ROWS, WIDTH], tl.float32),
-        mask=m_padded[:, None] & (o_d < D)[None, :],
-    )
 
 
-def prepare(do: Tensor, o: Tensor, low_bits: Tensor, saved: Tensor, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-    """delta and what the kernels form P from, [B, H, ``padded``], and zeros for the sums of dQ, [B, H, ``padded`` D], float32.
+def prepare(do: Tensor, o: Tensor, low_bits: Tensor, saved: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """delta and what the kernels form P from, [B, H, ``padded``], float32.
 
-    dO [B, T, H, D] of any strides but the last; O and its ``low_bits`` (int16, or empty) are dense, ``saved`` is L [B, H, T], or m and
-    1 / d [B, H, 2, T].
+    dO [B, T, H, D] of any strides but the last; O and its ``low_bits`` (int16, or empty; each 32 of D in the order of the forward kernel's
+    threads) are dense, ``saved`` is L [B, H, T], or m and 1 / d [B, H, 2, T].
     """
     B, T, H, D = o.shape
     delta, rows = (torch.empty((B, H, padded), device=o.device, dtype=torch.float32) for _ in range(2))
-    dq = torch.empty((B, H, padded * D), device=o.device, dtype=torch.float32)
     prepare_kernel[(triton.cdiv(padded, ROWS) * B * H,)](
         do,
         o,
@@ -96,7 +92,6 @@ def prepare(do: Tensor, o: Tensor, low_bits: Tensor, saved: Tensor, padded: int)
         saved,
         delta,
         rows,
-        dq,
         H,
         T,
         padded,
@@ -107,4 +102,4 @@ def prepare(do: Tensor, o: Tensor, low_bits: Tensor, saved: Tensor, padded: int)
         CONSISTENT=saved.ndim == 4,
         enable_fp_fusion=FP_FUSION,
     )
-    return delta, rows, dq
+    return delta, rows
