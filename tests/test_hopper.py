@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 from collections.abc import Callable
@@ -124,25 +125,31 @@ def test_it_is_as_exact_as_the_triton_kernels(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group", [3, 4], ids=["apart", "packed"])
 @pytest.mark.parametrize("preset", ["flash", "flash_consistent"])
-def test_layout_and_compiler_change_no_bit(preset: str) -> None:
-    """In torch's signature, with grouped queries: operands that TMA cannot read, a dO of stride 0, and a compiled call."""
+def test_grouped_queries_of_any_layout_and_compiled(preset: str, group: int) -> None:
+    """In torch's signature: as exact as Triton, and the same bits of operands that TMA cannot read, dO of stride 0 and a compiled call."""
     if (reason := refusal(preset)) != "":
         pytest.skip(reason)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 300, 128, device="cuda").bfloat16() for heads in (6, 2, 2))
+    q, k, v = (torch.randn(2, heads, 300, 128, device="cuda").bfloat16() for heads in (2 * group, 2, 2))
     do = torch.randn(2, 1, 1, 128, device="cuda").bfloat16().expand(q.shape)
+    settings = {"is_causal": True, "enable_gqa": True}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        spec = AttentionSpec(preset=preset, backend="flash_hopper")
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, numerics=spec)
+    def attend(q: Tensor, k: Tensor, v: Tensor, backend: str = "flash_hopper") -> Tensor:
+        return scaled_dot_product_attention(q, k, v, **settings, numerics=AttentionSpec(preset=preset, backend=backend))
 
-    def results(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    def results(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         o = call(*leaves)
-        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
 
     plain = results(attend, q, k, v, do.contiguous())
+    torchs = functools.partial(torch.nn.functional.scaled_dot_product_attention, **settings)
+    exact = results(torchs, *(x.double() for x in (q, k, v, do)))
+    triton = results(functools.partial(attend, backend="flash"), q, k, v, do)
+    for own, other in zip(relative_errors(plain, exact), relative_errors(triton, exact), strict=True):
+        assert own <= 1.1 * other + 2.0**-17
     odd = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape).copy_(q)
     strided = torch.empty(2, 2, 300, 132, device="cuda", dtype=q.dtype)[..., :128].copy_(k)
     for found in (
