@@ -114,7 +114,7 @@ def _readable(*tensors: Tensor) -> list[Tensor]:
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, scale: float, causal: bool, *_):
     """O [B, T, H, D], its low bits or an empty tensor, and L [B, H, T] in log2 or m and 1 / d [B, H, 2, T]."""
-    (_, T, H, D), S = q.shape, k.shape[1]
+    (T, H, D), S = q.shape[1:], k.shape[1]
     if causal and T != S:
         raise UserError(f"attention backend = 'flash_hopper': {T} queries and {S} keys: expected as many, where causal")
     if scale <= 0:
