@@ -36,7 +36,7 @@ class Call:
     numerics: Numerics
     softcap: float
     features: tuple[str, ...] = ()
-    """Of ``numerics.FEATURES``, those that the call uses besides a soft-cap."""
+    """The members of ``numerics.FEATURES`` that the call uses, besides a soft-cap."""
     value_dim: int = 0
     """Head dim of v; 0: that of q and k."""
 

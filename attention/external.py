@@ -17,7 +17,7 @@ from .presets import PRESETS, unaliased
 from .user_error import UserError, invalid, one_line
 
 FAR = 0.5
-"""Of O's error over its size: an O of one mantissa bit has 0.1, another scale, mask or layout about 1."""
+"""Largest error of O over its size. An O of one mantissa bit has 0.1; another scale, mask or layout gives about 1."""
 
 
 @functools.cache

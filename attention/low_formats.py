@@ -25,7 +25,7 @@ class _Format(NamedTuple):
     bits: int
     """Explicit mantissa bits."""
     exponent: int
-    """Of the smallest normal number. INT8 is a format whose steps are all 1."""
+    """Exponent of the smallest normal number. In INT8 all steps are 1."""
     least: float
     largest: float
     nan: float = math.nan

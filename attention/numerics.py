@@ -32,7 +32,7 @@ LOW_FORMATS = tuple(
 OPERAND_FORMATS = (*FORMATS, *LOW_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 LARGEST_SCALE = 2.0**100
-"""By which ``scaled`` scales ``row_sum_floor`` at most: beyond it O is as good as 0, and l has to stay finite."""
+"""Largest factor by which ``scaled`` scales ``row_sum_floor``: beyond it O is nearly 0, and l has to stay finite."""
 
 FEATURES = {
     "softcap": "soft-cap",

@@ -37,7 +37,7 @@ class AttentionSpec:
     backend: str = ""
     """Implementation in place of the preset's own, for this spec alone; empty keeps it (see ``AttentionConfig.flash_backend``)."""
     kernel: str = ""
-    """Of preset external: MODULE:FUNCTION or a public kernel, as torch:flash (docs/kernels.md)."""
+    """The kernel of preset external: MODULE:FUNCTION, or a public one such as torch:flash (docs/kernels.md)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sites, tuple | list) or not all(isinstance(site, str) for site in self.sites):
@@ -98,7 +98,7 @@ class AttentionRule:
     heads: tuple[int, ...] = ()
     """Heads, from 0; empty: all."""
     attention: AttentionSpec = field(default_factory=AttentionSpec)
-    """What they use."""
+    """The attention that these layers and heads use."""
 
 
 @dataclass(frozen=True)

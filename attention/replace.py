@@ -70,12 +70,12 @@ class _Block:
 
 
 class _Thread(threading.local):
-    """Of each thread; a compiler guards what it reads here."""
+    """State of a thread. A compiler guards what it reads here."""
 
     def __init__(self) -> None:
         self.stack: tuple[_Block, ...] = ()
         self.name = ""
-        """Of the innermost block, in ``_NUMERICS``."""
+        """Key of the innermost block in ``_NUMERICS``."""
         self.is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
         """Not made by Python, as those in which autograd runs the backward pass on a GPU."""
 

@@ -17,7 +17,7 @@ _BITS = {"bf16": 7, "fp16": 10}
 _WORD = 0xFFFFFFFF
 RANDOM_BITS = 16
 ROUNDS = 7
-"""Of Philox, in ``random_bits``."""
+"""Rounds of Philox in ``random_bits``."""
 
 
 def round_mantissa(x: Tensor, bits: int, rounding: str = "nearest", random_bits: Tensor | None = None) -> Tensor:

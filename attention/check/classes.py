@@ -42,7 +42,7 @@ class InputClass:
     shape: Callable[[Shape], Shape] = lambda x: x
     causal: bool = True
     scale: float = 1.0
-    """Of the logits, in 1 / sqrt(D)."""
+    """Scale of the logits, in units of 1 / sqrt(D)."""
     mask: Callable[[Shape], Mask] | None = None
     packaged: bool = False
     """Captured ones, inputs/NAME.zip beside this module, in their own shape."""
@@ -102,7 +102,7 @@ def _window(s: Shape) -> Mask:
 
 
 def _garbage(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
-    """What stands in padding is large."""
+    """Put large numbers into the padding."""
     q, k, v, do = x
     B, _G, T, _D = k.shape
     there = _padding(Shape(B=B, T=T)).visible[:, :, -1, :, None]
@@ -179,7 +179,7 @@ def _is_captured(name: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def captured(name: str) -> Inputs:
-    """Of a packaged class, or of a file. Raises ``UserError`` for any other file."""
+    """The inputs of a packaged class, or those in a file. Raises ``UserError`` if the file is not a capture."""
     return load(Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else name)
 
 

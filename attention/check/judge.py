@@ -17,14 +17,14 @@ ORDER = (SAFE, UNVERIFIED, AT_RISK, WRONG)
 
 ROWS_AT_RISK = 2.0**-9
 RATIO_AT_RISK = 3.0
-"""Of a tensor's error over that of plain attention; FlashAttention's own tests allow 2 of a formula with a BF16 softmax."""
+"""Largest ratio of a tensor's error to plain attention's. FlashAttention's own tests allow 2, beside a formula with a BF16 softmax."""
 SIZE_WRONG = 2.0**-5
-"""Of an error over the size of the tensor without cancellation: no rounding to BF16 does that."""
+"""Largest error over the size of the tensor without cancellation. No rounding to BF16 exceeds it."""
 EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "scale")
 WELL_CONDITIONED = 50.0
-"""Of a tensor's error over plain attention's in the classes EASY, where nothing enlarges a rounding error: flash kernels have 2."""
+"""Largest ratio of errors in the classes EASY, where nothing enlarges a rounding error. Flash kernels have 2."""
 BIAS = 0.5
-"""Of O, in 2^-9 of its elements, where rounding is to one side: then it is 1.3; of kernels that round to nearest 0.03 or less."""
+"""Largest bias of O, in 2^-9 of its elements. Rounding to one side gives 1.3, rounding to nearest 0.03 or less."""
 FMA_LIMIT = 1e5
 """Kernels with the FMA exponent lose O = V between 45,426 and this, by head dim."""
 
@@ -103,4 +103,4 @@ CURES = {
     "exponent": "exp2(s c - m c) as one FMA rounds m c and not s c: subtract first",
     "scores": "keep S in FP32 up to the softmax",
 }
-"""Of what a reason begins with, where we know one (docs/results.md)."""
+"""Advice by the beginning of a reason, where we know any (docs/results.md)."""

@@ -215,7 +215,7 @@ KNOWN: dict[str, Callable[[], Call]] = {
 """Public kernels. What is not installed is unverified."""
 
 MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn", "te": "transformer_engine"}
-"""Of public kernels whose names are not those of their modules."""
+"""Modules of the public kernels that have another name than their module."""
 
 
 def versions(*modules: str) -> list[str]:

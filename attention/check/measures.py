@@ -17,7 +17,7 @@ from .kernels import Call
 
 NAMES = ("o", "dq", "dk", "dv")
 FACTORS = (1, 9, 10, 11, 12, 13, 14, 15)
-"""Of dO; the rounding of dS differs from factor to factor, what delta and P leave in its rows does not."""
+"""Factors of dO. The rounding of dS differs from factor to factor; what delta and P leave in its rows does not."""
 ONE_HOT_LOGITS = (1e4, 4.6e4, 1e5, 1e6, 2.0**21)
 
 Results = tuple[Tensor, ...]

@@ -22,7 +22,7 @@ from .classes import CLASSES, Shape, captured, shape_of
 from .kernels import Kernel, find, identity, versions
 
 SCHEMA = 3
-"""Of the JSON report: raised where a field changes its name, place or meaning."""
+"""Version of the JSON report. It rises when a field changes its name, position or meaning."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
 LIMITS = (

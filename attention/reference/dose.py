@@ -13,7 +13,7 @@ from ..rounding import random_bits
 from .tiles import COLUMN_SIGN_STREAM, ROW_CHOICE_STREAM, ROW_SIGN_STREAM
 
 NEAR_ONE = 1 - 2.0**-9
-"""From here on a probability rounds to 1 in BF16."""
+"""A probability from here to 1 rounds to 1 in BF16."""
 NOISE_COLUMNS = 8
 """That ``with_zero_sum_noise`` adds to the head dim: the kernels take multiples of 8."""
 

@@ -217,11 +217,11 @@ class _RowSums(NamedTuple):
     """Sums over the keys, for a tile of rows: [B, H, R, 1], and P K [B, H, R, D]. dS is taken before the soft-cap."""
 
     ds: Tensor
-    """Of dS as ``score_gradients`` rounds it."""
+    """Sum of dS as ``score_gradients`` rounds it."""
     ds_unrounded: Tensor
     p: Tensor
     p_rounded: Tensor
-    """Of P as ``probabilities`` rounds it."""
+    """Sum of P as ``probabilities`` rounds it."""
     pk: Tensor
     """P K with P so rounded."""
 

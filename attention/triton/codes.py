@@ -151,7 +151,7 @@ class Shape(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of a tensor [B, T, H, D], in elements."""
+    """Strides of a tensor [B, T, H, D], in elements."""
 
     b: int
     t: int
@@ -172,7 +172,7 @@ class VisibleRanges(NamedTuple):
     """All rows see all keys from here on, up to ``all_to``, but for padding."""
     all_to: Any
     p_padding: Any
-    """Of the batch entry, where PADDED."""
+    """Padding of the batch entry, if PADDED."""
 
 
 class Queries(NamedTuple):
@@ -183,7 +183,7 @@ class Queries(NamedTuple):
     o_t: Any
     """[BT]: their rows."""
     i_bh: Any
-    """Of B H."""
+    """Index of batch entry and head, of B H."""
     H: Any
     ranges: Any
     """``VisibleRanges``, or None."""

@@ -20,7 +20,7 @@ from ..reference.exact import exact_float32
 from ..rounding import round_to
 
 TIE_TOLERANCE = 1e-3
-"""Of the paper's later version."""
+"""Tolerance of the paper's later version."""
 QUERY_CHUNK = 128
 
 
@@ -109,7 +109,7 @@ def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor, *, scale: float) -> Tensor:
 
 
 def _row_probabilities(s_BHRS: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Of each row: entropy and largest probability; and P = softmax(S)."""
+    """Entropy and largest probability of each row, and P = softmax(S)."""
     log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
     p_BHRS = log_p_BHRS.exp()
     # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
