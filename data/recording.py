@@ -254,7 +254,7 @@ def _empty_recording(folder: Path, source_run: str) -> Iterator[None]:
 
 
 def _run_id(folder: Path) -> str:
-    """Of the run that recorded there; "" for a recording that no run has made."""
+    """Identity of the run that recorded there; "" if no run made the recording."""
     try:
         with files.open_file(folder / RUN_ID) as file:
             return file.read(100).decode(errors="replace").strip()

@@ -70,7 +70,7 @@ class TokenFile:
 
     @property
     def path(self) -> Path:
-        """Of train.bin or val.bin."""
+        """Path of train.bin or val.bin."""
         return self.file.path
 
     @property

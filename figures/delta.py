@@ -32,7 +32,7 @@ class HeadError:
     """O_lp - O_hp at the token."""
     mean: float
     standard_error: float
-    """Of the mean, over sequences where there are at least four, else over blocks of 32 tokens."""
+    """Standard error of the mean, over sequences if there are at least four, else over blocks of 32 tokens."""
     positive: float
     """Share of tokens with a positive error."""
 

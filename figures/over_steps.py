@@ -62,7 +62,7 @@ def draw_norms(runs: Sequence[DrawnRun]) -> Drawn:
 
 
 def tie_rates(run: DrawnRun) -> pd.DataFrame:
-    """By step, the share of rows with a repeated maximum: mean over all layers and heads, and the largest of any head."""
+    """Share of rows with a repeated maximum by step: mean over all layers and heads, and the largest of any head."""
     grids = np.array(run.telemetry[TIES].tolist(), dtype=float).reshape(len(run.telemetry), -1)
     return pd.DataFrame({f"{TIES}_mean": grids.mean(axis=1), f"{TIES}_max": grids.max(axis=1)}, run.telemetry.index)
 

@@ -33,7 +33,7 @@ class RankOne:
     pk_TD: Tensor
     x_TC: Tensor
     coherence: Coherence
-    """Of all tokens of the capture."""
+    """Coherence of all tokens of the capture."""
 
     def outer(self, token: int | None = None) -> Tensor:
         """(P K)[T]^T X[T], [D, C]; of ``self.token`` unless another is named."""

@@ -36,9 +36,9 @@ class LayerCapture:
     do_BTHD: Tensor
     """Gradient of the loss with respect to ``o_BTHD``, in its dtype; times ``loss_scale`` if one was given."""
     scale: float
-    """Of Q K^T."""
+    """Scale of Q K^T."""
     softcap: float
-    """Of the scores; 0 is off."""
+    """Soft-cap of the scores; 0 is off."""
     plan: LayerPlan
     """Which heads round how."""
     rounding_seed: Tensor

@@ -65,7 +65,7 @@ class Summary:
     mean_H: Tensor
     """Over tokens."""
     standard_error_H: Tensor
-    """Of the mean, from the spread of the means of ``units`` blocks of tokens; NaN for a single unit."""
+    """Standard error of the mean, from the spread of the means of ``units`` blocks of tokens; NaN for a single unit."""
     rms_H: Tensor
     """Root mean square over tokens."""
     positive_H: Tensor

@@ -46,7 +46,7 @@ SHAPES = [
 
 
 def version(package: str) -> str | None:
-    """Of an installed package, or None."""
+    """Version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

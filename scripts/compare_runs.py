@@ -68,14 +68,14 @@ class Run:
     """config.json."""
     metrics: pd.DataFrame
     probes: pd.DataFrame
-    """By step: w_q_norm_L and max_logit_L of layers L; empty for a run without telemetry."""
+    """Probes by step: w_q_norm_L and max_logit_L of layers L; empty for a run without telemetry."""
     complete_log: bool = False
     """Whether the metrics are train.py's own: a published run keeps only some of its steps."""
     switched: str = ""
     """Which layers moved to another attention, and when."""
 
     def column(self, name: str) -> pd.Series:
-        """Of the metrics or of the probes."""
+        """A column of the metrics or of the probes."""
         return curves.column(self.metrics if name in self.metrics else self.probes, name)
 
     def of_layers(self, name: str, which: str) -> pd.Series:

@@ -20,7 +20,7 @@ Schedule = Literal["cosine", "constant"]
 Fused = Literal["auto", "on", "off"]
 
 LARGEST = 1e18
-"""Of a learning rate and what is like it: the square of one is still a float32, which the optimizer's kernels take."""
+"""Largest learning rate, and the like: its square is still a float32, which the optimizer's kernels take."""
 
 # The matrices inside a block; a wrapper's prefix ("module.", "_orig_mod.") may stand before them.
 _HIDDEN_MATRIX = re.compile(r"(^|\.)h\.\d+\.(attn|mlp)\.(.+\.)?weight$")

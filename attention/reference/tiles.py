@@ -19,8 +19,8 @@ from ..numerics import LOW_FORMATS, SITES, Numerics, numerics_from_key
 from ..rounding import random_bits, round_to, storage_dtype, tile_random_bits, with_low_bits
 
 NAMESPACE = __name__.partition(".")[0]
-"""Namespace of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's ``attention`` and as the
-installed ``low_precision_attention``."""
+"""Namespace of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's
+``attention`` and as the installed ``low_precision_attention``."""
 TORCHS = functional.scaled_dot_product_attention
 """torch's own, whatever ``replace_sdpa`` puts in its place: ``functional.py`` imports this module before anything can call that."""
 OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2

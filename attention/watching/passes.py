@@ -226,7 +226,7 @@ _PROJECTIONS = (
 
 
 def _is_like_attention(module: nn.Module) -> bool:
-    """By its class's name, or what it projects to; it must have a matrix."""
+    """Whether the name of the class, or what the module projects to, is that of attention; it must have a matrix."""
     children = {name.lower() for name, _ in module.named_children()}
     if not re.search("attention|attn", type(module).__name__, re.IGNORECASE):
         return any(names <= children for names in _PROJECTIONS)
@@ -262,7 +262,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 _replaced: dict[str, tuple[int, Callable[..., Any]]] = {}
-"""By name of an attention function of transformers: how many passes look at it, and the function itself."""
+"""For each watched attention function of transformers: how many passes look at it, and the function itself."""
 
 
 @contextmanager

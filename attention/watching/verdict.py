@@ -21,7 +21,7 @@ from .log import layers_of, read_log
 SMALL_LOGIT, LARGE_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1000.0, 1.0, 3
 """Logits below have not been seen to do harm; from here on a control is due; dQ's error in parts of dQ; fewer records say nothing."""
 HARMLESS = 2e-5
-"""Of delta: FP32 attention is off by 1e-7, and no run with an error up to 1.1e-5 grew (experiments/row_residual/README.md)."""
+"""Largest harmless error of delta: FP32 attention has 1e-7, and no run with up to 1.1e-5 grew (experiments/row_residual/README.md)."""
 
 
 def main(arguments: Sequence[str]) -> None:

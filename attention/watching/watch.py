@@ -85,7 +85,7 @@ class Watch:
         self._lock, self._process = threading.RLock(), os.getpid()
         self._local = threading.local()
         self._seeing: set[Pass] = set()
-        """Of all threads."""
+        """Passes of all threads."""
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self._begin)),
             model.register_forward_hook(Hook(self._end), always_call=True),
