@@ -12,7 +12,6 @@ out, and so is one whose results are not the first peer's.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import math
 import statistics
 import sys
@@ -30,7 +29,7 @@ from attention.backends import FLASH_BACKENDS
 from attention.check.kernels import KNOWN
 from attention.dispatch import run
 from errors import OneLineParser, UserError, exit_on_user_error, first_line, invalid
-from training.record import environment
+from training.record import environment, version
 from training.throughput import clock_and_power, explain_clock_and_power
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,14 +42,6 @@ SHAPES = [
     *("16,1024,32,8,128", "4,4096,32,8,128", "2,8192,32,8,128"),
     *("16,1024,16,4,256", "4,4096,16,4,256", "2,8192,16,4,256"),
 ]
-
-
-def version(package: str) -> str | None:
-    """Version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def library(spec: AttentionSpec, causal: bool, n_head: int) -> Attention:
@@ -156,6 +147,7 @@ def peers_of(specs: dict[str, AttentionSpec], shape: Shape, causal: bool) -> dic
 def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: bool, rounds: int) -> list[dict]:
     """A row for each peer: milliseconds of every round and their medians, or why there are none."""
     b, t, h, _, d = shape
+    about = {"shape": shape, "causal": causal}
     graphs: dict[str, dict[str, torch.cuda.CUDAGraph]] = {}
     rows: list[dict] = []
     alive: list[Any] = []
@@ -170,19 +162,12 @@ def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: boo
                 graphs[name] = prepare(call, shape, expected, alive)
         except Exception as error:
             # A peer may be missing on this machine; the table says which and why.
-            rows.append(
-                {
-                    "shape": shape,
-                    "causal": causal,
-                    "name": name,
-                    "absent": f"{type(error).__name__}: {first_line(error)}",
-                }
-            )
+            rows.append({**about, "name": name, "absent": f"{type(error).__name__}: {first_line(error)}"})
     flops = 4 * b * h * t * t * d / (2 if causal else 1)
     times = interleave(graphs, rounds)
     sensors = clock_and_power()  # of all peers: a sample is longer than a call
     for name, kinds in times.items():
-        row: dict[str, Any] = {"shape": shape, "causal": causal, "name": name, **sensors}
+        row: dict[str, Any] = {**about, "name": name, **sensors}
         for kind, factor in (("forward", 1.0), ("backward", 2.5)):
             median = statistics.median(kinds[kind])
             row |= {
@@ -248,11 +233,7 @@ def main() -> None:
     parser.add_argument("--numerics", default="hardware")
     parser.add_argument("--sites", nargs="*", default=[], help="site=value, for all presets")
     parser.add_argument(
-        "--without",
-        nargs="*",
-        default=[],
-        metavar="PEER",
-        help="peers to leave out, such as flex: it compiles for minutes",
+        "--without", nargs="*", default=[], metavar="PEER", help="such as flex: it compiles for minutes"
     )
     parser.add_argument("--full", action="store_true", help="not causal")
     parser.add_argument("--rounds", type=int, default=30)

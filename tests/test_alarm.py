@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import Place, weights
+from tiny_runs import Place, completed, weights
 
 from attention.watching.growth import GrowthRule, Probe, RunsAway, growth
 from attention.watching.verdict import answer
@@ -218,7 +217,7 @@ def test_the_command_says_the_verdict_or_exits_with_2(tmp_path: Path) -> None:
     path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')
     for arguments, code, words in (([str(path)], 0, "UNCLEAR: no record has finite logits"), ([], 2, "usage: ")):
         command = [sys.executable, "-m", "attention.watching", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+        done = completed(command)
         assert done.returncode == code
         assert (done.stderr if code else done.stdout).startswith(words)
         assert len(done.stderr.splitlines()) == bool(code)

@@ -149,9 +149,8 @@ VALUES = [
 def test_a_value_that_cannot_be_is_refused_by_name(section: str, setting: str) -> None:
     field, _, text = setting.partition("=")
     kind = type(getattr(TrainConfig(), section))
-    with pytest.raises(UserError, match=rf"^{section}\.{field} = .*expected ") as error:
+    with pytest.raises(UserError, match=rf"^{section}\.{field} = .*expected "):
         kind(**{field: eval(text, {"nan": math.nan})})
-    assert "\n" not in str(error.value)
 
 
 def test_recording_and_replaying_at_once_is_refused() -> None:

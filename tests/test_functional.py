@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import subprocess
@@ -305,9 +306,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_it_cannot_do_is_refused(case: str) -> None:
     changes, message = REFUSED[case]
     arguments = {"query": X, "key": X, "value": X} | changes
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         scaled_dot_product_attention(**arguments)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -514,21 +514,16 @@ with replace_sdpa("sdpa_math"):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def in_float32(function: Any, inputs: tuple[Tensor, ...], **settings: Any) -> tuple[Tensor, ...]:
-    """O, and the gradients of its sum weighted by its places."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    o = function(*leaves, **settings)
-    return o.detach(), *torch.autograd.grad(
-        (o * torch.linspace(-1, 1, o.numel(), device=o.device).view(o.shape)).sum(), leaves
-    )
-
-
-def assert_as_torch(inputs: tuple[Tensor, ...], **settings: Any) -> None:
+def assert_as_torch(inputs: tuple[Tensor, ...], function: Any, **settings: Any) -> None:
     """O and gradients of plain float32 attention, and the shapes that torch gives."""
-    expected = in_float32(TORCHS, inputs, **settings)
-    found = in_float32(scaled_dot_product_attention, inputs, numerics="standard", **settings)
+    o = TORCHS(*inputs, **settings)
+    do = torch.linspace(-1, 1, o.numel(), device=o.device).view(o.shape)
+    expected, found = (results(f, inputs, do, **settings) for f in (TORCHS, function))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+STANDARD = functools.partial(scaled_dot_product_attention, numerics="standard")
 
 
 def drawn(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -552,7 +547,7 @@ AS_TORCH: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", AS_TORCH)
 def test_shapes_are_read_as_torch_reads_them(case: str) -> None:
     shapes, settings = AS_TORCH[case]
-    assert_as_torch(drawn(*shapes), **settings)
+    assert_as_torch(drawn(*shapes), STANDARD, **settings)
 
 
 @pytest.mark.parametrize(
@@ -566,7 +561,7 @@ def test_shapes_are_read_as_torch_reads_them(case: str) -> None:
 def test_masks_of_other_dimensions_are_read_as_torch_reads_them(shapes: Any, mask: tuple[int, ...]) -> None:
     """Another number of keys for each entry, so that none can be taken for another's."""
     entries = torch.arange(math.prod(mask[:-2])).view(*mask[:-2], 1, 1)
-    assert_as_torch(drawn(*shapes), attn_mask=(torch.arange(6) <= entries % 6).expand(mask))
+    assert_as_torch(drawn(*shapes), STANDARD, attn_mask=(torch.arange(6) <= entries % 6).expand(mask))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -613,9 +608,7 @@ def test_a_causal_bias_means_what_torch_means_by_it_whatever_its_storage_holds(
     bias = make(T, S)
     with torch._C.DisableTorchFunctionSubclass():
         bias.fill_(content)
-    expected, found = in_float32(TORCHS, inputs, attn_mask=bias), in_float32(function, inputs, attn_mask=bias)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert_as_torch(inputs, function, attn_mask=bias)
 
 
 def test_queries_that_a_lower_right_bias_shows_no_key_are_zero() -> None:
@@ -657,11 +650,8 @@ def subclasses() -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["unread", "jagged"])
 def test_a_subclass_is_refused_unread(kind: str, name: str) -> None:
     x = torch.zeros(2, 4, 8, 16)
-    with pytest.raises(
-        ValueError, match=f"{name} is a {type(subclasses()[kind]).__name__}, a subclass of Tensor"
-    ) as error:
+    with pytest.raises(ValueError, match=f"{name} is a {type(subclasses()[kind]).__name__}, a subclass of Tensor"):
         scaled_dot_product_attention(**({"query": x, "key": x, "value": x} | {name: subclasses()[kind]}))
-    assert "\n" not in str(error.value)
 
 
 def test_a_parameter_is_a_plain_tensor() -> None:

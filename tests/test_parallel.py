@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_watching import B, C, Model, T
-from tiny_runs import environment, reserved_port
+from tiny_runs import completed, reserved_port
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -134,7 +133,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     worker = folder / "worker.py"
     worker.write_text(WORKER.format(folder=str(folder)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}", str(worker)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    done = completed(command)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]

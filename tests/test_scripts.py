@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, Place, environment
+from tiny_runs import ROOT, Place, completed, environment
 from torch.distributed.run import get_args_parser
 
 from scripts.crash_run import verdict
@@ -22,7 +22,7 @@ SCRIPT = ROOT / "scripts" / "quickstart.sh"
 def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["bash", str(SCRIPT), "--python", sys.executable, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = completed(command, env=None, timeout=None)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Data: identical" in done.stdout
     assert (out / "compare.png").stat().st_size > 20_000
@@ -40,7 +40,7 @@ def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
         assert last["failing"]["val_loss"] > last[name]["val_loss"] + 1
         assert last["failing"]["w_q_norm_max"] > 5 * last[name]["w_q_norm_max"]
 
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    again = completed(command, env=None, timeout=None)
     assert again.returncode == 2
     assert "holds an earlier quickstart" in again.stderr
 
@@ -96,8 +96,7 @@ def test_a_kernel_with_a_coarse_delta_fails_beside_its_control(tmp_path: Path) -
     command = [sys.executable, str(ROOT / "scripts/crash_run.py"), "one_bit:attention", "--run.device", "cpu"]
     command += ["--out", str(tmp_path / "out"), "--data.dataset", str(ROOT / "data/tokens/stdlib")]
     subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), "stdlib"], check=True)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = completed(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path, timeout=None)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Data: identical" in done.stdout
     assert (tmp_path / "out/compare.png").stat().st_size > 20_000
@@ -113,7 +112,7 @@ def test_each_variant_has_a_row_with_the_flops_of_its_own_model_and_a_bad_one_sa
     arguments = ["--variants", *VARIANTS, "--rounds", "2", "--steps", "3", "--data.micro-batch", "8"]
     arguments += ["--json", str(tmp_path / "b.json")]
     command = [sys.executable, str(ROOT / "scripts/bench_train.py"), str(recipe), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=120)
+    done = completed(command, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: bad failed: UserError: at")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", "data", "recipe.py"]
@@ -153,7 +152,7 @@ def told(folder: Path, code: str) -> list[str]:
         "CODE": code,
     }
     command = ["bash", str(script), *ARGUMENTS, "--run.folder", str(run.parent)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment() | variables, timeout=100)
+    done = completed(command, env=environment() | variables)
     assert done.returncode == 1, done.stderr
     return done.stdout.splitlines()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Place, before_each_step, command, environment, lines, make_data
+from tiny_runs import ROOT, Place, before_each_step, command, completed, environment, lines, make_data
 
 import train
 from errors import UserError
@@ -101,16 +102,9 @@ def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowher
 
 
 def run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        timeout=60,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell starts with &
-    )
+    # SIGINT is ignored in what a shell starts with &.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return completed([sys.executable, "-c", script, *arguments], preexec_fn=heard)
 
 
 def test_a_signal_while_torch_is_imported_has_the_code_of_a_later_one() -> None:
@@ -299,10 +293,7 @@ def test_a_mistake_that_another_rank_finds_is_not_start_me_again(
     make_data(place.folder / "other", seed=1)
     (tmp_path / "otherwise.py").write_text(OTHERWISE)
     preset = place.preset_file(place.config("told", {**AUTO, "data.micro_batch": 2}))
-    done = subprocess.run(
-        command(tmp_path / "otherwise.py", [str(preset), case], 2), capture_output=True, env=environment(), timeout=120
-    )
-    assert done.returncode == 1
+    assert completed(command(tmp_path / "otherwise.py", [str(preset), case], 2)).returncode == 1
     left = outcome_of(place.runs / "told")
     assert left["code"] == 2
     assert reason in left["reason"]
@@ -313,6 +304,6 @@ def test_torchrun_does_not_restart_a_mistake(place: Place) -> None:
     config = place.config("mistake", {"data.micro_batch": 2, "model.vocab_size": 128})
     line = command(ROOT / "train.py", [str(place.preset_file(config))], 2)
     line.insert(line.index("--standalone"), "--max-restarts=3")
-    done = subprocess.run(line, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120)
+    done = completed(line)
     assert done.returncode == 1
     assert done.stderr.count("error: model.vocab_size") in (1, 2)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, command, environment, left, preset, recorded, start_train
+from tiny_runs import Place, command, completed, left, preset, recorded, start_train
 from torch import Tensor, nn
 
 import train
@@ -135,7 +134,7 @@ def test_after_a_fault_of_one_process_the_same_command_gives_the_bits_of_one(
     config = place.preset_file(place.config("faulty", {**fields, "run.resume": "auto", "run.timeout": 20.0}))
     (tmp_path / "faulty.py").write_text(FAULTY)
     line = command(tmp_path / "faulty.py", [str(config), action, str(rank)], 4)
-    assert subprocess.run(line, env=environment(), capture_output=True, timeout=120).returncode == 1
+    assert completed(line).returncode == 1
     assert not (folder / "faulty/checkpoints/step_00000040").exists()
     done = start_train([str(config)], 2)
     assert done.returncode == 0, done.stderr

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import ROOT, Place, make_data, new_place, start_train, tree
+from tiny_runs import ROOT, Place, completed, make_data, new_place, start_train, tree
 
 import train
 from errors import UserError, exit_on_user_error
@@ -190,8 +189,7 @@ def test_an_end_is_one_line_and_a_code(
 @pytest.mark.parametrize(("command", "package"), [("train.py", "tqdm"), ("scripts/compare_runs.py", "pandas")])
 def test_a_command_without_a_package_of_the_trainer_is_one_line(command: str, package: str) -> None:
     code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({command!r}, run_name='__main__')"
-    found = os.environ | {"PYTHONPATH": "scripts"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=found, capture_output=True, text=True)
+    done = completed([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "scripts"})
     assert (done.returncode, done.stderr) == (2, f"error: this needs the package {package}: pip install '.[train]'\n")
 
 

@@ -244,16 +244,15 @@ def command(script: Path, arguments: list[str], processes: int = 1) -> list[str]
     return [sys.executable, *launch, str(script), *arguments]
 
 
+def completed(line: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+    """What a command leaves that is started from the checkout, in ``environment()``."""
+    given = {"env": environment(), "cwd": ROOT, "timeout": 120} | settings
+    return subprocess.run(line, capture_output=True, text=True, **given)
+
+
 def start_train(arguments: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """train.py as a user starts it, from the checkout."""
-    return subprocess.run(
-        command(ROOT / "train.py", arguments, processes),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-        timeout=120,
-    )
+    """train.py as a user starts it."""
+    return completed(command(ROOT / "train.py", arguments, processes))
 
 
 @contextlib.contextmanager

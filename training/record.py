@@ -67,16 +67,19 @@ _ROOT = Path(__file__).resolve().parent.parent
 _CODE = ("attention", "training", "data", "probes", "configs", "fused", "scripts")
 
 
+def version(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     """Versions, commit, digest of the code and hardware as JSON values; absent packages are None."""
-    versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in (*_PACKAGES, *_CUBLAS):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    of_cuda = [versions.pop(package) for package in _CUBLAS]
-    versions["cublas"] = of_cuda[0] or of_cuda[1]
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    versions |= {package: version(package) for package in _PACKAGES}
+    versions["cublas"] = next(filter(None, map(version, _CUBLAS)), None)
     hardware = {"type": device.type, "name": platform.processor() or platform.machine(), "processes": world_size}
     # On a CPU the number of threads and the kernels for its instructions decide in which order sums are taken, and so the last bits.
     hardware |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
