@@ -67,6 +67,7 @@ def differentiable(
         q, k, v, seed, *ctx.settings, sinks, ctx.bottom_right, keys, ranges, padded = inputs
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)  # else the backward pass gets zeros for each of these
         ctx.save_for_backward(q, k, v, *keep(seed, *outputs), sinks, keys, ranges, padded)
 
     def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attention.attn_mask
@@ -250,6 +251,23 @@ def test_a_mask_of_inference_mode_serves_training(shape: tuple[int, ...], first:
     expected = results(scaled_dot_product_attention, tuple(inputs), do)
     found = results(scaled_dot_product_attention, tuple(inputs), do, attn_mask=mask)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_backward_pass_makes_no_zeros_for_what_was_saved() -> None:
+    """Nothing takes a gradient of O's low bits, which are as large as O."""
+    called: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            called.append(str(function))
+            return function(*given, **(named or {}))
+
+    q, k, v, do = tensors()
+    o = scaled_dot_product_attention(q.requires_grad_(), k, v)
+    with Calls():
+        torch.autograd.grad(o, q, do)
+    assert "attention.flash_reference_backward.default" in called
+    assert not [name for name in called if "zeros" in name]
 
 
 @pytest.mark.gpu

@@ -130,6 +130,17 @@ class _ConsistentSoftmax(_Softmax):
             self.row_sum[self.num_rows + r] = inverse[r]
         return inverse
 
+    @cute.jit
+    def rescale_O(self, acc_O: cute.Tensor, row_scale: cute.Tensor):
+        """As theirs, but nothing where all rows of the warp keep their m: a whole number seldom moves."""
+        moved = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(cute.size(row_scale)):
+            moved = moved | (row_scale[r] != 1.0)
+        if cute.arch.vote_any_sync(moved):
+            o_mn = layout_utils.reshape_acc_to_mn(acc_O)
+            for r in cutlass.range_constexpr(cute.size(row_scale)):
+                o_mn[r, None].store(o_mn[r, None].load() * row_scale[r])
+
 
 class _BFloat16Softmax(_ConsistentSoftmax):
     dtype = BFloat16
@@ -174,22 +185,18 @@ class ConsistentForward(FlashAttentionForwardSm90):
         head: Int32,
         batch: Int32,
     ):
-        group = (
-            self.qhead_per_kvhead if cutlass.const_expr(self.pack_gqa) else 1
-        )  # heads that take turns along the rows
         at = tiled_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((self.tile_m, self.tile_hdimv)))
         at_mn, o_mn = layout_utils.reshape_acc_to_mn(at), layout_utils.reshape_acc_to_mn(acc_O)
         lane = at_mn[0, 0][1] // 2  # it has columns 8 u + 2 lane + e
         n_rows, saved, low_bits = cute.size(o_mn, mode=[0]), self.saved, self.low_bits
         for r in cutlass.range_constexpr(n_rows):
-            row = m_block * self.tile_m + at_mn[r, 0][0]
-            token, own_head = row // group, head * group + row % group
+            token = m_block * self.tile_m + at_mn[r, 0][0]
             if token < seqlen.seqlen_q:
                 if lane == 0:
                     for which in cutlass.range_constexpr(2):
-                        saved[batch, own_head, which, token] = rows[which * n_rows + r]
+                        saved[batch, head, which, token] = rows[which * n_rows + r]
                 # What O lacks as a difference of bit patterns; what a thread has of 32 columns side by side.
-                own_bits = low_bits[batch, token, own_head, None]
+                own_bits = low_bits[batch, token, head, None]
                 for part in cutlass.range_constexpr(self.tile_hdimv // 32):
                     low = cute.make_rmem_tensor(8, Int16)
                     for i in cutlass.range_constexpr(8):
