@@ -15,9 +15,12 @@ from torch import Tensor, nn
 import train
 from data.batches import DataConfig
 from errors import UserError
+from training.distributed import DistContext
+from training.run import check_start
 from training.tree_sum import TreeSum, check_processes
+from training.weights import read_checkpoint
 
-FIELDS: dict[str, Any] = {"precision.fixed_sum_order": True, "data.micro_batch": 1}
+FIELDS: dict[str, Any] = {"data.micro_batch": 1}
 
 
 def in_a_tree(terms: Tensor) -> Tensor:
@@ -50,6 +53,15 @@ def test_gradients_and_loss_are_added_in_the_tree(micro_batches: int) -> None:
 def test_processes_that_do_not_divide_the_tree_are_refused() -> None:
     with pytest.raises(UserError, match="number of processes = 3: expected 1, 2, 4, as"):
         check_processes(DataConfig(global_batch=24, micro_batch=2), 3)
+
+
+def test_a_checkpoint_from_before_the_field_is_one_of_ddp(place: Place) -> None:
+    loaded = read_checkpoint(place.train("earlier", {"run.steps": 1}))
+    del loaded.config_json["precision"]["fixed_sum_order"]
+    alone = DistContext(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    check_start(place.config("earlier", {"precision.fixed_sum_order": False}), alone, loaded, branch=False)
+    with pytest.raises(UserError, match=r"precision.fixed_sum_order = True: expected False, as in the checkpoint"):
+        check_start(place.config("earlier"), alone, loaded, branch=False)
 
 
 def test_processes_that_would_compile_other_graphs_are_refused(place: Place) -> None:

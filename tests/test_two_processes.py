@@ -1,4 +1,4 @@
-"""torchrun with two processes on one machine (gloo): the same bits twice, the same data as one process, one writer, one way out."""
+"""torchrun with two processes on one machine (gloo, DDP): the same bits twice, the same data as one process, one writer, one way out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 # Summing the losses of a step's tokens in another order changes a mean by at most this much of it, see test_train.py.
 NOISE = TINY.data.global_batch * TINY.data.sequence_length * 2.0**-24
 # Two micro-steps for each of two processes, four for one.
-FIELDS: dict[str, Any] = {"run.steps": 30, "data.micro_batch": 2}
+FIELDS: dict[str, Any] = {"run.steps": 30, "data.micro_batch": 2, "precision.fixed_sum_order": False}
 
 
 def config_of(place: Place, name: str, folder: str, fields: dict[str, Any]) -> TrainConfig:

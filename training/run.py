@@ -211,7 +211,9 @@ def checkpoint_to_branch_from(config: TrainConfig, dist: DistContext) -> Loaded 
 
 def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branch: bool) -> None:
     """Raise ``UserError`` where ``config`` does not fit the checkpoint at which the run begins."""
-    record.check_settings(loaded, to_json(config), to_json(TrainConfig()), branch=branch)
+    earlier = to_json(TrainConfig())
+    earlier["precision"]["fixed_sum_order"] = False  # in records from before the field
+    record.check_settings(loaded, to_json(config), earlier, branch=branch)
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)

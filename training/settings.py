@@ -98,7 +98,7 @@ class TrainConfig:
         data, precision = self.data, self.precision
         if precision.fixed_sum_order and precision.compile and data.validation_sequences % data.micro_batch:
             # The process that has the smaller batch would compile other graphs.
-            expected = f"a multiple of micro_batch = {data.micro_batch}, with precision.fixed_sum_order and compile"
+            expected = f"a multiple of micro_batch = {data.micro_batch} with compile, or --precision.no-fixed-sum-order"
             raise invalid("data.validation_sequences", data.validation_sequences, expected)
         # Layers and heads named by rules must exist; the error names the rule.
         plans = self.attention.resolve(self.model.n_layer, self.model.n_head)
