@@ -270,6 +270,18 @@ def test_the_backward_pass_makes_no_zeros_for_what_was_saved() -> None:
     assert not [name for name in called if "zeros" in name]
 
 
+def test_stochastic_rounding_follows_its_seed_and_needs_one() -> None:
+    *inputs, _ = tensors()
+
+    def call(seed: int) -> Tensor:
+        return scaled_dot_product_attention(*inputs, numerics="flash_stochastic_p", rounding_seed=torch.tensor(seed))
+
+    assert torch.equal(call(1), call(1))
+    assert not torch.equal(call(1), call(2))
+    with pytest.raises(ValueError, match="rounding_seed = None"):
+        scaled_dot_product_attention(*inputs, numerics="flash_stochastic_p")
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_forward_and_backward() -> None:
     *inputs, do = tensors(groups=2, width=80, device="cuda")
@@ -312,7 +324,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "values of another length": ({"value": X[:, :, :1]}, "key has shape"),
     "fewer key heads": ({"key": X[:, :2], "value": X[:, :2]}, "enable_gqa=True"),
     "no divisor": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, "a divisor of 4"),
-    "no seed": ({"numerics": "flash_stochastic_p"}, "rounding_seed = None"),
     "a seed that is no tensor": ({"rounding_seed": 3}, "rounding_seed = 3"),
     "unknown preset": ({"numerics": "flsh"}, "numerics = 'flsh': did you mean flash?"),
     "a preset of another device": ({"numerics": "sdpa_cudnn"}, "cannot run here: it needs a CUDA device"),
