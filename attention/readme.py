@@ -47,8 +47,10 @@ def _listed(sites: tuple[str, ...]) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[str]:
-    for cells in (heads, ("---",) * len(heads), *rows):
-        yield f"| {' | '.join(cells)} |".replace("|  |", "| |")
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for cells in rows:
+        yield f"| {' | '.join(cells)} |"
 
 
 def written(text: str) -> str:
