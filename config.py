@@ -1,7 +1,5 @@
 """Reads configurations: presets as Python files, overrides from the command line, the JSON that a run has written."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -5,8 +5,6 @@ How attention is computed and rounded is not decided here: each layer hands q, k
 Shape suffixes: B batch, T positions, C width (n_embd), H heads, D head width (C / H), V vocabulary (padded), L layers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

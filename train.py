@@ -8,8 +8,6 @@ Every field of the config is an option; ``--help`` lists them.
 Legend: B micro-batch, T sequence.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -3,8 +3,6 @@
 Legend: B batch, H query heads, T queries, S keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

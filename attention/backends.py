@@ -4,8 +4,6 @@ No torch at import: a backend's module is imported when it is called, so that a 
 Triton runs everything else.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import importlib.util

@@ -3,8 +3,6 @@
 Legend: B batch, H heads, T sequence, D head dim.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

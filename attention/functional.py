@@ -3,8 +3,6 @@
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

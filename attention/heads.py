@@ -1,7 +1,5 @@
 """Choosing heads by number without a copy from the host at every call."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

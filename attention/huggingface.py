@@ -1,7 +1,5 @@
 """Attention of Hugging Face models with the roundings chosen by name, by transformers' registries (>= 4.54)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -5,8 +5,6 @@ the mask that was made for it. So each module under one of our names is looked a
 itself, and whether it asks transformers' registry for it.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import re

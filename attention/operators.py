@@ -5,8 +5,6 @@ All have the same arguments behind their tensors: ``SETTINGS``, the last four of
 Legend: B batch, H heads, T sequence, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packages that are installed, but not where Python looks."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import site

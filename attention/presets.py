@@ -1,7 +1,5 @@
 """The presets a user types: a backend, and the sites it changes in the base numerics. Plain Python, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

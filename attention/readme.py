@@ -3,8 +3,6 @@
 Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``); a table is found by the name of its first column.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

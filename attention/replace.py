@@ -4,8 +4,6 @@ While any block of any thread is open, one function, ``_dispatch``, is in the pl
 its own thread says; in a thread without one, torch's.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

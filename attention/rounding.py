@@ -4,8 +4,6 @@ Values stay in float32 tensors: a "rounded" tensor is one whose values lie on th
 IEEE 754 binary32: 1 sign, 8 exponent, 23 explicit mantissa bits. Nearest means ties to even.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

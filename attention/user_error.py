@@ -1,7 +1,5 @@
 """A mistake of the user, in one line. The project's ``errors`` makes exit codes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

@@ -7,8 +7,6 @@ into micro-batches of ``micro_batch`` sequences, micro-batch m * world_size + r 
 Shapes: G global batch, B micro-batch, T sequence length, W validation windows, N any number of sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The data depend on the Python version (and on a distributor's patches), never on
 build time, tests, what distributors split off or add, and vendored packages stay out.
 """
 
-from __future__ import annotations
-
 import platform
 import sysconfig
 from pathlib import Path

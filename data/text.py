@@ -7,8 +7,6 @@ tokens, then the vocabulary's separator. A ``<|endoftext|>`` that is not alone o
 Text is UTF-8 for GPT-2's vocabulary, anything without byte 0 for byte tokens.
 """
 
-from __future__ import annotations
-
 import lzma
 import sys
 from collections import Counter

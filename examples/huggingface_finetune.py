@@ -5,8 +5,6 @@ python examples/huggingface_finetune.py                       a small random Lla
 python examples/huggingface_finetune.py --model FOLDER_OR_NAME --text notes.txt --numerics flash_delta_from_p
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Draw the pictures of the README and of docs/results.md from the CSVs of studies: ``python experiments/draw_pictures.py``."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Colors are those of ``figures.runs`` (Okabe and Ito); heat maps use cividis for 
 common form of color blindness.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checkpoints and validation tokens, as pictures show them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs as tables by step, and where one explodes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figure 5: the error of delta, token by token, summed, and by feature. Legend: B batch, T positions, H heads, D head width."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The inputs of ``scripts/figures.py``: runs and checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Figures over the steps of runs with telemetry: 11 (W_Q and W_K norms of every layer) and 13 (repeated maxima before the explosion)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Four panels, two by two, wider than tall; a legend with one line a run stands above them. Nine inches are 800 pixels of a page.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field

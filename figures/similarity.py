@@ -4,8 +4,6 @@ By equations 2 and 3 of arXiv 2510.04212 the gradient error of W_Q is a sum of t
 in one direction if they are alike. Legend: T positions, D head width, C width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ warp; a comma is every twentieth token of English. torch's kernel for embeddings
 Legend: N tokens, V vocabulary, C width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@
 operations are torch's: torch.compile makes one kernel of each direction.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -17,8 +17,6 @@ dtype, as autocast's product does. Nothing is summed by atomics: the same bits e
 Legend: N tokens, C width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

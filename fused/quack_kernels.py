@@ -13,8 +13,6 @@ All other products are torch's, as are the dtypes of gradients. No atomics: the 
 Legend: N tokens, C width, F width inside the MLP, V vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from typing import Any

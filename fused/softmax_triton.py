@@ -6,8 +6,6 @@ end of the row, which was read last and is likeliest to be in cache.
 Legend: N rows, V vocabulary; ``p_`` pointers, ``b_`` blocks on chip, ``o_`` offsets, ``m_`` masks. Addresses are int64.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

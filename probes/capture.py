@@ -3,8 +3,6 @@
 Legend: B batch, T positions, C width (n_embd), H heads, D head width.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

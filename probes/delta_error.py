@@ -11,8 +11,6 @@ dO is the one that attention reads (rounded at site ``output_gradient``) on both
 Legend: B batch, T positions, H heads, D head width, U units (blocks of tokens) of a standard error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ With a soft-cap c each P[T, t] carries the factor 1 - (S[T, t] / c)^2 of the gra
 Legend: B batch, T positions, H heads, D head width, C width of X.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

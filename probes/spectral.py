@@ -5,8 +5,6 @@ They cost a few matrix products, which a probe of a training run can pay for; an
 Legend: L layers, H heads, D head width, C width (n_embd); X any leading dimensions, M and N rows and columns.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

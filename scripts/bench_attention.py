@@ -9,8 +9,6 @@ medians over rounds, the second the ratios of a round, of which it shows the med
 out, and so is one whose results are not the first peer's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -7,8 +7,6 @@ They are of validation sequences; dO is of their mean loss. Layers and heads cou
 low_precision_attention.check.capture.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

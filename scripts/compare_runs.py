@@ -17,8 +17,6 @@ How a run ended:
     stopped early at N   none of these, and it has not
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

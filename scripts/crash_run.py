@@ -13,8 +13,6 @@ Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the k
 3 unverified: it cannot run, its control is not stable, or nothing failed.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import os

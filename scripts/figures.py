@@ -12,8 +12,6 @@
 here, its head 8 is head 7.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path

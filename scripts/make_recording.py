@@ -6,8 +6,6 @@ Batches are drawn, cut from the tokens and recorded by the trainer's own code (d
 seed sees the same ones and logs the same data_digest. --against RUN compares them with the digests that a run logged.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Sequence

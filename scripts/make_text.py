@@ -8,8 +8,6 @@ SHA-256 of their bytes, each once however many wheels hold it. Files of less tha
 UTF-8 are left out. ``scripts/prepare_data.py text`` reads the result.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import zipfile

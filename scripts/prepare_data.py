@@ -1,7 +1,5 @@
 """Makes a data set: ``python scripts/prepare_data.py openwebtext|text|stdlib``; each prints its options with --help."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import signal

@@ -7,8 +7,6 @@
 Prints how many tests passed, failed and were skipped, and why they failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

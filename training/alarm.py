@@ -5,8 +5,6 @@ The rule looks at the norm of that product, ||W_Q^T W_K||, and at the largest lo
 ``telemetry.jsonl``: a resumed run is warned as an uninterrupted one is, and nothing that is computed depends on it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

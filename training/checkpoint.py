@@ -9,8 +9,6 @@
 Names that begin with a dot are work in progress (``.tmp``) or a checkpoint about to be replaced (``.old``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -3,8 +3,6 @@
 With one process there is no process group and every collective is the identity.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Validation loss on the fixed batches that every run shares."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

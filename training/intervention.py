@@ -4,8 +4,6 @@ Which plan a layer has is a pure function of the step: the config's plan, and ev
 made are in every checkpoint, and all in the run's config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -21,8 +21,6 @@ Strict JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-
 floats survive bit for bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ Of torch's private names this takes ``_zeropower_via_newtonschulz``, ``_adjust_l
 compares every bit with ``torch.optim.Muon``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

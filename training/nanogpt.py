@@ -1,7 +1,5 @@
 """Checkpoints of nanoGPT (``ckpt.pt``). Names and layout of the weights are ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

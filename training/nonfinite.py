@@ -1,7 +1,5 @@
 """What happens when a loss or a gradient is not finite: a choice of the config, recorded with the step either way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 

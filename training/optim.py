@@ -1,7 +1,5 @@
 """AdamW, or Muon beside AdamW, and the learning rate as a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

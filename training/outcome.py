@@ -1,7 +1,5 @@
 """How a run ended, for whoever started it: torchrun makes every exit code 1, so ``exit.json`` of the run's folder has it."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

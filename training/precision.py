@@ -1,7 +1,5 @@
 """Precision of matrix products outside attention, determinism, and the seed of stochastic rounding."""
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

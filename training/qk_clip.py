@@ -7,8 +7,6 @@ sqrt(gamma_h) each. The same input then gives that head gamma_h times the logits
 Legend: L layers, H heads, D head width, C width.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

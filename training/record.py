@@ -1,7 +1,5 @@
 """The record of a run: its resolved configuration and everything else that decides its numbers, in runs/NAME/config.json."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """A run: built from its config or resumed, saved, closed. Functions over one record of its parts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import secrets

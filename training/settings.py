@@ -1,7 +1,5 @@
 """Everything that decides a run, as one value: a section for each part, declared beside the code that reads it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

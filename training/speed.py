@@ -1,7 +1,5 @@
 """Operators that make a step faster and change its last bits: on where they help, off by one field."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from typing import cast

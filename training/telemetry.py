@@ -7,8 +7,6 @@ head ([L][H]); ``COLUMNS`` says what each is. The largest of them go to ``metric
 Legend: L layers, H heads, B batch, T positions, D head width, C width, N heads of several layers side by side.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

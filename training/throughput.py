@@ -1,7 +1,5 @@
 """Tokens a second, model FLOPs utilization, and what the GPU does for them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from typing import Any

@@ -5,8 +5,6 @@ the other, leaves in pairs, pairs in pairs, and so on. Each of 2^j processes hol
 that a single process forms, too. There is no DDP then. Nothing overlaps with the backward pass: that gained nothing on two H100s.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Checkpoints as command lines name them: the folder of a checkpoint, or of a run, which means its newest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

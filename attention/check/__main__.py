@@ -1,7 +1,5 @@
 """``python -m low_precision_attention.check KERNEL``: is this attention kernel safe to train with?"""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

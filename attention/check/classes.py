@@ -7,8 +7,6 @@ ones replace the feature that does least to the logits.
 Legend: B batch, H query heads, G key heads, T length, D head dim.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

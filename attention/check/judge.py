@@ -5,8 +5,6 @@ kernels ``rows``, at its largest, is 9.7e-4 or less or 5.5e-3 or more on a CPU; 
 (docs/kernels.md has the error rates). The limit is 2^-9, half a unit in the last place of BF16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

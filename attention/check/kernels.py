@@ -1,7 +1,5 @@
 """Attention kernels by name, each as one call ``(q, k, v, causal, scale, mask=None) -> o`` on [B, H, T, D]."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

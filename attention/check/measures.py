@@ -1,7 +1,5 @@
 """What is measured of a kernel from outside. Legend: B batch, H query heads, T length, D head dim."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The crash test of one kernel and its report."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import io

@@ -1,7 +1,5 @@
 """A guard for code that rounds on purpose: inside it, float32 products are float32 products."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -13,8 +13,6 @@ What is kept of a row for the backward pass is L, or m and log l apart, or m and
 Legend: B batch, H heads, T sequence; tiles have R rows and C columns. S [B, H, R, C], m, l and L [B, H, R, 1], float32.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from typing import Protocol

@@ -6,8 +6,6 @@ the kernels are checked against. Both directions are custom operators.
 Legend: B batch, H heads, T sequence, D head dim; tiles have R rows and C columns. All tiles are float32; values are rounded by ``Sites``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple

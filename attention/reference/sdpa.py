@@ -3,8 +3,6 @@
 Legend: B batch, H heads, T sequence, D head dim.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

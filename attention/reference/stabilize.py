@@ -3,8 +3,6 @@
 Shapes: r_m and the result [..., rows, 1]; S [..., rows, columns], masked scores -inf.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ backward pass from the same S, which gives the same bits as keeping it.
 Legend: B batch, H heads, T sequence, D head dim.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ that sets in, or feeds itself, grows faster. Stable runs have a head or two with
 Legend: H heads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

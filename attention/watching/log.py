@@ -1,7 +1,5 @@
 """The file of ``watch``: a JSON record a look, of one watch at a time; and the table of a record for W&B."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -6,8 +6,6 @@ ran it: the same of q and k, and from the gradients how far delta and dQ are off
 Legend: B batch, H heads, T queries, D head dim; R the queries of one chunk, S the keys they see; X rows [B, H, R].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

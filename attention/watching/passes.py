@@ -1,7 +1,5 @@
 """A forward pass that is looked at: how its calls of attention are seen, in its own thread alone, and which modules hide theirs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

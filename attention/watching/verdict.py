@@ -5,8 +5,6 @@
 It exits with 0 whatever the verdict, and with 2 for any other file.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -7,8 +7,6 @@ reads it (turned), mean over heads. ``outer``: mean cosine of (P K)[T]^T X[T], t
 error of delta adds up along. ``outer_max``: of the head with the largest.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

@@ -6,8 +6,6 @@
 ``growth``: the largest over layers of flash's over the control's, in ``growth_layer``. ``w_q_J``: W_Q's norm of layer J over the control's.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys
