@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,39 +32,30 @@ def outcome_of(run: Path) -> dict[str, Any]:
 # ---- one process
 
 
-def raises(error: BaseException) -> Callable[[], None]:
-    def action() -> None:
-        raise error
-
-    return action
-
-
-def sends(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
 @pytest.mark.parametrize(
     ("end", "code", "step", "checkpoint"),
     [
-        (sends(signal.SIGTERM), EXIT_RESUME, 14, 14),
-        (raises(KeyboardInterrupt()), 130, 13, 10),
-        (raises(RuntimeError("lost")), 1, 13, 10),
-        (lambda: None, 0, 20, 20),
+        (signal.SIGTERM, EXIT_RESUME, 14, 14),
+        (KeyboardInterrupt, 130, 13, 10),
+        (RuntimeError, 1, 13, 10),
+        (None, 0, 20, 20),
     ],
     ids=["SIGTERM", "Ctrl-C", "crash", "finished"],
 )
 def test_exit_json_has_the_code_and_the_last_checkpoint(
-    place: Place, end: Callable[[], None], code: int, step: int, checkpoint: int, request: pytest.FixtureRequest
+    place: Place, end: Any, code: int, step: int, checkpoint: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = request.node.callspec.id
+    name = f"ends_with_{code}"
 
     def at_13(run: Run, at: int) -> None:
         assert not (run.folder / "exit.json").exists()
-        if at == 13:
-            end()
+        if at == 13 and isinstance(end, signal.Signals):
+            signal.raise_signal(end)
+        elif at == 13 and end:
+            raise end
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(BaseException):
-        before_each_step(patch, at_13)
+    before_each_step(monkeypatch, at_13)
+    with contextlib.suppress(BaseException):
         place.train(name)
     run = place.runs / name
     left = outcome_of(run)
@@ -79,7 +69,7 @@ def test_asked_to_exit_unbuilt_it_says_start_again(
 ) -> None:
     name = f"start_{number.name}"
     with monkeypatch.context() as patch:
-        patch.setattr(train, "open_run", lambda *_: os.kill(os.getpid(), number))
+        patch.setattr(train, "open_run", lambda *_: signal.raise_signal(number))
         with pytest.raises(SystemExit) as exit_:
             place.train(name, AUTO)
     assert exit_.value.code == outcome_of(place.runs / name)["code"] == EXIT_RESUME
@@ -101,33 +91,26 @@ def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowher
     assert (place.runs / "mistaken/exit.json").read_text() == finished
 
 
-def run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_alone(script: str) -> subprocess.CompletedProcess[str]:
     # SIGINT is ignored in what a shell starts with &.
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return completed([sys.executable, "-c", script, *arguments], preexec_fn=heard)
+    return completed([sys.executable, "-c", f"import signal; from training import signals\n{script}"], preexec_fn=heard)
 
 
-def test_a_signal_while_torch_is_imported_has_the_code_of_a_later_one() -> None:
-    script = """
-import os, signal, sys
-from training.signals import exit_while_importing
-exit_while_importing()
-os.kill(os.getpid(), int(sys.argv[1]))
-"""
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-    assert [run_alone(script, str(int(number))).returncode for number in numbers] == [75, 75, 75, 130]
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGHUP", 75), ("SIGINT", 130)])
+def test_a_signal_while_torch_is_imported_has_the_code_of_a_later_one(number: str, code: int) -> None:
+    script = f"signals.exit_while_importing(); signal.raise_signal(signal.{number})"
+    assert run_alone(script).returncode == code
 
 
 def test_a_second_signal_ends_at_once_if_it_is_not_the_first_one_handed_on() -> None:
     script = """
-import os, signal
-from training import signals
 with signals.PreemptionHandler() as preemption:
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     print(preemption.requested, flush=True)
     signals.ONE_REQUEST = 0.0
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     print("never")
 """
     done = run_alone(script)
@@ -198,12 +181,9 @@ class Held:
             time.sleep(0.05)
 
     def send(self, number: signal.Signals, to: str) -> None:
-        for pid in {"rank 0": self.ranks[:1], "rank 1": self.ranks[1:], "launcher": [self.launcher.pid]}.get(
-            to, self.ranks
-        ):
+        launcher = self.launcher.pid
+        for pid in {"rank 1": self.ranks[1:], "launcher": [launcher], "everybody": [*self.ranks, launcher]}[to]:
             os.kill(pid, number)
-        if to == "everybody":
-            self.launcher.send_signal(number)
 
     def left(self) -> int | None:
         """The code in exit.json after all processes have ended; None where there is none."""
@@ -215,8 +195,7 @@ class Held:
                 if alive(pid):
                     os.kill(pid, signal.SIGKILL)
             self.launcher.kill()
-        path = self.run / "exit.json"
-        return json.loads(path.read_text())["code"] if path.exists() else None
+        return outcome_of(self.run)["code"] if (self.run / "exit.json").exists() else None
 
 
 @pytest.mark.slow
@@ -242,7 +221,7 @@ def test_a_signal_ends_all_processes_and_exit_json_says_how(
 @pytest.mark.slow
 def test_a_process_that_does_not_answer_ends_the_run_and_names_a_checkpoint(place: Place, tmp_path: Path) -> None:
     held = Held(place, tmp_path, "silent", "loop", {"run.timeout": 5.0, "checkpoint.every": 2})
-    os.kill(held.ranks[1], signal.SIGSTOP)
+    held.send(signal.SIGSTOP, "rank 1")
     assert held.left() == 1
     assert "the newest checkpoint is" in held.output.read_text()
 
