@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -88,41 +88,6 @@ def run(
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
     o = call(q, k, v, plan, rounding_seed=torch.tensor(seed, device=q.device), softcap=softcap)
     return o.detach(), *torch.autograd.grad(o, (q, k, v), p.do.to(o.dtype))
-
-
-def weights_seen(
-    spec: AttentionSpec,
-    device: torch.device,
-    shape: tuple[int, ...],
-    *,
-    seed: int = 3,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """P_bar / l as P_bar V reads it, [B, T, H, T] float64 from an FP32 O: V passes D keys at a time through, each to a feature.
-
-    Key 0 has the largest score of every row by far, so that P_bar does not depend on tiles.
-    """
-    B, T, H, D = shape
-    p = make("random", dtype, device, shape)
-    q, k = p.q.clone(), p.k.clone()
-    q[..., 0], k[..., 0] = 1.0, 0.0
-    k[:, 0] = 0.0
-    k[:, 0, :, 0] = 6 * D**0.5
-    unrounded = replace(spec, sites=(*spec.sites, "output=fp32"))
-    plan = AttentionConfig(flash_backend="flash_reference", default=unrounded).resolve(1, H)[0]
-    parts = []
-    for start in range(0, T, D):
-        v = torch.eye(D, device=device, dtype=dtype).repeat(-(-T // D), 1)[:T]
-        v[:start], v[start + D :] = 0, 0
-        v_BTHD = v[None, :, None].expand(B, T, H, D)
-        parts.append(attention.run(q, k, v_BTHD, plan, rounding_seed=torch.tensor(seed, device=device)))
-    return torch.cat(parts, dim=-1)[..., :T].double()
-
-
-def share_apart(a: Tensor, b: Tensor) -> float:
-    """Share of the elements, of those that are not 0 in both, that differ by more than FP32 noise."""
-    there = (a != 0) | (b != 0)
-    return ((a - b).abs() > 1e-5 * b.abs())[there].double().mean().item()
 
 
 def relative_errors(

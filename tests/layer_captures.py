@@ -50,25 +50,3 @@ def random_layer(**options: Any) -> LayerCapture:
     """Independent normal q, k, v and dO [2, 40, 3, 16]."""
     generator = torch.Generator().manual_seed(0)
     return make_layer(*(torch.randn(2, 40, 3, 16, generator=generator) for _ in range(4)), **options)
-
-
-def tied_layer(*, sign: float, spec: AttentionSpec) -> LayerCapture:
-    """As ``random_layer``, but in head 1 the first two keys share every row's maximum, V has one sign, and so has dO: the conditions of
-    arXiv 2510.04212 for a biased O and for a biased delta.
-
-    The tied keys are the first two of a sequence, so that its rows share the rounding error of v_0 + v_1: sequences are short and
-    many. Scores are r for the tied keys and r - 10 to r - 12 for the others.
-    """
-    generator = torch.Generator().manual_seed(0)
-    B, T, H, D = 32, 16, 3, 16
-    q, k, v, do = (torch.randn(B, T, H, D, generator=generator) for _ in range(4))
-    q[:, :, 1] = 0
-    k[:, :, 1] = 0
-    # r takes values of many mantissas, so that rows do not share their rounding errors.
-    q[:, :, 1, 0] = D**0.5 * (0.5 + 4 * torch.rand(B, T, generator=generator))
-    q[:, :, 1, 1] = D**0.5
-    k[:, :, 1, 0] = 1.0
-    k[:, 2:, 1, 1] = -(10 + 2 * torch.rand(B, T - 2, generator=generator))
-    v[:, :, 1] = sign * (2 + 2 * torch.rand(B, T, D, generator=generator))
-    do[:, :, 1] = do[:, :, 1].abs()
-    return make_layer(q, k, v, do, spec=spec)

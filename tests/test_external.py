@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import make, run
+from attention_cases import make
 from tiny_runs import Place, column, lines
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec, check_plans
@@ -152,19 +152,6 @@ def test_one_compiled_function_serves_all_layers(beside: AttentionSpec | None) -
     compiled = torch.compile(layer)
     for plan in plans:
         assert torch.equal(compiled(p.q, p.k, p.v, plan), layer(p.q, p.k, p.v, plan))
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_a_compiler_does_not_look_inside(device: torch.device) -> None:
-    from attention import run as attend
-
-    def through_float32(q, k, v, plan, **settings):
-        return attend(*((x.float() * 1.0).bfloat16() for x in (q, k, v)), plan, **settings)
-
-    p = make("tied", torch.bfloat16, device)
-    torch.compiler.reset()
-    compiled = run(p, MATH, call=torch.compile(through_float32))
-    assert all(torch.equal(a, b) for a, b in zip(run(p, MATH), compiled, strict=True))
 
 
 def test_the_drop_in_takes_it_too() -> None:

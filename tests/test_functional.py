@@ -152,13 +152,6 @@ def test_a_mask_and_causal_hide_both(mask: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(both, joined, strict=True))
 
 
-def test_softcap() -> None:
-    q, k, v, _ = tensors(dtype=torch.float32)
-    s = 3 * torch.tanh(q @ k.transpose(-1, -2) / math.sqrt(q.shape[3]) / 3)
-    found = scaled_dot_product_attention(q, k, v, softcap=3.0)
-    torch.testing.assert_close(found, torch.softmax(s, dim=-1) @ v)
-
-
 def test_autocast_casts_as_torchs_function_does() -> None:
     *inputs, do = tensors(dtype=torch.float32)
     rounded = tuple(x.bfloat16() for x in inputs)

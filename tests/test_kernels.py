@@ -22,8 +22,6 @@ from attention_cases import (
     make,
     oracle,
     run,
-    share_apart,
-    weights_seen,
 )
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from torch import Tensor
@@ -138,23 +136,13 @@ def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
 def test_every_preset_agrees_with_the_reference(preset: str, numerics: str, device: torch.device) -> None:
     shape = (1, 40, 2 if "stochastic" in preset else 1, 16)
     p = problem("tied" if "stable" in preset else "random", device, shape=shape)
-    flash_agrees(p, preset, numerics, seed=5)
+    flash_agrees(p, preset, numerics, seed=2**40 + 5)
 
 
 @pytest.mark.parametrize("case", [*CASES, "huge"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow), torch.float32], ids=str)
 def test_as_exact_as_in_pytorch_against_fp64(case: str, dtype: torch.dtype, device: torch.device) -> None:
     kernels_are_as_exact(problem(case, device, dtype, (1, 33, 1, 16)))
-
-
-@pytest.mark.parametrize("shape", [(2, 40, 2, 16), (1, 33, 1, 64)])
-@pytest.mark.parametrize("tiles", [(16, 16), (32, 48)])
-def test_p_bar_draws_the_references_bits(shape: tuple[int, ...], tiles: tuple[int, int], device: torch.device) -> None:
-    """Of P_bar one by one. Exponentials may differ in the last bit of FP32, which seldom shows; other bits would, in a third of them."""
-    kernel = spec("flash_stochastic_p", sites=(f"tile_q={tiles[0]}", f"tile_k={tiles[1]}"))
-    in_pytorch = spec("flash_stochastic_p", sites=(), backend="flash_reference")
-    found, expected = (weights_seen(x, device, shape, seed=2**40 + 7) for x in (kernel, in_pytorch))
-    assert share_apart(found, expected) < 1e-3
 
 
 @in_interpreter

@@ -188,20 +188,22 @@ def test_values_of_another_head_dim(case: Case, backend: str, device: torch.devi
     assert_exact(case, device, spec_of(backend))
 
 
+SHARED, WINDOW = Case(T=20, S=20, H=4, K=2, D=24, DV=40), Case(T=40, S=48, window=9)
+PRESETS = ("delta_from_p", "stochastic_p_o", "fp32_o", "centered_keys", "corrected_rows", "consistent")
+
+
 @pytest.mark.parametrize(
-    "preset",
+    ("case", "preset"),
     [
-        "flash_consistent",
-        "flash_delta_from_p",
-        "flash_stochastic_p_o",
-        "flash_fp32_o",
-        "flash_centered_keys",
-        "flash_corrected_rows",
+        *((SHARED, f"flash_{name}") for name in PRESETS),
+        (WINDOW, "flash_consistent"),
+        (WINDOW, "flash_stable"),
     ],
+    ids=str,
 )
-def test_presets_with_shared_keys_and_head_dims_that_are_no_power_of_two(preset: str, device: torch.device) -> None:
+def test_presets_with_shared_keys_and_behind_a_window(case: Case, preset: str, device: torch.device) -> None:
     """Groups are summed one head after another. Random bits, residuals and sums of rows read no column of the next head's."""
-    kernels_agree(Case(T=20, S=20, H=4, K=2, D=24, DV=40), preset, (), device)
+    kernels_agree(case, preset, (), device)
 
 
 BOTTOM_RIGHT = [
@@ -266,11 +268,6 @@ def test_sites_act_behind_masks_as_in_the_reference(sites: tuple[str, ...], devi
         Case(B=2, H=1, K=1, padding=("0" * 9 + "1" * 31, "011" * 13 + "1")),
     ):
         kernels_agree(case, "flash", in_small_tiles(*sites), device, torch.float32)
-
-
-@pytest.mark.parametrize("preset", ["flash_consistent", "flash_stable"])
-def test_presets_act_behind_masks_as_in_the_reference(preset: str, device: torch.device) -> None:
-    kernels_agree(Case(T=40, S=48, window=9), preset, (), device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -339,17 +336,6 @@ def test_by_flash_consistent_rows_of_ds_sum_to_zero_over_the_keys_and_the_sink(
 ) -> None:
     assert row_sums("flash_consistent", backend, device).abs().max() < 1e-5
     assert row_sums("flash", backend, device).abs().max() > 1e-3
-
-
-def test_sinks_of_the_drop_in_are_learned() -> None:
-    case = SINKS
-    tensors = case.tensors(torch.device("cpu"))
-    q, k, v, do = (x.transpose(1, 2) for x in tensors[:4])
-    sinks = tensors[4].clone().requires_grad_()
-    o = attention.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, sinks=sinks)
-    (found,) = torch.autograd.grad(o, sinks, do)
-    exact = formula(case, tensors, torch.float64)[4]
-    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,6 @@ def test_float16_overflow_repeats_in_a_replay_and_after_a_resume(place: Place) -
     assert weights(recorded, 20) == weights(replayed, 20) == weights(resumed, 20)
 
 
-FUSED = {"optim.fused": "on"}
-
-
 def run_of(place: Place, name: str, fields: dict[str, Any]) -> Any:
     """Its lines and what its checkpoints hold, whether it ends or is stopped."""
     with contextlib.suppress(SystemExit):
@@ -185,31 +182,6 @@ def test_late_values_change_no_bit_and_no_line(place: Place, name: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "READ_EVERY", {"cpu": every})
             assert run_of(place, f"{name}_late_{every}", fields) == at_once
-
-
-def test_a_stop_that_is_found_late_leaves_the_weights_of_before(
-    place: Place,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    seen: list[dict[str, torch.Tensor]] = []
-    runs: list[Run] = []
-
-    def watched(run: Run, step: int) -> None:
-        seen.append({name: tensor.clone() for name, tensor in run.network.raw.state_dict().items()})
-        runs.append(run)
-
-    monkeypatch.setattr(train, "READ_EVERY", {"cpu": 9})
-    before_each_step(monkeypatch, watched)
-    run = stopped(place, "late_stop", FUSED)
-    assert events(run) == [(BAD_BATCH, BAD_BATCH, "stop")]
-    assert "step 14, batch 14: loss nan" in capsys.readouterr().out
-    # The steps up to the next reading were taken, and their updates skipped: their losses are finite.
-    assert len(seen) == 18
-    final = runs[-1].network.raw.state_dict()
-    assert all(torch.equal(final[name], seen[BAD_BATCH][name]) for name in final)
-    assert not torch.equal(final["lm_head.weight"], seen[BAD_BATCH - 1]["lm_head.weight"])
-    assert max(line["step"] for line in lines(run)) == BAD_BATCH
 
 
 # ---- the parts

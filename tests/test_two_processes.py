@@ -14,7 +14,7 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from config import TrainConfig
 
 pytestmark = pytest.mark.slow
-# Summing the losses of a step's tokens in another order changes a mean by at most this much of it, see test_train.py.
+# Summing the losses of a step's tokens in another order changes a mean by at most this much of it.
 NOISE = TINY.data.global_batch * TINY.data.sequence_length * 2.0**-24
 # Two micro-steps for each of two processes, four for one.
 FIELDS: dict[str, Any] = {"run.steps": 30, "data.micro_batch": 2, "precision.fixed_sum_order": False}
