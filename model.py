@@ -17,7 +17,6 @@ from torch.nn import functional
 from attention import LayerPlan, dispatch
 from attention.watching.measure import largest_logits
 from errors import check_size, invalid
-from fused import quack_kernels
 from fused.embedding import lookup
 from fused.gelu import gelu
 from fused.linear_cross_entropy import linear_cross_entropy
@@ -26,8 +25,8 @@ Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layer", "rms"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 RotaryTable = Literal["fp32", "bf16"]
-Operators = Literal["torch", "own", "quack"]
-"""What computes everything but attention: plain torch, the operators of ``fused/``, or those with quack-kernels' MLP and head."""
+Operators = Literal["torch", "own"]
+"""What computes everything but attention: plain torch, or the operators of ``fused/``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +218,6 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, operators: Operators):
         super().__init__()
-        self.fused = quack_kernels.mlp if operators == "quack" else None
         exact = functional.gelu if operators == "torch" else gelu
         self.activate = exact if config.activation == "gelu" else _gelu_tanh
         gated = config.activation == "swiglu"
@@ -230,8 +228,6 @@ class MLP(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
-        if self.fused is not None:
-            return self.fused(x_BTC, self.c_fc.weight, self.c_proj.weight)
         if self.c_gate is not None:
             return self.c_proj(functional.silu(self.c_gate(x_BTC)) * self.c_fc(x_BTC))
         return self.c_proj(self.activate(self.c_fc(x_BTC)))
@@ -324,9 +320,7 @@ class GPT(nn.Module):
         device = x_BTC.device.type
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
-        x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
-        head = quack_kernels.linear_cross_entropy if self.operators == "quack" else linear_cross_entropy
-        return head(x_NC, self.lm_head.weight, targets_N)
+        return linear_cross_entropy(x_BTC.flatten(0, 1), self.lm_head.weight, targets_BT.flatten())
 
     def attentions(self) -> list[CausalSelfAttention]:
         """The attention module of every layer, first to last."""

@@ -50,18 +50,18 @@ def _(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int):  # type: 
     return x_NC.new_empty((), dtype=torch.float32), torch.empty_like(x_NC), torch.empty_like(weight_VC)
 
 
-def keep_gradients(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _keep_gradients(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def scale_gradients(ctx, dloss, *_):  # type: ignore[no-untyped-def]
+def _scale_gradients(ctx, dloss, *_):  # type: ignore[no-untyped-def]
     dx_NC, dweight_VC = ctx.saved_tensors
     # In float32: a product of dtypes would round dloss, a scalar, to that of dx first.
     return (dloss * dx_NC.float()).to(dx_NC.dtype), dloss * dweight_VC, None, None
 
 
-_sum_and_gradients.register_autograd(scale_gradients, setup_context=keep_gradients)
+_sum_and_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:

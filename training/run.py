@@ -261,7 +261,7 @@ def build_network(
     device = dist.device
     # Nothing draws from torch's own generators, but checkpoints hold them, and equal runs must have equal checkpoints.
     torch.manual_seed(config.run.seed)
-    raw = GPT(config.model, plans, speed.operators(config.speed, config.model, config.precision, device))
+    raw = GPT(config.model, plans, speed.operators(config.speed, device))
     if start is None and config.run.init_from:
         nanogpt.load_weights(raw, Path(config.run.init_from))
     elif start is None:
