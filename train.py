@@ -28,9 +28,10 @@ with trainer_packages():
 
     import config as configuration
     from config import TrainConfig
-    from training import alarm, distributed, outcome, throughput
+    from training import distributed, outcome, throughput
     from training.distributed import DistContext
     from training.evaluate import evaluate
+    from training.intervention import update_alarm
     from training.nonfinite import step_unless
     from training.optim import clip_gradients, learning_rate, set_learning_rate
     from training.precision import rounding_seed
@@ -256,7 +257,7 @@ def probe(run: Run, step: int) -> dict[str, float | int]:
     if run.telemetry is None:
         return {}
     measured = run.telemetry.probe(step, run.batches.position)
-    for named in alarm.update(run.alarm, measured):
+    for named in update_alarm(run.alarm, measured):
         run.dist.print0(f"ALARM: {named}")
     return summary_columns(measured)
 

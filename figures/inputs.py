@@ -1,24 +1,33 @@
 """The inputs of ``scripts/figures.py``: runs and checkpoints."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+import attention
+import config as configuration
 import files
+from attention import LayerPlan
 from config import TrainConfig
-from errors import UserError, invalid
+from data.token_files import TokenFile
+from errors import UserError, check_finite, invalid
 from figures import curves
-from figures.checkpoints import build, fp16_scale, validation_tokens
 from figures.delta import choose_head
 from figures.runs import DrawnRun
 from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.spectral import top_singular
-from training.weights import read_checkpoint
+from training.checkpoint import Loaded
+from training.intervention import Switch, plans_at
+from training.weights import load_weights, read_checkpoint
+
+FP16_LOSS_SCALE = 2.0**16
+"""GradScaler's first: dO of a mean loss underflows in FP16 without one."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,13 @@ class Opened:
 
     model: GPT
     config: TrainConfig
-    label: str
+    loaded: Loaded
+    replaced: bool
+    """Whether a backend cannot run here."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.config.run.name} step {self.loaded.step:,}"
 
 
 def load_run(folder: Path) -> DrawnRun:
@@ -36,25 +51,47 @@ def load_run(folder: Path) -> DrawnRun:
     if not len(telemetry):
         raise UserError(f"{folder}: it has no telemetry.jsonl, which this figure draws")
     try:
-        attention = str(files.read_json(path)["attention_name"]) if path.exists() else "?"
+        label = str(files.read_json(path)["attention_name"]) if path.exists() else "?"
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the record of a run") from None
     exploded, name = curves.explosion_step(curves.column(metrics, "train_loss")), folder.resolve().name
     end = "" if exploded is None else f", explodes at {exploded:,}"
-    return DrawnRun(f"{name}: {attention}{end}", metrics, exploded, telemetry, name)
+    return DrawnRun(f"{name}: {label}{end}", metrics, exploded, telemetry, name)
 
 
 def open_checkpoint(folder: Path, device: torch.device) -> Opened:
-    """The model of a checkpoint, or of the newest one of a run's folder. Raises ``UserError`` as ``read_checkpoint`` does."""
+    """The model of a checkpoint, or of the newest one of a run's folder, with the attention that it was last trained with.
+
+    Raises ``UserError`` as ``read_checkpoint`` does.
+    """
     loaded = read_checkpoint(folder)
-    model, config, replaced = build(loaded, device)
+    config = configuration.from_json(TrainConfig, loaded.config_json)
+    switches = [Switch(**entry) for entry in loaded.extra.get("switches", ())]
+    plans = plans_at(config.attention.resolve(config.model.n_layer, config.model.n_head), switches, loaded.step)
+    served = tuple(serve(plan, config, device) for plan in plans)
+    model = GPT(config.model, served)
+    load_weights(model, loaded)
+    check_finite(loaded.model_state.items(), f"checkpoint {loaded.path}")
+    replaced = {g.backend for plan, now in zip(plans, served, strict=True) if plan != now for g in plan.groups}
     if replaced:
-        print(f"{folder}: computed by flash_reference in place of {', '.join(replaced)}, which cannot run here")
-    return Opened(model.eval(), config, f"{config.run.name} step {loaded.step:,}")
+        print(f"{folder}: computed by flash_reference in place of {', '.join(sorted(replaced))}, which cannot run here")
+    return Opened(model.to(device).eval(), config, loaded, bool(replaced))
+
+
+def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPlan:
+    """The plan; where its backend cannot run here, with ``flash_reference`` at the same numerics."""
+    model, dtype = config.model, config.precision.torch_dtype
+    shape: dict[str, Any] = {"head_dim": model.head_width, "softcap": model.attention_softcap}
+    try:
+        attention.check_plans([plan], device=device, dtype=dtype, **shape, features=model.features)
+    except UserError:
+        groups = tuple(dataclasses.replace(group, backend="flash_reference") for group in plan.groups)
+        return dataclasses.replace(plan, groups=groups)
+    return plan
 
 
 def captured(
-    opened: Opened, sequences: int, data: Path | None, device: torch.device, layer: int | None = None
+    opened: Opened, sequences: int, data: Path | None, device: torch.device, layers: Sequence[int] | None = None
 ) -> tuple[list[LayerCapture], float]:
     """Layers of a checkpoint (None: all) over validation sequences, and the loss scale that their dO has.
 
@@ -62,28 +99,30 @@ def captured(
     gigabytes: dO is the gradient of each sequence's own mean loss. Raises ``UserError``.
     """
     config = opened.config
-    if layer is not None and not 0 <= layer < config.model.n_layer:
-        raise invalid("--layer", layer, f"0 to {config.model.n_layer - 1}")
+    if layers is not None and not set(layers) <= set(range(config.model.n_layer)):
+        raise invalid("--layer", " ".join(map(str, layers)), f"0 to {config.model.n_layer - 1}")
     folder, length = data or Path(config.data.dataset), config.data.sequence_length
     batch = validation_tokens(folder, length, sequences, config.model.vocab_size, device)
 
     def look(scale: float) -> list[LayerCapture]:
         settings: dict[str, Any] = {"autocast": config.precision.autocast(device), "loss_scale": scale}
+        seeds = torch.arange(sequences, device=device)
         parts = [
-            capture(
-                opened.model,
-                tokens_T[None],
-                targets_T[None],
-                None if layer is None else [layer],
-                rounding_seed=torch.tensor(number, device=device),
-                **settings,
-            )
-            for number, (tokens_T, targets_T) in enumerate(zip(*batch, strict=True))
+            capture(opened.model, tokens_T[None], targets_T[None], layers, rounding_seed=seed, **settings)
+            for tokens_T, targets_T, seed in zip(*batch, seeds, strict=True)
         ]
         return [joined(of_layer) for of_layer in zip(*parts, strict=True)]
 
     scale = fp16_scale(look) if config.precision.dtype == "float16" else 1.0
     return look(scale), scale
+
+
+def fp16_scale(look: Callable[[float], Iterable[LayerCapture]]) -> float:
+    """The largest of 2^16, 2^12, ... 1 with which every dO that ``look`` gives is finite, as a GradScaler finds one."""
+    scale = FP16_LOSS_SCALE
+    while scale > 1 and not all(bool(layer.do_BTHD.isfinite().all()) for layer in look(scale)):
+        scale /= 16
+    return scale
 
 
 def joined(parts: Sequence[LayerCapture]) -> LayerCapture:
@@ -101,3 +140,18 @@ def head_of(opened: Opened, layer: int, head: int | None) -> int:
     if not 0 <= head < n_head:
         raise invalid("--head", head, f"0 to {n_head - 1}")
     return head
+
+
+def validation_tokens(
+    folder: Path, length: int, count: int, vocabulary: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [B, T] of ``count`` sequences spread evenly over the validation data. Raises ``UserError``."""
+    data = TokenFile.open(folder, "val", verify="sha256")
+    if data.header.vocabulary_size > vocabulary:
+        raise invalid("--data", str(folder), f"tokens of at most the model's vocabulary, {vocabulary}")
+    if data.header.count < count * (length + 1):
+        expected = f"at least {count * (length + 1)} tokens, {count} sequences of {length}"
+        raise invalid("--data", str(folder), expected)
+    starts = torch.linspace(0, data.header.count - length - 1, count, dtype=torch.float64).long()
+    rows = torch.from_numpy(data.sequences(starts, length + 1).astype("int64")).to(device)
+    return rows[:, :-1], rows[:, 1:]

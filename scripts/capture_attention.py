@@ -3,7 +3,7 @@
     python scripts/capture_attention.py runs/flash/checkpoints/step_00002000 --layers 1 6 --out captured
     python -m low_precision_attention.check torch:flash --inputs captured/flash_step_2000_layer_1.zip
 
-They are of validation sequences; dO is of their mean loss. Layers and heads count from 0. Another model than this trainer's:
+They are of validation sequences; dO is of the mean loss of each. Layers and heads count from 0. Another model than this trainer's:
 low_precision_attention.check.capture.
 """
 
@@ -21,11 +21,9 @@ with trainer_packages():
 
     import files
     from attention.check.captured import Inputs
-    from figures.checkpoints import build, fp16_scale, validation_tokens
-    from probes.capture import LayerCapture, capture
+    from figures.inputs import captured, open_checkpoint
     from training.checkpoint import Loaded
     from training.record import environment
-    from training.weights import read_checkpoint
 
 CONFIG = ("model", "attention", "data", "optim", "precision")
 """Sections of the run's config that are kept."""
@@ -45,27 +43,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.sequences < 1:
         raise invalid("--sequences", options.sequences, "1 or more")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = read_checkpoint(options.checkpoint)
-    model, config, replaced = build(loaded, device)
-    if not set(options.layers) <= set(range(config.model.n_layer)):
-        raise invalid("--layers", options.layers, f"numbers from 0 to {config.model.n_layer - 1}")
+    opened = open_checkpoint(options.checkpoint, device)
+    config, loaded = opened.config, opened.loaded
     if config.model.attention_softcap:
         raise UserError("model.attention_softcap: expected 0, as the crash test has no soft-cap")
-    data, length = options.data or Path(config.data.dataset), config.data.sequence_length
-    batch = validation_tokens(data, length, options.sequences, config.model.vocab_size, device)
-
-    def look(scale: float) -> list[LayerCapture]:
-        autocast = config.precision.autocast(device)
-        return capture(model, *batch, options.layers, autocast=autocast, loss_scale=scale)
-
-    scale = fp16_scale(look) if config.precision.dtype == "float16" else 1.0
-    with torch.no_grad(), config.precision.autocast(device):
-        loss = model(*batch)[1].item()
-    about = _about(loaded) | {"loss": loss, "loss_scale": scale, "captured": environment(device, 1)}
-    if replaced:
+    layers, scale = captured(opened, options.sequences, options.data, device, options.layers)
+    about = _about(loaded) | {"loss_scale": scale, "captured": environment(device, 1)}
+    if opened.replaced:
         about["computed_by"] = "flash_reference"
     options.out.mkdir(parents=True, exist_ok=True)
-    for layer in look(scale):
+    for layer in layers:
         q, k, v, do = (x.transpose(1, 2).cpu() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
         whole = Inputs(q, k, v, do, layer.scale, about={**about, "layer": layer.layer})
         path = options.out / f"{config.run.name}_step_{loaded.step}_layer_{layer.layer}.zip"

@@ -35,7 +35,7 @@ def _figure_4(args: argparse.Namespace) -> Drawn:
         raise UserError(f"figure 4 compares checkpoints of one width and number of heads, not {sorted(shapes)}")
     rows, head = [], inputs.head_of(checkpoints[0], args.layer, args.head)
     for opened in checkpoints:
-        (layer,), _ = inputs.captured(opened, args.sequences, args.data, device, args.layer)
+        (layer,), _ = inputs.captured(opened, args.sequences, args.data, device, [args.layer])
         # One checkpoint: two of its sequences. Several: the same sequence in each.
         for batch in (0,) if len(checkpoints) > 1 else (0, args.sequences - 1):
             token = delta.largest_error_in(layer, head, batch)
@@ -47,7 +47,7 @@ def _figure_4(args: argparse.Namespace) -> Drawn:
 def _figure_5(args: argparse.Namespace) -> Drawn:
     device = _device()
     opened = inputs.open_checkpoint(args.checkpoint[0], device)
-    (layer,), scale = inputs.captured(opened, args.sequences, args.data, device, args.layer)
+    (layer,), scale = inputs.captured(opened, args.sequences, args.data, device, [args.layer])
     head = inputs.head_of(opened, args.layer, args.head)
     batch, token = delta.largest_error(layer, head)
     label = f"{opened.label}, layer {args.layer} head {head}"

@@ -16,7 +16,7 @@ from tiny_runs import Place, completed, weights
 from attention.watching.growth import GrowthRule, Probe, RunsAway, growth
 from attention.watching.verdict import answer
 from errors import UserError
-from training.alarm import AlarmConfig, update
+from training.intervention import AlarmConfig, update_alarm
 from training.telemetry import read_telemetry
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -61,7 +61,7 @@ def with_growth(records: list[dict[str, Any]], layer: int, heads: Sequence[int],
 def alarms(records: Iterable[dict[str, Any]], config: AlarmConfig, warm_up: int) -> list[RunsAway]:
     """All alarms of a run, in order."""
     alarm = config.open(warm_up)
-    return [found for record in records for found in update(alarm, record)]
+    return [found for record in records for found in update_alarm(alarm, record)]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -25,7 +25,7 @@ from tiny_runs import Place, lines, tree
 import train
 import training.checkpoint
 from config import TrainConfig
-from training.alarm import AlarmConfig
+from training.intervention import AlarmConfig
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 TIMES = ("tokens_per_second", "mfu", "seconds", "probe_seconds")

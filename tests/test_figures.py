@@ -22,8 +22,7 @@ from attention import AttentionConfig
 from attention.check.captured import load
 from config import from_json
 from figures import canvas, curves, delta, over_steps, runs, similarity
-from figures.checkpoints import fp16_scale, validation_tokens
-from figures.inputs import open_checkpoint
+from figures.inputs import fp16_scale, open_checkpoint, validation_tokens
 from probes.capture import LayerCapture, capture
 from probes.low_rank import weighted_keys
 from scripts import capture_attention, compare_runs, figures

@@ -15,8 +15,7 @@ from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
 from errors import UserError
 from model import GPT, ModelConfig, initialize
-from training.alarm import AlarmConfig
-from training.intervention import Switch, parse_switch, plans_at
+from training.intervention import AlarmConfig, Switch, parse_switch, plans_at
 
 BF16 = {"precision.dtype": "bfloat16"}
 SWITCH = {"alarm.switches": ("7:1:flash_delta_from_p",)}

@@ -1,14 +1,19 @@
-"""Scheduled switches of a layer's attention during a run.
+"""Scheduled switches of a layer's attention during a run, and the alarm that may call for one.
+
+The alarm is the rule of ``attention.watching.growth`` on ||W_Q^T W_K|| and the largest logits: what fails adds the same direction to W_Q
+and W_K of some heads, step after step. It is a fold over ``telemetry.jsonl``, so a resumed run is warned as an uninterrupted one is.
 
 Which plan a layer has is a pure function of the step: the config's plan, and every switch of that step or an earlier one after it. Those
 made are in every checkpoint, and all in the run's config.json.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attention.plan import LayerPlan, switched
+from attention.watching.growth import GrowthAlarm, GrowthRule, RunsAway
 from errors import invalid
 
 
@@ -39,6 +44,37 @@ def parse_switch(text: str) -> Switch:
         expected = "STEP:LAYER:PRESET or STEP:LAYER:PRESET:BACKEND, for example 5000:1:flash_fp32_o"
         raise invalid("alarm.switches", text, expected)
     return Switch(int(step), int(layer), preset, backend[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmConfig:
+    """What the alarm calls growth; and scheduled switches of a layer's attention."""
+
+    switches: tuple[str, ...] = ()
+    """STEP:LAYER:PRESET[:BACKEND]: all heads of that layer use that preset from training step STEP on, alarm or not."""
+    rule: GrowthRule = field(default_factory=GrowthRule)
+    """Thresholds."""
+    warm_up: int = -1
+    """Steps at the start that the rule does not look at; -1: the learning rate's warm-up."""
+
+    def __post_init__(self) -> None:
+        places = Counter((switch.step, switch.layer) for switch in map(parse_switch, self.switches))
+        for text in self.switches:
+            switch = parse_switch(text)
+            if places[switch.step, switch.layer] > 1:
+                raise invalid("alarm.switches", text, f"one switch of layer {switch.layer} at step {switch.step}")
+        if self.warm_up < -1:
+            raise invalid("alarm.warm_up", self.warm_up, "a number of steps, or -1 for the learning rate's warm-up")
+
+    def open(self, warm_up: int) -> GrowthAlarm:
+        """``warm_up``: steps of the learning rate's."""
+        return GrowthAlarm(self.rule, warm_up if self.warm_up < 0 else self.warm_up)
+
+
+def update_alarm(alarm: GrowthAlarm, record: dict[str, Any]) -> list[RunsAway]:
+    """Take in a record of ``telemetry.jsonl``; the layers that the rule names."""
+    logits, norms = (dict(enumerate(record[name])) for name in ("max_logit", "qk_head_norm"))
+    return alarm.update(record["step"], record["lr_sum"], logits, norms)
 
 
 def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -> tuple[LayerPlan, ...]:

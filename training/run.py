@@ -22,10 +22,10 @@ from attention.watching.growth import GrowthAlarm
 from data.batches import Batches, open_batches
 from errors import UserError, invalid, reading
 from model import GPT, initialize
-from training import alarm, distributed, nanogpt, outcome, record, speed, throughput
+from training import distributed, nanogpt, outcome, record, speed, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
-from training.intervention import Interventions, parse_switch
+from training.intervention import Interventions, parse_switch, update_alarm
 from training.metrics import Metrics, import_wandb, read_lines, start_wandb
 from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer, learning_rate
@@ -359,7 +359,7 @@ def open_telemetry(run: Run) -> None:
     )
     try:
         for earlier in read_lines(run.telemetry.file.path):
-            alarm.update(run.alarm, earlier)
+            update_alarm(run.alarm, earlier)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # somebody has edited it
         what = f"a line is no probe ({type(error).__name__}: {error}); the alarm does not know those from there on"
         print(f"warning: {run.folder / TELEMETRY_FILE}: {what}", file=sys.stderr)

@@ -11,10 +11,10 @@ from attention.plan import AttentionConfig
 from data.batches import DataConfig
 from errors import check_size, invalid
 from model import ModelConfig
-from training.alarm import AlarmConfig
 from training.checkpoint import CheckpointConfig
 from training.distributed import DeviceChoice
 from training.evaluate import EvaluationConfig
+from training.intervention import AlarmConfig
 from training.metrics import WandbConfig
 from training.nonfinite import NonFiniteConfig
 from training.optim import OptimConfig
