@@ -130,11 +130,7 @@ def large_logits() -> Figure:
     """The error of delta in one-hot rows and the gradient norm against the largest logit: median and quartiles."""
     figure, [[left, right]] = page(4.2, 1, 2)
     heads = pd.read_csv(FAST_FAILURE / "one_hot_heads.csv.gz")
-    kinds = (
-        (("p_unrounded", "subtracted", "unfused"), GREEN),
-        (("torch",), BLACK),
-        (("nearest",), ORANGE),
-    )
+    kinds = ((("p_unrounded", "subtracted", "unfused"), GREEN), (("torch",), BLACK), (("nearest",), ORANGE))
     for names, color in kinds:
         chosen = heads[heads["kind"].isin(names)]
         courses = pd.concat(gradient_norms(RUNS / run) for run in chosen["run"].unique())

@@ -30,13 +30,7 @@ EXIT_FILE = "exit.json"
 LOGS = (METRICS_FILE, TELEMETRY_FILE)
 # Files that a start may leave in a run's folder before it writes config.json.
 # The lock comes first and goes last: a folder without it is not a run's, unless it is empty.
-_OF_A_START = (
-    EXIT_FILE,
-    f"{EXIT_FILE}.tmp",
-    "config.json.tmp",
-    "wandb",
-    LOCK_FILE,
-)
+_OF_A_START = (EXIT_FILE, f"{EXIT_FILE}.tmp", "config.json.tmp", "wandb", LOCK_FILE)
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 """Its packages, by CUDA's version. A user can upgrade it alone."""

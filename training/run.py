@@ -177,11 +177,7 @@ def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPla
 
 
 def checkpoint_to_resume(
-    config: TrainConfig,
-    dist: DistContext,
-    folder: Path,
-    checkpoints: Checkpoints,
-    lock: record.Lock,
+    config: TrainConfig, dist: DistContext, folder: Path, checkpoints: Checkpoints, lock: record.Lock
 ) -> Loaded | None:
     """The checkpoint to resume from; None if the run ended before its first checkpoint. Its folder is locked."""
     lock.take_everywhere(dist.is_main)

@@ -160,11 +160,7 @@ def measure(
     L, H = len(attentions), model.config.n_head
     w_q_LCC, w_k_LKC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
     norms, u_LC = attention_norms(w_q_LCC, w_k_LKC, H)
-    measured = {
-        "w_q_norm": norms.w_q,
-        "w_k_norm": norms.w_k,
-        "qk_head_norm": norms.qk_head,
-    }
+    measured = {"w_q_norm": norms.w_q, "w_k_norm": norms.w_k, "qk_head_norm": norms.qk_head}
     layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
     # W^T u is the input-side vector of the top singular pair, but for its length.
     with exact_float32(tokens_BT.device):

@@ -276,15 +276,7 @@ def _add_gradients(
 
 
 def _backward_pass(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seed: Tensor,
-    o: Tensor,
-    counts: Tensor,
-    saved: Tensor,
-    *settings: Any,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, seed: Tensor, o: Tensor, counts: Tensor, saved: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
     """(dQ, dK, dV), each [B, T, H, D] in q's dtype, and the gradient of the sinks, float32. ``o`` and ``counts`` are
     ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
