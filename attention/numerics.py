@@ -1,7 +1,7 @@
 """Every rounding of attention has a name: ``Numerics``, one field per site, and the bases experiments start from.
 
 A site is declared once, by ``site``: its values, where it acts, which backends have it, what it contradicts, one line about it.
-Validation, refusals, the constants of the kernels and the table in README.md follow from the declaration.
+Validation, refusals, the constants of the kernels and the list in README.md follow from the declaration.
 
 Plain Python, no torch: a config can be read, checked and printed where torch is not installed.
 """
@@ -97,7 +97,7 @@ def site(
     """A field of ``Numerics``.
 
     Args:
-        doc: one line for the table of sites.
+        doc: one line for the list of sites.
         choices: its values; or, for a number, ``within``: the range in words, and whether a number is in it.
         acts_in: of FORWARD, DELTA, BACKWARD; the kernels of other passes do not get it.
         backends: which have it. The others refuse all values but ``elsewhere`` (None: ``default``), which is what they do.
@@ -442,7 +442,7 @@ class Numerics:
 
 
 SITES: dict[str, Site] = {field.name: field.metadata["site"] for field in dataclasses.fields(Numerics)}
-"""Every declaration by its name, in the order of the table."""
+"""Every declaration by its name, in the order of the list."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Numerics)}
 
 
@@ -547,7 +547,7 @@ USES = {
     "hardware": "as our Triton kernels round by default",
     "rounded_forward": "an earlier emulation of the published forward pass",
     "published": "our closest emulation of the published code",
-    "fp32": "nowhere but at O",
+    "fp32": "rounds nowhere but at O",
     "microcosm": "for FP32 tensors on a CPU: O of one bit",
 }
-"""What each base is for, in the table of README.md."""
+"""What each base is for, in the list of README.md."""

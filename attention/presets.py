@@ -25,7 +25,7 @@ def unaliased(name: str) -> str:
 
 @dataclass(frozen=True)
 class Preset:
-    """``sites``: what it changes, in any base or as a function of the base; ``doc``: one line for the table in README.md."""
+    """``sites``: what it changes, in any base or as a function of the base; ``doc``: one line for the list in README.md."""
 
     backend: str
     doc: str

@@ -1,11 +1,12 @@
-"""The tables of README.md, made from the declarations: ``python -m attention.readme`` writes them.
+"""The lists of README.md, made from the declarations: ``python -m attention.readme`` writes them.
 
-Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``); a table is found by the name of its first column.
+Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``).
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from .numerics import BASES, DEFAULTS, HARDWARE, SITES, USES
 from .plan import AttentionSpec
@@ -14,50 +15,37 @@ from .presets import PRESETS
 README = Path(__file__).parent / "README.md"
 
 
-def tables() -> dict[str, list[str]]:
-    """Lines of each table by the name of its first column."""
-    return {
-        "site": list(_table(("site", "what it rounds or chooses", "default"), _sites())),
-        "base": list(_table(("base", "for", "differs from `hardware` in"), _bases())),
-        "preset": list(_table(("preset", "changes on `hardware`", "for"), _presets())),
-    }
-
-
-def _sites() -> Iterator[tuple[str, ...]]:
+def _sites() -> Iterator[str]:
     for name, declared in SITES.items():
         default = DEFAULTS[name] if isinstance(DEFAULTS[name], str) else f"{DEFAULTS[name]:.5g}"
         mark = "" if "standard" in declared.backends else "†" if "flash" in declared.backends else "‡"
-        yield f"`{name}`{mark}", declared.doc, default
+        yield f"- `{name}`{mark} ({default}): {declared.doc}"
 
 
-def _bases() -> Iterator[tuple[str, ...]]:
+def _bases() -> Iterator[str]:
     for name, base in BASES.items():
-        yield f"`{name}`", USES[name], _listed(base.differences(HARDWARE))
+        yield f"- `{name}`{_listed(base.differences(HARDWARE))}: {USES[name]}"
 
 
-def _presets() -> Iterator[tuple[str, ...]]:
+def _presets() -> Iterator[str]:
     for name, preset in PRESETS.items():
-        yield f"`{name}`", _listed(AttentionSpec(preset=name).resolve().differences(HARDWARE)), preset.doc
+        yield f"- `{name}`{_listed(AttentionSpec(preset=name).resolve().differences(HARDWARE))}: {preset.doc}"
 
 
 def _listed(sites: tuple[str, ...]) -> str:
-    return ", ".join(f"`{site}`" for site in sites) or "nothing"
+    return f" ({', '.join(f'`{site}`' for site in sites)})" if sites else ""
 
 
-def _table(heads: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[str]:
-    yield f"| {' | '.join(heads)} |"
-    yield "|---" * len(heads) + "|"
-    for cells in rows:
-        yield f"| {' | '.join(cells)} |"
+LISTS = {"## Presets": _presets, "## Rounding sites": _sites, "### Bases": _bases}
 
 
 def written(text: str) -> str:
-    """The document with its tables as the declarations make them."""
+    """The document with the first list below each of these headings as the declarations make it."""
     lines = text.splitlines()
-    for name, table in tables().items():
-        first = next(number for number, line in enumerate(lines) if line.startswith(f"| {name} |"))
-        last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
-        lines[first:last] = table
+    for heading, made in LISTS.items():
+        first = next(number for number in range(lines.index(heading), len(lines)) if lines[number].startswith("- `"))
+        last = next(number for number in range(first, len(lines)) if not lines[number].startswith("- `"))
+        lines[first:last] = made()
     return "\n".join(lines) + "\n"
 
 

@@ -28,7 +28,7 @@ def blocks(document: Path, language: str) -> list[str]:
     return [block for name, block in fenced if name == language]
 
 
-def test_the_tables_are_those_that_the_declarations_make() -> None:
+def test_the_lists_are_those_that_the_declarations_make() -> None:
     """``python -m attention.readme`` writes them."""
     assert written(ATTENTION.read_text()) == ATTENTION.read_text()
 
