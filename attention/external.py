@@ -5,12 +5,13 @@ Legend: B batch, H heads, T sequence, D head dim.
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .check.kernels import Call, find
-from .mask import NO_MASK, Mask
+from .check.measures import plain
 from .presets import PRESETS, unaliased
 from .user_error import UserError, invalid, one_line
 
@@ -31,23 +32,10 @@ def loaded(name: str) -> Call:
 
 # It may be an extension, Triton, or PyTorch whose roundings a compiler would move: the compiler leaves it alone.
 @torch.compiler.disable
-def run(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    kernel: str,
-    *,
-    seed: Tensor,
-    scale: float,
-    causal: bool,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    mask: Mask = NO_MASK,
-) -> Tensor:
-    """O [B, T, H, D] of the kernel of that name; ``seed``, ``softcap``, ``sinks`` and ``mask`` are given, too, and ignored."""
-    with torch.autocast(q_BTHD.device.type, enabled=False):  # its backward pass runs outside, too
-        o = loaded(kernel)(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2), causal, scale)
-    return o.transpose(1, 2)
+def run(q: Tensor, k: Tensor, v: Tensor, kernel: str, *, scale: float, causal: bool, **_: Any) -> Tensor:
+    """O [B, T, H, D] of the kernel of that name; other settings are given, too, and ignored."""
+    with torch.autocast(q.device.type, enabled=False):  # its backward pass runs outside, too
+        return loaded(kernel)(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale).transpose(1, 2)
 
 
 def check(
@@ -83,10 +71,8 @@ def _obstacle(
         return f"it raises {type(error).__name__}: {one_line(str(error))[:300]}"
     first = slice(min(length, 1024))  # they see no other keys
     q, k, v, o = (x.detach()[:, :, first].float() for x in (q, k, v, o))
-    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=device).triu(1)
-    plain = (q @ k.mT * scale).masked_fill(hidden, -math.inf).softmax(-1) @ v
-    off = ((o - plain).norm() / plain.norm()).item()
+    expected = plain(q, k, v, True, scale)
+    off = ((o - expected).norm() / expected.norm()).item()
     if not off < FAR:
         return f"O is off by {off:.2g} of its size: expected causal attention with that scale, for [B, H, T, D] in any strides"
     return None if finite else "its gradients are not finite"

@@ -19,13 +19,8 @@ from .functional import refuse
 _REGISTRY = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "get_interface"}
 _SOFTMAXES = {"softmax", "Softmax", "log_softmax", "logsumexp"}
 _PRODUCTS = {"@", "matmul", "bmm", "baddbmm", "einsum", "tensordot"}
-_FUSED = (
-    "scaled_dot_product",
-    "flash_attn_",
-    "flash_attention_forward",
-    "efficient_attention",
-    "head_attention_forward",
-    "flex_attention",
+_FUSED = re.compile(
+    "scaled_dot_product|flash_attn_|flash_attention_forward|efficient_attention|head_attention_forward|flex_attention"
 )
 # A model that declares none of them may use its mask for more than attention, in the form that "eager" has (NLLB-MoE's router).
 _DECLARED = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
@@ -247,7 +242,7 @@ def _traits(module_class: Any) -> Traits:
             names |= here
             left += _functions(outer[name] for name in here if name in outer)
     registry = bool(names & _REGISTRY)
-    fused = any(part in name for name in names for part in _FUSED)
+    fused = any(map(_FUSED.search, names))
     own = not registry and (fused or bool(names & _SOFTMAXES and names & _PRODUCTS))
     name = module_class.__name__.lower()
     masks = frozenset(name for name in names if re.fullmatch(r"create_.*masks?(_for_generate)?", name))
@@ -256,17 +251,11 @@ def _traits(module_class: Any) -> Traits:
 
 def _torchs(thing: Any) -> bool:
     """torch's, or what all models of transformers share."""
-    module = f"{thing.__module__}."
     shared = (
-        "modeling_utils",
-        "generation",
-        "utils",
-        "integrations.peft",
-        "modeling_flash_attention_utils",
-        "masking_utils",
-        "cache_utils",
+        "modeling_utils generation utils integrations.peft modeling_flash_attention_utils masking_utils cache_utils"
     )
-    return module.startswith(("torch.", "builtins.", *(f"transformers.{part}." for part in shared)))
+    own = ("torch.", "builtins.", *(f"transformers.{part}." for part in shared.split()))
+    return f"{thing.__module__}.".startswith(own)
 
 
 def _functions(values: Any) -> list[FunctionType]:

@@ -7,6 +7,7 @@ its own thread says; in a thread without one, torch's.
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 from typing import Any
@@ -45,7 +46,7 @@ class _Replacement(ContextDecorator):
         _NUMERICS[name] = numerics
 
     def __enter__(self) -> None:
-        _install(self.name)
+        _count(_OPEN.append, self.name)
         _keep((*_THREAD.stack, _Block(self)))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -54,7 +55,7 @@ class _Replacement(ContextDecorator):
         if block is None:
             raise ValueError("replace_sdpa: not opened in this thread: expected it to be closed where it was opened")
         _keep(tuple(other for other in stack if other is not block))
-        _uninstall(self.name)
+        _count(_OPEN.remove, self.name)
         # What an earlier block's trace has compiled runs without this module.
         if not block.called and error is None and self.name not in _TRACED:
             warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=2)
@@ -126,20 +127,14 @@ def _keep(stack: tuple[_Block, ...]) -> None:
         torch._C._remove_obj_from_tls(_KEY)
 
 
-def _install(name: str) -> None:
+def _count(change: Callable[[str], None], name: str) -> None:
+    """``change`` is ``_OPEN.append`` or ``_OPEN.remove``. While any block is open, ours stands in the place of torch's."""
     global _OPEN_NAMES, _TORCHS
     with _LOCK:
         if not _OPEN:
             _TORCHS = functional.scaled_dot_product_attention
             _put(_TORCHS, _dispatch)
-        _OPEN.append(name)
-        _OPEN_NAMES = " ".join(sorted(set(_OPEN)))
-
-
-def _uninstall(name: str) -> None:
-    global _OPEN_NAMES
-    with _LOCK:
-        _OPEN.remove(name)
+        change(name)
         _OPEN_NAMES = " ".join(sorted(set(_OPEN)))
         if not _OPEN:
             _put(_dispatch, _TORCHS)  # also where a module has been imported meanwhile

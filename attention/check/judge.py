@@ -32,12 +32,9 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
     if name == "one_hot":
         if not found["off"] < SIZE_WRONG:
             return WRONG, f"one-hot: O is off from V by {found['off']:.1e}"
-        below = found["limit"] < FMA_LIMIT
-        return (
-            (AT_RISK, f"exponent: one-hot rows have O = V to logits of {found['limit']:g} only")
-            if below
-            else (SAFE, "")
-        )
+        if found["limit"] >= FMA_LIMIT:
+            return SAFE, ""
+        return AT_RISK, f"exponent: one-hot rows have O = V to logits of {found['limit']:g} only"
     if name == "signs":
         if found["signed"] <= ROWS_AT_RISK:
             return SAFE, ""
@@ -51,11 +48,9 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
     if name == "last_key":
         return (WRONG, "last key: it is lost in an odd length") if not found["missed"] < SIZE_WRONG else (SAFE, "")
     if name == "not_a_number":
-        return (
-            (AT_RISK, f"NaN: {found['spread']:.0f} numbers are not finite where none depends on it")
-            if found["spread"]
-            else (SAFE, "")
-        )
+        if not found["spread"]:
+            return SAFE, ""
+        return AT_RISK, f"NaN: {found['spread']:.0f} numbers are not finite where none depends on it"
     if name == "repeatability":
         for what, where in (("alone", "alone"), ("strides", "in other strides"), ("expanded", "with a dO of stride 0")):
             if not found[f"{what}_off"] < SIZE_WRONG:
@@ -79,12 +74,9 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     if not math.isfinite(found["rows"]):  # where a multiple of dO overflows and dO does not
         return WRONG, "not finite: rows of dS"
     if found["rows"] > ROWS_AT_RISK:
+        what = f"rows of dS sum to {found['rows']:.1e} of their size, dQ has {found['ratio_dq']:.1f} x plain's error"
         side = f"; rounded to one side: O is off by {found['bias_o']:.1f} x 2^-9 in the mean"
-        return (
-            AT_RISK,
-            f"delta or P: rows of dS sum to {found['rows']:.1e} of their size, dQ has {found['ratio_dq']:.1f} x plain's error"
-            + (side if abs(found["bias_o"]) > BIAS else ""),
-        )
+        return AT_RISK, f"delta or P: {what}{side * (abs(found['bias_o']) > BIAS)}"
     coarse = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if coarse:
         return AT_RISK, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.1f} x plain's" for x in coarse)

@@ -20,19 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 from ..functional import scaled_dot_product_attention as ours
 from ..packages import add_cutlass
 from ..presets import ALIASES, PRESETS
+from ..reference.sdpa import KERNELS
 from ..user_error import UserError, invalid
 from .captured import Mask
 
 Call = Callable[..., Tensor]
 """Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False."""
-
-_TORCHS = {
-    "torch:flash": SDPBackend.FLASH_ATTENTION,
-    "torch:cudnn": SDPBackend.CUDNN_ATTENTION,
-    "torch:efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "torch:math": SDPBackend.MATH,
-}
-
 
 _RESERVED = ("torch", "fa2", "fa3", "fa4")
 """What stands before the colon of a public kernel's name."""
@@ -183,15 +176,9 @@ def _te() -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         B, H, T, D = q.shape
-        module = DotProductAttention(
-            H,
-            D,
-            num_gqa_groups=k.shape[1],
-            attention_dropout=0.0,
-            qkv_format="bshd",
-            attn_mask_type="causal" if causal else "no_mask",
-            softmax_scale=scale,
-        )
+        mask = "causal" if causal else "no_mask"
+        settings = {"attention_dropout": 0.0, "qkv_format": "bshd", "attn_mask_type": mask, "softmax_scale": scale}
+        module = DotProductAttention(H, D, num_gqa_groups=k.shape[1], **settings)
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         return module(q, k, v).view(B, T, H, D).transpose(1, 2)
 
@@ -199,7 +186,7 @@ def _te() -> Call:
 
 
 KNOWN: dict[str, Callable[[], Call]] = {
-    **{name: functools.partial(_torchs, backend) for name, backend in _TORCHS.items()},
+    **{name.replace("sdpa_", "torch:"): functools.partial(_torchs, backend) for name, backend in KERNELS.items()},
     "torch:flex": _flex,
     "fa2": functools.partial(_flash_attn, "flash_attn"),
     "fa2:deterministic": functools.partial(_flash_attn, "flash_attn", deterministic=True),

@@ -303,50 +303,28 @@ def _backward_pass(
 _backward = operator("flash_reference_backward", BACKWARD_TENSORS, 4, _backward_pass, gradients_like)
 
 
-def row_deltas(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    do_BTHD: Tensor,
-    numerics: Numerics,
-    *,
-    seed: Tensor,
-    scale: float,
-    causal: bool = True,
-    softcap: float = 0.0,
-) -> Tensor:
+def row_deltas(q: Tensor, k: Tensor, v: Tensor, do: Tensor, numerics: Numerics, **settings: Any) -> Tensor:
     """delta of every row, [B, H, T] float32, as the backward pass with ``numerics`` sees it, before ``row_residual`` mends it.
 
-    A probe: it records no graph.
+    Operands are [B, T, H, D]; settings are seed, scale, causal and softcap. A probe: it records no graph.
     """
-    with torch.no_grad(), exact_float32(q_BTHD.device):
-        tiles = _delta_tiles(q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap)
+    with torch.no_grad(), exact_float32(q.device):
+        tiles = _delta_tiles(q, k, v, do, numerics.key(), **settings)
         return torch.cat([delta for *_, delta in tiles], dim=2).squeeze(-1)
 
 
 def row_residuals(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    do_BTHD: Tensor,
-    numerics: Numerics,
-    *,
-    seed: Tensor,
-    scale: float,
-    causal: bool = True,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, numerics: Numerics, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """r = rowsum(dS) as dQ keeps it after ``row_residual``, [B, H, T], and the mean key (P K) / rowsum(P), [B, H, T, D], float32.
 
     In exact arithmetic r is 0; an error e of delta leaves -e rowsum(P), and r times the mean key in dQ / scale. With a soft-cap dS is
-    the gradient behind it. A probe: it records no graph.
+    the gradient behind it. Arguments and graph as in ``row_deltas``.
     """
     residuals, keys = [], []
-    with torch.no_grad(), exact_float32(q_BTHD.device):
-        for problem, rows, do, saved, delta in _delta_tiles(
-            q_BTHD, k_BTHD, v_BTHD, do_BTHD, numerics.key(), seed, scale, causal, softcap
-        ):
-            sums = _row_sums(problem, rows, do, saved, delta)
+    with torch.no_grad(), exact_float32(q.device):
+        for problem, rows, do_rows, saved, delta in _delta_tiles(q, k, v, do, numerics.key(), **settings):
+            sums = _row_sums(problem, rows, do_rows, saved, delta)
             taken = {
                 "kept": torch.zeros_like(sums.ds),
                 "centered_keys": sums.ds,
@@ -358,7 +336,16 @@ def row_residuals(
 
 
 def _delta_tiles(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, key: str, seed: Tensor, scale: float, causal: bool, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    key: str,
+    *,
+    seed: Tensor,
+    scale: float,
+    causal: bool = True,
+    softcap: float = 0.0,
 ) -> Iterator[tuple[Problem, slice, Tensor, Tensor, Tensor]]:
     """The problem, and of each tile of rows its place, dO [B, H, R, D], what was saved [B, H, R, Z] and delta [B, H, R, 1]."""
     o, delta_output, saved = _forward(q, k, v, seed, key, scale, causal, softcap, None, *NO_MASK)

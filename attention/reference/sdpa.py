@@ -3,11 +3,12 @@
 Legend: B batch, H heads, T sequence, D head dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..mask import NO_MASK, Mask
 from .tiles import TORCHS
 
 KERNELS = {
@@ -29,20 +30,7 @@ def _sdpa(kernel: SDPBackend, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, sc
 _sdpa_uncompiled = torch.compiler.disable(_sdpa)
 
 
-def run(
-    name: str,
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    numerics: str,
-    *,
-    seed: Tensor,
-    scale: float,
-    causal: bool,
-    softcap: float,
-    sinks: Tensor | None = None,
-    mask: Mask = NO_MASK,
-) -> Tensor:
-    """The backend of that name; ``numerics``, ``seed``, ``softcap``, ``sinks`` and ``mask`` are given, too, and ignored."""
+def run(name: str, q: Tensor, k: Tensor, v: Tensor, numerics: str, *, scale: float, causal: bool, **_: Any) -> Tensor:
+    """The backend of that name on [B, T, H, D]; numerics and other settings are given, too, and ignored."""
     call = _sdpa_uncompiled if name == "sdpa_math" else _sdpa
-    return call(KERNELS[name], q_BTHD, k_BTHD, v_BTHD, scale, causal)
+    return call(KERNELS[name], q, k, v, scale, causal)

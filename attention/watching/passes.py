@@ -207,20 +207,8 @@ def plain_mask(mask: Any, device: torch.device) -> Tensor | None:
     return mask
 
 
-_PROJECTIONS = (
-    {"q_proj", "k_proj"},
-    {"query", "key"},
-    {"q_proj", "kv_proj"},
-    {"to_q", "to_k"},
-    {"to_q", "to_kv"},
-    {"q", "k"},
-    {"wq", "wk"},
-    {"qkv"},
-    {"qkv_proj"},
-    {"wqkv"},
-    {"c_attn"},
-    {"query_key_value"},
-)
+_PAIRS = ("q_proj k_proj", "query key", "q_proj kv_proj", "to_q to_k", "to_q to_kv", "q k", "wq wk")
+_PROJECTIONS = [set(names.split()) for names in (*_PAIRS, "qkv", "qkv_proj", "wqkv", "c_attn", "query_key_value")]
 
 
 def _is_like_attention(module: nn.Module) -> bool:
