@@ -92,7 +92,6 @@ def load(arguments: list[str]) -> TrainConfig:
 
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
-    """``config`` with fields replaced as typed on the command line."""
     if not arguments:
         return config
     # tyro would take the last one silently.

@@ -133,17 +133,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, content: str) -> None:
-    """As ``write_bytes``, UTF-8."""
     write_bytes(path, content.encode())
 
 
 def json_text(content: Any) -> str:
-    """JSON with two-space indents and a closing newline."""
     return json.dumps(content, indent=2) + "\n"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """As ``write_text``, of ``json_text``."""
     write_text(path, json_text(content))
 
 
@@ -163,7 +160,6 @@ class InUse:
 
     @property
     def size(self) -> int:
-        """Bytes, when it was opened."""
         return self._at_first[0]
 
     def _size_and_time(self) -> tuple[int, int]:
@@ -185,12 +181,10 @@ class InUse:
         return b"".join(parts)
 
     def blocks(self, size: int = 1 << 22) -> Iterator[bytes]:
-        """All of it, ``size`` bytes at a time."""
         for start in range(0, self.size, size):
             yield self.read(start, min(size, self.size - start))
 
     def changed(self) -> bool:
-        """Whether it has another size or time of change."""
         return self._size_and_time() != self._at_first
 
     def check(self) -> None:

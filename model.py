@@ -110,12 +110,10 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """D."""
         return self.n_embd // self.n_head
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
         return self.n_kv_head or self.n_head
 
     @property
@@ -125,7 +123,6 @@ class ModelConfig:
 
 
 def make_norm(config: ModelConfig, width: int, bias: bool) -> nn.Module:
-    """The norm of ``config`` over the last dimension."""
     return nn.RMSNorm(width, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(width, bias=bias)
 
 
@@ -323,7 +320,6 @@ class GPT(nn.Module):
         return linear_cross_entropy(x_BTC.flatten(0, 1), self.lm_head.weight, targets_BT.flatten())
 
     def attentions(self) -> list[CausalSelfAttention]:
-        """The attention module of every layer, first to last."""
         return [cast(Block, block).attn for block in self.transformer.h]
 
     def set_plans(self, plans: tuple[LayerPlan, ...]) -> None:

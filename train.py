@@ -227,7 +227,6 @@ def follow_policy(run: Run, step: int, row: dict[str, Any], *, overflow: bool) -
 
 
 def switch_attention(run: Run, step: int) -> None:
-    """Give every layer the attention that it has in training step ``step``."""
     changes = run.interventions.advance(step)
     if changes and run.config.precision.compile:
         # Each plan is a graph, with and without gradients; past its limit dynamo would go on uncompiled.
@@ -271,7 +270,6 @@ def save_and_exit(run: Run, step: int, *, already_saved: bool) -> NoReturn:
 
 
 def announce(run: Run) -> None:
-    """Print once what runs."""
     config, dist, network = run.config, run.dist, run.network
     attention = config.attention.label() + run.interventions.moved()
     dist.print0(
@@ -284,7 +282,6 @@ def announce(run: Run) -> None:
 
 
 def line(step: int, row: dict[str, Any]) -> str:
-    """A step as one line for a terminal that is not interactive."""
     shown = ("train_loss", "val_loss", "grad_norm", "lr", "w_q_norm_max", "max_logit_max", "tokens_per_second", "mfu")
     parts = [f"{name} {row[name]:.4g}" for name in shown if row.get(name) is not None]
     return f"step {step}  " + "  ".join(parts)

@@ -197,7 +197,6 @@ def stochastic(spec: AttentionSpec) -> bool:
 def _refuse_settings(
     dropout: float, causal: bool, scale: float | None, gqa: bool, softcap: float, seed: Tensor | None
 ) -> tuple[float | None, float]:
-    """Scale and soft-cap as floats."""
     _number("dropout_p", dropout, 0.0, 0.0, "0: it has no dropout; set that of the model's attention to 0")
     softcap = _number("softcap", softcap, 0.0, _LARGEST, "0 or a positive number")
     if scale is not None:

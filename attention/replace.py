@@ -62,8 +62,6 @@ class _Replacement(ContextDecorator):
 
 
 class _Block:
-    """A ``with`` block that is open."""
-
     def __init__(self, owner: _Replacement):
         self.owner, self.called = owner, False
 

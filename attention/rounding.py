@@ -93,7 +93,6 @@ def _low_shift(fmt: str) -> int:
 
 
 def mantissa_bits(fmt: str) -> int:
-    """Explicit mantissa bits of a format."""
     if fmt == "fp32":
         return _MANTISSA_BITS
     return _BITS[fmt] if fmt in _BITS else int(fmt[1:])

@@ -137,7 +137,6 @@ class Batches:
         return facts
 
     def accumulation(self) -> int:
-        """Micro-steps of each process in one optimizer step."""
         return self._config.global_batch // (self._config.micro_batch * self._world_size)
 
     def number(self, micro_step: int) -> int:
@@ -202,12 +201,10 @@ class Batches:
             self._recorder.flush()
 
     def close(self, *, complete: bool = True) -> None:
-        """Close the recording; ``complete``: as one that is finished."""
         if self._recorder is not None:
             self._recorder.close(complete=complete)
 
     def discard(self) -> None:
-        """Remove the recording that this start has made."""
         if self._recorder is not None:
             self._recorder.discard()
 

@@ -181,7 +181,6 @@ class Recorder:
             self._file.close()
 
     def _cut(self) -> None:
-        """Cut the rows behind ``steps``, at the first change."""
         if not self._changed:
             files.check_in_place(self._file, self.folder / OFFSETS)
             # Before any row goes: a kill between the cut and this would leave fewer rows than the header promises.

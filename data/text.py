@@ -32,8 +32,6 @@ BATCH_BYTES = 1 << 23
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one."""
-
     text: bytes
     ends_document: bool
     place: str  # file and number of the document, for error messages

@@ -63,14 +63,11 @@ class TokenHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """One split of a data set, held by descriptor."""
-
     header: TokenHeader
     file: files.InUse
 
     @property
     def path(self) -> Path:
-        """Path of train.bin or val.bin."""
         return self.file.path
 
     @property
@@ -148,7 +145,6 @@ def _read_header(folder: Path, split: str) -> TokenHeader:
 
 
 def _remedy(folder: Path, force: bool = False) -> str:
-    """The command that makes ``folder``."""
     name = folder.name
     known = name in ("stdlib", "openwebtext")
     command = f"python scripts/prepare_data.py {name}" if known else "python scripts/prepare_data.py text FILE"

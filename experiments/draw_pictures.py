@@ -36,7 +36,6 @@ def count_steps(axis: Any, places: range) -> None:
 
 
 def write(axis: Any, *labels: tuple[float, float, str, str]) -> None:
-    """Names beside the lines: place, words, color."""
     for x, y, words, color in labels:
         axis.text(x, y, words, color=color, fontsize=12)
 
@@ -91,7 +90,6 @@ def front() -> Figure:
 
 
 def layers() -> Figure:
-    """The largest logit of each layer, in six runs."""
     figure, panels = page(5.4, 2, 3, sharex=True, sharey=True)
     titles = {
         "flash": "flash",

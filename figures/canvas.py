@@ -25,8 +25,6 @@ ORANGE, BLUE = "#D55E00", "#0072B2"
 
 @dataclass(frozen=True)
 class Drawn:
-    """A matplotlib ``Figure`` and the numbers in it."""
-
     figure: Any
     table: pd.DataFrame
 

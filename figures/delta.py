@@ -54,7 +54,6 @@ def largest_error(layer: LayerCapture, head: int) -> tuple[int, int]:
 
 
 def largest_error_in(layer: LayerCapture, head: int, batch: int) -> int:
-    """The token of one sequence that ``largest_error`` would take."""
     return int(_pickable(layer, head)[batch].argmax())
 
 

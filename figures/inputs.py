@@ -32,8 +32,6 @@ FP16_LOSS_SCALE = 2.0**16
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint's model on the device, and how its run was configured."""
-
     model: GPT
     config: TrainConfig
     loaded: Loaded
@@ -126,7 +124,6 @@ def fp16_scale(look: Callable[[float], Iterable[LayerCapture]]) -> float:
 
 
 def joined(parts: Sequence[LayerCapture]) -> LayerCapture:
-    """Captures of one layer, made sequence by sequence, as one."""
     names = ("x_BTC", "q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD")
     whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return dataclasses.replace(parts[0], **whole)

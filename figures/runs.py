@@ -41,8 +41,6 @@ class DrawnRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One column of the metrics and how it is shown."""
-
     key: str
     title: str
     is_log: bool = False

@@ -21,8 +21,6 @@ TOKENS, FEATURES = 32, 32
 
 @dataclass(frozen=True, kw_only=True)
 class RankOne:
-    """The factors of one head in one sequence of one model."""
-
     source: str
     """The model: rows of one source share their ``coherence``."""
     label: str
@@ -59,7 +57,6 @@ def rank_one(layer: LayerCapture, *, head: int, batch: int, token: int, source: 
 
 
 def cosine(a_DC: Tensor, b_DC: Tensor) -> float:
-    """Cosine of two matrices as vectors."""
     return float(torch.nn.functional.cosine_similarity(a_DC.flatten().double(), b_DC.flatten().double(), dim=0))
 
 

@@ -43,8 +43,6 @@ UNIT = 32
 
 @dataclass(frozen=True)
 class DeltaError:
-    """delta of every token in low and in high precision."""
-
     low_BHT: Tensor
     """As the backward pass of this layer and head sees it, float32."""
     high_BHT: Tensor

@@ -43,7 +43,6 @@ SHAPES = [
 
 
 def library(spec: AttentionSpec, causal: bool, n_head: int) -> Attention:
-    """One of this repository's backends on [B, T, H, D]."""
     plan = AttentionConfig(default=spec).resolve(1, n_head)[0]
     seed = torch.tensor(0, device="cuda")
     return lambda q, k, v: run(q, k, v, plan, rounding_seed=seed, causal=causal)
@@ -75,7 +74,6 @@ def foreign(kernel: str, causal: bool, head_dim: int) -> Attention:
 
 
 def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """The call as a graph, after warm-up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -114,7 +112,6 @@ def prepare(call: Attention, shape: Shape, expected: list[Tensor], alive: list[A
 
 
 def interleave(graphs: dict[str, dict[str, torch.cuda.CUDAGraph]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of every graph, every round."""
     times: dict[str, dict[str, list[float]]] = {name: {k: [] for k in kinds} for name, kinds in graphs.items()}
     for index in range(rounds + 2):
         for name, kinds in graphs.items():
@@ -143,7 +140,6 @@ def peers_of(specs: dict[str, AttentionSpec], shape: Shape, causal: bool) -> dic
 
 
 def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: bool, rounds: int) -> list[dict]:
-    """A row for each peer: milliseconds of every round and their medians, or why there are none."""
     b, t, h, _, d = shape
     about = {"shape": shape, "causal": causal}
     graphs: dict[str, dict[str, torch.cuda.CUDAGraph]] = {}

@@ -71,7 +71,6 @@ class Variant:
     failed: str = ""
 
     def attempt(self, function: Callable[[Variant, Any], None], argument: Any) -> None:
-        """Call it and keep its exception, so that the others continue."""
         try:
             function(self, argument)
         except Exception as error:
@@ -111,7 +110,6 @@ def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, Tr
 
 
 def prepare(variant: Variant, build: Callable[[], Callable[[int], None]]) -> None:
-    """Build it and train some steps, so that compilation falls into no round."""
     variant.enter()
     before, began = allocated(), time.perf_counter()
     variant.run = build()
@@ -122,7 +120,6 @@ def prepare(variant: Variant, build: Callable[[], Callable[[int], None]]) -> Non
 
 
 def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Variant:
-    """A run of this repository, ready to train or failed."""
     name, config, settings = parse_variant(recipe, text, folder)
 
     def enter() -> None:
@@ -254,7 +251,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Build all, time them in turns, and return the content of the JSON."""
     write_tokens(folder / "data", recipe.model.vocab_size, max(200_000, 40 * recipe.data.sequence_length))
     distributed.set_deterministic(True)  # cuBLAS hears of it before CUDA starts, whatever the first variant is
     torch._dynamo.config.recompile_limit = 256  # the variants share the code of one class

@@ -58,8 +58,6 @@ UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished or running run, read from its folder."""
-
     name: str
     folder: Path
     config: dict[str, Any]
@@ -73,7 +71,6 @@ class Run:
     """Which layers moved to another attention, and when."""
 
     def column(self, name: str) -> pd.Series:
-        """A column of the metrics or of the probes."""
         return curves.column(self.metrics if name in self.metrics else self.probes, name)
 
     def of_layers(self, name: str, which: str) -> pd.Series:
@@ -242,7 +239,6 @@ def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def cell(name: str, value: Any) -> str:
-    """A cell of the Markdown table."""
     if not isinstance(value, str) and pd.isna(value) and name != "train_loss_end":
         return "-"
     if "loss" in name:
@@ -255,7 +251,6 @@ def cell(name: str, value: Any) -> str:
 
 
 def heading(name: str) -> str:
-    """A column's name in words."""
     words = [(r"max_logit_(\d+)", r"largest logit of layer \1"), (r"w_q_norm_(\d+)", r"W_Q norm of layer \1")]
     words += [("max_logit_max", "largest logit"), ("w_q_norm_max", "W_Q norm"), ("(grad_norm)_largest", r"largest \1")]
     words += [("(W_Q.*)_largest", r"largest \1"), ("_largest", "")]
@@ -283,7 +278,6 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their dotted names."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -354,7 +348,6 @@ def where_checkpoints_part(first: Run, run: Run) -> str:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors are of one type and shape, and the same bits."""
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.numpy().tobytes() == b.numpy().tobytes()
 
 
@@ -426,7 +419,6 @@ def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="runs, or folders of runs; the first is the reference")
     parser.add_argument("--out", default="compare.png", help="picture: .png, .pdf, .svg, or none (compare.png)")
@@ -455,7 +447,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the comparison, then draw it."""
     args = parse(argv)
     runs, left_out = load_all(args.runs)
     rows = [summarize(run, args.layer, args.at, args.margin, args.patience) for run in runs]

@@ -46,7 +46,6 @@ def attention_options(preset: str, kernel: str = "") -> list[str]:
 
 
 def arms(kernel: str) -> dict[str, list[str]]:
-    """Options of each run by its name."""
     tested = attention_options(kernel) if unaliased(kernel) in PRESETS else attention_options("external", kernel)
     control = attention_options("external", "torch:math")
     return {"kernel": tested, "control": control, "plain": attention_options("standard"), "recipe": []}
@@ -98,7 +97,6 @@ def how_ended(folder: Path, table: Path) -> dict[str, str]:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, train, compare, judge."""
     argv = list(sys.argv[1:] if argv is None else argv)
     names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
     parser = OneLineParser(

@@ -69,7 +69,6 @@ REGISTRY: dict[int, Callable[[argparse.Namespace], Drawn]] = {
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the figure."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", type=int, choices=REGISTRY)
     parser.add_argument("--runs", nargs="+", type=Path, metavar="RUN", help="run folders")

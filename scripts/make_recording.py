@@ -55,7 +55,6 @@ def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the recording and describe it."""
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

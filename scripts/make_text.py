@@ -64,7 +64,6 @@ def write(found: dict[str, bytes], path: Path) -> str:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Print one line: what was written, and its hash."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", type=Path, nargs="+", help="wheels, in any order")
     parser.add_argument("--out", type=Path, required=True, help="text file to write")

@@ -13,7 +13,6 @@ from errors import OneLineParser, UserError, exit_on_user_error, invalid
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     top = OneLineParser(description="Make a data set of tokens for training.")
     kinds = top.add_subparsers(dest="kind", required=True, metavar="openwebtext|text|stdlib")
     common = OneLineParser(add_help=False)
@@ -70,7 +69,6 @@ def _interrupted(number: int, frame: object) -> NoReturn:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Parse, prepare, print one line a split."""
     arguments = parser().parse_args(argv)
     name = arguments.name or (
         arguments.source.resolve().name.split(".")[0] if arguments.kind == "text" else arguments.kind

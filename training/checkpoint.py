@@ -155,7 +155,6 @@ class Checkpoints:
         return None
 
     def how_to_resume(self) -> str:
-        """Where a run that stops between two checkpoints can go on, for the terminal."""
         if found := self._found():
             return f"the newest checkpoint is {found[max(found)]}; the same command with --run.resume yes goes on from there"
         return "there is no checkpoint yet; the same command with --run.resume yes starts again"
@@ -236,7 +235,6 @@ def found_in(folder: Path) -> dict[int, Path]:
 
 
 def _step_inside(path: Path) -> int | None:
-    """The step that a checkpoint's contents are of; None where they do not say."""
     try:
         step = read_json(path / "state.json")["step"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -318,7 +316,6 @@ def written_sums(path: Path) -> dict[str, str]:
 
 
 def _damage(path: Path) -> str | None:
-    """The damage to a checkpoint folder in words, or None."""
     try:
         sums = written_sums(path)
         if set(sums) != set(_FILES):

@@ -33,8 +33,6 @@ _CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 @dataclass(frozen=True, kw_only=True)
 class DistContext:
-    """This process's rank, the number of processes, and its device."""
-
     rank: int
     local_rank: int
     world_size: int
@@ -42,7 +40,6 @@ class DistContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def print0(self, text: str) -> None:
@@ -137,7 +134,6 @@ def is_rank_0() -> bool:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one."""
     if dist.is_initialized():
         # DDP's reducer must go before the group it talks through: freed after it, it sometimes waits for ever.
         gc.collect()
@@ -145,7 +141,6 @@ def stop() -> None:
 
 
 def barrier() -> None:
-    """Wait for all processes."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -184,7 +179,6 @@ def any_rank(flag: bool) -> bool:
 
 
 def world_size() -> int:
-    """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -29,7 +29,6 @@ class Switch:
     """In runs before commit fbfd8cf also alarm."""
 
     def option(self) -> str:
-        """As ``--alarm.switches`` takes it, for a replay."""
         return ":".join([str(self.step), str(self.layer), self.preset, *([self.backend] if self.backend else [])])
 
     def applied(self, plan: LayerPlan) -> LayerPlan:
@@ -137,16 +136,13 @@ class Interventions:
         return [f"step {step}: attention of layer {new.layer}: {_label(old)} -> {_label(new)}" for old, new in changed]
 
     def options(self) -> list[str]:
-        """All of them, as ``--alarm.switches`` takes them."""
         return [switch.option() for switch in self._switches]
 
     def state(self, step: int) -> list[dict[str, Any]]:
-        """What a checkpoint of ``step`` must know: the switches made."""
         return [asdict(switch) for switch in self._switches if switch.step <= step]
 
 
 def _label(plan: LayerPlan) -> str:
-    """Attention of a layer in words, groups of heads apart."""
     if len(plan.groups) == 1:
         return plan.groups[0].spec.label()
     return "; ".join(f"heads {','.join(map(str, group.heads))} {group.spec.label()}" for group in plan.groups)

@@ -136,7 +136,6 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All lines of a run's ``metrics.jsonl``, by ``read_run_file``."""
     return read_run_file(folder, METRICS_FILE, "so it is not the folder of a run")
 
 
@@ -184,7 +183,6 @@ def line_digests(content: bytes) -> list[str]:
 
 
 def text_of(records: Iterable[dict[str, Any]]) -> str:
-    """The content of a file of ``JsonLines``."""
     return "".join(map(_line, records))
 
 

@@ -62,7 +62,6 @@ class GraphedMuon(Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, where one is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -85,13 +85,10 @@ class NonFiniteGuard:
         return "stop" if policy == "skip" and skips >= self.config.max_skips else policy
 
     def finite(self) -> None:
-        """Count a step that was finite."""
         self.skips_in_a_row = 0
 
     def state(self) -> dict[str, int]:
-        """Plain numbers for a checkpoint."""
         return {"overflow_steps": self.overflow_steps, "skips_in_a_row": self.skips_in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of ``state``."""
         self.overflow_steps, self.skips_in_a_row = state["overflow_steps"], state["skips_in_a_row"]

@@ -117,7 +117,6 @@ class MuonWithAdamW(Optimizer):
         self.muon.state = self.adamw.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, where one is given."""
         loss = self.muon.step(closure)
         self.adamw.step()
         return loss
@@ -176,7 +175,6 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig, device: torch.de
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step in every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

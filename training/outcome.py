@@ -81,7 +81,6 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def reason(error: BaseException | None) -> str:
-    """What ended a run, in one line."""
     if isinstance(error, SystemExit):
         return "asked to exit; start it again" if error.code == EXIT_RESUME else "loss or gradient not finite"
     if isinstance(error, KeyboardInterrupt):

@@ -60,7 +60,6 @@ _CODE = ("attention", "training", "data", "probes", "configs", "fused", "scripts
 
 
 def version(package: str) -> str | None:
-    """Version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -190,7 +189,6 @@ def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
 
 
 def _compare_log(path: Path, written: list[str], there: list[str], checkpoint: Path) -> None:
-    """Warn of the first line that is not as it was when the checkpoint was written."""
     pairs = enumerate(itertools.zip_longest(written, there), start=1)
     if (first := next((number for number, (old, new) in pairs if old != new), None)) is None:
         return
@@ -271,7 +269,6 @@ def remove_folder(folder: Path) -> None:
 
 
 def clear_folder(folder: Path) -> None:
-    """Remove what a start has made in a run's folder."""
     for path in (folder / name for name in (*LOGS, "config.json", *_OF_A_START)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -280,7 +277,6 @@ def clear_folder(folder: Path) -> None:
 
 
 def name_taken(folder: Path) -> BusyError:
-    """The error for a new run whose folder holds another run."""
     return BusyError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
 
 

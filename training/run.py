@@ -39,8 +39,6 @@ from training.weights import is_checkpoint, load_weights, read_checkpoint
 
 @dataclass
 class Network:
-    """The model and what trains it."""
-
     raw: GPT
     """As it is saved and probed."""
     model: nn.Module
@@ -56,8 +54,6 @@ class Network:
 
 @dataclass
 class Run:
-    """The parts of a run that is ready to train."""
-
     config: TrainConfig
     dist: DistContext
     folder: Path

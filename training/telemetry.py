@@ -80,8 +80,6 @@ class TelemetryConfig:
 
 
 class Measurement(NamedTuple):
-    """What one probe measures, as tensors on the model's device."""
-
     columns: dict[str, Tensor]
     units: int
     """n of the standard errors."""

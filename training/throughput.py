@@ -50,6 +50,5 @@ def explain_clock_and_power(rows: list[dict[str, Any]]) -> str:
 
 
 def explain(flops_per_token: int, peak: float | None) -> str:
-    """The formula in words, printed once at the start of a run."""
     rate = "unknown for this device" if peak is None else f"{peak / 1e12:g} TFLOP/s"
     return f"mfu = tokens/s x {flops_per_token / 1e6:.1f} MFLOP (6 N + 12 L C T) / (processes x peak); peak {rate}"

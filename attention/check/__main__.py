@@ -79,7 +79,6 @@ QUICK = (
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
-    """One for each combination of the sizes that were given."""
     cuda = options.device == "cuda" or (options.device is None and torch.cuda.is_available())
     usual = (1024 if cuda else 256) // (2 if options.quick else 1)
     given = {name: getattr(options, name) or [None] for name in _SIZES}

@@ -87,7 +87,6 @@ def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
 
 
 def _padding(s: Shape) -> Mask:
-    """All sequences but the last end in padding."""
     lengths = torch.tensor([s.T - s.T // 3 - 1 - b for b in range(s.B - 1)] + [s.T])
     there = torch.arange(s.T) < lengths[:, None, None, None]
     return Mask(there & torch.ones(s.T, s.T, dtype=torch.bool).tril())
@@ -100,7 +99,6 @@ def _window(s: Shape) -> Mask:
 
 
 def _garbage(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
-    """Put large numbers into the padding."""
     q, k, v, do = x
     B, _G, T, _D = k.shape
     there = _padding(Shape(B=B, T=T)).visible[:, :, -1, :, None]
@@ -164,7 +162,6 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
 
 
 def shape_of(name: str, shape: Shape) -> Shape:
-    """The shape that a class has where ``shape`` is asked for."""
     if not _is_captured(name):
         return CLASSES[name].shape(shape)
     x = captured(name)

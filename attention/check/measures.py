@@ -26,7 +26,6 @@ class OutOfRangeError(Exception):
 
 
 def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
-    """O, dQ, dK, dV of a kernel."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
     o = call(q, k, v, p.causal, p.scale, **({} if p.mask is None else {"mask": p.mask}))
     if o.shape != p.q.shape:
@@ -283,7 +282,6 @@ def _other_work(device: torch.device) -> None:
 
 
 def off(a: Results, b: Results) -> float:
-    """The largest ||x - y|| / ||x||."""
     return max(((x.double() - y.double()).norm() / x.double().norm()).item() for x, y in zip(a, b, strict=True))
 
 

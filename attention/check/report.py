@@ -72,7 +72,6 @@ class Report:
         return json.dumps(strict(content), indent=1, allow_nan=False)
 
     def text(self) -> str:
-        """Lines for a terminal."""
         width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
         lines = [f"{self.kernel}, {self.dtype}, {', '.join(filter(None, self.environment.values()))}"]
         reasons = {case.reason for case in self.cases}
@@ -110,7 +109,6 @@ def _seen(case: Case) -> str:
 
 
 def side_by_side(a: Report, b: Report) -> str:
-    """Two kernels, a line a class."""
     others = {case.name: case for case in b.cases}
     both = [(case, others.get(case.name)) for case in a.cases]
     lines = [f"  {case.name:20}  {_seen(case)}  {_seen(other) if other else ''}".rstrip() for case, other in both]
@@ -118,7 +116,6 @@ def side_by_side(a: Report, b: Report) -> str:
 
 
 def table(reports: Sequence[Report]) -> str:
-    """Markdown, a row a kernel and shape."""
     lines = [
         "| kernel | head dim | verdict | rows of dS | dQ / plain | one-hot rows right to | same bits |",
         "| --- | ---: | --- | ---: | ---: | ---: | --- |",
@@ -145,7 +142,6 @@ COLUMNS = (
 
 
 def csv_of(reports: Sequence[Report]) -> str:
-    """A row a kernel, shape and class."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["kernel", "head_dim", "class", "verdict", *COLUMNS, "reason"])

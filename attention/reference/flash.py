@@ -160,7 +160,6 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
 
 
 def _top_two(problem: Problem, rows: slice, saved: Tensor) -> Tensor:
-    """The two largest P of each row of a tile, [B, H, 2, R]."""
     top = torch.zeros_like(saved[..., :1]).expand(*saved.shape[:3], 2)
     exponent = exponent_of(problem)
     for columns in problem.column_tiles(rows):

@@ -79,7 +79,6 @@ class Problem:
     """One more logit of each row, the same for all rows of a head, whose value is 0; [H, 1, 1] float32."""
 
     def of_heads(self, heads: slice) -> Problem:
-        """The problem of some of the heads."""
         sinks = None if self.sinks is None else self.sinks[heads]
         qkv = {name: getattr(self, name)[:, heads] for name in ("q", "k", "v", "v_of_dp")}
         return replace(self, **qkv, sinks=sinks)

@@ -101,7 +101,6 @@ def strict(value: Any) -> Any:
 
 
 def loose(value: Any) -> Any:
-    """What ``strict`` was given."""
     if isinstance(value, dict):
         return {name: loose(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -115,7 +114,6 @@ def layers_of(record: dict[str, Any]) -> list[int]:
 
 
 def table_of(record: dict[str, Any]) -> dict[str, Any]:
-    """For W&B: a table with a row for each head."""
     import wandb
 
     names = [name for name in COLUMNS if name in record]

@@ -107,7 +107,6 @@ class Pass(TorchFunctionMode):
         return self.call(func, args, kwargs)
 
     def call(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-        """A call of torch's function, or of one with its signature."""
         try:
             arguments = named(*args, **kwargs)
         except TypeError:  # ``func`` says what is wrong
@@ -115,7 +114,6 @@ class Pass(TorchFunctionMode):
         return self.attend(functools.partial(func, *args, **kwargs), arguments)
 
     def attend(self, run: Callable[[], Tensor], arguments: dict[str, Any]) -> Tensor:
-        """A call of attention was made, with these arguments: ``run`` computes it."""
         if self._inside or self.over:
             return run()
         number, self.seen = self.seen, self.seen + 1
@@ -127,7 +125,6 @@ class Pass(TorchFunctionMode):
             self._inside = False
 
     def mark(self) -> None:
-        """What runs now is seen."""
         self._saw.update(self._around)
 
     def _torchs_module(self, forward: Any, args: Any, kwargs: Any) -> Any:

@@ -96,7 +96,6 @@ def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]])
 
 
 def _tops(record: dict[str, Any]) -> list[float]:
-    """The largest logit of each layer; NaN where one is."""
     return [math.nan if any(map(math.isnan, heads)) else max(heads) for heads in record["max_logit"]]
 
 
@@ -127,7 +126,6 @@ def _rounded(record: dict[str, Any]) -> list[int]:
 
 
 def _ran_away(records: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Step at which each layer ran away, by the alarm's rule."""
     alarm = GrowthAlarm()
     for record in records:
         alarm.update(record["step"], record["clock"], dict(zip(layers_of(record), record["max_logit"], strict=True)))
@@ -135,5 +133,4 @@ def _ran_away(records: Sequence[dict[str, Any]]) -> dict[int, int]:
 
 
 def _size(value: float) -> float:
-    """NaN is larger than any number."""
     return math.inf if math.isnan(value) else value

@@ -45,8 +45,6 @@ SHOWN = 8
 
 @dataclass
 class _Forward:
-    """A forward pass of the watched model that is in progress."""
-
     frame: FrameType
     """The model's call; it has left the stack if torch ran no hook at its end, as after Ctrl-C."""
     counts: bool
@@ -250,7 +248,6 @@ class Watch:
                 self._step, self._clock = self._step + 1, self._clock + 1
 
     def _saw(self, seeing: Pass) -> None:
-        """The forward pass of a look is over."""
         names = ", ".join(self._kinds(seeing.hidden)) if seeing.hidden else "no module looks like it"
         if not seeing.seen:
             self._refuse(
@@ -343,13 +340,11 @@ class Watch:
     # ---- what is said
 
     def _complete(self, look: Look) -> None:
-        """All gradients of a look have come."""
         with self._lock:
             if look is self._look:
                 self._write()
 
     def _write(self) -> None:
-        """Bring a look to the host and the file."""
         look, self._look = self._look, None
         if look is not None:
             self._guard(lambda: self._record(look, look.finish()))
@@ -446,7 +441,6 @@ def _call_of_module() -> FrameType:
 
 
 def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> None:
-    """``ValueError`` for what ``look`` cannot take."""
     if layout not in ("BHTD", "BTHD"):
         raise ValueError(f"layout = {layout!r}: expected one of BHTD, BTHD")
     if layer is not None and (type(layer) is not int or layer < 0):

@@ -46,7 +46,6 @@ def push(layer: LayerCapture, batches: int = 4) -> float:
 
 
 def row(layer: LayerCapture) -> dict[str, float]:
-    """The columns of one layer."""
     before = {
         name: layer.turned_back(x.transpose(1, 2)).transpose(1, 2)
         for name, x in (("k", layer.k_BTHD), ("q", layer.q_BTHD))
