@@ -70,17 +70,12 @@ class SpectralNorms(NamedTuple):
 
 
 @torch.no_grad()
-def attention_norms(w_q_LCC: Tensor, w_k_LKC: Tensor, n_head: int) -> tuple[SpectralNorms, Tensor]:
-    """All spectral norms of the query and key weights, and W_Q's left singular vectors [L, C].
-
-    Args:
-        w_q_LCC, w_k_LKC: float32 [L, C, C] and [L, HK * D, C]; rows h * D .. (h + 1) * D are head h.
-        n_head: H.
-    """
+def attention_norms(w_q_LCC: Tensor, w_k_LKC: Tensor, n_head: int) -> SpectralNorms:
+    """All spectral norms of the query and key weights, float32; rows h * D .. (h + 1) * D are head h. ``n_head``: H."""
     L, C, _ = w_q_LCC.shape
     heads_q_LHDC, heads_k_LHDC = (w.view(L, -1, C // n_head, C) for w in (w_q_LCC, w_k_LKC))
     heads_k_LHDC = heads_k_LHDC.repeat_interleave(n_head // heads_k_LHDC.shape[1], dim=1)  # of each head of queries
     with exact_float32(w_q_LCC.device):
-        (w_q_L, left_LC), (w_k_L, _) = top_singular(w_q_LCC), top_singular(w_k_LKC)
+        (w_q_L, _), (w_k_L, _) = top_singular(w_q_LCC), top_singular(w_k_LKC)
         qk_LH = product_norm(heads_q_LHDC, heads_k_LHDC)
-    return SpectralNorms(w_q_L, w_k_L, qk_LH), left_LC
+    return SpectralNorms(w_q_L, w_k_L, qk_LH)

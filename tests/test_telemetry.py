@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from tiny_runs import Place, column, optimizer, preset, weights
 
-import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from model import GPT, ModelConfig, initialize
 from probes.capture import capture
@@ -105,39 +103,6 @@ def test_stacked_layers_are_measured_as_each_alone(name: str, at_once: int, monk
             logits = (layer.q_BTHD[0, :, head].float() @ layer.k_BTHD[0, :, head].float().T) * layer.scale
             largest = logits.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf).max().item()
             assert record["max_logit"][layer.layer][head] == pytest.approx(largest, rel=2.0**-8, abs=1e-6)
-
-
-@pytest.mark.parametrize("model", [{}, {"position": "rotary", "n_kv_head": 1}], ids=["GPT-2", "rotary, grouped"])
-def test_the_growth_of_w_q_by_the_row_residual_is_what_corrected_rows_take_out(model: dict[str, Any]) -> None:
-    """-u^T (dW_Q with r kept, less dW_Q of corrected rows) v, all layers' heads put back together, by the gradients of q in FP32."""
-    exact = ("output=m3", "score_gradients=fp32", "probabilities=fp32", "inputs=fp32")
-    kept, corrected = (
-        tiny(
-            AttentionConfig(
-                flash_backend="flash_reference", default=AttentionSpec(sites=(*exact, f"row_residual={name}"))
-            ),
-            **model,
-        )
-        for name in ("kept", "corrected_rows")
-    )
-    measured = [to_lists(measure(model, *batch(4), contextlib.nullcontext())[0]) for model in (kept, corrected)]
-    for layer in range(2):
-        left, _, right = torch.linalg.svd(kept.w_q(layer).detach())
-        u_C, v_C = left[:, 0], right[0]
-        gradients = []
-        for model in (kept, corrected):
-            captured = capture(model, *batch(4)[:2], [layer], autocast=contextlib.nullcontext())[0]
-            turn = captured.rotary or (lambda x, inverse=False: x)
-            wx = turn(captured.q_BTHD, inverse=True).requires_grad_()
-            o = attention.run(turn(wx), captured.k_BTHD, captured.v_BTHD, captured.plan, rounding_seed=batch()[2])
-            (dq,) = torch.autograd.grad(o, wx, captured.do_BTHD)
-            gradients.append(torch.einsum("bthd,btc->hdc", dq, captured.x_BTC))
-        r_HDC = gradients[0] - gradients[1]
-        expected_H = -torch.einsum("hd,hdc,c->h", u_C.view(2, -1), r_HDC, v_C)
-        found_H = torch.tensor(measured[0]["row_residual_growth"][layer])
-        torch.testing.assert_close(found_H, expected_H, rtol=0.02, atol=1e-3 * expected_H.abs().max().item())
-        for name in ("row_residual_rms", "row_residual_growth"):
-            assert abs(measured[1][name][layer][0]) < 1e-3 * abs(measured[0][name][layer][0])
 
 
 def test_one_transfer_brings_everything_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from attention.heads import head_index
 from attention.plan import HeadGroup, LayerPlan
-from attention.reference.exact import exact_float32
 from attention.reference.tiles import FORMAT_OF, Sites
 from attention.watching.measure import attention_statistics
 from data.batches import Batches
@@ -56,7 +55,6 @@ COLUMNS = {
     "delta_rms": "[L][H] root mean square of delta with an FP32 O: what the error is an error of",
     "row_residual_mean": "[L][H] mean over rows of r = rowsum(dS) that dQ keeps, 0 in exact arithmetic, in the units of delta",
     "row_residual_rms": "[L][H] root mean square of r: what delta_rms is to be compared with",
-    "row_residual_growth": "[L][H] -u^T G v, G the sum that r adds to dW_Q, (u, v) W_Q's top singular pair: above 0 it makes W_Q grow",
 }
 """Columns of ``telemetry.jsonl``. Besides them: ``step``; ``batch``, the next to be drawn; ``lr_sum``, the scheduled learning rates of
 all steps so far; ``probe_seconds``, wall time; ``delta_units``, n of the standard errors.
@@ -157,24 +155,14 @@ def measure(
     attentions = model.attentions()
     L, H = len(attentions), model.config.n_head
     w_q_LCC, w_k_LKC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
-    norms, u_LC = attention_norms(w_q_LCC, w_k_LKC, H)
+    norms = attention_norms(w_q_LCC, w_k_LKC, H)
     measured = {"w_q_norm": norms.w_q, "w_k_norm": norms.w_k, "qk_head_norm": norms.qk_head}
     layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
-    # W^T u is the input-side vector of the top singular pair, but for its length.
-    with exact_float32(tokens_BT.device):
-        v_LC = (w_q_LCC.mT @ u_LC[..., None]).squeeze(-1)
-        x_LBTC = torch.stack([layer.x_BTC.float() for layer in layers])
-        read_LBT = torch.einsum("lbtc,lc->lbt", x_LBTC, torch.nn.functional.normalize(v_LC, dim=-1))
-    u_LHD = u_LC.view(L, H, -1)
     places: list[int] = []
     parts: list[dict[str, Tensor]] = []
     units = 0
     for members in alike(layers):
-        heads = stacked(members)
-        part, units = _measure_heads(heads, loss_scale)
-        u_ND = torch.cat([u_LHD[layer.layer, head_index(group.heads, u_LHD.device)] for layer, group in members])
-        read_NBT = torch.cat([read_LBT[layer.layer].expand(len(group.heads), -1, -1) for layer, group in members])
-        part |= _measure_row_residuals(heads, loss_scale, u_ND, read_NBT)
+        part, units = _measure_heads(stacked(members), loss_scale)
         parts.append(part)
         places += [layer.layer * H + head for layer, group in members for head in group.heads]
     back = head_index(tuple(sorted(range(L * H), key=places.__getitem__)), tokens_BT.device)
@@ -228,6 +216,7 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     )
     delta = delta_errors(heads)
     error = summarize(delta.error_BHT / loss_scale)
+    r_BNT = row_residuals(heads)[0] / loss_scale
     measured = {
         "max_logit": statistics["max_logit"],
         "min_row_max": statistics["min_row_max"],
@@ -240,6 +229,8 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
         "delta_error_se": error.standard_error_H,
         "delta_error_rms": error.rms_H,
         "delta_rms": (delta.high_BHT / loss_scale).square().mean(dim=(0, 2)).sqrt(),
+        "row_residual_mean": r_BNT.mean(dim=(0, 2)),
+        "row_residual_rms": r_BNT.square().mean(dim=(0, 2)).sqrt(),
     }
     return measured, error.units
 
@@ -248,20 +239,6 @@ def one_signed_share(v_BTHD: Tensor) -> Tensor:
     """Share of a head's features that have one sign at 90 % of the tokens or more, [H] float32."""
     negative_HD = (v_BTHD < 0).float().mean(dim=(0, 1))
     return (torch.maximum(negative_HD, 1 - negative_HD) >= 0.9).float().mean(dim=-1)
-
-
-def _measure_row_residuals(heads: LayerCapture, loss_scale: float, u_ND: Tensor, read_NBT: Tensor) -> dict[str, Tensor]:
-    """The columns of r, each [N]. ``u_ND``: the heads' rows of their layer's u; ``read_NBT``: x^T v of their layer's tokens."""
-    r_BNT, key_BNTD = row_residuals(heads)
-    r_BNT = r_BNT / loss_scale
-    with exact_float32(r_BNT.device):
-        along_BNT = torch.einsum("bntd,nd->bnt", heads.turned_back(key_BNTD), u_ND)
-    terms_BNT = heads.scale * r_BNT * along_BNT * read_NBT.transpose(0, 1)
-    return {
-        "row_residual_mean": r_BNT.mean(dim=(0, 2)),
-        "row_residual_rms": r_BNT.square().mean(dim=(0, 2)).sqrt(),
-        "row_residual_growth": -terms_BNT.sum(dim=(0, 2)),
-    }
 
 
 def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:
