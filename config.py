@@ -37,12 +37,10 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
     if isinstance(kind, type) and type(content) is kind:
         return content
     raise invalid(
-        where, content, get_args(kind) if get_origin(kind) is Literal else f"a value of type {_type_name(kind)}"
+        where,
+        content,
+        get_args(kind) if get_origin(kind) is Literal else f"a value of type {getattr(kind, '__name__', kind)}",
     )
-
-
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _exported(path: str, name: str, kind: Any, what: str) -> Any:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, Call, excluded, numerics_of, obstacle
-from .heads import head_index
 from .mask import NO_MASK, Mask
 from .plan import HeadGroup, LayerPlan
 from .reference.tiles import FORMAT_OF
@@ -144,3 +143,10 @@ def _refuse(
 def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:
     # A compiler makes a constant of the list; elsewhere every call would copy it to the device, and wait.
     return x_BTHD[:, :, list(heads) if torch.compiler.is_compiling() else head_index(heads, x_BTHD.device)]
+
+
+@functools.cache  # without a bound: a CUDA graph goes on reading an index at the address that it was captured with
+def head_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """``heads`` as an int64 index on ``device``, made once: a list is copied from the host each time, and no CUDA graph can hold that."""
+    with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
+        return torch.tensor(heads, dtype=torch.int64, device=device)

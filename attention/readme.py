@@ -3,8 +3,6 @@
 Sites, bases and presets declare themselves (``numerics.py``, ``presets.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

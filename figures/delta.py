@@ -40,11 +40,6 @@ class HeadError:
         return self.do_D * self.output_error_D
 
 
-def first_token(length: int) -> int:
-    """From where on tokens are picked: rows of few keys have large errors, and little to show."""
-    return length // 4
-
-
 def largest_error(layer: LayerCapture, head: int) -> tuple[int, int]:
     """(sequence, token) of the largest positive error of rowsum(dO * O) of a head, as the paper picks its token; not in the
     first quarter of a sequence."""
@@ -59,7 +54,7 @@ def largest_error_in(layer: LayerCapture, head: int, batch: int) -> int:
 
 def _pickable(layer: LayerCapture, head: int) -> Tensor:
     error_BT = feature_errors(layer)[:, head].sum(dim=-1)
-    error_BT[:, : first_token(error_BT.shape[1])] = -torch.inf
+    error_BT[:, : error_BT.shape[1] // 4] = -torch.inf  # rows of few keys have large errors, and little to show
     return error_BT
 
 

@@ -82,7 +82,8 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
         for panel in PANELS
         if any(_shown(panel, curves.column(run.metrics, panel.key)).notna().any() for run in runs)
     ] or list(PANELS[:1])
-    window = smoothing_window(max(len(curves.column(run.metrics, PANELS[0].key)) for run in runs))
+    # Values to average: a sixtieth of the width, which blurs nothing that the eye would see.
+    window = min(200, max(1, max(len(curves.column(run.metrics, PANELS[0].key)) for run in runs) // 60))
     rows = -(-len(panels) // 2)
     height = rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(runs)
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
@@ -103,11 +104,6 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
         axes.set_xlabel("step", fontsize=TEXT)
     _mark_explosions(all_axes, runs)
     return figure
-
-
-def smoothing_window(count: int) -> int:
-    """Values to average in a curve of ``count``: a sixtieth of the width, which blurs nothing that the eye would see."""
-    return min(200, max(1, count // 60))
 
 
 def style(index: int) -> dict[str, Any]:

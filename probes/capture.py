@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.heads import head_index
+from attention.dispatch import head_index
 from attention.plan import HeadGroup, LayerPlan
 from model import GPT, CausalSelfAttention, Rotary
 

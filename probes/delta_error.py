@@ -21,8 +21,8 @@ from torch import Tensor
 
 from attention.check.captured import Inputs
 from attention.check.measures import rows_from_outside
+from attention.dispatch import head_index
 from attention.external import loaded
-from attention.heads import head_index
 from attention.mask import NO_MASK
 from attention.numerics import FP32, Numerics, numerics_from_key, unrounded
 from attention.plan import HeadGroup

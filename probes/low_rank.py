@@ -25,11 +25,6 @@ def weighted_keys(layer: LayerCapture) -> Tensor:
     return over_groups(layer, lambda group: under_p(layer, group, "k", through_softcap=True))
 
 
-def _outer_sum(rows_BHTD: Tensor, x_BTC: Tensor) -> Tensor:
-    """sum over tokens of rows[T]^T x[T], [H, D, C] float32."""
-    return torch.einsum("bhtd,btc->hdc", rows_BHTD.float(), x_BTC.float())
-
-
 @dataclass(frozen=True)
 class Coherence:
     """Mean over tokens of the outer products (P K)[T]^T X[T], each scaled to norm 1: to be compared across captures."""
@@ -49,7 +44,7 @@ def coherence(pk_BHTD: Tensor, x_BTC: Tensor) -> Coherence:
     """How alike the outer products are across all tokens of a capture, without a matrix of pairs."""
     with exact_float32(x_BTC.device):
         tokens = x_BTC.shape[0] * x_BTC.shape[1]
-        return Coherence(_outer_sum(_unit(pk_BHTD), _unit(x_BTC)) / tokens, tokens)
+        return Coherence(torch.einsum("bhtd,btc->hdc", _unit(pk_BHTD), _unit(x_BTC)) / tokens, tokens)
 
 
 def cross_coherence(first: Coherence, second: Coherence) -> Tensor:

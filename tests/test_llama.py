@@ -15,8 +15,8 @@ from tiny_runs import Interruption, Place, assert_equals_straight
 from attention import AttentionConfig, AttentionSpec
 from errors import UserError
 from model import GPT, ModelConfig, Rotary, initialize
-from training.nanogpt import load_weights
 from training.optim import OptimConfig, build_optimizer
+from training.weights import load_nanogpt
 
 LLAMA: dict[str, Any] = {"position": "rotary", "norm": "rms", "activation": "swiglu", "n_kv_head": 2}
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=48, block_size=32, vocab_size=64, vocab_multiple=1)
@@ -150,4 +150,4 @@ def test_weights_of_a_gpt2_are_refused_by_field(field: str, tmp_path: Path) -> N
     config = ModelConfig(**sizes, vocab_multiple=1, **{field: 1 if field == "n_kv_head" else LLAMA[field]})
     model = GPT(config, AttentionConfig(default=EXACT).resolve(config.n_layer, config.n_head))
     with pytest.raises(UserError, match=f"model.{field} = "):
-        load_weights(model, tmp_path / "ckpt.pt")
+        load_nanogpt(model, tmp_path / "ckpt.pt")

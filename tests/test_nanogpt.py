@@ -15,7 +15,7 @@ from torch import Tensor
 from errors import UserError
 from files import read_json, sha256_file
 from model import GPT, ModelConfig
-from training.nanogpt import load_weights
+from training.weights import load_nanogpt
 
 L, H, C, T, V = 2, 2, 16, 16, 256
 SIZES = {"n_layer": L, "n_head": H, "n_embd": C, "block_size": T, "vocab_size": V}
@@ -81,7 +81,7 @@ def test_the_logits_are_those_of_the_file(bias: bool, prefix: str, tmp_path: Pat
     content = nanogpt(bias, prefix)
     content["model"][f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()  # of an older torch
     model = built(250, bias=bias)  # padded to 256
-    load_weights(model, save(content, tmp_path))
+    load_nanogpt(model, save(content, tmp_path))
     del content["model"][f"{prefix}transformer.h.0.attn.bias"]
     tokens_T = torch.randint(V, (T,), generator=torch.Generator().manual_seed(5))
     expected = logits(content["model"], tokens_T)
@@ -110,7 +110,7 @@ def test_what_is_spoilt_is_refused(spoil: Spoil, message: str, tmp_path: Path) -
     content = nanogpt()
     spoil(content)
     with pytest.raises(UserError) as error:
-        load_weights(built(), save(content, tmp_path))
+        load_nanogpt(built(), save(content, tmp_path))
     assert message in str(error.value)
 
 
@@ -124,7 +124,7 @@ def test_no_archive(kind: str, tmp_path: Path) -> None:
     elif kind == "legacy":
         torch.save(nanogpt(), path, _use_new_zipfile_serialization=False)
     with pytest.raises(UserError, match="no such file" if kind == "missing" else "cannot be read"):
-        load_weights(built(), path)
+        load_nanogpt(built(), path)
 
 
 def test_a_run_starts_from_it(place: Place, tmp_path: Path) -> None:

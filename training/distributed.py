@@ -149,13 +149,9 @@ def _reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     """A copy of ``tensor`` reduced over all processes, on the tensor's own device whatever the backend needs."""
     if not dist.is_initialized():
         return tensor.detach().clone()
-    result = tensor.detach().to(_collective_device(), copy=True)
+    result = tensor.detach().to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
     dist.all_reduce(result, op=operation)
     return result.to(tensor.device)
-
-
-def _collective_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:

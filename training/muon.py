@@ -8,7 +8,7 @@ compares every bit with ``torch.optim.Muon``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,6 @@ from torch.optim import Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from errors import UserError, first_line
-
-
-class Recorder(Protocol):
-    """Captures what a function does to its device; like a CUDA graph, nothing runs before the first replay."""
-
-    def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        """The result of ``work``, and a function that repeats it into the same tensors."""
 
 
 class CudaRecorder:
@@ -55,7 +48,7 @@ class CudaRecorder:
 class GraphedMuon(Muon):
     """Muon whose iterations run op by op in the first step and are captured by ``recorder`` in the second. State and groups are Muon's."""
 
-    def __init__(self, *args: Any, recorder: Recorder, **settings: Any):
+    def __init__(self, *args: Any, recorder: CudaRecorder, **settings: Any):
         super().__init__(*args, **settings)
         self._recorder = recorder
         self._captured: dict[Any, tuple[list[Tensor], list[Tensor], Callable[[], None]] | None] = {}

@@ -185,12 +185,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Returns the norm before clipping, a scalar on the gradients' device, not synchronized. A non-finite norm is returned
     as it is, and then clipping makes the gradients non-finite as well: look at the norm before taking the step.
     """
-    norm = gradient_norm(model)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
-
-
-def gradient_norm(model: nn.Module) -> Tensor:
-    """Global 2-norm of all gradients, a scalar on their device, not synchronized."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

@@ -1,13 +1,18 @@
-"""Precision of matrix products outside attention, determinism, and the seed of stochastic rounding."""
+"""Precision of matrix products outside attention, determinism, the operators that a model gets, and the seed of stochastic rounding."""
 
 import hashlib
+import importlib.util
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
+from torch import nn
 
 from errors import invalid
+from model import Operators
+from training import distributed
+from training.distributed import DistContext
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -41,6 +46,29 @@ class PrecisionConfig:
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Loss scaling for float16 (Micikevicius et al. 2018, arXiv 1710.03740), otherwise one that does nothing."""
         return torch.amp.GradScaler(device.type, enabled=self.dtype == "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedConfig:
+    """Speed against last bits."""
+
+    reference: bool = False
+    """Plain operators only: on CUDA the last bits of the published runs, for a slower step. On a CPU there are no others."""
+
+
+def operators(config: SpeedConfig, device: torch.device) -> Operators:
+    """``GPT``'s argument of that name. Raises ``UserError`` where Triton is missing."""
+    if config.reference or device.type != "cuda":
+        return "torch"
+    if importlib.util.find_spec("triton") is None:
+        raise invalid("speed.reference", False, "True, as triton is not installed here")
+    return "own"
+
+
+def wrapped(model: nn.Module, precision: PrecisionConfig, dist: DistContext) -> tuple[nn.Module, nn.Module]:
+    """``model`` compiled, if asked for, and given to DDP: (the one to train, the one to evaluate, which is outside DDP)."""
+    evaluated = cast(nn.Module, torch.compile(model)) if precision.compile else model
+    return evaluated if precision.fixed_sum_order else distributed.wrap(evaluated, dist), evaluated
 
 
 def rounding_seed(run_seed: int, step: int, micro_batch: int) -> int:

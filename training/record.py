@@ -38,20 +38,8 @@ _DECIDE_BITS = ("torch", "triton", "cuda", "cublas", "numpy")
 # A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
 # What is computed stays the same; the digest shows that a data set in another folder is the same data.
 _FREE_ON_RESUME = (
-    "run.resume",
-    "run.steps",
-    "run.device",
-    "run.timeout",
-    "run.folder",
-    "run.log_every",
-    "data.dataset",
-    "data.verify",
-    "evaluation",
-    "telemetry",
-    "alarm",
-    "checkpoint",
-    "nonfinite",
-    "wandb",
+    *(f"run.{name}" for name in ("resume", "steps", "device", "timeout", "folder", "log_every")),
+    *("data.dataset", "data.verify", "evaluation", "telemetry", "alarm", "checkpoint", "nonfinite", "wandb"),
 )
 # A new run that begins at a checkpoint may differ in these, too. Its batches must be the same ones, which their digest shows.
 _FREE_IN_A_BRANCH = ("run.name", "run.init_from", "attention", "data.record", "data.replay")
@@ -77,7 +65,8 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     if device.type == "cpu":
         hardware["products"] = _products()
     else:
-        hardware |= {"name": torch.cuda.get_device_name(device), "driver": _driver()}
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        hardware |= {"name": torch.cuda.get_device_name(device), "driver": driver}
     code = {"git_commit": _git_commit(), "source_sha256": source_sha256(_ROOT)}
     return {"versions": versions, **code, "device": hardware}
 
@@ -385,10 +374,6 @@ def _git_commit() -> str | None:
     # Without locks: a commit that somebody makes at this moment would fail.
     changes = _output("git", "--no-optional-locks", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if commit and changes else commit
-
-
-def _driver() -> str | None:
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
 
 
 def _output(*command: str) -> str | None:

@@ -22,7 +22,7 @@ from attention.watching.growth import GrowthAlarm
 from data.batches import Batches, open_batches
 from errors import UserError, invalid, reading
 from model import GPT, initialize
-from training import distributed, nanogpt, outcome, record, speed, throughput
+from training import distributed, outcome, precision, record, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch, update_alarm
@@ -34,7 +34,7 @@ from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE, Telemetry, probe_batch
 from training.tree_sum import TreeSum, check_processes
-from training.weights import is_checkpoint, load_weights, read_checkpoint
+from training.weights import is_checkpoint, load_nanogpt, load_weights, read_checkpoint
 
 
 @dataclass
@@ -253,16 +253,16 @@ def build_network(
     device = dist.device
     # Nothing draws from torch's own generators, but checkpoints hold them, and equal runs must have equal checkpoints.
     torch.manual_seed(config.run.seed)
-    raw = GPT(config.model, plans, speed.operators(config.speed, device))
+    raw = GPT(config.model, plans, precision.operators(config.speed, device))
     if start is None and config.run.init_from:
-        nanogpt.load_weights(raw, Path(config.run.init_from))
+        load_nanogpt(raw, Path(config.run.init_from))
     elif start is None:
         initialize(raw, config.run.seed)
     raw.to(device)
     optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
     if start is not None:
         restore(raw, optimizer, scaler, start, dist)
-    model, evaluated = speed.wrapped(raw, config.precision, dist)
+    model, evaluated = precision.wrapped(raw, config.precision, dist)
 
     def throwaway_backward() -> None:
         zeros_BT = torch.zeros((config.data.micro_batch, config.data.sequence_length), dtype=torch.int64, device=device)

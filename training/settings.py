@@ -18,8 +18,7 @@ from training.intervention import AlarmConfig
 from training.metrics import WandbConfig
 from training.nonfinite import NonFiniteConfig
 from training.optim import OptimConfig
-from training.precision import PrecisionConfig
-from training.speed import SpeedConfig
+from training.precision import PrecisionConfig, SpeedConfig
 from training.telemetry import TelemetryConfig
 
 Resume = Literal["no", "yes", "auto"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.heads import head_index
+from attention.dispatch import head_index
 from attention.plan import HeadGroup, LayerPlan
 from attention.reference.tiles import FORMAT_OF, Sites
 from attention.watching.measure import attention_statistics

@@ -195,15 +195,12 @@ def _last_feature_least(x: Inputs) -> Inputs:
 
 
 def _with_ones(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inputs:
-    q, k, do = x.q.clone(), x.k.clone(), _to_four_bits(x.do)
+    q, k = x.q.clone(), x.k.clone()
+    mantissa, exponent = torch.frexp(x.do)
+    do = torch.ldexp((mantissa * 16).round() / 16, exponent)  # four bits
     q[..., -1], k[..., -1] = 0.0, 1.0
     q, k, v, do = (t.to(device, dtype) for t in (q, k, x.v, do))
     return replace(x, q=q, k=k, v=v, do=do)
-
-
-def _to_four_bits(x: Tensor) -> Tensor:
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa * 16).round() / 16, exponent)
 
 
 def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:

@@ -259,7 +259,8 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         again.append(run(call, p))
     alone = run(call, replace(p, q=p.q[:1], k=p.k[:1], v=p.v[:1], do=p.do[:1]))
     in_batch = tuple(x[:1] for x in first)
-    q, k, v, do = map(_in_other_strides, (p.q, p.k, p.v, p.do))
+    # The same values as [B, T, H, D] in memory.
+    q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (p.q, p.k, p.v, p.do))
     turned = run(call, replace(p, q=q, k=k, v=v, do=do))
     ones = torch.ones((), dtype=dtype, device=device).expand_as(p.do)
     return {
@@ -283,11 +284,6 @@ def _other_work(device: torch.device) -> None:
 
 def off(a: Results, b: Results) -> float:
     return max(((x.double() - y.double()).norm() / x.double().norm()).item() for x, y in zip(a, b, strict=True))
-
-
-def _in_other_strides(x: Tensor) -> Tensor:
-    """The same values as [B, T, H, D] in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def same(a: Results, b: Results) -> bool:
