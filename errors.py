@@ -1,7 +1,5 @@
 """User errors: one line that names field, value and choices, and exit code 2."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -16,20 +14,6 @@ from attention.user_error import UserError, invalid
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BusyError",
-    "OneLineParser",
-    "UserError",
-    "check_finite",
-    "check_size",
-    "discard",
-    "exit_on_user_error",
-    "first_line",
-    "invalid",
-    "reading",
-    "trainer_packages",
-]
-
 
 class BusyError(UserError):
     """Another process has what this one needs: a run, a recording, a folder to write."""
@@ -41,7 +25,7 @@ def check_size(field: str, value: object, least: int) -> None:
         raise invalid(field, value, f"a whole number of {least} or more")
 
 
-def check_finite(tensors: Iterable[tuple[str, Tensor]], where: object) -> None:
+def check_finite(tensors: Iterable[tuple[str, "Tensor"]], where: object) -> None:
     """Raise ``UserError`` for the first of named weights that is not of floats, or not finite."""
     for name, tensor in tensors:
         if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):

@@ -6,8 +6,6 @@ say it all, and two a key say which queries see it. ``split`` finds these in a m
 Legend: B batch, T queries, S keys.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -56,7 +54,7 @@ class Mask(NamedTuple):
         """Whether there may be tokens that no query sees, of any value."""
         return self.keys is not None or self.ranges is not None
 
-    def key_ranges(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> KeyRanges | None:
+    def key_ranges(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> "KeyRanges | None":
         """What backends read; None where ``causal`` says it all. Nothing waits for the device."""
         if self.hides():
             return _key_ranges(self, B, T, S, causal, device)

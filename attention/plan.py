@@ -3,8 +3,6 @@
 Layers and heads count from 0; the paper counts from 1, so its "layer 2" is layer 1 here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -236,8 +234,8 @@ def _plan_layer(layer: int, specs: list[AttentionSpec], flash_backend: str) -> L
 def check_plans(
     plans: Iterable[LayerPlan],
     *,
-    device: torch.device | str,
-    dtype: torch.dtype,
+    device: "torch.device | str",
+    dtype: "torch.dtype",
     head_dim: int,
     softcap: float = 0.0,
     features: tuple[str, ...] = (),

@@ -4,8 +4,6 @@ The text is the parquet set ``Skylion007/openwebtext`` (about 8 million document
 gives the split (0.0005 held out, seed 2357, shuffled), the separator after each document and the counts checked here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +69,7 @@ def prepare_openwebtext(
     )
 
 
-def load(source: Path | None, cache: Path | None, workers: int) -> Dataset:
+def load(source: Path | None, cache: Path | None, workers: int) -> "Dataset":
     """All documents in their published order, a column ``text``; ``UserError`` when they cannot be had."""
     try:
         from datasets import load_dataset
@@ -94,7 +92,7 @@ def load(source: Path | None, cache: Path | None, workers: int) -> Dataset:
     return rows
 
 
-def split_as_nanogpt(rows: Dataset) -> dict[str, Dataset]:
+def split_as_nanogpt(rows: "Dataset") -> "dict[str, Dataset]":
     """nanoGPT's split of the documents, in its order; ``UserError`` for fewer than two documents."""
     if len(rows) < 2:
         raise UserError(f"{len(rows)} documents: too few to split")

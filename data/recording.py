@@ -6,8 +6,6 @@ and checks. Nothing here knows how batches are drawn or split over processes: th
 Shapes: S steps, G global batch (sequences an optimizer step).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -92,7 +90,7 @@ class Recorder:
         self._changed = False
 
     @classmethod
-    def create(cls, folder: Path, header: RecordingHeader, run_id: str = "") -> Recorder:
+    def create(cls, folder: Path, header: RecordingHeader, run_id: str = "") -> "Recorder":
         """Start an empty recording, of the run ``run_id`` if of any; it appears under its name only when whole, in place of one that a
         killed start of this run left.
 
@@ -122,7 +120,7 @@ class Recorder:
         return recorder
 
     @classmethod
-    def resume(cls, folder: Path, header: RecordingHeader, steps: int, run_id: str = "") -> Recorder:
+    def resume(cls, folder: Path, header: RecordingHeader, steps: int, run_id: str = "") -> "Recorder":
         """Go on after ``steps`` rows of a recording with the same header and ``run_id``; later rows, to be done again, are cut.
 
         Nothing is changed before the first ``append`` or ``close``: what is checked after this may still refuse the resume.
@@ -336,7 +334,7 @@ class Recording:
         return _row(self.file, self.header, step)[:-1]
 
     @classmethod
-    def open(cls, folder: Path, limit: int | None = None) -> Recording:
+    def open(cls, folder: Path, limit: int | None = None) -> "Recording":
         """Open and check every byte, or (``limit``) the first so many steps. After a kill there are the steps it had finished.
 
         Raises ``UserError`` when there is no recording, when it is truncated, or when anything in it was altered (naming the first

@@ -3,8 +3,6 @@
 A data set appears whole or not at all: it is written into a hidden folder beside its place and moved there at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -82,7 +80,7 @@ class TokenFile:
         return np.frombuffer(raw, self.header.stored_dtype).reshape(-1, length)
 
     @classmethod
-    def open(cls, folder: Path, split: str, *, verify: Literal["sha256", "size"] = "size") -> TokenFile:
+    def open(cls, folder: Path, split: str, *, verify: Literal["sha256", "size"] = "size") -> "TokenFile":
         """Open ``folder/split.bin``; ``verify="sha256"`` reads all of it.
 
         ``UserError``: folder, file or header missing, header not of this format, size or SHA-256 other than it says.
@@ -179,7 +177,7 @@ class TokenWriter:
         self._hash = hashlib.sha256()
         self._file: IO[bytes] | None = None
 
-    def __enter__(self) -> TokenWriter:
+    def __enter__(self) -> "TokenWriter":
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._path, "wb")
         return self

@@ -3,8 +3,6 @@
 Both end a document with one separator token, so that a stream of documents can be cut into sequences anywhere.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -43,7 +41,7 @@ class GPT2Tokenizer:
     dtype: ClassVar[str] = "uint16"
     separator: ClassVar[int] = 50256
 
-    def __init__(self, encoding: tiktoken.Encoding | None = None):
+    def __init__(self, encoding: "tiktoken.Encoding | None" = None):
         self._encoding = encoding or _gpt2_encoding()
 
     def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
@@ -56,7 +54,7 @@ class GPT2Tokenizer:
         ]
 
 
-def _gpt2_encoding() -> tiktoken.Encoding:
+def _gpt2_encoding() -> "tiktoken.Encoding":
     import tiktoken
 
     try:

@@ -5,8 +5,6 @@ They cost a few matrix products, which a probe of a training run can pay for; an
 Legend: L layers, H heads, D head width, C width (n_embd); X any leading dimensions, M and N rows and columns.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -61,21 +59,16 @@ def product_norm(left_XDC: Tensor, right_XDC: Tensor) -> Tensor:
     return torch.linalg.vector_norm(image_XC, dim=-1) / length_X.clamp(min=TINY)
 
 
-class SpectralNorms(NamedTuple):
-    """Spectral norms, float32: of W_Q and W_K [L], and of W_Q^T W_K of each head [L, H]."""
-
-    w_q: Tensor
-    w_k: Tensor
-    qk_head: Tensor
-
-
 @torch.no_grad()
-def attention_norms(w_q_LCC: Tensor, w_k_LKC: Tensor, n_head: int) -> SpectralNorms:
-    """All spectral norms of the query and key weights, float32; rows h * D .. (h + 1) * D are head h. ``n_head``: H."""
+def attention_norms(w_q_LCC: Tensor, w_k_LKC: Tensor, n_head: int) -> dict[str, Tensor]:
+    """Spectral norms, float32: ``w_q_norm``, ``w_k_norm`` [L], and of W_Q^T W_K of each head, ``qk_head_norm`` [L, H].
+
+    Rows h * D .. (h + 1) * D are head h. ``n_head``: H.
+    """
     L, C, _ = w_q_LCC.shape
     heads_q_LHDC, heads_k_LHDC = (w.view(L, -1, C // n_head, C) for w in (w_q_LCC, w_k_LKC))
     heads_k_LHDC = heads_k_LHDC.repeat_interleave(n_head // heads_k_LHDC.shape[1], dim=1)  # of each head of queries
     with exact_float32(w_q_LCC.device):
         (w_q_L, _), (w_k_L, _) = top_singular(w_q_LCC), top_singular(w_k_LKC)
         qk_LH = product_norm(heads_q_LHDC, heads_k_LHDC)
-    return SpectralNorms(w_q_L, w_k_L, qk_LH)
+    return {"w_q_norm": w_q_L, "w_k_norm": w_k_L, "qk_head_norm": qk_LH}

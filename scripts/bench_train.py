@@ -10,8 +10,6 @@ nanoGPT runs as its bench.py does: torch.compile, fused AdamW, no clipping, ``lo
 A variant that fails is reported, and the exit code is 2; the others continue.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -70,7 +68,7 @@ class Variant:
     sensors: list[dict[str, float]] = field(default_factory=list)
     failed: str = ""
 
-    def attempt(self, function: Callable[[Variant, Any], None], argument: Any) -> None:
+    def attempt(self, function: Callable[["Variant", Any], None], argument: Any) -> None:
         try:
             function(self, argument)
         except Exception as error:

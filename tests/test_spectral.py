@@ -45,15 +45,17 @@ def test_norms_are_those_of_the_matrices_and_of_the_heads_rows() -> None:
     w_q, w_k = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(7))
     norms = attention_norms(w_q, w_k, 2)
     heads_q, heads_k = w_q.view(2, 2, 8, 16), w_k.view(2, 2, 8, 16)
-    torch.testing.assert_close(norms.w_q, torch.linalg.matrix_norm(w_q, ord=2), rtol=1e-3, atol=0)
-    torch.testing.assert_close(norms.w_k, torch.linalg.matrix_norm(w_k, ord=2), rtol=1e-3, atol=0)
-    torch.testing.assert_close(norms.qk_head, torch.linalg.matrix_norm(heads_q.mT @ heads_k, ord=2), rtol=1e-3, atol=0)
+    torch.testing.assert_close(norms["w_q_norm"], torch.linalg.matrix_norm(w_q, ord=2), rtol=1e-3, atol=0)
+    torch.testing.assert_close(norms["w_k_norm"], torch.linalg.matrix_norm(w_k, ord=2), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        norms["qk_head_norm"], torch.linalg.matrix_norm(heads_q.mT @ heads_k, ord=2), rtol=1e-3, atol=0
+    )
 
 
 def test_only_the_layer_that_is_not_finite_is_nan_() -> None:
     w_q = torch.stack([torch.eye(8), torch.eye(8)])
     w_q[1, 0, 0] = torch.inf
-    assert attention_norms(w_q, w_q.clone(), 2).w_q.isfinite().tolist() == [True, False]
+    assert attention_norms(w_q, w_q.clone(), 2)["w_q_norm"].isfinite().tolist() == [True, False]
 
 
 B, T, H, D = 2, 37, 3, 8

@@ -1,7 +1,5 @@
 """SIGTERM, SIGUSR1 and SIGHUP ask a run to save and exit, SIGINT (Ctrl-C) to end without saving."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -49,7 +47,7 @@ class PreemptionHandler:
         self._before: dict[signal.Signals, Any] = {}
         self._terminals: list[int] = []
 
-    def __enter__(self) -> PreemptionHandler:
+    def __enter__(self) -> "PreemptionHandler":
         if threading.current_thread() is threading.main_thread():
             self._terminals = [
                 stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream and stream.isatty()

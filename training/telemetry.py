@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,12 +75,6 @@ class TelemetryConfig:
     def __post_init__(self) -> None:
         check_size("telemetry.every", self.every, 0)
         check_size("telemetry.sequences", self.sequences, 1)
-
-
-class Measurement(NamedTuple):
-    columns: dict[str, Tensor]
-    units: int
-    """n of the standard errors."""
 
 
 class Telemetry:
@@ -147,7 +141,7 @@ def measure(
     seed: Tensor,
     autocast: AbstractContextManager[object],
     loss_scale: float = 1.0,
-) -> Measurement:
+) -> tuple[dict[str, Tensor], int]:
     """One probe of the plain model: the columns as tensors on its device, and n of the standard errors.
 
     ``loss_scale`` multiplies the loss before the backward pass; what is reported is divided by it. Nothing waits for the device.
@@ -155,8 +149,7 @@ def measure(
     attentions = model.attentions()
     L, H = len(attentions), model.config.n_head
     w_q_LCC, w_k_LKC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
-    norms = attention_norms(w_q_LCC, w_k_LKC, H)
-    measured = {"w_q_norm": norms.w_q, "w_k_norm": norms.w_k, "qk_head_norm": norms.qk_head}
+    measured = attention_norms(w_q_LCC, w_k_LKC, H)
     layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
     places: list[int] = []
     parts: list[dict[str, Tensor]] = []
@@ -169,7 +162,7 @@ def measure(
     for name in parts[0]:
         joined_N = torch.cat([part[name].float() for part in parts])
         measured[name] = (joined_N if len(parts) == 1 else joined_N[back]).view(L, H)
-    return Measurement(measured, units)
+    return measured, units
 
 
 Member = tuple[LayerCapture, HeadGroup]

@@ -10,8 +10,6 @@ which compresses better. Nothing in it is executed.
 Legend: B batch, H query heads, G key heads, T length, D head dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -64,7 +62,7 @@ class Inputs:
 
     def part(
         self, *, heads: Sequence[int] | None = None, sequences: int | None = None, length: int | None = None
-    ) -> Inputs:
+    ) -> "Inputs":
         """Query heads by number, each with the keys it reads; the first sequences; the first queries and, where causal, keys."""
         self._without_mask()
         H, T = self.q.shape[1], self.q.shape[2]

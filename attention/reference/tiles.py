@@ -3,8 +3,6 @@
 Legend: B batch, H heads, T sequence, D head dim; a tile has R rows (queries) and C columns (keys).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -78,7 +76,7 @@ class Problem:
     sinks: Tensor | None = None
     """One more logit of each row, the same for all rows of a head, whose value is 0; [H, 1, 1] float32."""
 
-    def of_heads(self, heads: slice) -> Problem:
+    def of_heads(self, heads: slice) -> "Problem":
         sinks = None if self.sinks is None else self.sinks[heads]
         qkv = {name: getattr(self, name)[:, heads] for name in ("q", "k", "v", "v_of_dp")}
         return replace(self, **qkv, sinks=sinks)

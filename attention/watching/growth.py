@@ -113,7 +113,7 @@ RATES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunsAway:
     """A layer that runs away, at the probe of ``step``."""
 
@@ -183,16 +183,17 @@ class GrowthAlarm:
             self.left[layer] = step
             leaves_H, exponent_H = found
             heads = sorted(leaves_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
+            fastest, large = exponent_H[heads[0]].item(), int(large_logits(logit_H, self.rule).sum())
             named.append(
                 RunsAway(
-                    step=step,
-                    layer=layer,
-                    heads=tuple(heads),
-                    exponent=exponent_H[heads[0]].item(),
-                    logit=heads_logits[heads[0]],
-                    large=int(large_logits(logit_H, self.rule).sum()),
-                    threshold=self.rule.logit,
-                    n_head=len(heads_logits),
+                    step,
+                    layer,
+                    tuple(heads),
+                    fastest,
+                    heads_logits[heads[0]],
+                    large,
+                    self.rule.logit,
+                    len(heads_logits),
                 )
             )
         return named

@@ -3,8 +3,6 @@
 Legend: B batch, H heads, T queries, S keys, D head dim.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable
@@ -33,7 +31,7 @@ class Look:
         clock: float,
         sequences: int,
         guard: Callable[[Callable[[], object]], None],
-        done: Callable[[Look], None],
+        done: Callable[["Look"], None],
     ):
         self.step, self.clock = step, clock
         self._sequences, self._guard, self._done = sequences, guard, done

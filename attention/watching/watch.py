@@ -12,8 +12,6 @@ A layer runs away by the rule of ``growth.py``, on largest logits.
 Legend: B batch, H heads, G key heads, T queries, S keys, D head dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -91,7 +89,7 @@ class Watch:
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_post_hook(Hook(self._stepped)))
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
