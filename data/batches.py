@@ -78,40 +78,57 @@ def _inputs_and_targets(block_BT: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 class Batches:
-    """The batches of one process; build it with ``open_batches``.
+    """The batches of process ``rank`` of ``world_size``; rank 0 writes a recording.
 
     Attributes: ``position``, number of the next step's row, which is what a checkpoint stores; ``steps_available``, rows of the
     replayed recording (None: endless); ``recording_name``, "" when neither recorded nor replayed; ``identity``, JSON facts
     that are equal for two runs that record and replay the same.
+
+    ``contiguous``: a process's micro-batches are neighbors in the batch.
+    ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
+    ``run_id``: a recording of another run is not gone on with.
+    Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
+    cannot be split over the processes.
     """
 
     def __init__(
         self,
         config: DataConfig,
-        header: RecordingHeader,
-        train: TokenFile,
-        validation: TokenFile,
+        rank: int = 0,
+        world_size: int = 1,
+        source_run: str = "",
+        resume_at: int | None = None,
+        run_id: str = "",
         *,
-        recording: Recording | None,
-        recorder: Recorder | None,
-        rank: int,
-        world_size: int,
-        position: int,
-        contiguous: bool,
+        contiguous: bool = False,
     ):
-        self._train, self._validation = train, validation
-        self._files: tuple[Any, ...] = (train.file, validation.file, *([recording] if recording else []))
-        self.header, self.position = header, position
-        self.vocabulary_size = header.vocabulary_size
+        if config.global_batch % (config.micro_batch * world_size):
+            share = f"micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
+            raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
+        recording = _open_recording(config) if config.replay else None
+        # The processes of one host share the files: one of them reads all bytes.
+        self._train, self._validation = _open_dataset(config, config.verify if rank == 0 else "size")
+        self.position = resume_at or 0
+        if recording is not None:
+            self.header = recording.header
+            _check_same_data(config, self.header, self._train, self._validation)
+            if self.position > recording.steps:
+                raise _ended(config.replay, recording.steps)
+        else:
+            self.header = _new_header(config, self._train, self._validation, source_run)
         folder = config.record or config.replay
+        self._recorder = None
+        if config.record and rank == 0:
+            self._recorder = _open_recorder(Path(folder), self.header, resume_at, run_id)
+        self._files: tuple[Any, ...] = (self._train.file, self._validation.file, *([recording] if recording else []))
+        self.vocabulary_size = self.header.vocabulary_size
         self.recording_name = Path(folder).resolve().name if folder else ""
         self.steps_available = None if recording is None else recording.steps
-        self._config, self._recorder = config, recorder
-        self._rank, self._world_size, self._contiguous = rank, world_size, contiguous
+        self._config, self._rank, self._world_size, self._contiguous = config, rank, world_size, contiguous
         self._offsets_at: Callable[[int], np.ndarray] = self._drawn if recording is None else recording.row
-        facts = {name: getattr(header, name) for name in ("data_sha256", "sequence_length", "global_batch")}
+        facts = {name: getattr(self.header, name) for name in ("data_sha256", "sequence_length", "global_batch")}
         self._digest = checksum_of_facts(facts)
-        for earlier in range(position):
+        for earlier in range(self.position):
             self._digest = next_checksum(self._digest, self._offsets_at(earlier))
 
     def _drawn(self, position: int) -> np.ndarray:
@@ -276,57 +293,7 @@ def _new_header(config: DataConfig, train: TokenFile, validation: TokenFile, sou
         global_batch=config.global_batch,
         seed=config.seed,
         source_run=source_run,
-        vocabulary=train.header.vocabulary,
-        vocabulary_size=train.header.vocabulary_size,
-        dtype=train.header.dtype,
-    )
-
-
-def open_batches(
-    config: DataConfig,
-    rank: int = 0,
-    world_size: int = 1,
-    source_run: str = "",
-    resume_at: int | None = None,
-    run_id: str = "",
-    *,
-    contiguous: bool = False,
-) -> Batches:
-    """Open the batches of process ``rank`` of ``world_size``; rank 0 writes a recording.
-
-    ``contiguous``: a process's micro-batches are neighbors in the batch.
-    ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
-    ``run_id``: a recording of another run is not gone on with.
-    Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
-    cannot be split over the processes.
-    """
-    if config.global_batch % (config.micro_batch * world_size):
-        share = f"micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
-        raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
-    position = resume_at or 0
-    recording, recorder = _open_recording(config) if config.replay else None, None
-    # The processes of one host share the files: one of them reads all bytes.
-    train, validation = _open_dataset(config, config.verify if rank == 0 else "size")
-    if recording is not None:
-        header = recording.header
-        _check_same_data(config, header, train, validation)
-        if position > recording.steps:
-            raise _ended(config.replay, recording.steps)
-    else:
-        header = _new_header(config, train, validation, source_run)
-    if config.record and rank == 0:
-        recorder = _open_recorder(Path(config.record), header, resume_at, run_id)
-    return Batches(
-        config,
-        header,
-        train,
-        validation,
-        recording=recording,
-        recorder=recorder,
-        rank=rank,
-        world_size=world_size,
-        position=position,
-        contiguous=contiguous,
+        **{name: getattr(train.header, name) for name in ("vocabulary", "vocabulary_size", "dtype")},
     )
 
 

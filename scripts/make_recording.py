@@ -17,7 +17,7 @@ from errors import OneLineParser, UserError, check_size, exit_on_user_error, tra
 
 with trainer_packages():
     import config
-    from data.batches import Batches, DataConfig, open_batches
+    from data.batches import Batches, DataConfig
     from data.recording import whole_recording
     from figures import curves
 
@@ -47,7 +47,7 @@ def record(batches: Batches, steps: int, logged: dict[int, str]) -> int:
 def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int:
     """Write the recording ``out``, whole or not at all; the number of digests compared. Raises ``UserError``."""
     with whole_recording(out) as aside:
-        batches = open_batches(dataclasses.replace(data, record=str(aside)), source_run=SOURCE)
+        batches = Batches(dataclasses.replace(data, record=str(aside)), source_run=SOURCE)
         compared = record(batches, steps, logged)
         batches.close()
     return compared

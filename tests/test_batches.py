@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batches import Batches, DataConfig, open_batches, random_offsets
+from data.batches import Batches, DataConfig, random_offsets
 from data.recording import HEAD_BYTES, Recording
 from data.token_files import TokenWriter
 from errors import UserError
@@ -53,7 +53,7 @@ def same(a, b) -> bool:
 
 
 def record(dataset: Path, folder: Path, steps: int, **changes) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    batches = open_batches(settings_for(dataset, record=str(folder), **changes), source_run="a")
+    batches = Batches(settings_for(dataset, record=str(folder), **changes), source_run="a")
     drawn = take(batches, steps)
     batches.close()
     return drawn
@@ -61,7 +61,7 @@ def record(dataset: Path, folder: Path, steps: int, **changes) -> list[list[tupl
 
 def test_the_first_validation_sequences_are_those_of_any_process(dataset):
     chosen = settings_for(dataset, micro_batch=1, global_batch=2)
-    one, second = open_batches(chosen), open_batches(chosen, rank=1, world_size=2)
+    one, second = Batches(chosen), Batches(chosen, rank=1, world_size=2)
     assert torch.equal(one.first_validation(3)[0], second.first_validation(3)[0])
     assert torch.equal(one.first_validation(3)[0], torch.cat([tokens for tokens, _ in one.validation()])[:3])
 
@@ -71,7 +71,7 @@ def test_the_random_order_is_pinned():
 
 
 def test_inputs_are_the_tokens_at_the_offsets_and_targets_one_token_ahead(dataset):
-    inputs, targets = (torch.cat(parts) for parts in zip(*open_batches(settings_for(dataset)).next(), strict=True))
+    inputs, targets = (torch.cat(parts) for parts in zip(*Batches(settings_for(dataset)).next(), strict=True))
     offsets = random_offsets(3, 0, 1000, T, 8).astype(int)
     assert inputs.tolist() == [TRAIN[o : o + T].tolist() for o in offsets]
     assert targets.tolist() == [TRAIN[o + 1 : o + T + 1].tolist() for o in offsets]
@@ -91,7 +91,7 @@ def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulati
         single = record(dataset, Path(parent) / "r", 3, **sizes)
         replay = settings_for(dataset, replay=f"{parent}/r", **sizes)
         for config in (settings_for(dataset, **sizes), replay):
-            ranks = [open_batches(config, rank=rank, world_size=world, contiguous=contiguous) for rank in range(world)]
+            ranks = [Batches(config, rank=rank, world_size=world, contiguous=contiguous) for rank in range(world)]
             for step in range(3):
                 split = [batches.next() for batches in ranks]
                 assert [len(share) for share in split] == [accumulation] * world
@@ -104,13 +104,13 @@ def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulati
 def test_a_replay_has_its_own_order_and_refuses_another_seed(dataset, tmp_path):
     recorded = record(dataset, tmp_path / "r", 4, seed=5)
     for seed in (5, DataConfig.seed):  # the recording's own, and the default, which nobody typed
-        assert same(take(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=seed)), 4), recorded)
+        assert same(take(Batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=seed)), 4), recorded)
     with pytest.raises(UserError, match=r"^data\.seed = 99: .*data\.replay"):
-        open_batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99))
+        Batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99))
 
 
 def test_only_rank_zero_records(dataset, tmp_path):
-    take(open_batches(settings_for(dataset, record=str(tmp_path / "r")), rank=1, world_size=2), 2)
+    take(Batches(settings_for(dataset, record=str(tmp_path / "r")), rank=1, world_size=2), 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,13 +124,13 @@ def test_only_rank_zero_records(dataset, tmp_path):
 def test_a_replay_of_other_sizes_is_refused_with_both_values(dataset, tmp_path, changes, message):
     record(dataset, tmp_path / "r", 2)
     with pytest.raises(UserError, match=message):
-        open_batches(settings_for(dataset, replay=str(tmp_path / "r"), **changes))
+        Batches(settings_for(dataset, replay=str(tmp_path / "r"), **changes))
 
 
 def test_a_recording_may_grow_while_it_is_replayed_and_not_change(dataset, tmp_path):
     record(dataset, tmp_path / "r", 2)
-    batches = open_batches(settings_for(dataset, replay=str(tmp_path / "r")))
-    longer = open_batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a", resume_at=2)
+    batches = Batches(settings_for(dataset, replay=str(tmp_path / "r")))
+    longer = Batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a", resume_at=2)
     take(longer, 3)
     longer.close()
     batches.check_files()
@@ -151,14 +151,14 @@ def digests(batches: Batches, steps: int) -> list[str]:
 
 
 def test_recorded_replayed_and_unrecorded_runs_of_the_same_data_have_one_digest(dataset, tmp_path):
-    recorded = digests(open_batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a"), 3)
-    replayed = digests(open_batches(settings_for(dataset, replay=str(tmp_path / "r"), micro_batch=2), 1, 2), 3)
-    assert recorded == replayed == digests(open_batches(settings_for(dataset), source_run="b"), 3)
+    recorded = digests(Batches(settings_for(dataset, record=str(tmp_path / "r")), source_run="a"), 3)
+    replayed = digests(Batches(settings_for(dataset, replay=str(tmp_path / "r"), micro_batch=2), 1, 2), 3)
+    assert recorded == replayed == digests(Batches(settings_for(dataset), source_run="b"), 3)
 
 
 @pytest.mark.parametrize("changes", [{"seed": 4}, {"sequence_length": 5}, {"global_batch": 4}])
 def test_other_data_has_another_digest(dataset, changes):
-    first, second = (digests(open_batches(settings_for(dataset, **x)), 9) for x in ({}, changes))
+    first, second = (digests(Batches(settings_for(dataset, **x)), 9) for x in ({}, changes))
     assert len({*first, *second[1:]}) == 10 + 9  # each step has its own
 
 
@@ -168,7 +168,7 @@ PUBLISHED = Path(__file__).resolve().parent.parent / "replay_batches" / "ansible
 def test_a_recording_made_without_a_run_is_that_of_the_run_and_other_batches_are_refused(
     dataset: Path, tmp_path: Path
 ) -> None:
-    batches = open_batches(settings_for(dataset, record=str(tmp_path / "run")), source_run="a")
+    batches = Batches(settings_for(dataset, record=str(tmp_path / "run")), source_run="a")
     logged = dict(enumerate(digests(batches, 12)[1:]))
     with pytest.raises(UserError, match="step 0: data_digest"):
         make_recording.make(settings_for(dataset, seed=4), tmp_path / "made", 12, logged)

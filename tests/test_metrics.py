@@ -23,15 +23,9 @@ from training.throughput import peak_flops
 
 
 def make(folder: Path, *, mode: str = "disabled", **others: Any) -> Metrics:
-    wandb_run = start_wandb(
-        folder,
-        WandbConfig(mode=mode, **others.pop("wandb", {})),
-        run_id="0123abcd",
-        config_json={"optim": {"lr": 0.002}},
-        recording="night",
-        attention_name="flash (hardware)",
-        enabled=others.get("enabled", True),
-    )
+    record = {"run_id": "0123abcd", "attention_name": "flash (hardware)", "batches": {"recording": "night"}}
+    config = WandbConfig(mode=mode, **others.pop("wandb", {}))
+    wandb_run = start_wandb(folder, config, record, enabled=others.get("enabled", True))
     return Metrics(folder, wandb_run, **others)
 
 

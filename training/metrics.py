@@ -207,19 +207,11 @@ def import_wandb(config: WandbConfig) -> Any:
     return wandb
 
 
-def start_wandb(
-    folder: Path,
-    config: WandbConfig,
-    *,
-    run_id: str,
-    config_json: dict[str, Any],
-    recording: str,
-    attention_name: str,
-    enabled: bool = True,
-) -> Any:
+def start_wandb(folder: Path, config: WandbConfig, record: dict[str, Any], *, enabled: bool = True) -> Any:
     """Start the W&B run of the run in ``folder``, which is made when missing; None where none is asked for, or not ``enabled``.
 
-    A resumed run goes on under its ``run_id``; runs of one ``recording`` are a group. Raises ``UserError``: W&B is missing or cannot start.
+    ``record``: its config.json. A resumed run goes on under its ``run_id``; runs of one recording are a group.
+    Raises ``UserError``: W&B is missing or cannot start.
     """
     if config.mode == "disabled" or not enabled:
         return None
@@ -229,10 +221,10 @@ def start_wandb(
         run = wandb.init(
             project=config.project,
             dir=folder,
-            id=run_id,
-            group=recording or None,
-            name=f"{folder.name}: {attention_name}",
-            config=config_json,
+            id=record["run_id"],
+            group=record["batches"]["recording"] or None,
+            name=f"{folder.name}: {record['attention_name']}",
+            config=record,
             mode=config.mode,
             # An offline run never resumes in place: each session writes a folder of its own, under one id.
             resume="allow" if config.mode == "online" else None,

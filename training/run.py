@@ -19,7 +19,7 @@ from attention.check.kernels import identity
 from attention.plan import LayerPlan, describe
 from attention.presets import EXTERNAL
 from attention.watching.growth import GrowthAlarm
-from data.batches import Batches, open_batches
+from data.batches import Batches
 from errors import UserError, invalid, reading
 from model import GPT, initialize
 from training import distributed, outcome, precision, record, throughput
@@ -218,7 +218,7 @@ def open_data(config: TrainConfig, dist: DistContext, origin: Origin, undo: cont
     # At 0 this run's own recording starts again. A new run has no recording and must not touch one of another run.
     resume_at = start.position if start is not None else 0 if origin.resumes else None
     new_recording = dist.is_main and config.data.record and not Path(config.data.record).exists()
-    batches = open_batches(
+    batches = Batches(
         config.data,
         dist.rank,
         dist.world_size,
@@ -310,15 +310,7 @@ def open_folder(
         if loaded is not None and (changed := record.what_changed(content["sessions"])):
             dist.print0(f"{folder}: {changed}")
     # W&B may fail to start, so it comes before any existing file is changed.
-    wandb_run = start_wandb(
-        folder,
-        config.wandb,
-        run_id=origin.run_id,
-        config_json=content,
-        recording=batches.recording_name,
-        attention_name=config.attention.label(),
-        enabled=dist.is_main,
-    )
+    wandb_run = start_wandb(folder, config.wandb, content, enabled=dist.is_main)
     if dist.is_main and not origin.resumes:
         record.write_record(folder, content)
     elif dist.is_main:
