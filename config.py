@@ -26,7 +26,7 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
         if not isinstance(content, dict) or (unknown := sorted(content.keys() - hints.keys())):
             raise invalid(where or "config", content if not isinstance(content, dict) else unknown[0], hints)
         return kind(
-            **{name: from_json(hints[name], value, f"{where}.{name}".strip(".")) for name, value in content.items()}
+            **{name: from_json(hints[name], one, f"{where}.{name}".strip(".")) for name, one in content.items()}
         )
     if get_origin(kind) is tuple and isinstance(content, list | tuple):
         return tuple(from_json(get_args(kind)[0], item, f"{where}.{i}") for i, item in enumerate(content))
@@ -115,9 +115,7 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
 def _by_option(error: UserError, arguments: list[str]) -> UserError:
     """The error of a typed attention, with its option: an ``AttentionSpec`` does not know whether it is the default or a rule's."""
     field = str(error).split(" ")[1] if str(error).startswith("attention ") else ""
-    typed = {
-        argument.partition("=")[0][2:].replace("-", "_") for argument in arguments if argument.startswith("--attention")
-    }
+    typed = {one.partition("=")[0][2:].replace("-", "_") for one in arguments if one.startswith("--attention")}
     options = [option for option in typed if field and option.endswith(f".{field}")]
     return UserError(options[0] + str(error).removeprefix(f"attention {field}")) if len(options) == 1 else error
 

@@ -179,9 +179,8 @@ class CausalSelfAttention(nn.Module):
         q_BTHD, k_BTHD, v_BTHD = fused_BTFD.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             # In float32: autocast does so for layer norms only. Attention takes one dtype for q, k and v.
-            q_BTHD, k_BTHD = (
-                norm(x.float()).type_as(v_BTHD) for norm, x in ((self.q_norm, q_BTHD), (self.k_norm, k_BTHD))
-            )
+            normed = self.q_norm(q_BTHD.float()), self.k_norm(k_BTHD.float())
+            q_BTHD, k_BTHD = (x.type_as(v_BTHD) for x in normed)
         if self.rotary is not None:
             q_BTHD, k_BTHD = self.rotary(q_BTHD), self.rotary(k_BTHD)
         if self.tracks_logits and self.training:

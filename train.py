@@ -241,14 +241,8 @@ def validate(run: Run) -> float:
     device = run.dist.device
     seed = torch.tensor(rounding_seed(run.config.run.seed, 0, 0), device=device)
     precision = run.config.precision
-    return evaluate(
-        run.network.evaluated,
-        run.batches,
-        device,
-        precision.autocast(device),
-        seed,
-        exact_sum=precision.fixed_sum_order,
-    )
+    exact, autocast = precision.fixed_sum_order, precision.autocast(device)
+    return evaluate(run.network.evaluated, run.batches, device, autocast, seed, exact_sum=exact)
 
 
 def probe(run: Run, step: int) -> dict[str, float | int]:

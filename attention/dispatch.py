@@ -87,9 +87,8 @@ def run(
             shape = f"{sinks.dtype} of shape {tuple(sinks.shape)} on {sinks.device}"
             raise UserError(f"sinks are {shape}: expected a floating tensor of {plan.n_head} heads on {q_BTHD.device}")
         features = (*features, "sinks")
-    compiling = (
-        torch.compiler.is_compiling()
-    )  # what has no features is left to ``check`` then: no call for the compiler to see
+    # What has no features is left to ``check`` then: no call for the compiler to see.
+    compiling = torch.compiler.is_compiling()
     for chosen in plan.groups if features or not compiling else ():
         asked = chosen.backend, chosen.numerics, features, softcap
         if compiling:

@@ -57,9 +57,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
         causal = False
         if attention_mask is None:
             causal, attention_mask = _without_mask(module, query, key, is_causal, others.get("sliding_window"))
-        elif (
-            isinstance(attention_mask, Tensor) and attention_mask.ndim != 4
-        ):  # [batch, keys] might pass for [queries, keys]
+        elif isinstance(attention_mask, Tensor) and attention_mask.ndim != 4:  # [batch, keys] might pass for both
             shape = list(attention_mask.shape)
             refuse(True, f"{type(module).__name__}: attention mask of shape {shape}, not [batch, 1, queries, keys]")
         o = scaled_dot_product_attention(

@@ -104,9 +104,8 @@ def _key_ranges(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.
         begin = torch.where(keys, s, S).amin(dim=1, keepdim=True).minimum(end)
     if mask.ranges is not None:
         begin, end = begin.maximum(mask.ranges[:, 0]), end.minimum(mask.ranges[:, 1])
-    last = (
-        torch.arange(1, T + 1, device=device) + (S - T if mask.bottom_right else 0) if causal else end.new_full((T,), S)
-    )
+    shift = S - T if mask.bottom_right else 0
+    last = torch.arange(1, T + 1, device=device) + shift if causal else end.new_full((T,), S)
     last = last.maximum(begin).minimum(end).expand(B, T).contiguous()
     first = begin.minimum(last).contiguous()
     s = s.expand(B, S).contiguous()

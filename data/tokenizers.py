@@ -49,9 +49,8 @@ class GPT2Tokenizer:
             decoded = [text.decode() for text in texts]
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error.reason}); --vocabulary bytes takes any text") from None
-        return [
-            np.array(tokens, np.uint16) for tokens in self._encoding.encode_ordinary_batch(decoded, num_threads=threads)
-        ]
+        encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=threads)
+        return [np.array(tokens, np.uint16) for tokens in encoded]
 
 
 def _gpt2_encoding() -> "tiktoken.Encoding":

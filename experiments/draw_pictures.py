@@ -104,9 +104,7 @@ def layers() -> Figure:
         rows = rows[rows["step"] >= 1000]
         for layer in (0, *range(4, 12), 1, 2, 3):
             color = {1: ORANGE, 2: BLUE, 3: GREEN}.get(layer, "#BBBBBB")
-            axis.plot(
-                rows["step"], rows[f"max_logit_{layer}"], color=color, linewidth=1.8 if layer in (1, 2, 3) else 0.8
-            )
+            axis.plot(rows["step"], rows[f"max_logit_{layer}"], color=color, linewidth=1.8 if 1 <= layer <= 3 else 0.8)
         axis.set_title(title, fontsize=12, loc="left")
         axis.set(yscale="log", ylim=(1, 1e8), xlim=(1000, 13_200))
     for axis in panels[1]:

@@ -44,9 +44,8 @@ def draw_norms(runs: Sequence[DrawnRun]) -> Drawn:
     for axes, (run, name, grid) in zip(all_axes, grids, strict=True):
         steps = run.telemetry.index.to_numpy()
         edges = np.append(steps, 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1)
-        image = axes.pcolormesh(
-            edges, np.arange(len(grid) + 1) - 0.5, grid, norm=norm, cmap=canvas.SIZES, rasterized=True
-        )
+        rows = np.arange(len(grid) + 1) - 0.5
+        image = axes.pcolormesh(edges, rows, grid, norm=norm, cmap=canvas.SIZES, rasterized=True)
         _mark(axes, 0, run)
         canvas.style_axes(axes, y="layer", title=f"${name}$, {run.label}", grid="")
         axes.set_yticks(range(0, len(grid), max(1, len(grid) // 6)))

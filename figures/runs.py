@@ -89,9 +89,8 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     lines = [Line2D([], [], **style(index)) for index in range(len(runs))]
-    figure.legend(
-        lines, [run.label for run in runs], loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3
-    )
+    labels = [run.label for run in runs]
+    figure.legend(lines, labels, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
     all_axes = list(figure.subplots(rows, min(2, len(panels)), sharex=True, squeeze=False).flat)
     for unused in all_axes[len(panels) :]:
         unused.remove()

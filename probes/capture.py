@@ -4,6 +4,7 @@ Legend: B batch, T positions, C width (n_embd), H heads, D head width.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -118,18 +119,12 @@ def _recording(attentions: list[CausalSelfAttention], kept: dict[int, dict[str, 
             attention.training = False
         for layer, tensors in kept.items():
             attention = attentions[layer]
-            undo.callback(attention.c_attn.register_forward_pre_hook(_keep_input(tensors)).remove)
+            keep_input = functools.partial(lambda kept, _, inputs: kept.update(x_BTC=inputs[0]), tensors)
+            undo.callback(attention.c_attn.register_forward_pre_hook(keep_input).remove)
             # In the instance, where it hides the class's method until it is deleted.
             attention.attend = _keeping(attention.attend, tensors)  # type: ignore[method-assign]
             undo.callback(delattr, attention, "attend")
         yield
-
-
-def _keep_input(kept: dict[str, Tensor]) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        kept["x_BTC"] = inputs[0]
-
-    return hook
 
 
 def _keeping(attend: Callable[..., Tensor], kept: dict[str, Tensor]) -> Callable[..., Tensor]:

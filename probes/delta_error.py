@@ -171,9 +171,8 @@ def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> t
     """O, the O inside delta (empty where it is O) [B, T, H, D], and what ``saved_shape`` says, by ``flash_reference``."""
     q, k, v, _, _ = layer.heads(group)
     operator = torch.ops.attention.flash_reference_forward
-    o, delta_o, saved = operator(
-        q, k, v, layer.rounding_seed, numerics.key(), layer.scale, True, layer.softcap, None, *NO_MASK
-    )
+    settings = numerics.key(), layer.scale, True, layer.softcap, None, *NO_MASK
+    o, delta_o, saved = operator(q, k, v, layer.rounding_seed, *settings)
     if delta_o.numel() and not delta_o.is_floating_point():
         delta_o = o_for_delta(o, delta_o, numerics.concrete(FORMAT_OF[q.dtype]))
     return o, delta_o, saved
@@ -242,6 +241,4 @@ def _low(layer: LayerCapture, group: HeadGroup) -> Tensor:
     if numerics.delta == "rowsum_do_o":
         sites = Sites(numerics, layer.q_BTHD.dtype)
         return sites.delta_sum(_rowsum(_do(layer, group), _low_output(layer, group)))
-    return row_deltas(
-        q, k, v, do, numerics, seed=layer.rounding_seed, scale=layer.scale, causal=True, softcap=layer.softcap
-    )
+    return row_deltas(q, k, v, do, numerics, seed=layer.rounding_seed, scale=layer.scale, softcap=layer.softcap)

@@ -226,9 +226,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["flash"], choices=FLASH_BACKENDS)
     parser.add_argument("--numerics", default="hardware")
     parser.add_argument("--sites", nargs="*", default=[], help="site=value, for all presets")
-    parser.add_argument(
-        "--without", nargs="*", default=[], metavar="PEER", help="such as flex: it compiles for minutes"
-    )
+    parser.add_argument("--without", nargs="*", default=[], metavar="PEER", help="such as flex, compiled for minutes")
     parser.add_argument("--full", action="store_true", help="not causal")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)

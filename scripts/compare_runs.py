@@ -309,9 +309,8 @@ def against(first: Run, run: Run) -> str:
     settings, environment = ([c for c in changes if c.startswith(ENVIRONMENT) == told] for told in (False, True))
     told = "; ".join(settings) or "no setting differs"
     told += f"; environment: {', '.join(environment)}" if environment else ""
-    return (
-        f"{run.name} against {first.name}: {where_bits_part(first, run)}{where_checkpoints_part(first, run)}; {told}."
-    )
+    where = where_bits_part(first, run) + where_checkpoints_part(first, run)
+    return f"{run.name} against {first.name}: {where}; {told}."
 
 
 def where_bits_part(first: Run, run: Run) -> str:

@@ -56,19 +56,15 @@ def verdict(ended: dict[str, str]) -> tuple[int, str]:
     failed = {run for run, how in ended.items() if how.startswith(("exploded", "NaN", "unstable"))}
     stable = {run for run, how in ended.items() if how.startswith("stable") and "too short" not in how}
     if "control" not in stable:
-        return (
-            UNVERIFIED,
-            f"unverified: the control's run is {ended['control']}, so a failure would not be the kernel's",
-        )
+        why = f"the control's run is {ended['control']}, so a failure would not be the kernel's"
+        return UNVERIFIED, f"unverified: {why}"
     if "kernel" in failed:
         return 1, f"the kernel fails ({ended['kernel']}), its control does not"
     if "kernel" not in stable:
         return UNVERIFIED, f"unverified: the kernel's run is {ended['kernel']}"
     if "recipe" not in failed:
-        return (
-            UNVERIFIED,
-            "unverified: the recipe's own attention does not fail, so that the kernel is stable says nothing",
-        )
+        why = "the recipe's own attention does not fail, so that the kernel is stable says nothing"
+        return UNVERIFIED, f"unverified: {why}"
     return 0, "the kernel is stable, on batches on which the recipe's own attention fails"
 
 

@@ -54,9 +54,8 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[Any, bool]:
     if arguments.kind == "openwebtext":
         from data.openwebtext import prepare_openwebtext
 
-        options = {
-            key: getattr(arguments, key) for key in ("source", "cache", "allow_other_counts", "workers", "force")
-        }
+        names = ("source", "cache", "allow_other_counts", "workers", "force")
+        options = {name: getattr(arguments, name) for name in names}
         return prepare_openwebtext(folder, **options), False
     from data.stdlib import prepare_stdlib
 
@@ -70,9 +69,8 @@ def _interrupted(number: int, frame: object) -> NoReturn:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
-    name = arguments.name or (
-        arguments.source.resolve().name.split(".")[0] if arguments.kind == "text" else arguments.kind
-    )
+    own = arguments.source.resolve().name.split(".")[0] if arguments.kind == "text" else arguments.kind
+    name = arguments.name or own
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise invalid("--name", name, "letters, digits, '.', '_' and '-'")
     folder = arguments.out / name

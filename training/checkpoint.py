@@ -336,9 +336,8 @@ def _read(path: Path) -> Loaded:
         raise UserError(
             f"checkpoint {path} has format_version {state.get('format_version')!r}: this code reads {FORMAT_VERSION}"
         )
-    kinds = dict.fromkeys(("step", "position", "processes"), int) | dict.fromkeys(
-        ("tied", "scaler", "config", "extra"), dict
-    )
+    kinds: dict[str, type] = dict.fromkeys(("step", "position", "processes"), int)
+    kinds |= dict.fromkeys(("tied", "scaler", "config", "extra"), dict)
     if wrong := [name for name, kind in kinds.items() if type(state[name]) is not kind]:
         raise TypeError(f"{wrong[0]} of state.json is of type {type(state[wrong[0]]).__name__}")
     model = _tensors(path / MODEL_FILE)

@@ -93,9 +93,8 @@ def start(device: DeviceChoice, timeout: float = 600.0) -> DistContext:
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=limit))[0])
         _wait_for_all(store, world_size, timeout)
         backend, device_id = ("nccl", owned) if device == "cuda" else ("gloo", None)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, device_id=device_id, timeout=limit
-        )
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device_id": device_id}
+        dist.init_process_group(backend, store=store, timeout=limit, **place)
     return DistContext(rank=rank, local_rank=local_rank, world_size=world_size, device=owned)
 
 

@@ -115,9 +115,7 @@ class Metrics:
         if self._wandb_run is None:
             return
         try:
-            self._wandb_run.log(
-                {name: value for name, value in record.items() if value is not None and not isinstance(value, str)}
-            )
+            self._wandb_run.log({k: v for k, v in record.items() if v is not None and not isinstance(v, str)})
         except Exception as error:  # the JSON lines are the record; a broken service must not end a training run
             warnings.warn(f"W&B stopped taking values ({error}); {METRICS_FILE} goes on", stacklevel=3)
             self._wandb_run = None

@@ -67,9 +67,8 @@ class GraphedMuon(Muon):
             if not parameters:
                 continue
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            directions = (
-                torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else tuple(momenta)
-            )
+            nesterov = group["nesterov"]
+            directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if nesterov else tuple(momenta)
             factors = self._orthogonalized(directions, group)
             torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
             for parameter, factor in zip(parameters, factors, strict=True):

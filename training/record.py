@@ -331,9 +331,8 @@ def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any]
     free = _FREE_ON_RESUME + (_FREE_IN_A_BRANCH if branch else ())
     for name, before, value in differences(loaded.config_json, now, defaults):
         if not name.startswith(free):
-            on_the_way = (
-                "; --alarm.switches STEP:LAYER:PRESET changes it on the way" if name.startswith("attention") else ""
-            )
+            switch = "; --alarm.switches STEP:LAYER:PRESET changes it on the way"
+            on_the_way = switch if name.startswith("attention") else ""
             expected = "none" if before in ("", None) else repr(before)
             # An option that was given at the start and is missing now has its default value.
             typed = (

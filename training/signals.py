@@ -49,9 +49,8 @@ class PreemptionHandler:
 
     def __enter__(self) -> "PreemptionHandler":
         if threading.current_thread() is threading.main_thread():
-            self._terminals = [
-                stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream and stream.isatty()
-            ]
+            outputs = (sys.__stdout__, sys.__stderr__)
+            self._terminals = [stream.fileno() for stream in outputs if stream and stream.isatty()]
             handlers = {**dict.fromkeys(SIGNALS, self._handle), signal.SIGINT: self._interrupt}
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup

@@ -204,9 +204,8 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     numerics = effective_numerics(group).concrete(FORMAT_OF[heads.q_BTHD.dtype])
     sites = Sites(numerics, heads.q_BTHD.dtype)
     q_BTND, k_BTND = (sites.inputs(x.float()) for x in (heads.q_BTHD, heads.k_BTHD))
-    statistics = attention_statistics(
-        q_BTND, k_BTND, scale=heads.scale, softcap=heads.softcap, scores_format=numerics.scores
-    )
+    shape: dict[str, Any] = {"scale": heads.scale, "softcap": heads.softcap}
+    statistics = attention_statistics(q_BTND, k_BTND, **shape, scores_format=numerics.scores)
     delta = delta_errors(heads)
     error = summarize(delta.error_BHT / loss_scale)
     r_BNT = row_residuals(heads)[0] / loss_scale

@@ -121,9 +121,8 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     if bool(error.isfinite().all()) and bool(error.any()):
         spectrum = torch.linalg.svdvals(error.cpu()).square()
         measures["coherence"] = (spectrum[..., 0] / spectrum.sum(-1).clamp(min=1e-300)).mean().item()
-    bias = (
-        (found[0].double() - expected[0]) * expected[0].sign() / (2.0**-9 * expected[0].abs().clamp(min=1e-300))
-    ).clamp(-4, 4)
+    unit = 2.0**-9 * expected[0].abs().clamp(min=1e-300)
+    bias = ((found[0].double() - expected[0]) * expected[0].sign() / unit).clamp(-4, 4)
     return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}  # fmt: skip
 
 

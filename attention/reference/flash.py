@@ -84,9 +84,8 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         row_sum = sites.statistics(rescale * row_sum + sites.tile_sum(p_bar.sum(dim=-1, keepdim=True)).clamp(min=least))
         weights = problem.weights(p_bar, rows, columns, seed)
         if n.divisor == "rounded":
-            divisor = sites.statistics(
-                rescale * divisor + sites.tile_sum(weights.sum(dim=-1, keepdim=True)).clamp(min=least)
-            )
+            of_tile = sites.tile_sum(weights.sum(dim=-1, keepdim=True)).clamp(min=least)
+            divisor = sites.statistics(rescale * divisor + of_tile)
         else:
             divisor = row_sum
         product = multiply(weights, v[:, :, columns], n.products)

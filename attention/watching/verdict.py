@@ -58,9 +58,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
     largest = f"The largest logit of {span} is {top:.4g}, in layer {layers[tops.index(top)]}."
     often = Counter(layer for record in finite for layer in _rounded(record))
-    rounded = sorted(
-        layer for layer, times in often.items() if 2 * times >= len(finite) or layer in _rounded(finite[-1])
-    )
+    rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(finite) or layer in _rounded(finite[-1]))
     gone = [f"Layer {layer} ran away at step {step}." for layer, step in _ran_away(finite).items()]
     if gone or rounded:
         errors = [f"The error of dQ's sum is at least the sum in layers {_names(rounded)}."] if rounded else []
