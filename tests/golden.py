@@ -21,7 +21,7 @@ import itertools
 import json
 import os
 import platform
-import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +31,10 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy
+import torch
+from threadpoolctl import threadpool_info
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path(__file__).resolve().parent / "golden"
@@ -81,10 +85,6 @@ def machine() -> dict[str, str]:
     NumPy's BLAS chooses its kernels apart from torch's vectors (by ``OPENBLAS_CORETYPE``, too), and oneDNN and MKL choose theirs by
     variables that nothing reports. So the names stand beside a digest of products, which all of these change.
     """
-    import numpy
-    import torch
-    from threadpoolctl import threadpool_info
-
     model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     blas = {f"{x['internal_api']} {x['version']} {x.get('architecture', '')}".strip() for x in threadpool_info()}
     return {
@@ -100,9 +100,6 @@ def machine() -> dict[str, str]:
 
 def _products() -> str:
     """Digest of products and sums on one thread, in the shapes and types of the cases below."""
-    import numpy
-    import torch
-
     torch.set_num_threads(1)
     found = hashlib.sha256()
     generator = torch.Generator().manual_seed(3)
@@ -121,55 +118,27 @@ def _lines(path: str) -> list[str]:
 
 def record_losses(wanted: list[str] | None) -> dict[str, Any]:
     """Loss and gradient norm of each step, all digits, from the metrics of runs as a user starts them."""
+    from tiny_runs import make_data
+
+    import config
+    import train
+
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        data = _bytes_data(Path(folder) / "data")
+        make_data(Path(folder) / "data", train=40_000, validation=20_000)
+        fixed = f"--run.folder {folder} --run.name golden --run.steps {LOSS_STEPS} --run.log-every 1 --run.device cpu"
+        fixed += f" --data.dataset {folder}/data --evaluation.every 0 --checkpoint.every 0"
         for name in wanted or LOSSES:
-            options = {
-                "--run.folder": folder,
-                "--run.name": name.replace(" ", "_"),
-                "--run.steps": LOSS_STEPS,
-                "--run.log-every": 1,
-                "--run.device": "cpu",
-                "--data.dataset": data,
-                "--evaluation.every": 0,
-                "--checkpoint.every": 0,
-            }
-            train_here([*LOSSES[name], *(str(text) for pair in options.items() for text in pair)])
-            rows = [json.loads(line) for line in _lines(f"{folder}/{name.replace(' ', '_')}/metrics.jsonl")]
-            rows = [row for row in rows if "train_loss" in row]
+            with contextlib.redirect_stdout(io.StringIO()):
+                train.train(config.load([*LOSSES[name], *fixed.split()]))
+            rows = _logged(f"{folder}/golden")
+            shutil.rmtree(f"{folder}/golden")
             found[name] = {key: [row[key] for row in rows] for key in ("train_loss", "grad_norm")}
     return found
 
 
-def train_here(arguments: list[str]) -> None:
-    """train.py's command line, without a second start of Python; what it prints goes nowhere."""
-    import train
-
-    before = sys.argv
-    sys.argv = ["train.py", *arguments]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            train.main()
-    finally:
-        sys.argv = before
-
-
-def _bytes_data(folder: Path) -> Path:
-    """A data set of bytes that is the same on every machine and with every Python."""
-    from data.token_files import TokenWriter
-
-    generator = random.Random(0)
-    words = [bytes(generator.choices(b"abcdefgh", k=generator.randint(2, 5))) for _ in range(16)]
-    text = b" ".join(generator.choices(words, k=20_000))
-    for split, part in (("train", text[:40_000]), ("val", text[40_000:60_000])):
-        with TokenWriter(
-            folder, split, dtype="uint8", vocabulary="bytes", vocabulary_size=256, source="golden"
-        ) as writer:
-            import numpy
-
-            writer.write(numpy.frombuffer(part, dtype=numpy.uint8))
-    return folder
+def _logged(run: str) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, _lines(f"{run}/metrics.jsonl")) if "train_loss" in row]
 
 
 def cases(part: str) -> Iterator[str]:
@@ -198,8 +167,6 @@ def cases(part: str) -> Iterator[str]:
 
 def compute(part: str, key: str) -> dict[str, Any] | None:
     """Digest and a few numbers of O, dQ, dK and dV of one case; None where the library refuses it."""
-    import torch
-
     import attention
     from attention import AttentionConfig, AttentionSpec
     from errors import UserError
@@ -226,8 +193,6 @@ def compute(part: str, key: str) -> dict[str, Any] | None:
 
 def problem(dtype: Any) -> tuple[Any, ...]:
     """q, k, v and dO [1, 48, 2, 16]: scores of several sizes, keys that tie, values of one sign, so that every site has something to do."""
-    import torch
-
     generator = torch.Generator().manual_seed(7)
     q, k, v, do = (torch.randn(1, 48, 2, 16, generator=generator) for _ in range(4))
     q, k = q * torch.linspace(0.25, 3, 48)[None, :, None, None], k * 1.5
@@ -237,8 +202,6 @@ def problem(dtype: Any) -> tuple[Any, ...]:
 
 
 def digest(x: Any) -> str:
-    import torch
-
     return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
@@ -251,43 +214,33 @@ def record(part: str, wanted: list[str] | None = None) -> dict[str, Any]:
     """Values of a part by key: of the keys that are given, or of all there are today."""
     if part == "losses":
         return record_losses(wanted)
-    import torch
-
     torch.set_num_threads(1)
     found = {key: compute(part, key) for key in (wanted or cases(part))}
     return found if wanted else {key: value for key, value in found.items() if value is not None}
 
 
 def differences(wanted: dict[str, Any], found: dict[str, Any], exactly: bool) -> list[str]:
-    """One line a case that differs: in any bit if ``exactly``, else by more than another machine's arithmetic may."""
+    """One line a value that differs: in any bit if ``exactly``, else by more than another machine's arithmetic may."""
     lines = []
     for key, expected in wanted.items():
-        value = found[key]
-        if value is None:
-            lines.append(f"{key}: refused, and was not")
-        elif exactly and value != expected:
-            lines.append(f"{key}: {_first_difference(expected, value)}")
-        elif not exactly:
-            lines += [f"{key}: {text}" for text in _beyond(expected, value)]
+        value = found[key] or dict.fromkeys(expected, "refused")
+        for name, old in expected.items():
+            if old != value[name] and (exactly or not _near(old, value[name], OTHER_MACHINE.get(name, OTHER_TENSOR))):
+                lines.append(f"{key}: {name} was {old}, is {value[name]}")
+                break
     return lines
 
 
-def _first_difference(expected: Any, value: Any) -> str:
-    name = next(name for name in expected if expected[name] != value[name])
-    return f"{name} was {expected[name]}, is {value[name]}"
-
-
-def _beyond(expected: dict[str, Any], value: dict[str, Any]) -> Iterator[str]:
-    for name, old in expected.items():
-        new = value[name]
-        old, new = ([x["norm"], *x["some"]] if isinstance(x, dict) else x for x in (old, new))
-        tolerance = OTHER_MACHINE.get(name, OTHER_TENSOR)
-        scale = max((abs(x) for x in old if isinstance(x, float) and x == x), default=0.0)
-        for a, b in itertools.zip_longest(old, new):
-            same = a == b or (a is not None and b is not None and (a != a and b != b))
-            if not same and not (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance * scale):
-                yield f"{name} was {a}, is {b}"
-                break
+def _near(old: Any, new: Any, tolerance: float) -> bool:
+    if new == "refused":
+        return False
+    old, new = ([x["norm"], *x["some"]] if isinstance(x, dict) else x for x in (old, new))
+    scale = max((abs(x) for x in old if isinstance(x, float) and x == x), default=0.0)
+    for a, b in itertools.zip_longest(old, new):
+        same = a == b or (a is not None and b is not None and (a != a and b != b))
+        if not same and not (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance * scale):
+            return False
+    return True
 
 
 def is_quick(part: str, key: str) -> bool:
@@ -319,18 +272,14 @@ def on_a_gpu(steps: int, folder: str, options: list[str]) -> int:
         published = {int(row["step"]): row for row in csv.DictReader(file) if int(row["step"]) < steps}
     fixed = f"--data.dataset data/tokens/public --data.seed 12 --run.seed 12 --run.name golden --run.log-every 1 --run.steps {steps}"
     command = [sys.executable, "train.py", "configs/fast_failure.py", *fixed.split(), "--run.folder", folder, *options]
-    done = subprocess.run(command, cwd=ROOT)
-    if done.returncode:
-        return done.returncode
-    rows = {
-        row["step"]: row for row in map(json.loads, _lines(f"{folder}/golden/metrics.jsonl")) if "train_loss" in row
-    }
-    for step, row in published.items():
-        for name in ("train_loss", "grad_norm"):
-            here = f"{rows[step][name]:.7g}"
-            if float(here) != float(row[name]):
-                print(f"step {step} differs: {name} {row[name]} was published, {here} here")
-                return 1
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        return code
+    rows = {row["step"]: row for row in _logged(f"{folder}/golden")}
+    for (step, row), name in itertools.product(published.items(), ("train_loss", "grad_norm")):
+        here = f"{rows[step][name]:.7g}"
+        if float(here) != float(row[name]):
+            print(f"step {step} differs: {name} {row[name]} was published, {here} here")
+            return 1
     print(f"equal: {len(published)} losses and gradient norms of the first {steps} steps")
     return 0
 

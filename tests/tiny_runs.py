@@ -53,15 +53,23 @@ TINY = TrainConfig(
 )
 
 
-def make_data(folder: Path, *, seed: int = 0, plant: Mapping[int, int] | None = None, vocabulary: int = 256) -> Path:
+def make_data(
+    folder: Path,
+    *,
+    seed: int = 0,
+    plant: Mapping[int, int] | None = None,
+    vocabulary: int = 256,
+    train: int = TRAIN_TOKENS,
+    validation: int = VALIDATION_TOKENS,
+) -> Path:
     """A data set of bytes: sentences of sixteen words. ``plant`` puts tokens (values) at places (keys) of train.bin."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 5))) for _ in range(16)]
-    text = " ".join(generator.choices(words, k=TRAIN_TOKENS)).encode()
-    tokens = np.frombuffer(text, dtype=np.uint8)[: TRAIN_TOKENS + VALIDATION_TOKENS].copy()
+    text = " ".join(generator.choices(words, k=20_000)).encode()
+    tokens = np.frombuffer(text, dtype=np.uint8)[: train + validation].copy()
     for place, token in (plant or {}).items():
         tokens[place] = token
-    for split, part in (("train", tokens[:TRAIN_TOKENS]), ("val", tokens[TRAIN_TOKENS:])):
+    for split, part in (("train", tokens[:train]), ("val", tokens[train:])):
         dtype = "uint8" if vocabulary <= 256 else "uint16"
         with TokenWriter(
             folder, split, dtype=dtype, vocabulary="bytes", vocabulary_size=vocabulary, source="test"
