@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import attention
 import config
 from attention.readme import written
 
@@ -40,73 +41,51 @@ def test_python_examples_of_attention_run() -> None:
         exec(compile(example, str(ATTENTION), "exec"), {})
 
 
-class OneCall(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return functional.scaled_dot_product_attention(self.weight * q, k, k, is_causal=True, enable_gqa=True).sum()
+PAGE, DIAGNOSIS = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "diagnosis.md"
 
 
-def test_the_example_of_the_diagnosis_measures_causal_logits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    k[0, 0, 4] = 100 * q[0, 0, 0]  # a key that row 0 may not see
+@pytest.mark.parametrize("handed", [False, True])
+def test_examples_of_the_diagnosis_measure_it(handed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Causal logits of torch's function, and of attention that hands itself over."""
+    plain, hand_over, loop = (text for text in blocks(DIAGNOSIS, "python") if "watch" in text)
+    q, k = torch.randn(2, 1, 5, 4, 8)
+    k[0, 4], q[0, 4] = 100 * q[0, 0], 0  # a key that rows 0 to 3 may not see, and that row 4 has no use for
+    q.requires_grad_()
+    s = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
+    s = s.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
 
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model(q, k).backward()
-        optimizer.step()
-
-    monkeypatch.chdir(tmp_path)
-    model = OneCall()
-    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "train": train}
-    example = next(text for text in blocks(ROOT / "docs" / "diagnosis.md", "python") if "watch(" in text)
-    exec(compile(example.replace("low_precision_attention", "attention"), "diagnosis.md", "exec"), names)
-    visible = [
-        max((q[0, h, i] @ k[0, h // 2, j] / 8**0.5).item() for i in range(5) for j in range(i + 1)) for h in range(4)
-    ]
-    measured = json.loads(Path("watch.jsonl").read_text())["max_logit"][0]
-    torch.testing.assert_close(torch.tensor(measured), torch.tensor(visible))
-
-
-def test_the_example_for_attention_of_another_kind_measures_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from attention import watch
-
-    handed, loop = (text for text in blocks(ROOT / "docs" / "diagnosis.md", "python") if "watcher" in text)
-    q, k = torch.randn(1, 5, 4, 8, requires_grad=True), torch.randn(1, 5, 2, 8)
-
-    class Own(torch.nn.Module):
+    class Attends(torch.nn.Module):
         def forward(self) -> torch.Tensor:
-            s = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) / 8**0.5
-            self.largest = s.tril().masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).amax(dim=(0, 2, 3))
-            p = s.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
-            o = torch.einsum("bhts,bshd->bthd", p, k.repeat_interleave(2, 2))
-            exec(handed, {}, {"self": self, "q": q, "k": k, "v": k, "o": o})
-            return o.square().sum()
+            if not handed:
+                return functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, k)), is_causal=True)
+            o = torch.einsum("bhts,bshd->bthd", s.softmax(-1), k)
+            exec(hand_over, {}, {"self": self, "q": q, "k": k, "v": k, "o": o})
+            return o
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model().backward()
+        model().square().sum().backward()
         optimizer.step()
 
     monkeypatch.chdir(tmp_path)
-    model = Own()
+    model = Attends()
     model.layers = [model]
-    exec(loop, {"model": model, "optimizer": torch.optim.SGD([q], lr=0.1), "train": train, "watch": watch})
+    names = {"model": model, "optimizer": torch.optim.SGD([q], lr=0.1), "train": train, "watch": attention.watch}
+    exec((loop if handed else plain).replace("low_precision_attention", "attention"), names)
     record = json.loads(Path("watch.jsonl").read_text())
-    torch.testing.assert_close(torch.tensor(record["max_logit"][0]), model.largest)
+    torch.testing.assert_close(torch.tensor(record["max_logit"][0]), s.amax(dim=(0, 2, 3)))
     assert max(record["dq_error"][0]) < 1e-5
 
 
-PAGE, DIAGNOSIS = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "diagnosis.md"
+def llama(attention: str | None = None) -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.LlamaConfig(vocab_size=8, **shape)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> None:
     """A second preset goes by another name than the first."""
-    transformers = pytest.importorskip("transformers")
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.LlamaConfig(vocab_size=8, **shape)
-    name = low_precision_attention.huggingface.register()
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    model = llama(low_precision_attention.huggingface.register())
     tokens, losses = torch.arange(8)[None], []
 
     def train() -> None:
@@ -130,13 +109,11 @@ def test_watch_in_a_trainer_counts_its_steps(tmp_path: Path, monkeypatch: pytest
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(vocab_size=8, **shape))
     settings = {"max_steps": 101, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "warmup_steps": 100}
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
     trainer = transformers.Trainer(
-        model, transformers.TrainingArguments(str(tmp_path), **settings, **quiet), train_dataset=[row] * 8
+        llama(), transformers.TrainingArguments(str(tmp_path), **settings, **quiet), train_dataset=[row] * 8
     )
     (example,) = (text for text in blocks(PAGE, "python") if "trainer." in text)
     exec(compile(example, "huggingface.md", "exec"), {"trainer": trainer})
