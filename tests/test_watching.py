@@ -12,8 +12,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,27 +35,33 @@ B, T, H, D, C = 3, 24, 4, 16, 64
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    seen: tuple[Tensor, ...] = ()
+
+    def __init__(self, keeps: bool) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.qkv, self.out, self.keeps = nn.Linear(C, 3 * C), nn.Linear(C, C), keeps
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.view(B, T, H, D).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
         o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        self.seen = (q, k, v, o)
+        self.seen = (q, k, v, o) if self.keeps else ()
         return x + self.out(o.transpose(1, 2).reshape(B, T, C))
 
 
 class Model(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
+    """Its blocks keep what they read if ``keeps``; ``meddle`` acts on it in the middle of its forward pass."""
+
+    def __init__(self, *, keeps: bool = False, meddle: Callable[[], object] | None = None) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        torch.manual_seed(0)
+        self.blocks, self.meddle = nn.ModuleList([Block(keeps), Block(keeps)]), meddle
         self.checkpointed = False
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            if self.meddle:
+                self.meddle()
         return x.square().mean()
 
 
@@ -80,7 +88,7 @@ def verdict(path: Path) -> list[str]:
 
 
 def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> None:
-    model = Model().to(device)
+    model = Model(keeps=True).to(device)
     with watch(model, sequences=B) as seen, torch.autocast(device.type, torch.bfloat16):
         loss = model(data().to(device))
         block = model.blocks[1]
@@ -108,24 +116,26 @@ def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> 
         torch.testing.assert_close(torch.tensor(seen.record[name][1]).double(), value, rtol=2e-3, atol=1e-6, msg=name)
 
 
+class Attends(nn.Module):
+    """torch's function of q, k and another V of k."""
+
+    def forward(self, q: Tensor, k: Tensor, **mask: Any) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, k * 1.0, **mask)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
     """torch's math formula forms delta from P: its rows sum to 0 though O is in BF16. Only the forward pass has a pinned kernel."""
-
-    class Attends(nn.Module):
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            mask = torch.zeros(T, T).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-            mask[0] = -math.inf  # as of padding
-            how = {"attn_mask": mask.bfloat16()} if masked else {"is_causal": True}
-            return functional.scaled_dot_product_attention(q, k, k * 1.0, **how)[:, :, 1:].square().sum()
-
+    mask = torch.zeros(T, T).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).bfloat16()
+    mask[0] = -math.inf  # as of padding
+    how: dict[str, Any] = {"attn_mask": mask} if masked else {"is_causal": True}
     draw = torch.Generator().manual_seed(1)
     q, k = (torch.randn(B, H, T, D, generator=draw).bfloat16().requires_grad_() for _ in range(2))
     found, error = {}, 0.0
     for name in ("flash", "math"):
         with watch(model := Attends(), say=lambda line: None) as seen:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION if name == "flash" else SDPBackend.MATH):
-                loss = model(q, k)
+                loss = model(q, k, **how)[:, :, 1:].square().sum()
             loss.backward()
         error, found[name] = (math.hypot(*seen.record[column][0]) for column in ("delta_error", "row_residual"))
     assert 0.5 * error < found["flash"] < 2 * error
@@ -135,15 +145,10 @@ def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])
 def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
     """A tensor whose own storage is never written."""
-
-    class Attends(nn.Module):
-        def forward(self, q: Tensor, **mask: Any) -> Tensor:
-            return functional.scaled_dot_product_attention(q, q * 1.0, q * 1.0, **mask).square().sum()
-
     looks, q = [], torch.randn(B, H, T, D, requires_grad=True)
     for mask in ({"attn_mask": bias}, {"is_causal": True}):
         with watch(model := Attends(), say=lambda line: None) as seen:
-            model(q, **mask).backward()
+            model(q, q * 1.0, **mask).square().sum().backward()
         looks.append(torch.tensor([seen.record[name] for name in COLUMNS]))
     torch.testing.assert_close(*looks, rtol=1e-3, atol=1e-6)
 
@@ -189,7 +194,7 @@ def test_any_order_of_passes_is_watched(loop: Any, every: int, tmp_path: Path) -
 
 def test_a_look_keeps_no_graph() -> None:
     """A hook that holds a tensor of its own graph makes a circle through C++, which no collector finds."""
-    model, seen = Model(), []
+    model, seen = Model(keeps=True), []
     with watch(model, every=1):
         for _ in range(2):
             train(model)
@@ -211,33 +216,15 @@ class TorchsLayer(nn.Module):
         return x + self.attention(x, x, x, need_weights=self.weights)[0]
 
 
-def test_attention_in_torchs_own_module_is_seen(tmp_path: Path) -> None:
-    model, file = Model(), tmp_path / "watch.jsonl"
-    model.blocks.append(TorchsLayer(weights=False))
-    with watch(model, every=1, log=file, sequences=B):
-        x = data()
-        model(x).backward()
-    with torch.no_grad():
-        for block in model.blocks[:2]:
-            x = block(x)
-        module = model.blocks[2].attention
-        q, k, _ = (x @ module.in_proj_weight.T).view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
-    [record] = records(file)
-    assert record["max_logit"][2] == pytest.approx((q @ k.mT / D**0.5).amax(dim=(0, 2, 3)).tolist(), rel=1e-4)
-    assert len(record["dq_error"]) == 3
-    assert "hidden" not in record
-
-
-def test_attention_that_cannot_be_seen_is_said_and_its_file_never_answers_no(tmp_path: Path) -> None:
-    model, file, said = Model(), tmp_path / "watch.jsonl", []
-    with watch(model, every=1, log=file):
-        train(model, 4)
-    assert verdict(file)[0].startswith("NO")
-    model.blocks.append(TorchsLayer(weights=True))
-    with watch(model, every=1, log=file, start=4, say=said.append):
-        train(model, 4)
-    assert [line for line in said if "not seen: blocks.2.attention (MultiheadAttention)" in line] == said[:1]
-    assert verdict(file)[0].startswith("UNCLEAR: 1 attention layer")
+def test_attention_in_torchs_own_module_is_seen() -> None:
+    layer = TorchsLayer(weights=False)
+    with watch(layer, sequences=B) as seen:
+        layer(data()).square().sum().backward()
+    q, k, _ = (data() @ layer.attention.in_proj_weight.T).view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
+    expected = (q @ k.mT / D**0.5).amax(dim=(0, 2, 3)).tolist()
+    assert seen.record["max_logit"] == [pytest.approx(expected, rel=1e-4)]
+    assert len(seen.record["dq_error"]) == 1
+    assert "hidden" not in seen.record
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # said by the first compiled call of a process on a GPU
@@ -300,13 +287,20 @@ class Growing(nn.Module):
         return functional.scaled_dot_product_attention(q, x, x).sum()
 
 
-@pytest.mark.parametrize(("power", "leaves"), [(4.0, True), (2.0, False)])
-def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) -> None:
+def growing(steps: range, log: Path | None = None, power: float = 4.0) -> tuple[Any, list[str]]:
+    """What has watched some steps of a run of ``Growing``, and what was said."""
     said: list[str] = []
     model = Growing(power)
-    with watch(model, every=1, say=said.append) as seen:
-        for _ in range(40):
+    model.step = steps.start
+    with watch(model, every=1, log=log, start=steps.start, say=said.append) as seen:
+        for _ in steps:
             model(data().view(B, T, H, D).transpose(1, 2)).backward()
+    return seen, said
+
+
+@pytest.mark.parametrize(("power", "leaves"), [(4.0, True), (2.0, False)])
+def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) -> None:
+    seen, said = growing(range(40), power=power)
     assert list(seen.left) == [0] * leaves
     assert len(seen._alarm._probes[0]) < 15  # of 40: those behind the window are dropped
     *warned, last = said
@@ -317,23 +311,12 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     assert ("45,426" in last) == (largest > 45_426) == leaves
 
 
-def growing(steps: range, log: Path | None, **chosen: Any) -> tuple[dict[int, int], list[str]]:
-    """Layers that ran away, and what was said, in some steps of a run of ``Growing``."""
-    said: list[str] = []
-    model = Growing(4.0)
-    model.step = steps.start
-    with watch(model, every=1, log=log, start=steps.start, say=said.append, **chosen) as seen:
-        for _ in steps:
-            model(data().view(B, T, H, D).transpose(1, 2)).backward()
-    return seen.left, said
-
-
 def test_from_an_earlier_checkpoint_later_steps_go_off_the_log_and_are_kept_beside_it(tmp_path: Path) -> None:
     straight, _ = growing(range(40), tmp_path / "straight")
     growing(range(30), tmp_path / "log")
     before = (tmp_path / "log").read_bytes()
-    left, said = growing(range(6, 40), tmp_path / "log")
-    assert left == straight
+    again, said = growing(range(6, 40), tmp_path / "log")
+    assert again.left == straight.left
     assert records(tmp_path / "log") == records(tmp_path / "straight")
     assert (tmp_path / "log.before_6").read_bytes() == before
     assert "24 record(s) from step 6 on are taken off; log.before_6 has them" in said[0]
@@ -416,16 +399,6 @@ def test_a_log_of_another_run_is_not_added_to_and_loses_nothing(tmp_path: Path) 
         assert other.read_text() == text
 
 
-class Forgets(Model):
-    """It keeps no tensors."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss = super().forward(x)
-        for block in self.blocks:
-            block.seen = ()
-        return loss
-
-
 def state_of_the_process() -> tuple[Any, ...]:
     import torch._dynamo.eval_frame
 
@@ -450,12 +423,9 @@ def in_threads(*jobs: Callable[[], object]) -> None:
             done.result()
 
 
-# ---- threads
-
-
 def test_threads_that_watch_replace_and_train_do_not_meet() -> None:
     """Half of them watch, half replace torch's function; each gets what it gets alone."""
-    first = Forgets()  # torch has one generator for all threads
+    first = Model()  # torch has one generator for all threads
 
     def loss(numerics: str | None, watched: bool) -> float:
         model = copy.deepcopy(first)
@@ -495,12 +465,9 @@ def test_a_call_with_a_keyword_that_may_change_attention_is_not_measured(more: d
         model(input_ids=tokens, **more)
 
 
-# ---- copies
-
-
 @pytest.mark.parametrize("way", [lambda model: model, copy.deepcopy, torch.optim.swa_utils.AveragedModel])
 def test_a_copy_of_a_watched_model_is_an_unwatched_model(way: Callable[..., nn.Module], tmp_path: Path) -> None:
-    model = Forgets()
+    model = Model()
     with watch(model, every=1, log=tmp_path / "log", say=lambda line: None) as seen:
         model.watcher = seen  # as a model does that calls look()
         model(data()).backward()
@@ -512,35 +479,10 @@ def test_a_copy_of_a_watched_model_is_an_unwatched_model(way: Callable[..., nn.M
     assert len(records(tmp_path / "log")) == 2
 
 
-# ---- inside of a forward pass
-
-
-class Meddles(Forgets):
-    """Does something to itself in the middle of its forward pass."""
-
-    def __init__(self, what: Callable[[nn.Module], object]) -> None:
-        super().__init__()
-        self.what = what
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        self.blocks[0].seen = ()
-        self.what(self)
-        x, self.blocks[1].seen = self.blocks[1](x), ()
-        return x.square().mean()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_training_that_goes_on_after_an_interrupt_is_watched_on(error: type[BaseException], tmp_path: Path) -> None:
     """At an interrupt torch runs no hook."""
-    due = [True]
-
-    def interrupt(_: nn.Module) -> None:
-        if due:
-            due.pop()
-            raise error
-
-    model = Meddles(interrupt)
+    model = Model(meddle=Mock(side_effect=chain([error], repeat(None))))
     with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
         with pytest.raises(error):
             model(data())
@@ -553,7 +495,7 @@ def test_a_training_that_goes_on_after_an_interrupt_is_watched_on(error: type[Ba
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_model_is_one_pass_a_step(reentrant: bool, tmp_path: Path) -> None:
     """Activation checkpointing calls it again in the backward pass."""
-    model = Forgets()
+    model = Model()
     with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
         for step in range(3):
             checkpoint(model, data(step).requires_grad_(), use_reentrant=reentrant).backward()
@@ -566,7 +508,7 @@ def test_a_checkpointed_model_is_one_pass_a_step(reentrant: bool, tmp_path: Path
 
 def four_steps(settings: dict[str, Any]) -> list[str]:
     """What is warned of in four steps that are looked at; their weights are those of an unwatched model."""
-    plain, watched = Forgets(), Forgets()
+    plain, watched = Model(), Model()
     train(plain, 4)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -600,13 +542,10 @@ def test_a_failure_of_its_own_is_one_warning(name: str, monkeypatch: pytest.Monk
     assert said in warning
 
 
-# ---- W&B
-
-
 @pytest.mark.parametrize(("every", "row"), [(2, 1), (1, 7)])
 def test_wandb_loses_no_row_of_the_loop(every: int, row: int, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
-    model = Forgets()
+    model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = wandb.init(
         project="x", mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True)
@@ -629,11 +568,11 @@ def test_wandb_loses_no_row_of_the_loop(every: int, row: int, tmp_path: Path) ->
 
 def test_a_log_is_of_one_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.watching.log.PATIENCE", 0.0)
-    model = Forgets()
+    model = Model()
     with watch(model, every=1, log=tmp_path / "log", say=lambda line: None):
         train(model, 1)
         with pytest.raises(ValueError, match=r"expected a file that no other watch writes"):
-            watch(Forgets(), log=tmp_path / "log", start=1)
+            watch(Model(), log=tmp_path / "log", start=1)
 
 
 # ---- attention that hands itself over
@@ -705,14 +644,15 @@ def test_attention_that_is_handed_over_is_measured_as_torchs(layout: str, compil
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
 
 
-def test_modules_whose_attention_is_not_seen_are_named() -> None:
-    model = nn.Sequential(Torchs(0), nn.Sequential(Own(1)), nn.Linear(C, C))
-    said: list[str] = []
-    with watch(model, every=1, say=said.append) as seen:
-        for _ in range(2):
-            model(data()).sum().backward()
-    assert ["not seen: 1.0 (Own)" in line for line in said] == [True, False]
-    assert seen.record["hidden"] == 1
+def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
+    """And the model's file never answers NO."""
+    model, file, said = nn.Sequential(Torchs(0), nn.Sequential(Own(1)), TorchsLayer(weights=True)), tmp_path / "log", []
+    with watch(model, every=1, say=said.append, log=file) as seen:
+        for _ in range(4):
+            model(data()).square().mean().backward()
+    assert ["not seen: 1.0 (Own), 2.attention (MultiheadAttention)" in line for line in said] == [True, False]
+    assert seen.record["hidden"] == 2
+    assert verdict(file)[0].startswith("UNCLEAR: 2 attention layer(s)")
     with watch(alone := nn.Sequential(Own(0))), pytest.raises(ValueError, match=r"not seen: 0 \(Own\)"):
         alone(data())
     alone(data())  # the hooks are gone
