@@ -1,6 +1,5 @@
 """Figure 5: the error of delta, token by token, summed, and by feature. Legend: B batch, T positions, H heads, D head width."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,22 +39,15 @@ class HeadError:
         return self.do_D * self.output_error_D
 
 
-def largest_error(layer: LayerCapture, head: int) -> tuple[int, int]:
-    """(sequence, token) of the largest positive error of rowsum(dO * O) of a head, as the paper picks its token; not in the
-    first quarter of a sequence."""
-    error_BT = _pickable(layer, head)
+def largest_error(layer: LayerCapture, head: int, batch: int | None = None) -> tuple[int, int]:
+    """(sequence, token) of the largest positive error of rowsum(dO * O) of a head, in ``batch`` or in any sequence, as the paper picks
+    its token; not in the first quarter of a sequence: rows of few keys have large errors, and little to show."""
+    error_BT = feature_errors(layer)[:, head].sum(dim=-1)
+    error_BT[:, : error_BT.shape[1] // 4] = -torch.inf
+    if batch is not None:
+        return batch, int(error_BT[batch].argmax())
     batch, token = divmod(int(error_BT.argmax()), error_BT.shape[1])
     return batch, token
-
-
-def largest_error_in(layer: LayerCapture, head: int, batch: int) -> int:
-    return int(_pickable(layer, head)[batch].argmax())
-
-
-def _pickable(layer: LayerCapture, head: int) -> Tensor:
-    error_BT = feature_errors(layer)[:, head].sum(dim=-1)
-    error_BT[:, : error_BT.shape[1] // 4] = -torch.inf  # rows of few keys have large errors, and little to show
-    return error_BT
 
 
 def head_error(
@@ -76,13 +68,6 @@ def head_error(
         standard_error=float(summary.standard_error_H[0]),
         positive=float(summary.positive_H[0]),
     )
-
-
-def running_sum(error_BT: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Sum of the error over all tokens so far, sequence after sequence, and the root of the sum of squares so far: what
-    errors of the same sizes with random signs would reach (one standard deviation)."""
-    error_N = error_BT.flatten()
-    return error_N.cumsum(dim=0).numpy(), error_N.square().cumsum(dim=0).sqrt().numpy()
 
 
 def draw_delta(error: HeadError) -> Drawn:
@@ -113,7 +98,9 @@ def draw_delta(error: HeadError) -> Drawn:
 
 
 def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
-    total, spread = running_sum(error.error_BT)
+    error_N = error.error_BT.flatten()
+    # What errors of the same sizes with random signs would reach, one standard deviation, is the root of the sum of squares.
+    total, spread = error_N.cumsum(dim=0).numpy(), error_N.square().cumsum(dim=0).sqrt().numpy()
     places = np.arange(1, len(total) + 1)
     axes.fill_between(places, -2 * spread, 2 * spread, color="0.88", linewidth=0)
     axes.plot(places, total, color=canvas.ORANGE, linewidth=1.2)
@@ -130,8 +117,3 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
         ("sum_over_tokens", int(place), float(value))
         for place, value in zip(places[::step], total[::step], strict=True)
     ]
-
-
-def choose_head(w_q_norms: Sequence[float]) -> int:
-    """The head with the largest spectral norm of W_Q, as the paper chooses head 8 (index 7)."""
-    return int(torch.tensor(list(w_q_norms)).nan_to_num(-1).argmax())

@@ -17,7 +17,6 @@ from config import TrainConfig
 from data.token_files import TokenFile
 from errors import UserError, check_finite, invalid
 from figures import curves
-from figures.delta import choose_head
 from figures.runs import DrawnRun
 from model import GPT
 from probes.capture import LayerCapture, capture
@@ -133,7 +132,8 @@ def head_of(opened: Opened, layer: int, head: int | None) -> int:
     """The head asked for, or that with the largest spectral norm of W_Q. Raises ``UserError``."""
     n_head = opened.config.model.n_head
     if head is None:
-        return choose_head(top_singular(opened.model.w_q(layer).detach().unflatten(0, (n_head, -1)))[0].tolist())
+        norms_H = top_singular(opened.model.w_q(layer).detach().unflatten(0, (n_head, -1)))[0]
+        return int(norms_H.nan_to_num(-1).argmax())
     if not 0 <= head < n_head:
         raise invalid("--head", head, f"0 to {n_head - 1}")
     return head

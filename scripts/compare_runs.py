@@ -195,6 +195,7 @@ def summarize(run: Run, layer: int | None, at: Sequence[int], margin: float, pat
     # A run that logs every tenth step ends between two of them; its last validation is at the end itself.
     done = max(losses.index[-1] + 1, run.metrics.index.max()) >= int(settings["steps"])
     ended, exploded = ending(losses, norms, done, margin, patience)
+    complete = run.complete_log and len(norms)  # a published run keeps only some of its steps
     row: dict[str, Any] = {
         "run": run.name,
         "attention": run.config["attention_name"] + run.switched,
@@ -203,7 +204,8 @@ def summarize(run: Run, layer: int | None, at: Sequence[int], margin: float, pat
         "exploded_at": exploded,
         "last_step": int(losses.index[-1]),
         "grad_norm_above_20_at": first_large_norm(norms),
-        **largest_norm(run, norms),
+        "grad_norm_largest": norms.max() if complete else None,
+        "grad_norm_largest_at": int(norms.idxmax()) if complete else None,
         "train_loss_end": loss_at_the_end(losses),
         "val_loss_best": validation.min() if len(validation) else None,
         "val_loss_end": validation.iloc[-1] if len(validation) else None,
@@ -214,13 +216,6 @@ def summarize(run: Run, layer: int | None, at: Sequence[int], margin: float, pat
         row[f"{name}_largest"] = values.max() if len(values) else None
     speeds = run.column("tokens_per_second")
     return row | {"tokens_per_second": speeds.median() if len(speeds) else None}
-
-
-def largest_norm(run: Run, norms: pd.Series) -> dict[str, Any]:
-    """The largest gradient norm and its step, from the first step on; not of a published run, which keeps only some of its steps."""
-    if not run.complete_log or norms.empty:
-        return {}
-    return {"grad_norm_largest": norms.max(), "grad_norm_largest_at": int(norms.idxmax())}
 
 
 def loss_at_the_end(losses: pd.Series) -> float:

@@ -45,12 +45,6 @@ def attention_options(preset: str, kernel: str = "") -> list[str]:
     return [*spec, "--attention.default.kernel", kernel] if kernel else spec
 
 
-def arms(kernel: str) -> dict[str, list[str]]:
-    tested = attention_options(kernel) if unaliased(kernel) in PRESETS else attention_options("external", kernel)
-    control = attention_options("external", "torch:math")
-    return {"kernel": tested, "control": control, "plain": attention_options("standard"), "recipe": []}
-
-
 def verdict(ended: dict[str, str]) -> tuple[int, str]:
     """Exit code and sentence, of how each run ended (``compare_runs``)."""
     failed = {run for run, how in ended.items() if how.startswith(("exploded", "NaN", "unstable"))}
@@ -119,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if report.cases[0].verdict == "unverified":
         raise SystemExit(UNVERIFIED)
 
-    of_arms = arms(kernel)
+    tested = attention_options(kernel) if unaliased(kernel) in PRESETS else attention_options("external", kernel)
+    control = attention_options("external", "torch:math")
+    of_arms = {"kernel": tested, "control": control, "plain": attention_options("standard"), "recipe": []}
     for name, attention in of_arms.items():
         train([*recipe, *attention], folder, name, device == "cpu")
     table = folder / "compare.csv"

@@ -38,7 +38,7 @@ def _figure_4(args: argparse.Namespace) -> Drawn:
         (layer,), _ = inputs.captured(opened, args.sequences, args.data, device, [args.layer])
         # One checkpoint: two of its sequences. Several: the same sequence in each.
         for batch in (0,) if len(checkpoints) > 1 else (0, args.sequences - 1):
-            token = delta.largest_error_in(layer, head, batch)
+            _, token = delta.largest_error(layer, head, batch)
             source, label = opened.label, f"{opened.label}, sequence {batch}"
             rows.append(similarity.rank_one(layer, head=head, batch=batch, token=token, source=source, label=label))
     return similarity.draw_similarity(rows)

@@ -32,23 +32,16 @@ def logged_digests(folder: Path) -> dict[int, str]:
     return dict(metrics["data_digest"].dropna())
 
 
-def record(batches: Batches, steps: int, logged: dict[int, str]) -> int:
-    """Draw ``steps`` steps; the number of digests compared. Raises ``UserError`` at the first that differs."""
-    compared = 0
-    for step in range(steps):
-        batches.next()
-        if step in logged:
-            if batches.digest() != logged[step]:
-                raise UserError(f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}")
-            compared += 1
-    return compared
-
-
 def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int:
-    """Write the recording ``out``, whole or not at all; the number of digests compared. Raises ``UserError``."""
+    """Write the recording ``out``, whole or not at all; the number of digests compared. Raises ``UserError`` at the first that differs."""
+    compared = 0
     with whole_recording(out) as aside:
         batches = Batches(dataclasses.replace(data, record=str(aside)), source_run=SOURCE)
-        compared = record(batches, steps, logged)
+        for step in range(steps):
+            batches.next()
+            if logged.get(step, batches.digest()) != batches.digest():
+                raise UserError(f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}")
+            compared += step in logged
         batches.close()
     return compared
 
