@@ -43,6 +43,15 @@ def reading(what: object) -> Iterator[None]:
         raise UserError(f"{what}: cannot be read: {type(error).__name__}: {first_line(error)}") from error
 
 
+@contextlib.contextmanager
+def on_disk(what: object, verb: str) -> Iterator[None]:
+    """Turn an ``OSError`` of the code inside into a ``UserError``: ``what`` cannot be written, say."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: cannot {verb} ({error.strerror})") from error
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the first error in the chain: cleaning up after a failure can fail, too."""
     while error.__context__ is not None:

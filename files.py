@@ -15,7 +15,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any, cast
 
-from errors import BusyError, UserError
+from errors import BusyError, UserError, on_disk
 
 
 def sync_folder(folder: Path) -> None:
@@ -100,10 +100,8 @@ def check_in_place(file: IO[bytes], path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise ``UserError`` for a file that cannot be rewritten, even if appending is allowed."""
-    try:
+    with on_disk(path, "be written"):
         open(path, "r+b").close()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def write_all(folder: Path, contents: dict[str, bytes]) -> None:
@@ -170,10 +168,8 @@ class InUse:
         """So many bytes from ``start`` on. Raises ``UserError`` where they are not there any more."""
         parts, left = [], size
         while left:  # the system gives at most 2 GiB at once
-            try:
+            with on_disk(self.path, "be read"):
                 part = os.pread(self._descriptor, left, start + size - left)
-            except OSError as error:
-                raise UserError(f"{self.path}: unreadable: {error.strerror}") from None
             if not part:
                 raise UserError(f"{self.path}: it was cut short while it was read")
             parts.append(part)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import files
-from errors import UserError, check_size
+from errors import UserError, check_size, on_disk
 
 FORMAT_VERSION = 1
 HEAD_BYTES = 128
@@ -134,10 +134,8 @@ class Recorder:
                     f"{folder}: its {name} is {value!r}, this run's is {own[name]!r}: another run's recording"
                 )
         files.check_writable(folder / HEADER)
-        try:
+        with on_disk(folder / OFFSETS, "be written"):
             file = files.lock(folder / OFFSETS, "r+b", _busy(folder))
-        except OSError as error:
-            raise UserError(f"{folder / OFFSETS}: cannot be written ({error.strerror})") from None
         with contextlib.ExitStack() as on_error:
             on_error.enter_context(file)
             found = Recording.open(folder, limit=steps)
@@ -351,10 +349,8 @@ class Recording:
 
 def _open_rows(path: Path, numbers: int, exactly: int | None) -> tuple[files.InUse, int]:
     """A file of offsets and its number of rows: ``exactly`` so many and not a byte more, or (None) as many as are there whole."""
-    try:
+    with on_disk(path, "be read"):
         file = files.InUse(path)
-    except OSError as error:
-        raise UserError(f"{path}: unreadable: {error.strerror}") from None
     size = file.size
     head = file.read(0, min(size, HEAD_BYTES))
     counted = re.search(rb"'shape': \((\d+),", head)

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal, get_args, get_type_hints
 import numpy as np
 
 import files
-from errors import UserError, invalid
+from errors import UserError, invalid, on_disk
 
 DATASETS = Path("data/tokens")
 """Where scripts/prepare_data.py writes unless told otherwise."""
@@ -91,10 +91,8 @@ class TokenFile:
         if not path.is_file():
             raise UserError(f"{path}: no such file; {_remedy(folder)}")
         expected = header.count * header.stored_dtype.itemsize
-        try:
+        with on_disk(path, "be read"):
             file = files.InUse(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         if file.size != expected:
             raise UserError(
                 f"{path}: {file.size} bytes, its header says {expected}: damaged; {_remedy(folder, force=True)}"

@@ -29,7 +29,7 @@ from typing import Any
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, reading, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, reading, trainer_packages
 
 with trainer_packages():
     import numpy as np
@@ -394,10 +394,8 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], layer: int | None,
         logits = run.of_layers("max_logit", "max" if layer is None else str(layer)).rename("max_logit_max")
         metrics = run.metrics.drop(columns="max_logit_max", errors="ignore").join(logits, how="outer")
         drawn.append(DrawnRun(f"{run.name}: {row['attention']}, {row['ended']}", metrics, row["exploded_at"]))
-    try:
+    with on_disk(f"--out {path}", "be written"):
         draw_runs(drawn, path, "" if layer is None else f" of layer {layer}")
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
 
 
 def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
@@ -405,11 +403,9 @@ def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
     text = markdown(table) + "\n" + "".join(f"- {line}\n" for line in lines)
     if path.suffix == ".csv":
         text = table.to_csv(index=False, float_format="%.6g")
-    try:
+    with on_disk(f"--table {path}", "be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text)
-    except OSError as error:
-        raise UserError(f"--table {path}: cannot be written ({error.strerror})") from None
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

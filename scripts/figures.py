@@ -18,7 +18,7 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, trainer_packages
 
 with trainer_packages():
     import torch
@@ -86,10 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not getattr(args, needed):
         raise UserError(f"figure {args.figure} needs --{needed}")
     drawn = REGISTRY[args.figure](args)
-    try:
+    with on_disk(f"--out {args.out}", "be written"):
         paths = canvas.write(drawn, args.out, f"figure_{args.figure:02d}")
-    except OSError as error:
-        raise UserError(f"--out {args.out}: cannot be written ({error.strerror})") from None
     print(*paths)
 
 

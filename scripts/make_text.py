@@ -16,7 +16,7 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, on_disk, trainer_packages
 
 with trainer_packages():
     from data.text import BYTE_ORDER_MARK, SEPARATOR_LINE
@@ -71,10 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     found = documents(arguments.wheels)
     if not found:
         raise UserError(f"no Python source in {', '.join(map(str, arguments.wheels))}")
-    try:
+    with on_disk(f"--out {arguments.out}", "be written"):
         digest = write(found, arguments.out)
-    except OSError as error:
-        raise UserError(f"--out {arguments.out}: cannot be written ({error.strerror})") from None
     print(f"{arguments.out}: {len(found):,} documents, {arguments.out.stat().st_size:,} bytes, sha256 {digest}")
 
 

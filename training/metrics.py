@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 
 import files
 from attention.watching.log import loose, strict
-from errors import UserError, invalid
+from errors import UserError, invalid, on_disk
 
 METRICS_FILE = "metrics.jsonl"
 WandbMode = Literal["disabled", "offline", "online"]
@@ -69,20 +69,16 @@ class JsonLines:
     def append(self, record: dict[str, Any]) -> None:
         """Write one line. Raises ``UserError`` when the disk is full."""
         line = _line(record).encode()
-        try:
+        with on_disk(self.path, f"take the line of step {record['step']}"):
             written = self._file.write(line)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot take the line of step {record['step']} ({error.strerror})") from error
         if written != len(line):
             raise UserError(f"{self.path}: the disk wrote only part of the line of step {record['step']}: is it full?")
         self.digests += line_digests(line)
 
     def sync(self) -> None:
         """Bring every line so far to the disk. Raises ``UserError`` where the disk refuses."""
-        try:
+        with on_disk(self.path, "be brought to the disk"):
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be brought to the disk ({error.strerror})") from error
 
     def close(self) -> None:
         self._file.close()
@@ -158,11 +154,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises ``UserError`` for a line that is not a record.
     """
-    try:
-        with files.open_file(path) as file:
-            lines = file.read().splitlines(keepends=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    with on_disk(path, "be read"), files.open_file(path) as file:
+        lines = file.read().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import files
-from errors import BusyError, UserError, invalid
+from errors import BusyError, UserError, invalid, on_disk
 from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
@@ -285,10 +285,8 @@ def lock(folder: Path) -> FileIO:
     """``files.lock`` of the run in ``folder``. Raises ``BusyError`` when another process has it, ``UserError`` where no file can be."""
     path = folder / LOCK_FILE
     busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
-    try:
+    with on_disk("run.folder", f"write {path}"):
         return files.lock(path, "ab", f"run.name = {folder.name!r}: {busy}")
-    except OSError as error:
-        raise UserError(f"run.folder: cannot write {path} ({error.strerror})") from error
 
 
 class Lock(AbstractContextManager["Lock"]):
