@@ -95,7 +95,6 @@ def test_the_slow_cases_in_tritons_interpreter() -> None:
 SMALL = (
     "exponent",
     "row_residual",
-    "row_sum_floor",
     "linear_cross_entropy::test_the_kernel_agrees_with_torch",
     "hopper::test_one_number_holds_m_and_the_divisor_and_delta_reads_all_of_o",
 )
