@@ -9,9 +9,7 @@ Prints how many tests passed, failed and were skipped, and why they failed.
 
 import argparse
 import os
-import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,26 +22,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2"]
-
-
-class Tally:
-    """Outcomes of tests, and the first lines of what failed."""
-
-    def __init__(self) -> None:
-        self.outcomes, self.reasons = Counter[str](), Counter[str]()
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            part = "subtests " if type(report).__name__ == "SubtestReport" else ""
-            self.outcomes[part + report.outcome] += 1
-        if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            lines = str(crash.message if crash else report.longrepr).splitlines() or [""]
-            self.reasons[re.sub(r"\d+", "#", lines[0])[:160]] += 1
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.most_common())
-        return "\n".join([outcomes, *(f"{count:6}  {reason}" for reason, count in self.reasons.most_common())])
 
 
 def attention_by_default() -> None:
@@ -141,8 +119,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="flash-attention: run each so many-th case")
     parser.add_argument("--longest", type=int, default=2048, help="flash-attention: of cases up to this length")
     options = parser.parse_args()
-    tally = Tally()
-    plugins: list[Any] = [tally]
+    plugins: list[Any] = []
     named = ["-k", "not fsdp2 and not test_tp and not test_ep"]  # these start processes that do not know of ours
     if options.suite == "transformers":
         attention_by_default()
@@ -156,8 +133,10 @@ def main() -> None:
         plugins.append(Grid(options.every, options.longest))
         tests = ["tests/test_flash_attn.py"]
     os.chdir(options.checkout)
-    code = pytest.main(["-q", "--tb=short", "--no-header", "-p", "no:cacheprovider", *named, *tests], plugins=plugins)
-    print(tally)
+    os.environ["COLUMNS"] = "240"  # room for the reasons in pytest's summary
+    code = pytest.main(
+        ["-q", "--tb=short", "-rfE", "--no-header", "-p", "no:cacheprovider", *named, *tests], plugins=plugins
+    )
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # nothing was tested
         sys.exit(int(code))
 
