@@ -125,10 +125,8 @@ def _attend(
         mask = mask._replace(bottom_right=True)
     features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())
     if sinks is not None:
-        refuse(
-            tuple(sinks.shape) != (H,),
-            f"sinks have shape {list(sinks.shape)}: expected [{H}], a number for each query head",
-        )
+        shape = list(sinks.shape)
+        refuse(shape != [H], f"sinks have shape {shape}: expected [{H}], a number for each query head")
         features += ("sinks",)
     chosen: Any = numerics
     if isinstance(numerics, AttentionSpec):  # torch 2.11's compiler does not take it for a constant

@@ -60,19 +60,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
         elif isinstance(attention_mask, Tensor) and attention_mask.ndim != 4:  # [batch, keys] might pass for both
             shape = list(attention_mask.shape)
             refuse(True, f"{type(module).__name__}: attention mask of shape {shape}, not [batch, 1, queries, keys]")
-        o = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            causal,
-            scaling,
-            enable_gqa=True,
-            numerics=numerics,
-            softcap=softcap or 0.0,
-            sinks=s_aux,
-        )
+        named: dict[str, Any] = {"enable_gqa": True, "numerics": numerics, "softcap": softcap or 0.0, "sinks": s_aux}
+        o = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, scaling, **named)
         return o.transpose(1, 2).contiguous(), None
 
     # Told by the function itself, as this module may be there twice: installed, and in a checkout as ``attention``.

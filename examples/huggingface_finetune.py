@@ -18,14 +18,8 @@ def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedM
     if name:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
         return model, torch.tensor(transformers.AutoTokenizer.from_pretrained(name)(text)["input_ids"])
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model, torch.tensor(list(text.encode()))
 
