@@ -363,6 +363,17 @@ class Numerics:
         2.0, "beta of the stabilized forms", ("a number above 1", lambda beta: 1 < beta < math.inf)
     )
     """Tied positive maxima are shifted to beta * r_m."""
+    row_max_gamma: float = _number(
+        0.0,
+        "gamma of the stabilized forms",
+        ("a finite number, 0 or above", lambda gamma: 0 <= gamma < math.inf),
+        backends=REFERENCE,
+        conflict=(
+            "0 where hidden_tiles is visited: a masked row of a tile would be shifted to gamma times the lowest number",
+            lambda n: n.row_max_gamma != 0 and n.hidden_tiles == "visited",
+        ),
+    )
+    """Tied negative maxima are shifted to gamma * r_m: 0 in Algorithm 3, 1 leaves them as they are."""
     row_max_tolerance: float = _number(
         1e-3, "scores this close to the maximum are ties", ("0 <= tolerance < 1", lambda tolerance: 0 <= tolerance < 1)
     )

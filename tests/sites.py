@@ -83,6 +83,7 @@ SITES: dict[str, tuple[Row, ...]] = {
     "row_max": (Row(BY_DELTA, beside=(M7,)), Row(ALL, beside=("row_sum_floor=0.5",), values=("scaled",))),
     "row_max_rounding": (Row(BY_DELTA, beside=(M7, "exponent=fma")),),
     "row_max_beta": (Row(BY_DELTA, beside=(M7, "row_max=stabilized"), values=("3",)),),
+    "row_max_gamma": (Row(BY_DELTA, beside=(M7, "row_max=stabilized", "tile_k=2"), values=("1.5",)),),
     "row_max_tolerance": (Row(BY_DELTA, beside=(M7, "row_max=stabilized"), values=("0.5",)),),
     "row_max_cap": (Row(BY_DELTA, beside=(M7, "row_max=stabilized_safe"), values=("0.5",)),),
     "row_sum_floor": (Row(ALL, values=("0.99",)),),

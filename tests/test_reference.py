@@ -34,6 +34,7 @@ def test_algorithm_3_by_cases() -> None:
     assert row_max([3.0, 1.0], PAPER_V2) == 3.0  # no tie: unchanged
     assert row_max([3.0, 3.0, 1.0], PAPER_V2) == 6.0  # r_m > 0: beta * r_m
     assert row_max([-3.0, -3.0, -9.0], PAPER_V2) == 0.0  # r_m < 0: 0
+    assert row_max([-3.0, -3.0, -9.0], replace(PAPER_V2, row_max_gamma=1.5)) == -4.5  # gamma * r_m
     assert row_max([0.0, 0.0], PAPER_V2) == 0.0
     assert row_max([3.0, 3.0], PAPER_V1) == 21.0  # beta 7
 
