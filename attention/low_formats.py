@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class _Format(NamedTuple):
+class Format(NamedTuple):
     bits: int
     """Explicit mantissa bits."""
     exponent: int
@@ -30,12 +30,16 @@ class _Format(NamedTuple):
     largest: float
     nan: float = math.nan
 
+    @property
+    def largest_exponent(self) -> int:
+        return math.floor(math.log2(self.largest))
 
-_FORMATS = {
-    "e4m3": _Format(3, -6, -448.0, 448.0),
-    "e5m2": _Format(2, -14, -57344.0, 57344.0),
-    "e2m1": _Format(1, 0, -6.0, 6.0, nan=6.0),
-    "int8": _Format(6, 6, -128.0, 127.0, nan=0.0),
+
+FORMATS = {
+    "e4m3": Format(3, -6, -448.0, 448.0),
+    "e5m2": Format(2, -14, -57344.0, 57344.0),
+    "e2m1": Format(1, 0, -6.0, 6.0, nan=6.0),
+    "int8": Format(6, 6, -128.0, 127.0, nan=0.0),
 }
 _BLOCK = {"mx": 32, "nv": 16}
 
@@ -43,7 +47,7 @@ _BLOCK = {"mx": 32, "nv": 16}
 def cast(x: Tensor, name: str, random_bits: Tensor | None = None) -> Tensor:
     """``x`` (float32, any shape) in an unscaled format: to nearest, ties to even, or, with ``rounding.random_bits`` of x's shape, up with
     the probability of the part cut off."""
-    f = _FORMATS[name]
+    f = FORMATS[name]
     x = torch.where(x.isnan(), f.nan, x.clamp(f.least, f.largest))
     step = _power_of_two(_exponent(x).clamp(min=f.exponent) - f.bits)
     steps = x / step
@@ -65,10 +69,10 @@ def round_low(x: Tensor, name: str, random_bits: Tensor | None = None) -> Tensor
 
 
 def _scaled(x: Tensor, fmt: str, kind: str, dims: tuple[int, ...], random_bits: Tensor | None) -> Tensor:
-    largest, c = x.abs().amax(dim=dims, keepdim=True), _FORMATS[fmt].largest
+    largest, c = x.abs().amax(dim=dims, keepdim=True), FORMATS[fmt].largest
     scale = largest / c
     if kind == "mx":
-        scale = _power_of_two((_exponent(largest) - math.floor(math.log2(c))).clamp(min=-126))
+        scale = _power_of_two((_exponent(largest) - FORMATS[fmt].largest_exponent).clamp(min=-126))
     elif kind == "nv":
         scale = cast(scale, "e4m3")
     scale = scale.where(largest.isfinite(), math.nan)

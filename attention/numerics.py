@@ -28,7 +28,10 @@ LOW_FORMATS = tuple(
     for scale in ("", "_tensor", "_head", "_row", "_mx", "_nv")
     for rounding in ("", "_stochastic")
 )
-"""Formats below BF16, which only the reference has: ``low_formats.py``."""
+"""Formats below BF16: ``low_formats.py``."""
+KERNEL_SCALES = ("", "row", "mx", "nv")
+OF_TILES = ("probabilities", "probabilities_in_dv", "probability_gradients", "score_gradients")
+"""Operands that kernels have tile by tile: in ``LOW_FORMATS`` with ``KERNEL_SCALES`` alone, to nearest. Others they take rounded."""
 OPERAND_FORMATS = (*FORMATS, *LOW_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 LARGEST_SCALE = 2.0**100
@@ -125,7 +128,7 @@ def _format(default: str, doc: str, **declared: Any) -> Any:
 
 def _operand(default: str, doc: str, same_as: str = "", **declared: Any) -> Any:
     """A format of an operand, those below BF16 among them; or ``same_as``, the name of the site that rounds it elsewhere."""
-    alone = {"choices": (same_as, *OPERAND_FORMATS), "elsewhere": same_as, "backends": REFERENCE} if same_as else {}
+    alone = {"choices": (same_as, *OPERAND_FORMATS), "elsewhere": same_as, "backends": FLASH} if same_as else {}
     return _format(default, doc, **{"choices": OPERAND_FORMATS} | alone | declared)
 
 
@@ -149,9 +152,9 @@ class Numerics:
 
     inputs: str = _format("input", "Q, K, V as the products read them", acts_in=EVERYWHERE)
     queries_and_keys: str = _operand(
-        "fp32", "Q and K in all their products, after inputs", acts_in=EVERYWHERE, backends=REFERENCE
+        "fp32", "Q and K in all their products, after inputs", acts_in=EVERYWHERE, backends=FLASH
     )
-    values: str = _operand("fp32", "V, after inputs", acts_in=EVERYWHERE, backends=REFERENCE)
+    values: str = _operand("fp32", "V, after inputs", acts_in=EVERYWHERE, backends=FLASH)
     values_in_dp: str = _operand(
         "values", "V in dO V^T: values (the same), or a format", same_as="values", acts_in=(DELTA, BACKWARD)
     )
@@ -441,8 +444,11 @@ class Numerics:
         None without one. ``self`` is concrete."""
         for name, declared in SITES.items():
             value = getattr(self, name)
-            if value in LOW_FORMATS and backend not in REFERENCE:
+            if value in LOW_FORMATS and backend not in FLASH:
                 return f"it has no formats below BF16: {name} = {value!r}, expected {', '.join(DTYPE_FORMATS)} or m1 to m22"
+            low_in_kernel = value in LOW_FORMATS and backend not in REFERENCE and name in OF_TILES
+            if low_in_kernel and value.partition("_")[2] not in KERNEL_SCALES:
+                return f"it rounds P, dP and dS block by block: {name} = {value!r}, expected no scale, or row, mx or nv, to nearest"
             if backend not in declared.backends and value != declared.elsewhere:
                 return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
             for feature in features:

@@ -156,7 +156,21 @@ BACKWARD_FORMATS = [
     if site.is_format and {"delta", "backward"} & {*site.acts_in} and "flash" in site.backends
 ]
 MANY_BLOCKS = "statistics=bf16 tile_product=bf16 accumulator=m4"  # tile_k of 48 and 0 are no block sizes
+FP4 = "queries_and_keys=e2m1_nv values=e2m1_nv probabilities=e2m1_nv output_gradient=e5m2_row score_gradients=e5m2_row"
+ONE_P = (
+    "saved_statistics=max_and_sum backward_probabilities=forward divisor=rounded delta_output=low16 row_max_rounding=up"
+)
 TOGETHER = [
+    Meeting(FP4, dtype=BF16),
+    Meeting(f"{FP4} {ONE_P} probabilities_in_dv=fp32", dtype=BF16),
+    Meeting(
+        "delta_output=e4m3_head_stochastic probability_gradients=e5m2_mx probabilities_in_dv=int8_row tile_k=32",
+        dtype=BF16,
+    ),
+    Meeting(
+        "queries_and_keys=e4m3_row_stochastic values_in_dp=m5 output_gradient=e4m3 delta=rowsum_p_dp_normalized",
+        dtype=BF16,
+    ),
     *(Meeting(f"{APART} exponent={form} row_max=stabilized_safe", "tied") for form in CHOICES["exponent"]),
     Meeting(f"{APART} scores=m20 statistics=m20 tile_k=48", "tied"),
     Meeting("delta=rowsum_p_dp", "peaked", softcap=5.0),

@@ -20,8 +20,8 @@ def tile_row_max(scores: Tensor, numerics: Numerics, *, scale: float = 1.0, unit
 
     ``plain``: r_m = rowmax(S).
     ``stabilized``: Algorithm 3 of arXiv 2510.04212 (its line 10 prints m' where m'' is meant): where the maximum is attained
-    more than once, to the tolerance, m = beta * r_m if r_m > 0 and gamma * r_m (0) if r_m < 0, so that no P_bar is exactly 1. It has a range
-    limit: every exp(S - m) of the row is subnormal once the shift, (beta - 1) * r_m or -r_m, passes 87.3 in FP32 (kernels flush
+    more than once, to the tolerance, m = beta * r_m if r_m > 0 and gamma * r_m (0) if r_m < 0, so that no P_bar is exactly 1. It has
+    a range limit: every exp(S - m) of the row is subnormal once the shift, (beta - 1) * r_m or -r_m, passes 87.3 in FP32 (kernels flush
     those to zero), and zero past 104: l = 0 and O = 0 / 0, or, with a ``row_sum_floor``, O = 0.
     ``stabilized_safe``: the same with the shift held to at most ``row_max_cap`` c, so that l >= exp(-c) > 0 after every tile, for
     any finite scores (by an FMA below 1.5e9): the largest running score r of a row satisfies m - r <= c, because each tile's m is at

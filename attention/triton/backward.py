@@ -324,15 +324,15 @@ def key_kernel(
                     m_s = o_s[:, None] <= o_t[None, :]
                     b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
                 b_p = probabilities(
-                    b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
+                    b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities, True
                 )
-                b_dv_part = dot(operand(b_p, SITES.probabilities, DTYPE), b_do, b_dv_part)
+                b_dv_part = dot(operand(b_p, SITES.probabilities_in_dv, DTYPE, True), b_do, b_dv_part)
                 b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
-                b_ds = b_p * (round_to(b_dp, SITES.probability_gradients) - b_delta[None, :])
+                b_ds = b_p * (round_to(b_dp, SITES.probability_gradients, True) - b_delta[None, :])
                 if SHAPE.SOFTCAP:
                     b_t = b_s / scalars.softcap
                     b_ds = tl.where(b_s > -float("inf"), b_ds * (1 - b_t * b_t), 0.0)
-                b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE), b_q, b_dk_part)
+                b_dk_part = dot(operand(b_ds, SITES.score_gradients, DTYPE, True), b_q, b_dk_part)
     # -0 becomes 0, as in published runs.
     b_dk = 0.0 + scalars.scale * b_dk_part
     b_dv = 0.0 + b_dv_part

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..numerics import SITES, Numerics
+from ..numerics import LOW_FORMATS, OF_TILES, SITES, Numerics
 
 SMALLEST = 16
 """Rows and columns that Triton's matrix product needs at least."""
@@ -84,6 +84,14 @@ def tile_obstacle(n: Numerics) -> str | None:
     """Why the kernels cannot keep the tiles of ``n``, or None."""
     if boundaries_matter(n) and n.tile_k % SMALLEST:
         return f"with these roundings tiles change values, and it needs tile_k divisible by {SMALLEST}, not {n.tile_k}"
+    scales = {getattr(n, name).partition("_")[2] for name in OF_TILES if getattr(n, name) in LOW_FORMATS}
+    if "row" in scales and n.tile_k not in (16, 32):
+        return f"a scale each row of P, dP or dS is that of a tile, and it needs tile_k 16 or 32, not {n.tile_k}"
+    for scale, size in (("mx", 32), ("nv", 16)):
+        if scale in scales and n.tile_k % size:
+            return f"a scale of P, dP or dS counts {size} neighbors, and it needs tile_k divisible by {size}, not {n.tile_k}"
+    if n.delta_error == "zero_sum" and any(getattr(n, name) in LOW_FORMATS for name in SITES):
+        return "it has no delta_error zero_sum beside a format below BF16"
     return None
 
 

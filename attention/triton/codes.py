@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..numerics import BACKWARD, DELTA, FORWARD, LARGEST_SCALE, ROUNDINGS, SITES, Numerics, Site, folds
+from ..numerics import BACKWARD, DELTA, FORWARD, LARGEST_SCALE, LOW_FORMATS, ROUNDINGS, SITES, Numerics, Site, folds
 from .block_sizes import boundaries_matter
+from .low_formats import low_code
 
 FP_FUSION = True
 """``enable_fp_fusion`` of every launch: the compiler may make a * b + c one operation with one rounding. Values depend on it, and its
@@ -58,6 +59,8 @@ SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "sep
 def format_code(fmt: str) -> int:
     """The number by which kernels know a format of ``attention.numerics``."""
     named = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "output": OUTPUT_ITSELF, "low16": LOW_BITS}
+    if fmt in LOW_FORMATS:
+        return low_code(fmt)
     return named[fmt].value if fmt in named else int(fmt[1:])
 
 
@@ -101,7 +104,9 @@ def kernel_sites(n: Numerics, passes: tuple[str, ...], scale: float, softcap: fl
 
     Sites that cannot act beside the others have their default, so that what differs in nothing is compiled once.
     """
-    unused: dict[str, Any] = {}
+    unused: dict[str, Any] = {"values_in_dp": "fp32"}  # the launch rounds V
+    if n.probabilities_in_dv == "probabilities":
+        unused["probabilities_in_dv"] = n.probabilities
     if n.delta != "rowsum_do_o":
         unused["delta_output"] = "output"
     if not (causal and boundaries_matter(n)):

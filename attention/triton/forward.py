@@ -59,6 +59,7 @@ from .loads import (
     visible,
     warpgroup_mma,
 )
+from .low_formats import LOW
 from .round_blocks import (
     divide_rows,
     dot,
@@ -158,13 +159,14 @@ def forward_range(
         if SHAPE.MMA_SUMS:
             b_weights, b_sum = rounded_and_summed(b_p)
         else:
-            if SITES.divisor == ROUNDED and SITES.probabilities_rounding == NEAREST:
+            ONCE: tl.constexpr = SITES.probabilities_rounding == NEAREST and SITES.probabilities < LOW
+            if SITES.divisor == ROUNDED and ONCE:
                 b_p = round_block(b_p, SITES.probabilities)
             b_weights = weights(
                 b_p, seed, queries.i_bh, queries.o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS
             )
             if SITES.divisor == ROUNDED:
-                if SITES.probabilities_rounding != NEAREST:
+                if not ONCE:
                     b_p = b_weights.to(tl.float32)
                 b_sum = tl.sum(b_p, 1)
         if SITES.divisor == ROUNDED:

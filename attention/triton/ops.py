@@ -22,6 +22,7 @@ from ..reference.tiles import FORMAT_OF
 from .backward import empty_gradients, launch_backward, split_gradients
 from .block_sizes import backward_blocks, forward_blocks
 from .forward import empty_outputs, launch_forward
+from .low_formats import emulated, operands, rounded_output_gradient, stored_outputs
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,11 +67,39 @@ def backend(name: str, forward: Callable[..., Any], backward: Callable[..., Any]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any) -> tuple[Tensor, ...]:
+    if emulated(n):
+        of = operands(q, k, v, seed, n, *settings)
+        o, of_delta, saved = _launched_forward(of.q, of.k, of.v, seed, of.n, *settings)
+        return *stored_outputs(of.problem, o, of_delta, q.dtype), saved
+    return _launched_forward(q, k, v, seed, n, *settings)
+
+
+def _launched_forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any) -> tuple[Tensor, ...]:
     blocks = forward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
     return launch_forward(q, k, v, seed, n, blocks, *settings)
 
 
 def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    o: Tensor,
+    counts: Tensor,
+    saved: Tensor,
+    n: Numerics,
+    *settings: Any,
+) -> tuple[Tensor, Tensor]:
+    if emulated(n):
+        of = operands(q, k, v, seed, n, *settings)
+        do = rounded_output_gradient(of.problem, do)
+        gradients, dsinks = _launched_backward(do, of.q, of.k, of.v_of_dp, seed, o, counts, saved, of.n, *settings)
+        return gradients.to(q.dtype), dsinks
+    return _launched_backward(do, q, k, v, seed, o, counts, saved, n, *settings)
+
+
+def _launched_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..rounding import RANDOM_BITS, ROUNDS
 from .codes import BF16, FP16, FP32, INTERPRETED, NEAREST, STOCHASTIC
+from .low_formats import LOW, round_low
 
 _ONE = tl.constexpr(1)
 _DRAW = tl.constexpr(RANDOM_BITS)
@@ -37,9 +38,12 @@ def round_mantissa(b_x, BITS: tl.constexpr, ROUNDING: tl.constexpr, b_random):
 
 
 @triton.jit
-def round_to(b_x, FORMAT: tl.constexpr):
-    """A float32 block on the grid of FORMAT, nearest-even."""
-    if FORMAT == FP32:
+def round_to(b_x, FORMAT: tl.constexpr, BY_KEYS: tl.constexpr = False):
+    """A float32 block on the grid of FORMAT, nearest-even; what shares a scale is beside each other in the last dimension or, BY_KEYS, in
+    the first."""
+    if FORMAT >= LOW:
+        b_y = tl.trans(round_low(tl.trans(b_x), FORMAT)) if BY_KEYS else round_low(b_x, FORMAT)
+    elif FORMAT == FP32:
         b_y = b_x
     elif FORMAT == FP16:
         b_y = b_x.to(tl.float16).to(tl.float32)
@@ -101,14 +105,14 @@ def _first(a, b):
 
 
 @triton.jit
-def round_each(b_x, FORMAT: tl.constexpr):
+def round_each(b_x, FORMAT: tl.constexpr, BY_KEYS: tl.constexpr = False):
     """``round_block`` where nothing needs pairs: each number is the upper half of one, the lower being 0."""
     if FORMAT == BF16 and not INTERPRETED:
         b_y = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [b_x], tl.int32, is_pure=True, pack=1
         ).to(tl.float32, bitcast=True)
     else:
-        b_y = round_to(b_x, FORMAT)
+        b_y = round_to(b_x, FORMAT, BY_KEYS)
     return b_y
 
 
@@ -204,10 +208,10 @@ def with_low_bits(b_rounded, b_counts, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def operand(b_x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def operand(b_x, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BY_KEYS: tl.constexpr = False):
     """A block rounded to FORMAT for a product: in DTYPE (that of q) where it holds the format without loss, else in float32."""
-    if INTERPRETED:
-        b_y = round_to(b_x.to(tl.float32), FORMAT)
+    if INTERPRETED or FORMAT >= LOW:
+        b_y = round_to(b_x.to(tl.float32), FORMAT, BY_KEYS)
     elif b_x.dtype == DTYPE and FORMAT == FP32:
         b_y = b_x
     elif DTYPE == tl.bfloat16 and FORMAT == BF16:

@@ -109,12 +109,20 @@ def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
 
 @triton.jit
 def probabilities(
-    b_s, b_m, b_log_l, unit, FOLD: tl.constexpr, APART: tl.constexpr, REUSE: tl.constexpr, FORMAT: tl.constexpr
+    b_s,
+    b_m,
+    b_log_l,
+    unit,
+    FOLD: tl.constexpr,
+    APART: tl.constexpr,
+    REUSE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BY_KEYS: tl.constexpr = False,
 ):
     """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``; or, to
     REUSE P_bar, exp(S - m) in FORMAT over d, with 1 / d in place of log2 l (``backward_probabilities``)."""
     if REUSE:
-        b_p = round_each(exponential(b_s, b_m, unit, FOLD), FORMAT) * b_log_l
+        b_p = round_each(exponential(b_s, b_m, unit, FOLD), FORMAT, BY_KEYS) * b_log_l
     elif not APART:
         b_p = exponential(b_s, b_m, unit, FOLD)
     elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
