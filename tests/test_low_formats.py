@@ -90,12 +90,35 @@ def test_an_operand_below_bf16_moves_what_the_site_reaches(site: str, fmt: str) 
     assert bool(moved(found, other)) == fmt.endswith("stochastic")
 
 
-@pytest.mark.parametrize("backend", ["flash", "standard"])
-def test_other_backends_refuse_a_format_below_bf16_by_name(backend: str) -> None:
-    spec = AttentionSpec(preset=backend, sites=("output_gradient=e4m3_row",))
-    call = AttentionConfig(default=spec).resolve(1, 2)
-    with pytest.raises(UserError, match=r"no formats below BF16: output_gradient = 'e4m3_row', expected fp32"):
-        attention.check_plans(call, device="cuda", dtype=torch.bfloat16, head_dim=64)
+@pytest.mark.parametrize(
+    ("backend", "site", "reason"),
+    [
+        ("standard", "output_gradient=e4m3_row", "no formats below BF16: output_gradient = 'e4m3_row', expected fp32"),
+        (
+            "flash",
+            "score_gradients=e4m3_head",
+            "block by block: score_gradients = 'e4m3_head', expected no scale, or row",
+        ),
+        (
+            "flash",
+            "probabilities=int8_stochastic",
+            "block by block: probabilities = 'int8_stochastic', expected no scale",
+        ),
+        (
+            "flash",
+            "output_gradient_in_dv=e4m3",
+            "does not have this site: output_gradient_in_dv = 'e4m3', expected fp32",
+        ),
+        ("flash", "score_gradients=e5m2_row", "that of a tile, and it needs tile_k 16 or 32, not 512"),
+    ],
+)
+def test_what_other_backends_have_not_is_refused_by_name(
+    backend: str, site: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention.backends, "_interprets", lambda: True)
+    call = AttentionConfig(default=AttentionSpec(preset=backend, sites=(site,))).resolve(1, 2)
+    with pytest.raises(UserError, match=reason):
+        attention.check_plans(call, device="cpu", dtype=torch.bfloat16, head_dim=64)
 
 
 def test_rows_of_ds_sum_to_zero_only_where_both_passes_read_one_p_and_o() -> None:
