@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..numerics import BACKWARD, DELTA, FORWARD, LARGEST_SCALE, LOW_FORMATS, ROUNDINGS, SITES, Numerics, Site, folds
 from .block_sizes import boundaries_matter
-from .low_formats import low_code
+from .low_blocks import low_code
 
 FP_FUSION = True
 """``enable_fp_fusion`` of every launch: the compiler may make a * b + c one operation with one rounding. Values depend on it, and its

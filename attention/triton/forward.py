@@ -59,7 +59,7 @@ from .loads import (
     visible,
     warpgroup_mma,
 )
-from .low_formats import LOW
+from .low_blocks import LOW
 from .round_blocks import (
     divide_rows,
     dot,

@@ -22,7 +22,7 @@ from ..reference.tiles import FORMAT_OF
 from .backward import empty_gradients, launch_backward, split_gradients
 from .block_sizes import backward_blocks, forward_blocks
 from .forward import empty_outputs, launch_forward
-from .low_formats import emulated, operands, rounded_output_gradient, stored_outputs
+from .low_blocks import emulated, operands, rounded_output_gradient, stored_outputs
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

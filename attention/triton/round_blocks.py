@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..rounding import RANDOM_BITS, ROUNDS
 from .codes import BF16, FP16, FP32, INTERPRETED, NEAREST, STOCHASTIC
-from .low_formats import LOW, round_low
+from .low_blocks import LOW, round_low
 
 _ONE = tl.constexpr(1)
 _DRAW = tl.constexpr(RANDOM_BITS)
