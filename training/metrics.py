@@ -105,15 +105,12 @@ class Metrics:
             return
         record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
         self.file.append(record)
-        self._log_to_wandb(record)
-
-    def _log_to_wandb(self, record: dict[str, Any]) -> None:
         if self._wandb_run is None:
             return
         try:
             self._wandb_run.log({k: v for k, v in record.items() if v is not None and not isinstance(v, str)})
         except Exception as error:  # the JSON lines are the record; a broken service must not end a training run
-            warnings.warn(f"W&B stopped taking values ({error}); {METRICS_FILE} goes on", stacklevel=3)
+            warnings.warn(f"W&B stopped taking values ({error}); {METRICS_FILE} goes on", stacklevel=2)
             self._wandb_run = None
 
     def close(self, exit_code: int = 0) -> None:

@@ -324,16 +324,10 @@ def open_telemetry(run: Run) -> None:
     config = run.config
     if not run.dist.is_main or not config.telemetry.every:
         return
-    run.telemetry = Telemetry(
-        config.telemetry,
-        run.network.raw,
-        run.batches,
-        run.folder,
-        device=run.dist.device,
-        precision=config.precision,
-        rounding_seed=functools.partial(rounding_seed, config.run.seed, micro_batch=0),
-        rate=functools.partial(learning_rate, config=config.optim),
-    )
+    seed_of = functools.partial(rounding_seed, config.run.seed, micro_batch=0)
+    more: dict[str, Any] = {"rounding_seed": seed_of, "rate": functools.partial(learning_rate, config=config.optim)}
+    more |= {"device": run.dist.device, "precision": config.precision}
+    run.telemetry = Telemetry(config.telemetry, run.network.raw, run.batches, run.folder, **more)
     try:
         for earlier in read_lines(run.telemetry.file.path):
             update_alarm(run.alarm, earlier)

@@ -191,11 +191,11 @@ def stacked(members: Sequence[Member]) -> LayerCapture:
     if len(members) == 1 and len(members[0][1].heads) == members[0][0].plan.n_head:
         return members[0][0]
     parts = zip(*(layer.heads(group) for layer, group in members), strict=True)
-    q_BTND, k_BTND, v_BTND, o_BTND, do_BTND = (torch.cat(part, dim=2) for part in parts)
+    names = ("q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD")
+    tensors: dict[str, Any] = {name: torch.cat(part, dim=2) for name, part in zip(names, parts, strict=True)}
     first, group = members[0]
-    heads = tuple(range(q_BTND.shape[2]))
-    plan = LayerPlan(first.layer, len(heads), (replace(group, heads=heads),))
-    return replace(first, q_BTHD=q_BTND, k_BTHD=k_BTND, v_BTHD=v_BTND, o_BTHD=o_BTND, do_BTHD=do_BTND, plan=plan)
+    heads = tuple(range(sum(len(group.heads) for _, group in members)))
+    return replace(first, **tensors, plan=LayerPlan(first.layer, len(heads), (replace(group, heads=heads),)))
 
 
 def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Tensor], int]:
@@ -209,14 +209,11 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     delta = delta_errors(heads)
     error = summarize(delta.error_BHT / loss_scale)
     r_BNT = row_residuals(heads)[0] / loss_scale
+    negative_ND = (heads.v_BTHD < 0).float().mean(dim=(0, 1))
     measured = {
-        "max_logit": statistics["max_logit"],
-        "min_row_max": statistics["min_row_max"],
-        "entropy": statistics["entropy"],
-        "sink": statistics["sink"],
-        "top_1": statistics["top_1"],
-        "ties_1e3": statistics["ties"],
-        "v_one_signed": one_signed_share(heads.v_BTHD),
+        "ties_1e3": statistics.pop("ties"),
+        **statistics,
+        "v_one_signed": (torch.maximum(negative_ND, 1 - negative_ND) >= 0.9).float().mean(dim=-1),
         "delta_error_mean": error.mean_H,
         "delta_error_se": error.standard_error_H,
         "delta_error_rms": error.rms_H,
@@ -225,12 +222,6 @@ def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
         "row_residual_rms": r_BNT.square().mean(dim=(0, 2)).sqrt(),
     }
     return measured, error.units
-
-
-def one_signed_share(v_BTHD: Tensor) -> Tensor:
-    """Share of a head's features that have one sign at 90 % of the tokens or more, [H] float32."""
-    negative_HD = (v_BTHD < 0).float().mean(dim=(0, 1))
-    return (torch.maximum(negative_HD, 1 - negative_HD) >= 0.9).float().mean(dim=-1)
 
 
 def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:
