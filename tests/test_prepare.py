@@ -256,47 +256,23 @@ def test_only_the_librarys_own_sources_belong_and_none_to_both_splits(tmp_path, 
     assert not split_documents[0] & split_documents[1]
 
 
-COUNT = 300
-# The permutation that NumPy's generator gives for nanoGPT's seed; a held-out part of 0.0005 is one document of 300.
-ORDER = np.random.default_rng(2357).permutation(COUNT).tolist()
-
-
-@pytest.fixture
-def source(tmp_path, monkeypatch):
+def test_split_and_order_of_openwebtext_are_nanogpts(tmp_path, monkeypatch):
     """Two parquet files of 300 numbered documents; byte-level stand-in for GPT-2's files, which need a download."""
     pytest.importorskip("datasets")
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(data.tokenizers, "_gpt2_encoding", byte_encoding)
-    folder = tmp_path / "parquet"
-    folder.mkdir()
-    texts = [f"<{number}>\n" for number in range(COUNT)]
-    for part, rows in enumerate((texts[:100], texts[100:])):
-        parquet.write_table(pyarrow.table({"text": rows}), folder / f"train-{part:05}.parquet")
-    return folder
-
-
-def byte_encoding():
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     ranks = {bytes([value]): value for value in range(256)}
-    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
-
-
-def prepare_web(tmp_path, source, **options):
-    options = {"allow_other_counts": True, "workers": 1, **options}
-    return prepare_openwebtext(tmp_path / "out", source=source, cache=tmp_path / "cache", **options)
-
-
-def texts_of(tmp_path, split):
-    tokens = TokenFile.open(tmp_path / "out", split).tokens.astype(np.int64)
-    ends = np.flatnonzero(tokens == 50256)
-    assert ends[-1] == len(tokens) - 1
-    return [bytes(part[part != 50256].tolist()).decode() for part in np.split(tokens, ends)[:-1]]
-
-
-def test_split_and_order_are_nanogpts(tmp_path, source):
-    prepare_web(tmp_path, source)
-    assert texts_of(tmp_path, "val") == [f"<{ORDER[0]}>\n"]
-    assert texts_of(tmp_path, "train") == [f"<{number}>\n" for number in ORDER[1:]]
+    encoding = tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
+    monkeypatch.setattr(data.tokenizers, "_gpt2_encoding", lambda: encoding)
+    source, texts = tmp_path / "parquet", [f"<{number}>\n" for number in range(300)]
+    source.mkdir()
+    for part, rows in enumerate((texts[:100], texts[100:])):
+        parquet.write_table(pyarrow.table({"text": rows}), source / f"train-{part:05}.parquet")
+    prepare_openwebtext(tmp_path / "out", source=source, cache=tmp_path / "cache", allow_other_counts=True, workers=1)
+    # The permutation that NumPy's generator gives for nanoGPT's seed; a held-out part of 0.0005 is one document of 300.
+    order = np.random.default_rng(2357).permutation(300)
+    for split, numbers in (("val", order[:1]), ("train", order[1:])):
+        expected = [token for number in numbers for token in (*texts[number].encode(), 50256)]
+        assert TokenFile.open(tmp_path / "out", split).tokens.tolist() == expected
 
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
