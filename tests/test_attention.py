@@ -33,9 +33,7 @@ def spec_of(preset: str, numerics: str = "hardware") -> AttentionSpec:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("numerics", ["hardware", "rounded_forward", "fp32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_flash_presets_are_as_exact_as_standard(
-    case: str, numerics: str, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_flash_presets_are_exact(case: str, numerics: str, dtype: torch.dtype, device: torch.device) -> None:
     """Error against fp64 at most twice that of standard attention, for O, dQ, dK, dV of every preset, in units of ``magnitudes``.
 
     The floor is the unit of the format; for FP32 that of L, from which flash attention recomputes P = exp(S - L): |L| 2^-24.

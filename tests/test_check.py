@@ -140,9 +140,7 @@ def test_a_kernel_that_takes_its_row_sums_out_of_dq_cannot_hide_its_delta() -> N
 
 @pytest.mark.parametrize("name", ["padding", "window"])
 def test_a_mask_that_is_not_followed_is_found(name: str) -> None:
-    def causal_only(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False, scale: Any = None
-    ) -> Any:
+    def causal_only(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
         return torchs(query, key, value, is_causal=True, scale=scale)
 
     found, good = (

@@ -145,9 +145,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(FILES))
-def test_full_disk_keeps_and_names_the_last_good_one(
-    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_names_the_last_good_one(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = make(tmp_path, 1, 2)
     flip_a_byte(checkpoints.folder / "step_00000002" / "model.safetensors")
     write = checkpoint._write

@@ -48,20 +48,15 @@ def compare(*arguments: object) -> None:
     compare_runs.main([str(argument) for argument in arguments])
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
-    failing = write_run(tmp_path / "failing", [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], digests="d", w_q_norm_max=30.0)
-    fixed = write_run(tmp_path / "fixed", [3.0, 2.0, 1.9, 1.8, 1.7, 1.6], digests="d", preset="flash_delta_from_p")
-    return failing, fixed
-
-
 def told(capsys: pytest.CaptureFixture[str], *folders: Path) -> str:
     compare(*folders, "--out", "none", "--patience", 3)
     return capsys.readouterr().out
 
 
-def test_ends_and_where_runs_part_and_why_are_told(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    shown = told(capsys, *pair)
+def test_ends_and_where_runs_part_and_why_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = write_run(tmp_path / "failing", [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], digests="d", w_q_norm_max=30.0)
+    fixed = write_run(tmp_path / "fixed", [3.0, 2.0, 1.9, 1.8, 1.7, 1.6], digests="d", preset="flash_delta_from_p")
+    shown = told(capsys, failing, fixed)
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| f")]
     assert [(row[0], row[3]) for row in rows] == [("| failing", "exploded at 3"), ("| fixed", "stable to 5")]
     change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
@@ -105,9 +100,7 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys:
         ("", "Data: unknown: no data_digest at a step in common with a: b."),
     ],
 )
-def test_one_sentence_about_the_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, sentence: str
-) -> None:
+def test_a_sentence_on_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, sentence: str) -> None:
     a = write_run(tmp_path / "a", [2.0] * 6, digests="abcd")
     b = write_run(tmp_path / "b", [2.0] * 6, digests=digests)
     compare(a, b, "--out", "none")
@@ -151,9 +144,7 @@ def test_a_run_of_train_py_has_its_row(place: Place) -> None:
     assert row["w_q_norm_1_at_10"] == next(probe["w_q_norm"][1] for probe in probes if probe["step"] == 10)
 
 
-def test_the_first_checkpoint_and_tensor_that_differ_are_named(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_difference_is_named(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = place.runs / "one", tmp_path / "other"
     shutil.copytree(one, other)
     assert "; the same weights and moments in checkpoints of step 10, 20; no setting" in told(capsys, one, other)

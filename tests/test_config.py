@@ -21,14 +21,6 @@ ABLATIONS = sorted((PRESETS / "ablations").glob("*.py"))
 DEBUG = str(PRESETS / "debug.py")
 
 
-def name(path: Path) -> str:
-    return path.stem
-
-
-def through_json(config: TrainConfig) -> TrainConfig:
-    return from_json(TrainConfig, json.loads(json.dumps(to_json(config))))
-
-
 def test_a_file_of_ones_own_is_read_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "mine.py").write_text("from configs.debug import config\n")
@@ -36,8 +28,10 @@ def test_a_file_of_ones_own_is_read_and_nothing_is_left(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
-@pytest.mark.parametrize("ablation", [[], *([path] for path in ABLATIONS)], ids=lambda paths: "".join(map(name, paths)))
-@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+@pytest.mark.parametrize(
+    "ablation", [[], *([path] for path in ABLATIONS)], ids=lambda paths: "".join(path.stem for path in paths)
+)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: list[Path]) -> None:
     files = [str(path) for path in (recipe, *ablation)]
     if "outlier_heads" in files[-1] and load(files[:1]).model.n_head < 12:
@@ -45,10 +39,10 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: list
             load(files)
         return
     config = load(files)
-    assert through_json(config) == config
+    assert from_json(TrainConfig, json.loads(json.dumps(to_json(config)))) == config
 
 
-@pytest.mark.parametrize("ablation", ABLATIONS, ids=name)
+@pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)
 def test_ablation_changes_attention_only(ablation: Path) -> None:
     recipe = str(PRESETS / "gpt2_paper.py")
     plain, changed = load([recipe]), load([recipe, str(ablation)])

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from layer_captures import random_layer
 from torch import Tensor
 
 import attention
@@ -20,6 +19,17 @@ from probes.delta_error import delta_errors, output_errors, summarize
 from probes.low_rank import coherence, cross_coherence, weighted_keys
 
 PAPER = AttentionSpec(numerics="rounded_forward")
+
+
+def random_layer(*, spec: AttentionSpec | None = None, softcap: float = 0.0) -> LayerCapture:
+    """A capture made by hand: independent normal q, k, v and dO [2, 40, 3, 16] in BF16, and X; O by ``attention.run``."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(2, 40, 3, 16, generator=generator).bfloat16() for _ in range(4))
+    (plan,) = AttentionConfig(flash_backend="flash_reference", default=spec or AttentionSpec()).resolve(1, 3)
+    seed = torch.tensor(7)
+    o = attention.run(q, k, v, plan, rounding_seed=seed, softcap=softcap)
+    x = torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(1))
+    return LayerCapture(0, x, q, k, v, o, do.to(o.dtype), scale=1 / 4, softcap=softcap, plan=plan, rounding_seed=seed)
 
 
 def test_low_is_what_the_backward_pass_computes() -> None:

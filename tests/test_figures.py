@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from layer_captures import random_layer
+from test_delta_error import random_layer
 from tiny_runs import Place, new_place
 
 from attention import AttentionConfig

@@ -83,16 +83,10 @@ def kernels_are_as_exact(p: Problem, **settings) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-@pytest.mark.timeout(600)
-def test_the_kernels_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__, "-m", "not gpu and not slow")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-@slow
 @pytest.mark.timeout(900)
-def test_the_slow_cases_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__, "-m", "slow and not gpu")
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=slow)])
+def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
+    pass_in_the_interpreter(__file__, "-m", f"{cases} and not gpu")
 
 
 # Small files with tests of kernels, in one process, as each start takes seconds.
@@ -120,9 +114,7 @@ def test_the_kernels_of_small_files_in_tritons_interpreter() -> None:
         (spec("flash", sites=("tile_sum=bf16",)), 64, "it does not have this site: tile_sum = 'bf16', expected fp32"),
     ],
 )
-def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
-    asked: AttentionSpec, head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_run(asked: AttentionSpec, head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.backends, "_interprets", lambda: "CUDA" not in reason)
     with pytest.raises(UserError) as error:
         attention.check_plans(

@@ -26,14 +26,12 @@ class Result(NamedTuple):
     dweight: Tensor
 
 
-def problem(
-    device: torch.device, n: int = 64, c: int = 32, v: int = 300, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def problem(device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """(x [N, C] float32, W [V, C] float32, targets [N] with some ignored); logits of a size where softmax is neither flat nor one-hot."""
     generator = torch.Generator().manual_seed(seed)
-    x_NC = torch.randn(n, c, generator=generator)
-    weight_VC = 0.4 * torch.randn(v, c, generator=generator)
-    targets_N = torch.randint(v, (n,), generator=generator)
+    x_NC = torch.randn(64, 32, generator=generator)
+    weight_VC = 0.4 * torch.randn(300, 32, generator=generator)
+    targets_N = torch.randint(300, (64,), generator=generator)
     targets_N[::7] = -1
     return x_NC.to(device), weight_VC.to(device), targets_N.to(device)
 

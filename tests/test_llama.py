@@ -85,9 +85,7 @@ def test_logits_and_gradients_are_those_of_a_hugging_face_llama(tied: bool) -> N
 
 @pytest.mark.parametrize(("table", "bound"), [("fp32", 1e-6), ("bf16", None)])
 @pytest.mark.parametrize("width", [2, 6, 64])
-def test_scores_depend_on_the_distance_alone_unless_the_table_is_rounded(
-    table: str, bound: float | None, width: int
-) -> None:
+def test_scores_depend_on_the_distance_unless_the_table_is_rounded(table: str, bound: float | None, width: int) -> None:
     rotary = Rotary(ModelConfig(n_head=1, n_embd=width, block_size=256, position="rotary", rotary_table=table))
     q, k = torch.randn(2, 1, 1, 1, width, generator=torch.Generator().manual_seed(0)).expand(-1, -1, 256, -1, -1)
     scores = (rotary(q)[0, :, 0].double() @ rotary(k)[0, :, 0].double().T) / (q[0, 0].norm() * k[0, 0].norm())

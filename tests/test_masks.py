@@ -150,16 +150,10 @@ def kernels_agree(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-@pytest.mark.timeout(600)
-def test_the_kernels_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__, "-m", "not gpu and not slow")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
-@slow
 @pytest.mark.timeout(900)
-def test_the_slow_cases_in_tritons_interpreter() -> None:
-    pass_in_the_interpreter(__file__, "-m", "slow and not gpu")
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=slow)])
+def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
+    pass_in_the_interpreter(__file__, "-m", f"{cases} and not gpu")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -310,9 +304,7 @@ def test_sinks(backend: str, device: torch.device) -> None:
     ],
     ids=str,
 )
-def test_sinks_beside_sites(
-    case: Case, preset: str, sites: tuple[str, ...], backend: str, device: torch.device
-) -> None:
+def test_sinks_and_sites(case: Case, preset: str, sites: tuple[str, ...], backend: str, device: torch.device) -> None:
     assert_exact(case, device, spec_of(backend, preset, sites))
 
 
@@ -331,9 +323,7 @@ def row_sums(preset: str, backend: str, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["flash", "flash_reference"])
-def test_by_flash_consistent_rows_of_ds_sum_to_zero_over_the_keys_and_the_sink(
-    backend: str, device: torch.device
-) -> None:
+def test_by_flash_consistent_rows_of_ds_and_the_sink_sum_to_zero(backend: str, device: torch.device) -> None:
     assert row_sums("flash_consistent", backend, device).abs().max() < 1e-5
     assert row_sums("flash", backend, device).abs().max() > 1e-3
 

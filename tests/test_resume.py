@@ -299,9 +299,7 @@ def test_a_refused_resume_changes_nothing(place: Place, switched: Path, name: st
 # ---- two processes at one run
 
 
-def test_a_run_is_locked_from_its_first_step_to_its_end_and_a_second_process_leaves_it_alone(
-    place: Place, monkeypatch: Patch
-) -> None:
+def test_a_run_is_locked_to_its_end_and_a_second_process_leaves_it_alone(place: Place, monkeypatch: Patch) -> None:
     refusals, fields = [], {"data.record": place.recording("held")}
 
     def meanwhile(run: Run, step: int) -> None:

@@ -192,5 +192,4 @@ def test_the_floor_leaves_row_sums_of_ds_that_no_rounding_makes() -> None:
 
 
 def _forward(p: Problem, runner: Runner, spec: AttentionSpec) -> Tensor:
-    on_device = Problem(*(x.to(runner.device) for x in (p.q, p.k, p.v, p.do)))
-    return run(on_device, replace(spec, backend=runner.backend))[0][0, :, 0].double().cpu()
+    return run(moved(p, runner.device), replace(spec, backend=runner.backend))[0][0, :, 0].double().cpu()

@@ -137,9 +137,7 @@ def straight(place: Place) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_after_a_fault_of_one_process_the_same_command_gives_the_bits_of_one(
-    place: Place, tmp_path: Path, straight: Path, fault: str
-) -> None:
+def test_after_a_fault_of_one_process_two_go_on(place: Place, tmp_path: Path, straight: Path, fault: str) -> None:
     """It happens to one of four processes; two go on."""
     folder, (action, rank) = place.folder / fault.replace(" ", "_"), FAULTS[fault]
     fields = {**FIELDS, "run.folder": str(folder), "data.record": str(folder / "recording"), "run.steps": 40}
