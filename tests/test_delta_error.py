@@ -14,7 +14,7 @@ import attention
 from attention import AttentionConfig, AttentionSpec
 from attention.reference.flash import row_deltas
 from model import GPT, ModelConfig, initialize
-from probes.capture import capture
+from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, output_errors, summarize
 from probes.low_rank import coherence, cross_coherence, weighted_keys
 

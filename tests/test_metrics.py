@@ -99,7 +99,7 @@ SOURCES = ("train.py", "attention/plan.py", "data/text/words.py")
 OTHERS = ("runs/a/x.py", ".venv/x.py", "tests/x.py", "attention/notes.md", "data/tokens/a/train.bin")
 
 
-@pytest.mark.parametrize("name", (*SOURCES, *OTHERS))
+@pytest.mark.parametrize("name", [*SOURCES, *OTHERS])
 def test_a_changed_source_of_the_project_changes_the_digest_and_nothing_else_does(checkout: Path, name: str) -> None:
     before = record.source_sha256(checkout)
     (checkout / name).parent.mkdir(parents=True, exist_ok=True)
