@@ -28,8 +28,12 @@ def random_layer(*, spec: AttentionSpec | None = None, softcap: float = 0.0) -> 
     (plan,) = AttentionConfig(flash_backend="flash_reference", default=spec or AttentionSpec()).resolve(1, 3)
     seed = torch.tensor(7)
     o = attention.run(q, k, v, plan, rounding_seed=seed, softcap=softcap)
-    x = torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(1))
-    return LayerCapture(0, x, q, k, v, o, do.to(o.dtype), scale=1 / 4, softcap=softcap, plan=plan, rounding_seed=seed)
+    return LayerCapture(
+        layer=0,
+        x_BTC=torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(1)),
+        **{"q_BTHD": q, "k_BTHD": k, "v_BTHD": v, "o_BTHD": o, "do_BTHD": do.to(o.dtype)},
+        **{"scale": 1 / 4, "softcap": softcap, "plan": plan, "rounding_seed": seed},
+    )
 
 
 def test_low_is_what_the_backward_pass_computes() -> None:
