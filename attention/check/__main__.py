@@ -48,18 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("KERNEL: expected one or more; --help says which")
     if options.against and len(options.kernels) > 1:
         raise UserError(f"--against {options.against}: expected one KERNEL, not {len(options.kernels)}")
-    shapes = _shapes(options)
-    tested = [_report(name, shape, options) for shape in shapes for name in options.kernels]
-    against = [_report(options.against, shape, options) for shape in shapes if options.against]
+    tested: list[Report] = []
+    against: list[Report] = []
+    for shape, name in itertools.product(_shapes(options), options.kernels):
+        tested.append(_report(name, shape, options))
+        if options.against:
+            against.append(_report(options.against, shape, options))
+        documents = _written(
+            [*tested, *against], options
+        )  # after each: of a long command that is cut off, what was done stays
     reports = [*tested, *against]
-    documents = ",\n".join(report.json() for report in reports)
-    documents = f"{documents}\n" if len(reports) == 1 else f"[{documents}]\n"
-    for option, name, content in (("--json", options.json, documents), ("--csv", options.csv, csv_of(reports))):
-        if name and (option, name) != ("--json", "-"):
-            try:
-                Path(name).write_text(content)
-            except OSError as error:
-                raise UserError(f"{option} {name}: cannot be written ({error.strerror})") from None
     if options.json == "-":
         print(documents, end="")
     else:
@@ -70,6 +68,21 @@ def main(arguments: list[str] | None = None) -> int:
             texts.append(table(reports))
         print("\n\n".join(texts))
     return EXIT_CODES[judge.worst(report.verdict for report in tested)]
+
+
+def _written(reports: list[Report], options: argparse.Namespace) -> str:
+    """Write the files that were asked for, aside and renamed; return the JSON."""
+    documents = ",\n".join(report.json() for report in reports)
+    documents = f"{documents}\n" if len(reports) == 1 else f"[{documents}]\n"
+    for option, name, content in (("--json", options.json, documents), ("--csv", options.csv, csv_of(reports))):
+        if name and (option, name) != ("--json", "-"):
+            try:
+                aside = Path(f"{name}.part")
+                aside.write_text(content)
+                aside.replace(name)
+            except OSError as error:
+                raise UserError(f"{option} {name}: cannot be written ({error.strerror})") from None
+    return documents
 
 
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
