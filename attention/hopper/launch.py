@@ -1,5 +1,8 @@
 """FlashAttention-4's kernels for Hopper, launched: each is compiled once for shapes of any size, and always deterministic.
 
+No key ranges: with lists of the blocks that a mask leaves, the backward pass for SM90 of this FlashAttention-4 is not deterministic (it
+asserts so); without such lists it could mask single keys, but would compute every hidden block, and read keys that nobody may read.
+
 Legend: B batch, H heads, HK heads of keys, T queries, S keys, D head dim.
 """
 
