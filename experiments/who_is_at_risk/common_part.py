@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python experiments/who_is_at_risk/common_part.py runs/NAME/checkpoints/step_00002400 [...] [--sequences 4]
 
-``x``, ``k``, ``q``, ``k_read``: share |mean|^2 / mean |.|^2 over tokens of the normed input, of W_K x and W_Q x, and of K as attention
-reads it (turned), mean over heads. ``outer``: mean cosine of (P K)[T]^T X[T], turned back, of two tokens (``probes.low_rank``): what an
-error of delta adds up along. ``outer_max``: of the head with the largest.
+``x``, ``k``, ``q``, ``k_read``, ``v``: share |mean|^2 / mean |.|^2 over tokens of the normed input, of W_K x and W_Q x, of K as
+attention reads it (turned), and of V, mean over heads. ``outer``: mean cosine of (P K)[T]^T X[T], turned back, of two tokens
+(``probes.low_rank``): what an error of delta adds up along. ``outer_max``: of the head with the largest.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def row(layer: LayerCapture) -> dict[str, float]:
         for name, x in (("k", layer.k_BTHD), ("q", layer.q_BTHD))
     }
     outer_H = coherence(layer.turned_back(weighted_keys(layer)), layer.x_BTC).within_H
-    shares = {"x": layer.x_BTC[:, :, None], **before, "k_read": layer.k_BTHD}
+    shares = {"x": layer.x_BTC[:, :, None], **before, "k_read": layer.k_BTHD, "v": layer.v_BTHD}
     found = {name: float(share(x).mean()) for name, x in shares.items()}
     return found | {"outer": float(outer_H.mean()), "outer_max": float(outer_H.max()), "push": push(layer)}
 
@@ -63,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out = csv.writer(sys.stdout, lineterminator="\n")
-    out.writerow(["run", "step", "layer", "x", "k", "q", "k_read", "outer", "outer_max", "push"])
+    out.writerow(["run", "step", "layer", "x", "k", "q", "k_read", "v", "outer", "outer_max", "push"])
     for path in args.checkpoints:
         opened = open_checkpoint(path, device)
         for layer in captured(opened, args.sequences, None, device)[0]:
