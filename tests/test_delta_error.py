@@ -12,10 +12,11 @@ from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
+from attention.mask import NO_MASK
 from attention.reference.flash import row_deltas
 from model import GPT, ModelConfig, initialize
 from probes.capture import LayerCapture, capture
-from probes.delta_error import delta_errors, output_errors, summarize
+from probes.delta_error import delta_errors, effective_numerics, output_errors, row_residuals, summarize
 from probes.low_rank import coherence, cross_coherence, weighted_keys
 
 PAPER = AttentionSpec(numerics="rounded_forward")
@@ -84,6 +85,29 @@ def test_the_summary_of_known_numbers() -> None:
     assert summary.mean_H.item() == -8
     assert summary.standard_error_H.item() == pytest.approx(means.std().item() / 2)
     assert summary.positive_H.item() == pytest.approx(6 / 7)
+
+
+def test_the_row_residual_is_what_dq_has_of_it() -> None:
+    """dQ with r kept, less dQ of corrected rows, is scale * r * the mean key; after the correction hardly any r is left."""
+    exact = ("output=m3", "score_gradients=fp32", "probabilities=fp32")
+    kept, corrected = (
+        random_layer(spec=AttentionSpec(sites=(*exact, f"row_residual={name}"))) for name in ("kept", "corrected_rows")
+    )
+    r_BHT, key_BHTD = row_residuals(kept)
+    difference = _dq(kept) - _dq(corrected)
+    torch.testing.assert_close(kept.scale * r_BHT[..., None] * key_BHTD, difference, rtol=1e-3, atol=1e-5)
+    assert row_residuals(corrected)[0].abs().max() < 1e-4 * r_BHT.abs().max()
+
+
+def _dq(layer: LayerCapture) -> Tensor:
+    """[B, H, T, D] float32."""
+    q, k, v, do = (x.float() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
+    (group,) = layer.plan.groups
+    n = effective_numerics(group)
+    q.requires_grad_()
+    operator = torch.ops.attention.flash_reference_forward
+    o, *_ = operator(q, k, v, layer.rounding_seed, n.key(), layer.scale, True, layer.softcap, None, *NO_MASK)
+    return torch.autograd.grad(o, q, do)[0].transpose(1, 2)
 
 
 def outer(pk: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
