@@ -80,6 +80,25 @@ def test_everything_else_comes_back(tmp_path: Path) -> None:
     assert {key: getattr(loaded, key) for key in given} == given
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (24 * dtype.itemsize,), dtype=torch.uint8)
+    # A bool, a scalar, nothing, and a transposed view beside it: unequal widths, an odd offset, no contiguity.
+    state = {
+        "a": torch.tensor([True]),
+        "value": bits.view(dtype).reshape(4, 6).T,
+        "scalar": bits.view(dtype)[0].clone(),
+        "none": torch.empty(0, 3, dtype=dtype),
+    }
+    save(checkpoints := make(tmp_path), 1, model_state=state)
+    loaded = newest(checkpoints).model_state
+    for name, tensor in state.items():
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].dtype == dtype or name == "a"
+        raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (loaded[name], tensor)]
+        assert torch.equal(*raw)
+
+
 def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     torch.manual_seed(3)
     torch.rand(5)
