@@ -292,6 +292,15 @@ def test_one_command_makes_a_table_of_kernels_and_head_dims(tmp_path: Path, caps
     assert capsys.readouterr().out.count("| at risk: delta or P |") == 2
 
 
+def test_a_command_that_is_cut_off_keeps_the_kernels_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stopped.py").write_text("def kernel(q, k, v, causal, scale):\n    raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        main(["torch:math", "stopped:kernel", *RISKY, "--csv", str(tmp_path / "rows.csv")])
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert [row["kernel"] for row in csv.DictReader(file)] == ["torch:math"]
+
+
 def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flash", *RISKY, "--class", "odd_length"]) == 1
     text = capsys.readouterr().out

@@ -12,7 +12,7 @@ from ..presets import PRESETS
 from ..user_error import UserError
 from . import judge
 from .classes import Shape
-from .kernels import KNOWN
+from .kernels import KNOWN, find
 from .report import DTYPES, Report, check_attention, csv_of, reasons, side_by_side, table
 
 EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED: 3}
@@ -48,15 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("KERNEL: expected one or more; --help says which")
     if options.against and len(options.kernels) > 1:
         raise UserError(f"--against {options.against}: expected one KERNEL, not {len(options.kernels)}")
+    for name in options.kernels:
+        find(name)  # a wrong name shows before the first kernel has run
     tested: list[Report] = []
     against: list[Report] = []
     for shape, name in itertools.product(_shapes(options), options.kernels):
         tested.append(_report(name, shape, options))
         if options.against:
             against.append(_report(options.against, shape, options))
-        documents = _written(
-            [*tested, *against], options
-        )  # after each: of a long command that is cut off, what was done stays
+        # After each: what is done stays when a long command is cut off.
+        documents = _written([*tested, *against], options)
     reports = [*tested, *against]
     if options.json == "-":
         print(documents, end="")
