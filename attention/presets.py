@@ -198,12 +198,12 @@ PRESETS: dict[str, Preset] = {
     ),
     "attn_qat": Preset(
         "flash_reference",
-        "FP4, after [Attn-QAT](https://arxiv.org/abs/2603.00040), not checked with its code",
+        "FP4, after the abstract of [Attn-QAT](https://arxiv.org/abs/2603.00040), not its code",
         _ATTN_QAT,
     ),
     "sage_bwd": Preset(
         "flash_reference",
-        "INT8, after [SageBwd](https://arxiv.org/abs/2603.02170), not checked with its code",
+        "INT8, after the abstract of [SageBwd](https://arxiv.org/abs/2603.02170), not its code",
         _SAGE_BWD,
     ),
 }
