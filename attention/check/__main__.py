@@ -78,9 +78,11 @@ def _written(reports: list[Report], options: argparse.Namespace) -> str:
     for option, name, content in (("--json", options.json, documents), ("--csv", options.csv, csv_of(reports))):
         if name and (option, name) != ("--json", "-"):
             try:
-                aside = Path(f"{name}.part")
-                aside.write_text(content)
-                aside.replace(name)
+                if Path(name).exists() and not Path(name).is_file():  # /dev/stdout, a pipe
+                    Path(name).write_text(content)
+                else:
+                    (aside := Path(f"{name}.part")).write_text(content)
+                    aside.replace(name)
             except OSError as error:
                 raise UserError(f"{option} {name}: cannot be written ({error.strerror})") from None
     return documents

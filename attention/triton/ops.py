@@ -67,16 +67,13 @@ def backend(name: str, forward: Callable[..., Any], backward: Callable[..., Any]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any) -> tuple[Tensor, ...]:
-    if emulated(n):
-        of = operands(q, k, v, seed, n, *settings)
-        o, of_delta, saved = _launched_forward(of.q, of.k, of.v, seed, of.n, *settings)
-        return *stored_outputs(of.problem, o, of_delta, q.dtype), saved
-    return _launched_forward(q, k, v, seed, n, *settings)
-
-
-def _launched_forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any) -> tuple[Tensor, ...]:
+    of = operands(q, k, v, seed, n, *settings) if emulated(n) else None
+    dtype = q.dtype
+    if of is not None:
+        q, k, v, n = of.q, of.k, of.v, of.n
     blocks = forward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
-    return launch_forward(q, k, v, seed, n, blocks, *settings)
+    o, of_delta, saved = launch_forward(q, k, v, seed, n, blocks, *settings)
+    return (o, of_delta, saved) if of is None else (*stored_outputs(of.problem, o, of_delta, dtype), saved)
 
 
 def _backward(
@@ -91,28 +88,13 @@ def _backward(
     n: Numerics,
     *settings: Any,
 ) -> tuple[Tensor, Tensor]:
+    dtype = q.dtype
     if emulated(n):
         of = operands(q, k, v, seed, n, *settings)
-        do = rounded_output_gradient(of.problem, do)
-        gradients, dsinks = _launched_backward(do, of.q, of.k, of.v_of_dp, seed, o, counts, saved, of.n, *settings)
-        return gradients.to(q.dtype), dsinks
-    return _launched_backward(do, q, k, v, seed, o, counts, saved, n, *settings)
-
-
-def _launched_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seed: Tensor,
-    o: Tensor,
-    counts: Tensor,
-    saved: Tensor,
-    n: Numerics,
-    *settings: Any,
-) -> tuple[Tensor, Tensor]:
+        do, q, k, v, n = rounded_output_gradient(of.problem, do), of.q, of.k, of.v_of_dp, of.n
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
-    return launch_backward(do, q, k, v, seed, o, counts, saved, n, blocks, *settings)
+    gradients, dsinks = launch_backward(do, q, k, v, seed, o, counts, saved, n, blocks, *settings)
+    return gradients.to(dtype), dsinks
 
 
 flash = backend("flash", _forward, _backward)
