@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -233,6 +234,22 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe() -> None:
     assert check_attention("te", device="cpu", shape=SMALL, classes=("gaussian",)).verdict == "unverified"
     with pytest.raises(AssertionError, match="no such shape"):
         assert_safe(broken, unverified=True, device="cpu", shape=SMALL, classes=("gaussian",))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module"),
+    [
+        ("fa2", "flash_attn"),
+        ("fa3", "flash_attn_interface"),
+        ("xformers", "xformers.ops"),
+        ("te", "transformer_engine.pytorch"),
+    ],
+)
+def test_a_package_without_its_kernel_is_unverified(kernel: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashAttention-4 leaves ``flash_attn`` where FlashAttention-2 is not."""
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian").cases
+    assert (case.verdict, "has no attribute" in case.reason) == ("unverified", True), case
 
 
 def test_a_nan_that_spreads_is_found() -> None:

@@ -62,7 +62,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     if kernel in KNOWN:
         try:
             return Kernel(kernel, KNOWN[kernel](), masks=kernel not in ("xformers", "te"))
-        except (ImportError, OSError, RuntimeError) as error:
+        except Exception as error:  # whatever a package raises that is there in part
             return Kernel(kernel, None, f"cannot be imported: {type(error).__name__}: {_line(error)}")
     module, colon, function = kernel.partition(":")
     if not (colon and module and function) or module in _RESERVED:
