@@ -128,11 +128,10 @@ def joined(parts: Sequence[LayerCapture]) -> LayerCapture:
     return dataclasses.replace(parts[0], **whole)
 
 
-def head_of(opened: Opened, layer: int, head: int | None) -> int:
-    """The head asked for, or that with the largest spectral norm of W_Q. Raises ``UserError``."""
-    n_head = opened.config.model.n_head
+def head_of(w_q_CC: Tensor, n_head: int, head: int | None) -> int:
+    """The head asked for, or that with the largest spectral norm of W_Q (float32). Raises ``UserError``."""
     if head is None:
-        norms_H = top_singular(opened.model.w_q(layer).detach().unflatten(0, (n_head, -1)))[0]
+        norms_H = top_singular(w_q_CC.detach().unflatten(0, (n_head, -1)))[0]
         return int(norms_H.nan_to_num(-1).argmax())
     if not 0 <= head < n_head:
         raise invalid("--head", head, f"0 to {n_head - 1}")

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_delta_error import random_layer
 from tiny_runs import Place, new_place
 
 from attention import AttentionConfig
 from attention.check.captured import load
 from config import from_json
-from figures import canvas, curves, delta, over_steps, runs, similarity
+from errors import UserError
+from figures import canvas, curves, delta, over_steps, pretrained, runs, similarity
 from figures.inputs import fp16_scale, open_checkpoint, validation_tokens
 from probes.capture import LayerCapture, capture
 from probes.low_rank import weighted_keys
@@ -45,13 +48,97 @@ def checkpoint(place: Place, name: str = "failing", step: int = 8) -> Path:
     return place.runs / f"{name}/checkpoints/step_{step:08d}"
 
 
+TEXT = "the quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama's folder. No key of layer 0 differs from another."""
+    transformers = pytest.importorskip("transformers", minversion="4.54")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({word: token for token, word in enumerate(sorted({*TEXT.split(), "?"}))}, "?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "hidden_size": 32}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=16, intermediate_size=32, initializer_range=0.5, **heads)
+    )
+    model.model.layers[0].self_attn.k_proj.weight.data.zero_()
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("number", REGISTRY)
-def test_each_figure_is_a_png_and_a_csv_with_rows(place: Place, number: int, tmp_path: Path) -> None:
-    given = ["--runs", str(place.runs / "failing"), "--checkpoint", str(checkpoint(place)), "--sequences", "4"]
+def test_each_figure_is_a_png_and_a_csv_with_rows(place: Place, llama: Path, number: int, tmp_path: Path) -> None:
+    given = [
+        "--hf",
+        str(llama),
+        "--text",
+        TEXT,
+        "--runs",
+        str(place.runs / "failing"),
+        "--checkpoint",
+        str(checkpoint(place)),
+        "--sequences",
+        "4",
+    ]
     figures.main([str(number), *given, "--out", str(tmp_path)])
     assert all((tmp_path / f"figure_{number:02d}.{ending}").stat().st_size > 40 for ending in WRITTEN)
     with open(tmp_path / f"figure_{number:02d}.csv", newline="") as file:
         assert list(csv.DictReader(file))
+
+
+def test_the_outer_products_of_a_llama_sum_to_the_gradient_of_its_w_q(llama: Path) -> None:
+    """dQ = P K in one head alone, by transformers' own backward pass."""
+    import transformers
+
+    row = pretrained.Llama(llama, torch.device("cpu")).rank_one(TEXT, layer=1, head=2)
+    losses = []
+
+    def attend(
+        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **_: Any
+    ) -> Any:
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        p = (q @ k.mT * scaling).masked_fill(hidden, -math.inf).softmax(dim=-1)
+        losses.append(((p @ k).detach() * q)[:, 2].sum())
+        return (p @ v).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("dq_is_pk", attend)
+    model = transformers.LlamaForCausalLM.from_pretrained(llama, attn_implementation="dq_is_pk")
+    model(transformers.AutoTokenizer.from_pretrained(llama)(TEXT, return_tensors="pt")["input_ids"])
+    losses[1].backward()
+    gradient = model.model.layers[1].self_attn.q_proj.weight.grad.unflatten(0, (4, 8))
+    torch.testing.assert_close(gradient[2], row.pk_TD.T @ row.x_TC, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_that_are_alike_share_the_maximum_of_a_llamas_rows(llama: Path) -> None:
+    rows = pretrained.Llama(llama, torch.device("cpu")).repeated_maxima([TEXT])
+    assert {row[1:3] for row in rows} == {(layer, head) for layer in range(2) for head in range(4)}
+    for row in rows:
+        assert row.top_S.all() == (row.layer == 0)
+        assert row.p_S.sum() == pytest.approx(1, abs=1e-5)
+        assert row.top_S[row.p_S.argmax()]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [("pickled", "no file named model.safetensors"), ("missing", "no weights for model.norm.weight")],
+)
+def test_a_llama_without_all_its_safetensors_is_refused(llama: Path, tmp_path: Path, broken: str, message: str) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "llama"))
+    weights = load_file(folder / "model.safetensors")
+    if broken == "pickled":
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        del weights["model.norm.weight"]
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        pretrained.Llama(folder, torch.device("cpu"))
 
 
 def test_a_checkpoint_gives_a_file_of_captured_attention(place: Place, tmp_path: Path) -> None:
