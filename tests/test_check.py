@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import kernel_tests
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,12 @@ from attention.check.__main__ import main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make
 from attention.check.classes import captured as captured_class
+from attention.check.kernels import first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import reasons
 from errors import UserError
 
+device = kernel_tests.device
 SMALL = Shape(B=2, H=4, G=4, T=96, D=32)
 CPU = torch.device("cpu")
 TILE = 32
@@ -250,6 +253,13 @@ def test_a_package_without_its_kernel_is_unverified(kernel: str, module: str, mo
     monkeypatch.setitem(sys.modules, module, ModuleType(module))
     (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian").cases
     assert (case.verdict, "has no attribute" in case.reason) == ("unverified", True), case
+
+
+def test_calls_that_compile_a_presets_kernels_ahead_run(device: torch.device) -> None:
+    """Where they fail, nobody sees it: all would be compiled one after another, as before."""
+    p = make("gaussian", replace(SMALL, B=1), torch.bfloat16, device)
+    lengths = [call()[0].shape[1] for call in first_calls("robust", p)]
+    assert lengths == [96, 95, 96, 96]
 
 
 def test_a_nan_that_spreads_is_found() -> None:

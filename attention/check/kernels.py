@@ -1,6 +1,5 @@
 """Attention kernels by name, each as one call ``(q, k, v, causal, scale, mask=None) -> o`` on [B, H, T, D]."""
 
-import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -9,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from ..functional import scaled_dot_product_attention as ours
+from ..mask import NO_MASK
 from ..packages import add_cutlass
+from ..plan import AttentionSpec
 from ..presets import ALIASES, PRESETS
+from ..reference.flash import kept_of
 from ..reference.sdpa import KERNELS
+from ..reference.tiles import FORMAT_OF, NAMESPACE
 from ..user_error import UserError, invalid
-from .captured import Mask
+from .captured import Inputs, Mask
 
 Call = Callable[..., Tensor]
 """Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False."""
@@ -68,6 +72,28 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     if not (colon and module and function) or module in _RESERVED:
         raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *PRESETS))
     return _users(kernel, _imported(kernel, module, function))
+
+
+def first_calls(preset: str, p: Inputs) -> list[Callable[[], Any]]:
+    """Calls for which Triton compiles the kernels of most classes: both passes, a length that no tile divides, a dO of stride 0.
+
+    They need nothing of each other, as the backward passes read memory that nothing was written to.
+    """
+    spec = AttentionSpec(preset=preset)
+    if spec.resolved_backend != "flash":
+        return []
+    from ..triton.ops import empty_outputs  # Triton is not everywhere
+
+    n, passes = spec.resolve(), getattr(torch.ops, NAMESPACE)
+    q, k, v, do = (x.transpose(1, 2) for x in (p.q, p.k, p.v, p.do))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    kept = kept_of(seed, *empty_outputs(q, v, n.concrete(FORMAT_OF[q.dtype])))
+    settings = (n.key(), p.scale, p.causal, 0.0, None, *NO_MASK)
+    same_dos = do[:1, :1, :1, :1].expand_as(do)
+    return [
+        *(partial(passes.flash_forward, *(x[:, :to] for x in (q, k, v)), seed, *settings) for to in (None, -1)),
+        *(partial(passes.flash_backward, x, q, k, v, *kept, *settings) for x in (do, same_dos)),
+    ]
 
 
 def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
@@ -125,7 +151,7 @@ def _flex() -> Call:
 
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    @functools.lru_cache(maxsize=32)
+    @lru_cache(maxsize=32)
     def causal_mask(T: int, S: int, device: torch.device) -> Any:
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, T, S, device=device)
 
@@ -186,14 +212,14 @@ def _te() -> Call:
 
 
 KNOWN: dict[str, Callable[[], Call]] = {
-    **{name.replace("sdpa_", "torch:"): functools.partial(_torchs, backend) for name, backend in KERNELS.items()},
+    **{name.replace("sdpa_", "torch:"): partial(_torchs, backend) for name, backend in KERNELS.items()},
     "torch:flex": _flex,
-    "fa2": functools.partial(_flash_attn, "flash_attn"),
-    "fa2:deterministic": functools.partial(_flash_attn, "flash_attn", deterministic=True),
-    "fa3": functools.partial(_flash_attn, "flash_attn_interface"),
-    "fa3:deterministic": functools.partial(_flash_attn, "flash_attn_interface", deterministic=True),
-    "fa4": functools.partial(_flash_attn, "flash_attn.cute"),
-    "fa4:deterministic": functools.partial(_flash_attn, "flash_attn.cute", deterministic=True),
+    "fa2": partial(_flash_attn, "flash_attn"),
+    "fa2:deterministic": partial(_flash_attn, "flash_attn", deterministic=True),
+    "fa3": partial(_flash_attn, "flash_attn_interface"),
+    "fa3:deterministic": partial(_flash_attn, "flash_attn_interface", deterministic=True),
+    "fa4": partial(_flash_attn, "flash_attn.cute"),
+    "fa4:deterministic": partial(_flash_attn, "flash_attn.cute", deterministic=True),
     "xformers": _xformers,
     "te": _te,
 }

@@ -1,5 +1,6 @@
 """The crash test of one kernel and its report."""
 
+import contextlib
 import csv
 import functools
 import io
@@ -8,16 +9,18 @@ import math
 import platform
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from ..presets import PRESETS, unaliased
 from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
-from .classes import CLASSES, Shape, captured, shape_of
-from .kernels import Kernel, find, identity, versions
+from .classes import CLASSES, Shape, captured, make, shape_of
+from .kernels import Kernel, find, first_calls, identity, versions
 
 SCHEMA = 3
 """Version of the JSON report. It rises when a field changes its name, position or meaning."""
@@ -186,6 +189,11 @@ def check_attention(
         raise invalid("device", device, "cpu, or cuda where torch finds a GPU")
     there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = shape or Shape(T=1024 if there.type == "cuda" else 256)
+    if isinstance(kernel, str) and unaliased(kernel) in PRESETS and there.type == "cuda" and len(classes) != 1:
+        # One after another, as cases need them, to compile its kernels is half of the time of --quick. What cannot run says so in its case.
+        with contextlib.suppress(Exception), ThreadPoolExecutor() as pool:
+            for call in first_calls(kernel, make("gaussian", asked, DTYPES[dtype], there)):
+                pool.submit(call)
     cases, not_tried = [], {}
     for name in classes or KNOWN_CLASSES:
         progress(name)
