@@ -258,8 +258,10 @@ def test_a_package_without_its_kernel_is_unverified(kernel: str, module: str, mo
 def test_calls_that_compile_a_presets_kernels_ahead_run(device: torch.device) -> None:
     """Where they fail, nobody sees it: all would be compiled one after another, as before."""
     p = make("gaussian", replace(SMALL, B=1), torch.bfloat16, device)
-    lengths = [call()[0].shape[1] for call in first_calls("robust", p)]
-    assert lengths == [96, 95, 96, 96]
+    calls = first_calls("robust", p)
+    for call in calls:
+        call()
+    assert len(calls) == 3
 
 
 def test_a_nan_that_spreads_is_found() -> None:

@@ -75,7 +75,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
 
 
 def first_calls(preset: str, p: Inputs) -> list[Callable[[], Any]]:
-    """Calls for which Triton compiles the kernels of most classes: both passes, a length that no tile divides, a dO of stride 0.
+    """Calls, to make at once, for which Triton compiles most classes' kernels: both passes, an odd length, a dO of stride 0.
 
     They need nothing of each other, as the backward passes read memory that nothing was written to.
     """
@@ -90,10 +90,13 @@ def first_calls(preset: str, p: Inputs) -> list[Callable[[], Any]]:
     kept = kept_of(seed, *empty_outputs(q, v, n.concrete(FORMAT_OF[q.dtype])))
     settings = (n.key(), p.scale, p.causal, 0.0, None, *NO_MASK)
     same_dos = do[:1, :1, :1, :1].expand_as(do)
-    return [
-        *(partial(passes.flash_forward, *(x[:, :to] for x in (q, k, v)), seed, *settings) for to in (None, -1)),
-        *(partial(passes.flash_backward, x, q, k, v, *kept, *settings) for x in (do, same_dos)),
-    ]
+
+    def forward() -> None:
+        # One after the other: both first check sums by the same kernel, and Triton does not load one kernel in two threads.
+        for length in (None, -1):
+            passes.flash_forward(*(x[:, :length] for x in (q, k, v)), seed, *settings)
+
+    return [forward, *(partial(passes.flash_backward, x, q, k, v, *kept, *settings) for x in (do, same_dos))]
 
 
 def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
