@@ -190,9 +190,12 @@ def check_attention(
     there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = shape or Shape(T=1024 if there.type == "cuda" else 256)
     if isinstance(kernel, str) and unaliased(kernel) in PRESETS and there.type == "cuda" and len(classes) != 1:
-        # One after another, as cases need them, to compile its kernels is half of the time of --quick. What cannot run says so in its case.
+        # Compiled one after another, as cases need them, its kernels take half of the time of --quick; meanwhile torch loads those of the
+        # reference. What cannot run says so in its case.
         with contextlib.suppress(Exception), ThreadPoolExecutor() as pool:
-            for call in first_calls(kernel, make("gaussian", asked, DTYPES[dtype], there)):
+            p = make("gaussian", asked, DTYPES[dtype], there)
+            pool.submit(measures.exact, p)
+            for call in first_calls(kernel, p):
                 pool.submit(call)
     cases, not_tried = [], {}
     for name in classes or KNOWN_CLASSES:
