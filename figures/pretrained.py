@@ -45,7 +45,7 @@ class Llama:
         try:
             from transformers import AutoTokenizer, LlamaForCausalLM
         except ModuleNotFoundError as missing:
-            raise UserError(f"--hf needs the package {missing.name}: pip install transformers") from None
+            raise UserError(f"--hf needs the package {missing.name}: pip install 'transformers>=4.56'") from None
         with reading(f"--hf {folder}"):
             kind = json.loads((folder / "config.json").read_text()).get("model_type")
             if kind != "llama":

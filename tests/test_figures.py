@@ -54,7 +54,7 @@ TEXT = "the quick brown fox jumps over the lazy dog"
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama's folder. No key of layer 0 differs from another."""
-    transformers = pytest.importorskip("transformers", minversion="4.54")
+    transformers = pytest.importorskip("transformers", minversion="4.56")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({word: token for token, word in enumerate(sorted({*TEXT.split(), "?"}))}, "?"))
