@@ -2,14 +2,11 @@
 
 import argparse
 import contextlib
-import functools
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn
 
-from attention.user_error import UserError, invalid
+from attention.user_error import UserError, command_line, invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,21 +58,15 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def trainer_packages() -> Iterator[None]:
-    """Around the imports of a command line and around its work: a missing package of the trainer is one line and exit code 2.
-
-    Ctrl-C is one line, too (the interrupt's message if it has one), with exit code 130.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        package = str(missing.name).partition(".")[0]
-        if any(Path(__file__).with_name(own).exists() for own in (package, f"{package}.py")):
-            raise  # no package that pip installs
-        print(f"error: this needs the package {package}: pip install '.[train]'", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    """Around the imports of a command line and around its work, see ``command_line``; a missing package of the trainer is one line, too."""
+    with command_line():
+        try:
+            yield
+        except ModuleNotFoundError as missing:
+            package = str(missing.name).partition(".")[0]
+            if any(Path(__file__).with_name(own).exists() for own in (package, f"{package}.py")):
+                raise  # no package that pip installs
+            raise UserError(f"this needs the package {package}: pip install '.[train]'") from None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -85,34 +76,6 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def discard(stream: TextIO) -> None:
-    """Let a stream that takes nothing more lead nowhere: what is still in its buffer would fail once more at the interpreter's end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Make a command line's ``main`` print a ``UserError`` as one line on stderr and leave with exit code 2.
-
-    Ctrl-C is one line with exit code 130, a closed stdout (``| head``) is exit code 141.
-    """
-
-    @functools.wraps(main)
-    def wrapped(*args: object, **kwargs: object) -> None:
-        try:
-            with trainer_packages():  # some are imported where they are used
-                main(*args, **kwargs)
-            try:
-                sys.stdout.flush()
-            except BrokenPipeError:
-                raise
-            except OSError as error:  # a full disk
-                discard(sys.stdout)
-                raise UserError(f"standard output: {error.strerror}") from error
-        except UserError as error:
-            print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-            raise SystemExit(2) from None
-        except BrokenPipeError:
-            discard(sys.stdout)
-            raise SystemExit(141) from None
-
-    return wrapped
+    """Make a command line's ``main`` end as ``command_line`` says."""
+    return trainer_packages()(main)

@@ -1,7 +1,11 @@
-"""A mistake of the user, in one line. The project's ``errors`` makes exit codes of it."""
+"""A mistake of the user, in one line, and how a command line ends."""
 
-from collections.abc import Iterable
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from typing import TextIO
 
 LONGEST_VALUE, LONGEST_LINE = 120, 1600
 
@@ -45,3 +49,40 @@ def invalid(field: str, value: object, expected: str | Iterable[object], *, type
         nearest = whole or get_close_matches(word, choices, n=1)
         meant = f"did you mean {nearest[0]}? " if nearest and len(choices) > 5 else ""
     return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: {meant}expected {expected}")
+
+
+@contextlib.contextmanager
+def command_line() -> Iterator[None]:
+    """Around a command line: a ``UserError`` is one line on stderr and exit code 2, as is a stdout on a full disk.
+
+    Ctrl-C is one line (the interrupt's message if it has one) and exit code 130, a closed stdout (``| head``) exit code 141.
+    """
+    try:
+        try:
+            yield
+        finally:
+            _flush()
+    except UserError as error:
+        print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        discard(sys.stdout)
+        raise SystemExit(141) from None
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk
+        discard(sys.stdout)
+        raise UserError(f"standard output: {error.strerror}") from error
+
+
+def discard(stream: TextIO) -> None:
+    """Let a stream that takes nothing more lead nowhere: what is still in its buffer would fail once more at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,15 @@ def test_a_command_without_a_package_of_the_trainer_is_one_line(command: str, pa
     code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({command!r}, run_name='__main__')"
     done = completed([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "scripts"})
     assert (done.returncode, done.stderr) == (2, f"error: this needs the package {package}: pip install '.[train]'\n")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "attention.check", "--reasons"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 # public_suites.py is of the installed package, beside which the trainer's modules cannot be imported.

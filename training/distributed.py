@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from errors import UserError, discard, invalid
+from attention.user_error import discard
+from errors import UserError, invalid
 from training.signals import STARTED_BY
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]

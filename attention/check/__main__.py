@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..presets import PRESETS
-from ..user_error import UserError
+from ..user_error import UserError, command_line
 from . import judge
 from .classes import Shape
 from .kernels import KNOWN, find
@@ -119,8 +119,5 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    try:
+    with command_line():
         sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

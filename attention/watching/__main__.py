@@ -2,11 +2,8 @@
 
 import sys
 
-from ..user_error import UserError
+from ..user_error import command_line
 from .verdict import main
 
-try:
+with command_line():
     main(sys.argv[1:])
-except UserError as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
