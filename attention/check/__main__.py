@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..presets import PRESETS
 from ..user_error import UserError, command_line
 from . import judge
 from .classes import Shape
 from .kernels import KNOWN, find
-from .report import DTYPES, Report, check_attention, csv_of, reasons, side_by_side, table
+from .report import DTYPES, LENGTHS, Report, check_attention, csv_of, device_of, reasons, side_by_side, table
 
 EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED: 3}
 
@@ -95,8 +93,7 @@ QUICK = (
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
-    cuda = options.device == "cuda" or (options.device is None and torch.cuda.is_available())
-    usual = (1024 if cuda else 256) // (2 if options.quick else 1)
+    usual = LENGTHS[device_of(options.device).type] // (2 if options.quick else 1)
     given = {name: getattr(options, name) or [None] for name in _SIZES}
     shapes = []
     for sizes in itertools.product(*given.values()):

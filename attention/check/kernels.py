@@ -31,8 +31,8 @@ from .captured import Inputs, Mask
 Call = Callable[..., Tensor]
 """Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False."""
 
-_RESERVED = ("torch", "fa2", "fa3", "fa4")
-"""What stands before the colon of a public kernel's name."""
+FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+"""Modules of FlashAttention by its names here."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         try:
             return Kernel(kernel, KNOWN[kernel](), masks=kernel not in ("xformers", "te"))
         except Exception as error:  # whatever a package raises that is there in part
-            return Kernel(kernel, None, f"cannot be imported: {type(error).__name__}: {_line(error)}")
+            return Kernel(kernel, None, f"cannot be imported: {told(error)}")
     module, colon, function = kernel.partition(":")
-    if not (colon and module and function) or module in _RESERVED:
+    if not (colon and module and function) or module in ("torch", *FLASH):
         raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *PRESETS))
     return _users(kernel, _imported(kernel, module, function))
 
@@ -107,7 +107,7 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
         for part in function.split("."):
             found = getattr(found, part)
     except Exception as error:  # whatever a user's module raises at its import
-        raise UserError(f"kernel = {kernel!r}: {type(error).__name__}: {_line(error)}") from None
+        raise UserError(f"kernel = {kernel!r}: {told(error)}") from None
     if not callable(found):
         raise UserError(f"kernel = {kernel!r}: {function} is a {type(found).__name__}, expected a function")
     return found
@@ -136,8 +136,9 @@ def _first(found: Any) -> Tensor:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+def told(error: Exception) -> str:
+    """What a foreign kernel raised, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _torchs(backend: SDPBackend) -> Call:
@@ -217,19 +218,15 @@ def _te() -> Call:
 KNOWN: dict[str, Callable[[], Call]] = {
     **{name.replace("sdpa_", "torch:"): partial(_torchs, backend) for name, backend in KERNELS.items()},
     "torch:flex": _flex,
-    "fa2": partial(_flash_attn, "flash_attn"),
-    "fa2:deterministic": partial(_flash_attn, "flash_attn", deterministic=True),
-    "fa3": partial(_flash_attn, "flash_attn_interface"),
-    "fa3:deterministic": partial(_flash_attn, "flash_attn_interface", deterministic=True),
-    "fa4": partial(_flash_attn, "flash_attn.cute"),
-    "fa4:deterministic": partial(_flash_attn, "flash_attn.cute", deterministic=True),
+    **{
+        f"{name}:deterministic" if settings else name: partial(_flash_attn, module, **settings)
+        for name, module in FLASH.items()
+        for settings in ({}, {"deterministic": True})
+    },
     "xformers": _xformers,
     "te": _te,
 }
 """Public kernels. What is not installed is unverified."""
-
-MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn", "te": "transformer_engine"}
-"""Modules of the public kernels that have another name than their module."""
 
 
 def versions(*modules: str) -> list[str]:
@@ -243,7 +240,7 @@ def identity(kernel: str) -> str:
     """Which code a kernel is: the packages that it comes in, with versions; of a user's also the start of its file's SHA-256."""
     preset = kernel in PRESETS or kernel in ALIASES
     name = __package__.partition(".")[0] if preset else kernel.partition(":")[0]
-    module = MODULES.get(name, name)
+    module = {**FLASH, "te": "transformer_engine"}.get(name, name)
     told = versions(module.partition(".")[0], *["triton"] * preset)
     file = None if kernel in KNOWN or preset else getattr(sys.modules.get(module), "__file__", None)
     return ", ".join([*told, *([f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"] if file else [])])

@@ -33,19 +33,19 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     return o.detach(), *torch.autograd.grad(o, (q, k, v), (p.do if do is None else do).to(o.dtype))
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
-    """The baseline, without tiles: softmax in FP32; P and dS in the dtype of v for their products, as any kernel has them."""
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None, *, eager: bool = False
+) -> Tensor:
+    """The baseline, without tiles: softmax in FP32; P and dS in the dtype of v for their products, as any kernel has them.
+
+    ``eager``: S, too, is rounded to the dtype of q, as in eager PyTorch in 16 bits.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     s = q.float() @ k.float().mT * scale
     if s.requires_grad:
         s.register_hook(lambda ds: ds.to(q.dtype).float())
-    return (_masked(s, causal, mask).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
-    """O as eager PyTorch computes it in 16 bits: S rounded to the dtype of q."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = (q.float() @ k.float().mT * scale).to(q.dtype).float()
+    if eager:
+        s = s.to(q.dtype).float()
     return (_masked(s, causal, mask).softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
 
 
@@ -88,7 +88,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
 
     - ``error_X``: ||X - exact|| / ||exact||; ``ratio_X``: that over the baseline's, see ``plain``; ``size_X``: over X's norm without
       cancellation
-    - ``eager_o``: the error that O has where S is rounded to the dtype of q, see ``eager``
+    - ``eager_o``: the error that O has where S is rounded to the dtype of q
     - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
       ``rows_raw``: of one pass; ``rows_mean``, ``rows_mean_se``: with sign, and its standard error
     - ``coherence``: share of dQ's squared error that lies along its leading direction, mean of heads
@@ -112,7 +112,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
         measures[f"error_{x}"] = error / e.norm().item()
         measures[f"ratio_{x}"] = error / max(own, 2.0**-24 * size.norm().item())
         measures[f"size_{x}"] = error / size.norm().item()
-    o_of_eager = eager(p.q, p.k, p.v, p.causal, p.scale, p.mask).double()
+    o_of_eager = plain(p.q, p.k, p.v, p.causal, p.scale, p.mask, eager=True).double()
     measures["eager_o"] = ((o_of_eager - expected[0]).norm() / expected[0].norm()).item()
     if p.mask is not None:
         measures |= leaks(call, p)

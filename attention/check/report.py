@@ -20,11 +20,13 @@ from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
 from .classes import CLASSES, Shape, captured, make, shape_of
-from .kernels import Kernel, find, first_calls, identity, versions
+from .kernels import Kernel, find, first_calls, identity, told, versions
 
 SCHEMA = 3
 """Version of the JSON report. It rises when a field changes its name, position or meaning."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LENGTHS = {"cuda": 1024, "cpu": 256}
+"""What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
 LIMITS = (
     "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
@@ -185,10 +187,8 @@ def check_attention(
         elif name not in KNOWN_CLASSES:
             raise invalid("class", name, KNOWN_CLASSES)
     found = find(kernel)
-    if device not in (None, "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise invalid("device", device, "cpu, or cuda where torch finds a GPU")
-    there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    asked = shape or Shape(T=1024 if there.type == "cuda" else 256)
+    there = device_of(device)
+    asked = shape or Shape(T=LENGTHS[there.type])
     if isinstance(kernel, str) and unaliased(kernel) in PRESETS and there.type == "cuda" and len(classes) != 1:
         # Compiled one after another, as cases need them, its kernels take half of the time of --quick; meanwhile torch loads those of the
         # reference. What cannot run says so in its case.
@@ -214,6 +214,13 @@ def check_attention(
     return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried)
 
 
+def device_of(name: str | None) -> torch.device:
+    """The device of that name, or of none the usual one. Raises ``UserError`` where there is none."""
+    if name not in (None, "cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        raise invalid("device", name, "cpu, or cuda where torch finds a GPU")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     used = shape if name in measures.OWN else shape_of(name, shape)
     if kernel.call is None:
@@ -226,8 +233,7 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
     except measures.OutOfRangeError:
         raise
     except Exception as error:  # whatever a foreign kernel raises: it could not be looked at
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        return Case(name, used, judge.UNVERIFIED, reason, {})
+        return Case(name, used, judge.UNVERIFIED, told(error), {})
     return Case(name, used, *judge.judge(name, found), found)
 
 
