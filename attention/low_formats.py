@@ -7,6 +7,7 @@ A name is FORMAT[_SCALE][_stochastic] (``numerics.LOW_FORMATS``). A scaled value
 the largest magnitude and c the format's:
 
 - ``tensor``, ``head``, ``row``: a / c of the tensor, of the last two dimensions, of the last one
+- ``tile``: the same of ``tile_k`` rows, which ``reference.tiles.Sites`` gives one by one
 - ``mx``: 2^(floor(log2 a) - floor(log2 c)) of 32 neighbors in the last dimension (OCP Microscaling 1.0); what is above c scale saturates
 - ``nv``: a / c of 16 neighbors, cast to E4M3; there is no second scale of the tensor, so that below 2^-10 c everything is 0
 """
@@ -60,7 +61,7 @@ def round_low(x: Tensor, name: str, random_bits: Tensor | None = None) -> Tensor
     if not scale:
         return cast(x, fmt, random_bits)
     if scale[0] not in _BLOCK:
-        dims = {"tensor": tuple(range(x.ndim)), "head": (-2, -1), "row": (-1,)}[scale[0]]
+        dims = {"tensor": tuple(range(x.ndim)), "head": (-2, -1), "tile": (-2, -1), "row": (-1,)}[scale[0]]
         return _scaled(x, fmt, scale[0], dims, random_bits)
     width = x.shape[-1]
     blocks = [None if y is None else _blocks(y, _BLOCK[scale[0]]) for y in (x, random_bits)]

@@ -25,7 +25,7 @@ FORMATS = ("input", *DTYPE_FORMATS, *MANTISSA_FORMATS)
 LOW_FORMATS = tuple(
     fmt + scale + rounding
     for fmt in ("e4m3", "e5m2", "e2m1", "int8")
-    for scale in ("", "_tensor", "_head", "_row", "_mx", "_nv")
+    for scale in ("", "_tensor", "_head", "_tile", "_row", "_mx", "_nv")
     for rounding in ("", "_stochastic")
 )
 """Formats below BF16: ``low_formats.py``."""
@@ -151,6 +151,14 @@ class Numerics:
     """
 
     inputs: str = _format("input", "Q, K, V as the products read them", acts_in=EVERYWHERE)
+    key_mean: str = _choice(
+        "the mean of K over the sequence, which moves no P: kept, subtracted (before queries_and_keys)",
+        ("kept", "subtracted"),
+        EVERYWHERE,
+        backends=REFERENCE,
+        without=dict.fromkeys(("softcap", "sinks"), "there the mean of K moves P")
+        | dict.fromkeys(("keys", "ranges"), "the mean is that of all keys"),
+    )
     queries_and_keys: str = _operand(
         "fp32", "Q and K in all their products, after inputs", acts_in=EVERYWHERE, backends=FLASH
     )
@@ -187,7 +195,6 @@ class Numerics:
     Both act where S, m, l and L are FP32, there is no soft-cap and scale > 0 (``folds``); elsewhere something reads S, and it is
     subtracted first. With ``subtract_first`` and ``saved_statistics`` L, kernels form exp(S - L) by an FMA."""
     probabilities: str = _operand("input", "P_bar in P_bar V; P in P^T dO", acts_in=(FORWARD, BACKWARD))
-    """l sums the unrounded values."""
     probabilities_rounding: str = _choice(
         "of P_bar in P_bar V: nearest, stochastic",
         ("nearest", "stochastic"),
@@ -234,6 +241,7 @@ class Numerics:
     with weights that sum to 1, however P_bar is rounded, where ``statistics``, ``tile_product`` and ``accumulator`` are FP32. The
     backward pass has l, as proposed for FlashAttention (Dao-AILab/flash-attention, pull request 2721), but for
     ``backward_probabilities``."""
+    probabilities_in_sum: str = _format("fp32", "P_bar in l", acts_in=(FORWARD,), backends=REFERENCE)
     tile_sum: str = _format(
         "fp32", "sum of P_bar over one tile of a row", acts_in=(FORWARD,), backends=REFERENCE, per_tile=True
     )
@@ -284,13 +292,13 @@ class Numerics:
     )
     """A stochastic one draws independently of ``output_rounding``."""
     probabilities_in_delta: str = _choice(
-        "P_bar in the O in delta: probabilities (that of O), unrounded (over l)",
-        ("probabilities", "unrounded"),
+        "P_bar in the O in delta: probabilities (that of O); or fp32, bf16, fp16 (over l)",
+        ("probabilities", *DTYPE_FORMATS),
         (FORWARD,),
         backends=REFERENCE,
         conflict=(
             "probabilities where delta_output is output or low16: delta then reads O",
-            lambda n: n.probabilities_in_delta == "unrounded" and n.delta_output in ("output", "low16"),
+            lambda n: n.probabilities_in_delta != "probabilities" and n.delta_output in ("output", "low16"),
         ),
     )
     delta_sum: str = _format("fp32", "delta", acts_in=(DELTA,))

@@ -91,25 +91,30 @@ _ATTN_QAT: Sites = {
     "queries_and_keys": "e2m1_nv",
     "values": "e2m1_nv",
     "probabilities": "e2m1_nv",
+    "probabilities_in_sum": "bf16",
+    "tile_sum": "bf16",
     "delta_output": "input",
-    "probabilities_in_delta": "unrounded",
+    "probabilities_in_delta": "bf16",
+    "tile_k": 32,
 }
-"""After Attn-QAT (arXiv 2603.00040): FP4 operands in both passes, P quantized in dV and not in dS, for delta an O averaged with
-unquantized P. From its abstract and a summary; neither its method section nor its code was checked. Unknown here: how it scales P, and its
-tiles. Blocks of V are 16 features; a tensor core would scale 16 keys."""
+"""Attn-QAT (arXiv 2603.00040) as its training kernel has it: FP4 operands in both passes, in blocks of 16 features of Q, K, V and 16 keys
+of P; P quantized in dV and not in dS; for delta an O averaged with P that is not quantized. That P, and what l sums, are in BF16, where
+the paper has FP32. experiments/below_bf16 holds it against that code."""
 
 _SAGE_BWD: Sites = {
-    "queries_and_keys": "int8_head",
-    "values": "int8_head",
+    "key_mean": "subtracted",
+    "queries_and_keys": "int8_tile",
+    "values": "int8_tile",
     "values_in_dp": "fp32",
     "probabilities": "int8_row",
-    "probabilities_in_dv": "int8_head",
-    "output_gradient_in_dv": "int8_head",
-    "score_gradients": "int8_head",
+    "probabilities_in_dv": "int8_tile",
+    "output_gradient_in_dv": "int8_tile",
+    "score_gradients": "int8_tile",
+    "tile_q": 64,
+    "tile_k": 64,
 }
-"""After SageBwd (arXiv 2603.02170): six of the seven products in INT8, dP = dO V^T not. From its abstract; neither its method section
-nor its code was checked. K-smoothing, which it calls essential, is left out. A scale is that of a head or, of P and dS, of a tile (in P V
-of a row)."""
+"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) with its K-smoothing: six of the seven products in INT8, dP = dO V^T not. The paper
+names no size of a tile: 64 is ours."""
 
 _FP8: Sites = {
     "queries_and_keys": "e4m3_row",
@@ -198,12 +203,12 @@ PRESETS: dict[str, Preset] = {
     ),
     "attn_qat": Preset(
         "flash_reference",
-        "FP4, after the abstract of [Attn-QAT](https://arxiv.org/abs/2603.00040), not its code",
+        "FP4, as the code of [Attn-QAT](https://arxiv.org/abs/2603.00040)",
         _ATTN_QAT,
     ),
     "sage_bwd": Preset(
         "flash_reference",
-        "INT8, after the abstract of [SageBwd](https://arxiv.org/abs/2603.02170), not its code",
+        "INT8, as the paper's algorithms of [SageBwd](https://arxiv.org/abs/2603.02170)",
         _SAGE_BWD,
     ),
 }

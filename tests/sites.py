@@ -39,6 +39,7 @@ class Row:
 M7 = "probabilities=m7"
 SITES: dict[str, tuple[Row, ...]] = {
     "inputs": (Row(ALL, standard=ALL),),
+    "key_mean": (Row(ALL, beside=("queries_and_keys=m5",)),),
     "queries_and_keys": (Row(ALL),),
     "values": (Row(BY_DELTA),),
     "values_in_dp": (Row(DELTA),),
@@ -55,6 +56,7 @@ SITES: dict[str, tuple[Row, ...]] = {
         Row(GRADIENTS, beside=("probabilities=m3", "divisor=rounded", "saved_statistics=max_and_sum")),
     ),
     "divisor": (Row(BY_DELTA, beside=("probabilities=m3",)),),
+    "probabilities_in_sum": (Row(ALL),),
     "tile_sum": (Row(ALL),),
     "tile_product": (Row(BY_DELTA),),
     "accumulator": (Row(BY_DELTA),),
@@ -68,7 +70,7 @@ SITES: dict[str, tuple[Row, ...]] = {
     ),
     "delta_output": (Row(DELTA, beside=("output=m3",), values=("fp32", "m2", "low16")),),
     "delta_rounding": (Row(DELTA, beside=("delta_output=m3",)),),
-    "probabilities_in_delta": (Row(DELTA, beside=("delta_output=fp32", M7)),),
+    "probabilities_in_delta": (Row(DELTA, beside=("delta_output=fp32", "probabilities=m3")),),
     "delta_sum": (Row(DELTA, standard=DELTA),),
     "delta_error": (Row(DELTA, beside=("delta=rowsum_p_dp", "delta_error_size=0.5", "output=m3")),),
     "delta_error_size": (Row(DELTA, beside=("delta=rowsum_p_dp", "delta_error=constant"), values=("-0.5",)),),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import run
+from attention_cases import Problem, make, relative_errors, run
 from sites import SITES as ROWS
 from test_sites import CPU, moved, paired, results
 
@@ -128,3 +128,47 @@ def test_rows_of_ds_sum_to_zero_only_where_both_passes_read_one_p_and_o() -> Non
         r, _ = row_residuals(p.q, p.k, p.v, p.do, numerics, seed=torch.tensor(0), scale=0.25)
         largest[preset] = r.abs().max()
     assert largest["fp8_consistent"] < 1e-5 < 1e-3 < largest["fp8"]
+
+
+def as_published(p: Problem, preset: str) -> tuple[torch.Tensor, ...]:
+    """O, dQ, dK, dV [T, D] of one head, over whole rows: in the order of Attn-QAT's kernel, or of Algorithms 1 and 2 of SageBwd."""
+
+    def int8(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        tiles = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        unit = (tiles.abs().amax((1, 3), keepdim=True) / 127).clamp(min=1e-30)
+        return (unit * (tiles / unit).round()).flatten(2, 3).flatten(0, 1)
+
+    q, k, v, do = (x[0, :, 0].float() for x in (p.q, p.k, p.v, p.do))
+    (T, D), scale = q.shape, q.shape[1] ** -0.5
+    qat = preset == "attn_qat"
+    tile = 32 if qat else 64
+
+    def of_operand(x: torch.Tensor) -> torch.Tensor:
+        return round_low(x, "e2m1_nv") if qat else int8(x, 64, x.shape[1])
+
+    def bf16(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().float()
+
+    q, k = of_operand(q), of_operand(k if qat else k - k.mean(0))
+    v_of_dp, v = of_operand(v) if qat else v, of_operand(v)
+    s = (scale * q @ k.T).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    m = s.unflatten(1, (-1, tile)).amax(2).cummax(1).values.repeat_interleave(tile, 1)  # of the tiles so far
+    p_bar, rescale = (s - m).exp(), (m - m[:, -1:]).exp()
+    summed = bf16(p_bar) if qat else p_bar
+    of_tiles = summed.unflatten(1, (-1, tile)).sum(2)
+    row_sum = (rescale[:, ::tile] * (bf16(of_tiles) if qat else of_tiles)).sum(1, keepdim=True)
+    o = bf16(rescale * (of_operand(p_bar) if qat else int8(p_bar, 1, 64)) @ v / row_sum)
+    of_delta = bf16(rescale * summed @ v / row_sum) if qat else o
+    weights = (s - m[:, -1:]).exp() / row_sum
+    ds = weights * (do @ v_of_dp.T - (do * of_delta).sum(1, keepdim=True))
+    ds = bf16(ds) if qat else int8(ds, 64, 64)
+    dv = of_operand(weights).T @ do if qat else int8(weights, 64, 64).T @ int8(do, 64, D)
+    return o, bf16(scale * ds @ k), bf16(scale * ds.T @ q), bf16(dv)
+
+
+@pytest.mark.parametrize("preset", ["attn_qat", "sage_bwd"])
+def test_a_published_preset_rounds_in_the_published_order(preset: str) -> None:
+    p = make("random", torch.bfloat16, CPU, (1, 128, 1, 32))
+    found = run(p, AttentionSpec(preset=preset))
+    expected = tuple(x[None, :, None] for x in as_published(p, preset))
+    assert max(relative_errors(found, expected)) < 2.0**-12

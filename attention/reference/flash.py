@@ -72,8 +72,8 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         m = sites.statistics(m_of_sinks).expand(shape)
         row_sum = divisor = sites.statistics(exponent.rescale(sinks, m))
     o_bar = torch.zeros((*shape[:3], v.shape[3]), device=v.device)
-    coarse, unrounded = n.tile_product != "fp32" or n.accumulator != "fp32", n.probabilities_in_delta == "unrounded"
-    o_exact = o_bar.clone() if coarse or unrounded else o_bar
+    coarse, apart = n.tile_product != "fp32" or n.accumulator != "fp32", n.probabilities_in_delta != "probabilities"
+    o_exact = o_bar.clone() if coarse or apart else o_bar
     for columns in problem.column_tiles(rows, hidden=n.hidden_tiles == "visited"):
         s = exponent.scores(rows, columns)
         m_new = sites.statistics(torch.maximum(m, exponent.row_max(s)))
@@ -81,7 +81,8 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
         p_bar = exponent.exp(s, base)
         rescale = exponent.rescale(m, base)
         least = floor.of_tile(s, base, sites)
-        row_sum = sites.statistics(rescale * row_sum + sites.tile_sum(p_bar.sum(dim=-1, keepdim=True)).clamp(min=least))
+        summed = sites.probabilities_in_sum(p_bar).sum(dim=-1, keepdim=True)
+        row_sum = sites.statistics(rescale * row_sum + sites.tile_sum(summed).clamp(min=least))
         weights = problem.weights(p_bar, rows, columns, seed)
         if n.divisor == "rounded":
             of_tile = sites.tile_sum(weights.sum(dim=-1, keepdim=True)).clamp(min=least)
@@ -90,15 +91,16 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
             divisor = row_sum
         product = multiply(weights, v[:, :, columns], n.products)
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
-        if unrounded:
-            o_exact = rescale * o_exact + multiply(p_bar, v[:, :, columns], n.products)
+        if apart:
+            of_delta = multiply(sites.probabilities_in_delta(p_bar), v[:, :, columns], n.products)
+            o_exact = rescale * o_exact + of_delta
         else:
             o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new
     row_sum, divisor = (x.masked_fill(m == -torch.inf, 1.0) if problem.ranges else x for x in (row_sum, divisor))
     m = problem.filled(m, torch.inf)  # so that P is 0
-    of_delta = o_exact / (row_sum if unrounded else divisor)
-    return o_bar / divisor, of_delta, statistics_to_save(exponent, m, row_sum, divisor, sites)
+    o_exact = o_exact / (row_sum if apart else divisor)
+    return o_bar / divisor, o_exact, statistics_to_save(exponent, m, row_sum, divisor, sites)
 
 
 def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,8 +42,13 @@ class Sites:
         if fmt in SITES:
             fmt = getattr(self.numerics, fmt)
         if fmt in LOW_FORMATS:
-            return lambda x: round_low(x, fmt, self._bits(site, x) if fmt.endswith("_stochastic") else None)
+            return lambda x: self._low(x, site, fmt)
         return lambda x: round_to(x, fmt)
+
+    def _low(self, x: Tensor, site: str, fmt: str) -> Tensor:
+        parts = x.split(self.numerics.tile_k or x.shape[-2], dim=-2) if "_tile" in fmt else (x,)
+        bits = (self._bits(site, part) if fmt.endswith("_stochastic") else None for part in parts)
+        return torch.cat([round_low(part, fmt, drawn) for part, drawn in zip(parts, bits, strict=True)], dim=-2)
 
     def _bits(self, site: str, x: Tensor) -> Tensor:
         if self.seed is None:
@@ -183,6 +188,8 @@ def make_problem(
         k_BHTD, v_BHTD = (x.masked_fill(hidden, 0.0) for x in (k_BHTD, v_BHTD))
         q_BHTD = q_BHTD.masked_fill(ranges.empty()[:, None, :, None], 0.0)
     q_BHTD, k_BHTD, v_BHTD = (sites.inputs(x) for x in (q_BHTD, k_BHTD, v_BHTD))
+    if sites.numerics.key_mean == "subtracted":
+        k_BHTD = k_BHTD - k_BHTD.mean(dim=2, keepdim=True)
     v_of_dp = None if sites.numerics.values_in_dp == "values" else sites.values_in_dp(v_BHTD)
     q_BHTD, k_BHTD, v_BHTD = sites.queries_and_keys(q_BHTD), sites.queries_and_keys(k_BHTD), sites.values(v_BHTD)
     v_of_dp = v_BHTD if v_of_dp is None else v_of_dp
