@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ from attention.check.__main__ import main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make
 from attention.check.classes import captured as captured_class
-from attention.check.kernels import first_calls
+from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import reasons
 from errors import UserError
@@ -252,6 +253,22 @@ def test_a_package_without_its_kernel_is_unverified(kernel: str, module: str, mo
     monkeypatch.setitem(sys.modules, module, ModuleType(module))
     (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian").cases
     assert (case.verdict, "has no attribute" in case.reason) == ("unverified", True), case
+
+
+def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled: list[int] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            uncompiled.append(q.shape[2])
+        return q + k + v
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", attend)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    call = KNOWN["torch:flex"]()
+    for length in range(2, 12):
+        call(*torch.ones(3, 1, 1, length, 8), False, 1.0)
+    assert not uncompiled
 
 
 def test_calls_that_compile_a_presets_kernels_ahead_run(device: torch.device) -> None:

@@ -165,7 +165,9 @@ def _flex() -> Call:
             B, _, T, S = mask.visible.shape
             visible = mask.visible
             blocks = create_block_mask(lambda b, h, i, j: visible[b, 0, i, j], B, None, T, S, device=q.device)
-        return _first(compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] < q.shape[1]))
+        # Each shape is compiled; behind torch's limit of eight it would silently run another, uncompiled code.
+        with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+            return _first(compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] < q.shape[1]))
 
     return call
 
