@@ -5,6 +5,7 @@ Legend: B batch, H heads, T sequence, D head dim.
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -59,8 +60,15 @@ def _obstacle(
     fused = torch.randn(1, length, H + 2 * G, head_dim, generator=draw).to(device, dtype).requires_grad_()
     q, k, v = (x.transpose(1, 2) for x in fused.split((H, G, G), dim=2))  # in strides, as of a fused projection
     scale = 1 / math.sqrt(head_dim)
+    reasons: list[warnings.WarningMessage] = []
     try:
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        # torch's SDPA warns why it does not take a kernel, then raises without a reason.
+        with (
+            warnings.catch_warnings(record=True) as reasons,
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
+            warnings.simplefilter("always")
             o = call(q, k, v, True, scale)
             if not isinstance(o, Tensor) or o.shape != q.shape or o.dtype not in (dtype, torch.float32):
                 given = f"{o.dtype} of shape {list(o.shape)}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
@@ -68,7 +76,10 @@ def _obstacle(
             (gradient,) = torch.autograd.grad(o, fused, torch.randn(o.shape, generator=draw).to(o))
         finite = bool(gradient.isfinite().all())  # a GPU raises here at the latest
     except Exception as error:  # whatever a kernel raises
-        return f"it raises {type(error).__name__}: {one_line(str(error))[:300]}"
+        why = dict.fromkeys(one_line(str(warning.message)).partition(" (Triggered")[0] for warning in reasons)
+        return " ".join([f"it raises {type(error).__name__}: {one_line(str(error))[:300]}", *why])[:600]
+    for warning in reasons:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     first = slice(min(length, 1024))  # they see no other keys
     q, k, v, o = (x.detach()[:, :, first].float() for x in (q, k, v, o))
     expected = plain(q, k, v, True, scale)

@@ -215,7 +215,7 @@ def test_layers_that_come_and_go_and_files_of_two_runs_are_refused() -> None:
 def test_the_command_says_the_verdict_or_exits_with_2(tmp_path: Path) -> None:
     path = tmp_path / "watch.jsonl"
     path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')
-    for arguments, code, words in (([str(path)], 0, "UNCLEAR: no record has finite logits"), ([], 2, "usage: ")):
+    for arguments, code, words in (([str(path)], 0, "UNCLEAR: no record has finite logits"), ([], 2, "error: usage: ")):
         command = [sys.executable, "-m", "attention.watching", *arguments]
         done = completed(command)
         assert done.returncode == code
