@@ -212,10 +212,6 @@ class Numerics:
         same_as="probabilities",
         acts_in=(BACKWARD,),
     )
-    products: str = _choice(
-        "P_bar V with FP32 P_bar: exact, tf32x3", ("exact", "tf32x3"), (FORWARD,), backends=REFERENCE
-    )
-    """``tf32x3``: three products of TF32 parts, which drops the product of the low ones."""
     backward_probabilities: str = _choice(
         "P in the backward pass: unrounded, forward (P_bar as P_bar V reads it, over its sum)",
         ("unrounded", "forward"),

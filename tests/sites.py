@@ -51,7 +51,6 @@ SITES: dict[str, tuple[Row, ...]] = {
     "probabilities": (Row(ALL, standard="o dv"),),
     "probabilities_rounding": (Row(BY_DELTA, beside=(M7,)),),
     "probabilities_in_dv": (Row("dv"),),
-    "products": (Row(BY_DELTA),),
     "backward_probabilities": (
         Row(GRADIENTS, beside=("probabilities=m3", "divisor=rounded", "saved_statistics=max_and_sum")),
     ),

@@ -29,7 +29,6 @@ from .tiles import (
     delta_operands,
     keeps_own_output,
     make_problem,
-    multiply,
     o_for_delta,
     round_output,
     saved_shape,
@@ -89,11 +88,10 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
             divisor = sites.statistics(rescale * divisor + of_tile)
         else:
             divisor = row_sum
-        product = multiply(weights, v[:, :, columns], n.products)
+        product = weights @ v[:, :, columns]
         o_bar = sites.accumulator(sites.accumulator(rescale * o_bar) + sites.tile_product(product))
         if apart:
-            of_delta = multiply(sites.probabilities_in_delta(p_bar), v[:, :, columns], n.products)
-            o_exact = rescale * o_exact + of_delta
+            o_exact = rescale * o_exact + sites.probabilities_in_delta(p_bar) @ v[:, :, columns]
         else:
             o_exact = rescale * o_exact + product if coarse else o_bar
         m = m_new

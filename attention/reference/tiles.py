@@ -200,15 +200,6 @@ def make_problem(
     return Problem(sites, q_BHTD, k_BHTD, v_BHTD, v_of_dp, scale, causal, softcap, group, ranges, of_heads)
 
 
-def multiply(a: Tensor, b: Tensor, products: str) -> Tensor:
-    """a b of float32 matrices: ``exact`` products, or ``tf32x3``: high high + high low + low high of TF32 parts (10 mantissa bits)."""
-    if products == "exact":
-        return a @ b
-    a_high, b_high = round_to(a, "m10"), round_to(b, "m10")
-    a_low, b_low = round_to(a - a_high, "m10"), round_to(b - b_high, "m10")
-    return a_high @ b_low + a_low @ b_high + a_high @ b_high
-
-
 def keeps_own_output(n: Numerics) -> bool:
     """Whether delta has an O of its own, kept beside O."""
     return n.delta == "rowsum_do_o" and n.delta_output != "output"
