@@ -24,7 +24,7 @@ from ..plan import AttentionSpec
 from ..presets import ALIASES, PRESETS
 from ..reference.flash import kept_of
 from ..reference.sdpa import KERNELS
-from ..reference.tiles import FORMAT_OF, NAMESPACE
+from ..reference.tiles import FORMAT_OF, NAMESPACE, empty_outputs
 from ..user_error import UserError, invalid
 from .captured import Inputs, Mask
 
@@ -82,7 +82,7 @@ def first_calls(preset: str, p: Inputs) -> list[Callable[[], Any]]:
     spec = AttentionSpec(preset=preset)
     if spec.resolved_backend != "flash":
         return []
-    from ..triton.ops import empty_outputs  # Triton is not everywhere
+    from ..triton import ops  # noqa: F401  it registers the operators; Triton is not everywhere
 
     n, passes = spec.resolve(), getattr(torch.ops, NAMESPACE)
     q, k, v, do = (x.transpose(1, 2) for x in (p.q, p.k, p.v, p.do))

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..numerics import Numerics
 from ..operators import empty_sinks
+from ..reference.tiles import empty_outputs
 from ..triton.backward import empty_gradients, split_gradients
-from ..triton.forward import empty_outputs
 from ..triton.loads import takes_descriptor
 from ..triton.ops import backend
 from ..user_error import UserError

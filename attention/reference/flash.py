@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from ..mask import NO_MASK
-from ..numerics import LARGEST_SCALE, LOW_FORMATS, Numerics, numerics_from_key
+from ..numerics import LARGEST_SCALE, LOW_FORMATS, Numerics
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
-from ..rounding import low_bits, storage_dtype
+from ..rounding import low_bits
 from .dose import delta_errors, with_zero_sum_noise
 from .exact import exact_float32
 from .exponent import Exponent, exponent_of, probabilities, saved_rows, sink_probabilities, statistics_to_save
 from .tiles import (
     DELTA_STREAM,
-    FORMAT_OF,
     OUTPUT_STREAM,
     Problem,
     Sites,
@@ -30,6 +29,7 @@ from .tiles import (
     keeps_own_output,
     make_problem,
     o_for_delta,
+    outputs_like,
     round_output,
     saved_shape,
 )
@@ -124,18 +124,7 @@ def _forward_pass(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, *settings: Any)
         return output, delta_output, saved.transpose(-1, -2).contiguous().view(saved_shape(q, n))
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    n = numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype])
-    shape = (*q.shape[:3], v.shape[3])
-    output = torch.empty(shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
-    if keeps_own_output(n):
-        delta_output = torch.empty(shape, device=q.device, dtype=storage_dtype(n.delta_output, q.dtype))
-    else:
-        delta_output = torch.empty(0, device=q.device, dtype=q.dtype)
-    return output, delta_output, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
-
-
-_forward = operator("flash_reference_forward", FORWARD_TENSORS, 3, _forward_pass, _outputs)
+_forward = operator("flash_reference_forward", FORWARD_TENSORS, 3, _forward_pass, outputs_like)
 
 
 def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Legend: B batch, H heads, T sequence, D head dim; a tile has R rows (queries) an
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,6 +210,24 @@ def saved_shape(q_BTHD: Tensor, n: Numerics) -> tuple[int, ...]:
     """Shape of what is kept of the rows: L [B, H, T], or m and log l or 1 / d [B, H, 2, T] (site ``saved_statistics``)."""
     B, T, H, _ = q_BTHD.shape
     return (B, H, 2, T) if n.saved_statistics == "max_and_sum" else (B, H, T)
+
+
+def empty_outputs(q: Tensor, v: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
+    """O and the O for delta [B, T, H, DV] (the latter empty where it is O itself), and what is kept of the rows (``saved_shape``),
+    float32, all unwritten; ``n`` is concrete."""
+    shape = (*q.shape[:3], v.shape[3])
+    o = torch.empty(shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
+    keep = keeps_own_output(n)
+    delta_dtype = storage_dtype(n.delta_output, q.dtype) if keep else q.dtype
+    delta_o = torch.empty(shape if keep else 0, device=q.device, dtype=delta_dtype)
+    return o, delta_o, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
+
+
+def outputs_like(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``empty_outputs`` by the arguments of a forward operator."""
+    return empty_outputs(q, v, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
 
 
 def delta_operands(o: Tensor, delta_output: Tensor) -> tuple[Tensor, Tensor]:

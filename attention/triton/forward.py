@@ -6,7 +6,6 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,8 +13,7 @@ from torch import Tensor
 from ..mask import Mask
 from ..numerics import FORWARD, Numerics
 from ..reference.exponent import log2_scale
-from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, keeps_own_output, saved_shape
-from ..rounding import storage_dtype
+from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, empty_outputs
 from .block_sizes import Blocks, walks_tiles, width
 from .codes import (
     FMA,
@@ -311,17 +309,6 @@ def forward_kernel(
                 b_words = random_words(p_seed, o_row, _DELTA_STREAM, SHAPE)
             b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words, BT, WIDTH_V)
         store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * DV, H * DV, BT, DV, WIDTH_V)
-
-
-def empty_outputs(q: Tensor, v: Tensor, n: Numerics) -> tuple[Tensor, Tensor, Tensor]:
-    """O and the O for delta [B, T, H, DV] (the latter empty where it is O itself), and L [B, H, T] or m and log2 l [B, H, 2, T],
-    float32, all unwritten."""
-    shape = (*q.shape[:3], v.shape[3])
-    o = torch.empty(shape, device=q.device, dtype=storage_dtype(n.output, q.dtype))
-    keep = keeps_own_output(n)
-    delta_dtype = storage_dtype(n.delta_output, q.dtype) if keep else q.dtype
-    delta_o = torch.empty(shape if keep else 0, device=q.device, dtype=delta_dtype)
-    return o, delta_o, torch.empty(saved_shape(q, n), device=q.device, dtype=torch.float32)
 
 
 def launch_forward(

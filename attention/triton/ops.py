@@ -18,15 +18,11 @@ from torch import Tensor
 from ..numerics import Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..reference.flash import kept_of
-from ..reference.tiles import FORMAT_OF
+from ..reference.tiles import FORMAT_OF, outputs_like
 from .backward import empty_gradients, launch_backward, split_gradients
 from .block_sizes import backward_blocks, forward_blocks
-from .forward import empty_outputs, launch_forward
+from .forward import launch_forward
 from .low_blocks import emulated, operands, rounded_output_gradient, stored_outputs
-
-
-def _outputs(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, numerics: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_outputs(q, v, numerics_from_key(numerics).concrete(FORMAT_OF[q.dtype]))
 
 
 def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
@@ -54,7 +50,9 @@ def backend(name: str, forward: Callable[..., Any], backward: Callable[..., Any]
 
         return compute
 
-    forward_operator = operator(f"{name}_forward", FORWARD_TENSORS, 3, on_device(forward, FORWARD_TENSORS), _outputs)
+    forward_operator = operator(
+        f"{name}_forward", FORWARD_TENSORS, 3, on_device(forward, FORWARD_TENSORS), outputs_like
+    )
     backward_operator = operator(
         f"{name}_backward", BACKWARD_TENSORS, 2, on_device(backward, BACKWARD_TENSORS), _gradients
     )
