@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from .user_error import invalid
@@ -56,19 +55,26 @@ FLASH = ("flash", "flash_reference")
 REFERENCE = ("flash_reference",)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Site:
-    """What is declared of a rounding site, beside its name and default; see ``site``."""
+    """What is declared of a rounding site, beside its name and default."""
 
     doc: str
-    choices: tuple[str, ...]
-    within: tuple[str, Callable[[float], bool]] | None
+    """One line for the list of sites."""
+    choices: tuple[str, ...] = ()
+    """Its values; or, for a number, ``within``: the range in words, and whether a number is in it."""
+    within: tuple[str, Callable[[float], bool]] | None = None
     acts_in: tuple[str, ...]
-    backends: tuple[str, ...]
+    """Of FORWARD, DELTA, BACKWARD; the kernels of other passes do not get it."""
+    backends: tuple[str, ...] = (*FLASH, "standard")
+    """Which have it. The others refuse all values but ``elsewhere``, which is what they do."""
     elsewhere: Any
-    conflict: tuple[str, Callable[[Numerics], bool]] | None
-    without: Mapping[str, str]
-    per_tile: bool
+    conflict: tuple[str, Callable[[Numerics], bool]] | None = None
+    """What is expected where other sites exclude the value, and whether those of a ``Numerics`` do."""
+    without: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What excludes all values but the default, of ``FEATURES``, and why."""
+    per_tile: bool = False
+    """With all values but ``elsewhere`` the forward pass gives other values where tiles end elsewhere."""
 
     @property
     def is_format(self) -> bool:
@@ -84,33 +90,9 @@ class Site:
         return None if number and right(value) else words
 
 
-def site(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[str, ...] = (),
-    within: tuple[str, Callable[[float], bool]] | None = None,
-    acts_in: tuple[str, ...],
-    backends: tuple[str, ...] = (*FLASH, "standard"),
-    elsewhere: Any = None,
-    conflict: tuple[str, Callable[[Numerics], bool]] | None = None,
-    without: Mapping[str, str] = MappingProxyType({}),
-    per_tile: bool = False,
-) -> Any:
-    """A field of ``Numerics``.
-
-    Args:
-        doc: one line for the list of sites.
-        choices: its values; or, for a number, ``within``: the range in words, and whether a number is in it.
-        acts_in: of FORWARD, DELTA, BACKWARD; the kernels of other passes do not get it.
-        backends: which have it. The others refuse all values but ``elsewhere`` (None: ``default``), which is what they do.
-        conflict: what is expected where other sites exclude the value, and whether those of a ``Numerics`` do.
-        without: what excludes all values but the default, of ``FEATURES``, and why.
-        per_tile: with all values but ``elsewhere`` the forward pass gives other values where tiles end elsewhere.
-    """
-    elsewhere = default if elsewhere is None else elsewhere
-    declared = Site(doc, choices, within, acts_in, backends, elsewhere, conflict, without, per_tile)
-    return dataclasses.field(default=default, metadata={"site": declared})
+def site(default: Any, doc: str, **declared: Any) -> Any:
+    """A field of ``Numerics``; ``declared`` as ``Site`` has it, ``elsewhere`` being the default unless given."""
+    return dataclasses.field(default=default, metadata={"site": Site(doc=doc, **{"elsewhere": default} | declared)})
 
 
 def _choice(doc: str, choices: tuple[str, ...], acts_in: tuple[str, ...], **declared: Any) -> Any:

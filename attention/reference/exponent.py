@@ -15,7 +15,6 @@ Legend: B batch, H heads, T sequence; tiles have R rows and C columns. S [B, H, 
 
 import math
 import struct
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,40 +29,18 @@ def log2_scale(scale: float) -> float:
     return scale / math.log(2)
 
 
-class Exponent(Protocol):
-    """What both directions ask of a form."""
-
-    problem: Problem
-
-    def scores(self, rows: slice, columns: slice) -> Tensor:
-        """S of one tile in this form's unit, masked entries -inf."""
-
-    def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
-        """Row normalizer of a tile (``stabilize.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
-
-    def sinks(self) -> tuple[Tensor, Tensor]:
-        """The sinks [H, 1, 1] in the unit of m, and the m, before ``statistics``, that a row has before its first tile."""
-
-    def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
-        """exp(S - m); with L in place of m, or with log l, it is P."""
-
-    def rescale(self, m: Tensor, m_new: Tensor) -> Tensor:
-        """alpha = exp(m - m')."""
-
-    def log(self, row_sum: Tensor) -> Tensor:
-        """log l in natural units or, but for ``SubtractFirst``, those of log2."""
-
-
 class SubtractFirst:
-    """exp(S - m), the difference first."""
+    """exp(S - m), the difference first. The other forms have the same methods."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
+        """S of one tile in this form's unit, masked entries -inf."""
         return self.problem.scores(rows, columns)
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
+        """Row normalizer of a tile (``stabilize.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
         return self._rounded(tile_row_max(s, n or self.problem.sites.numerics))
 
     def _rounded(self, m: Tensor) -> Tensor:
@@ -72,17 +49,21 @@ class SubtractFirst:
         return m
 
     def sinks(self) -> tuple[Tensor, Tensor]:
+        """The sinks [H, 1, 1] in the unit of m, and the m, before ``statistics``, that a row has before its first tile."""
         assert self.problem.sinks is not None
         return self.problem.sinks, self._rounded(self.problem.sinks)
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
+        """exp(S - m); with L in place of m, or with log l, it is P."""
         difference = s - m
         return torch.exp(difference if log_l is None else difference - log_l)
 
     def rescale(self, m: Tensor, m_new: Tensor) -> Tensor:
+        """alpha = exp(m - m')."""
         return torch.exp(m - m_new)
 
     def log(self, row_sum: Tensor) -> Tensor:
+        """log l, in natural units or, of the others, those of log2."""
         return torch.log(row_sum)
 
 
@@ -126,6 +107,9 @@ class SeparateMultiply(Fma):
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         difference = s * self.c - m
         return torch.exp2(difference if log_l is None else difference - log_l)
+
+
+Exponent = SubtractFirst | Fma
 
 
 def exponent_of(problem: Problem) -> Exponent:
