@@ -65,26 +65,46 @@ def smooth_loss(folder: Path, window: int = 100) -> pd.Series:
     return means.set_axis(means.index * window + window / 2)
 
 
-def front() -> Figure:
-    """Left the training loss, right the largest logit of any layer, of the matched pairs on one wheel's text."""
+def loss_and_logits(colors: dict[str, str], logits: str) -> tuple[Figure, Any, Any]:
+    """Left the training loss, right the column ``logits`` of the probes, of runs on one wheel's text whose names begin so."""
     figure, [[left, right]] = page(4.2, 1, 2)
     left.set(ylim=(0, 8.5), xlim=(0, 6300))
     right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 6300))
     right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
-    for axis, title in ((left, "training loss"), (right, "largest attention logit")):
-        axis.set_title(title, fontsize=12, loc="left")
+    title = "largest attention logit" + (" of layer 1" if logits == "max_logit_1" else "")
+    for axis, words in ((left, "training loss"), (right, title)):
+        axis.set_title(words, fontsize=12, loc="left")
         count_steps(axis, range(0, 6001, 2000))
-    for name, color in (("flash", ORANGE), ("consistent", BLUE)):
-        for run in sorted((EXPERIMENTS / "one_wheel").glob(f"*/{name}_*")):
+    for name, color in colors.items():
+        for run in sorted((EXPERIMENTS / "one_wheel" / "runs").glob(f"{name}_*")):
             loss, rows = smooth_loss(run, 40), probes(run)
             left.plot(loss.index, loss, color=color, linewidth=1.3)
-            right.plot(rows["step"], rows["max_logit_max"], color=color, linewidth=1.3)
+            right.plot(rows["step"], rows[logits], color=color, linewidth=1.3)
+    write(right, (100, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY))
+    return figure, left, right
+
+
+def front() -> Figure:
+    figure, left, right = loss_and_logits({"flash": ORANGE, "consistent": BLUE}, "max_logit_max")
     write(left, (1500, 4.6, "flash: rises\nin 5 of 6", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
+    write(right, (900, 4e5, "flash", ORANGE), (2600, 90, "flash_consistent", BLUE))
+    return figure
+
+
+def torchs_kernels() -> Figure:
+    colors = {"torch_flash": ORANGE, "torch_flex": GREEN, "plain": BLUE}
+    figure, left, right = loss_and_logits(colors, "max_logit_1")
+    write(
+        left,
+        (3000, 6.2, "FlashAttention-2,\nin torch's SDPA", ORANGE),
+        (900, 3.2, "FlexAttention", GREEN),
+        (800, 1.7, "plain attention", BLUE),
+    )
     write(
         right,
-        (900, 4e5, "flash", ORANGE),
-        (2600, 90, "flash_consistent", BLUE),
-        (100, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY),
+        (3700, 2e5, "FlashAttention-2", ORANGE),
+        (100, 3e5, "FlexAttention", GREEN),
+        (3600, 20, "plain attention", BLUE),
     )
     return figure
 
@@ -159,6 +179,7 @@ def gradient_norms(folder: Path) -> pd.DataFrame:
 
 def main() -> None:
     save(front(), EXPERIMENTS.parent / "docs" / "pictures" / "front.png")
+    save(torchs_kernels(), EXPERIMENTS.parent / "docs" / "pictures" / "torchs_kernels.png")
     save(layers(), FAST_FAILURE / "layers.png")
     save(large_logits(), FAST_FAILURE / "large_logits.png")
 
