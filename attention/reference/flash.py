@@ -175,7 +175,9 @@ def _over_row_sum(x: Tensor, row_sum: Tensor) -> Tensor:
     return x / row_sum.masked_fill(row_sum == 0, 1.0)
 
 
-def _score_gradients(problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor):  # type: ignore[no-untyped-def]
+def _score_gradients(
+    problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
     """P and dS of one tile [B, H, R, C], before they are rounded as operands."""
     exponent = exponent_of(problem)
     s = exponent.scores(rows, columns)
