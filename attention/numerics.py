@@ -319,7 +319,8 @@ class Numerics:
     and r (P K) / rowsum(P) in dQ. ``kept``: nothing. The others sum dS as rounded by ``score_gradients``. ``centered_keys``:
     dQ = scale (dS K - r c), c the mean over the sequence of K, one FP32 vector for each batch element and head; dK and dV are as they
     are. ``corrected_rows``: dQ = scale (dS K - r (P K) / rowsum(P)), P rounded by ``probabilities`` for that product, and the delta in dK
-    is delta + r' / rowsum(P), r' the sum of dS before rounding, rounded by ``delta_sum``."""
+    is delta + r' / rowsum(P), r' the sum of dS before rounding, rounded by ``delta_sum``. What is taken out is taken from the finished dQ,
+    which ``gradient_accumulator`` then rounds once more."""
     gradient_accumulator: str = _format("fp32", "dQ, dK, dV between tiles", acts_in=(BACKWARD,), backends=REFERENCE)
     row_max: str = _choice(
         "plain, stabilized (Algorithm 3), stabilized_safe, scaled",
@@ -331,9 +332,9 @@ class Numerics:
         ),
         per_tile=True,
     )
-    """Row normalizer: plain; stabilized (Algorithm 3 of arXiv 2510.04212); stabilized_safe (the same with a bounded shift); scaled: plain,
-    but ``row_sum_floor`` counts from the m that ``stabilized`` would have, so that rows come out scaled down as the floor scales them
-    there, while P_bar is not shifted."""
+    """Row normalizer: plain; stabilized (Algorithm 3 of arXiv 2510.04212); stabilized_safe (the same, shifted by at most
+    ``row_max_cap``); scaled: plain, but ``row_sum_floor`` is times exp(m* - m), at most ``LARGEST_SCALE``, with m* the running m that
+    ``stabilized`` would have, so that rows come out scaled down as the floor scales them there, while P_bar is not shifted."""
     row_max_rounding: str = _choice(
         "of m: unrounded, up (exp(m) to a power of 2)",
         ("unrounded", "up"),
