@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -150,10 +151,41 @@ def _torchs(backend: SDPBackend) -> Call:
     return call
 
 
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Each shape is compiled; behind torch's limit of eight it would silently run another, uncompiled code."""
+    compiled = torch.compile(function, dynamic=False)
+
+    def call(*operands: Any, **settings: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+            return compiled(*operands, **settings)
+
+    return call
+
+
+def _plain() -> Call:
+    """Plain attention as autograd differentiates it: S and P in the dtype of q, softmax in FP32. On a GPU compiled."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, visible: Tensor | None) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        s = (q @ k.mT).float() * scale
+        if causal:
+            visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        if visible is not None:
+            s = s.masked_fill(~visible, -math.inf)
+        return s.softmax(-1).to(v.dtype) @ v
+
+    compiled = _compiled(attention)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+        return (compiled if q.is_cuda else attention)(q, k, v, causal, scale, None if mask is None else mask.visible)
+
+    return call
+
+
 def _flex() -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = _compiled(flex_attention)
 
     @lru_cache(maxsize=32)
     def causal_mask(T: int, S: int, device: torch.device) -> Any:
@@ -165,9 +197,7 @@ def _flex() -> Call:
             B, _, T, S = mask.visible.shape
             visible = mask.visible
             blocks = create_block_mask(lambda b, h, i, j: visible[b, 0, i, j], B, None, T, S, device=q.device)
-        # Each shape is compiled; behind torch's limit of eight it would silently run another, uncompiled code.
-        with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
-            return _first(compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] < q.shape[1]))
+        return _first(compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] < q.shape[1]))
 
     return call
 
@@ -220,6 +250,7 @@ def _te() -> Call:
 KNOWN: dict[str, Callable[[], Call]] = {
     **{name.replace("sdpa_", "torch:"): partial(_torchs, backend) for name, backend in KERNELS.items()},
     "torch:flex": _flex,
+    "plain": _plain,
     **{
         f"{name}:deterministic" if settings else name: partial(_flash_attn, module, **settings)
         for name, module in FLASH.items()
