@@ -68,9 +68,11 @@ def main() -> None:
     if unread := [one for one in typed if one.startswith("--") and one[2:].partition("=")[0] not in READ]:
         raise invalid("option", unread[0], ("--transformers", *(f"--{name}" for name in READ)))
     config = configuration.load(typed)
+    if config.attention.rules or config.model.attention_softcap or config.model.qk_clip_tau:
+        raise invalid("recipe", typed[0], "one without attention rules, soft-cap and QK-clip, which this model has not")
     llama: dict[str, Any] = {"position": "rotary", "norm": "rms", "activation": "swiglu"}
     shape = dataclasses.replace(config.model, **llama, n_kv_head=config.model.n_head // 4)
-    config, preset = dataclasses.replace(config, model=shape), config.attention.default.preset
+    config, attention = dataclasses.replace(config, model=shape), config.attention.default
     distributed.set_deterministic(True)
     distributed.set_tf32(False)
     device = distributed.start(config.run.device).device
@@ -83,14 +85,14 @@ def main() -> None:
     record.make_folder(folder)
     content = {"config": configuration.to_json(config), **record.environment(device, 1), "batches": batches.identity}
     content["versions"]["transformers"] = record.version("transformers")
-    content["attention_name"] = f"transformers, {own.transformers or preset}"
+    content["attention_name"] = f"transformers, {own.transformers or attention.label()}"
     if own.transformers:
         del content["config"]["attention"]
     files.write_json(folder / "config.json", content)
 
     AttentionInterface.register("plain", eager_attention_forward)  # ``watch`` sees no "eager"
     AttentionMaskInterface.register("plain", eager_mask)
-    name = {"eager": "plain", "sdpa": "sdpa", "": huggingface.register(preset)}[own.transformers]
+    name = {"eager": "plain", "sdpa": "sdpa", "": huggingface.register(attention)}[own.transformers]
     raw.llama.set_attn_implementation(name)
     rows, looks = (metrics.JsonLines(folder / log) for log in (metrics.METRICS_FILE, telemetry.TELEMETRY_FILE))
     every, last = config.telemetry.every, config.run.steps
