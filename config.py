@@ -20,7 +20,7 @@ PRESETS = Path(__file__).parent / "configs"
 
 
 def from_json(kind: Any, content: Any, where: str = "") -> Any:
-    """The config that ``to_json`` wrote, of dataclass ``kind``. Raises ``UserError`` for unknown keys or values of another type."""
+    """The config that ``to_json`` wrote, of dataclass ``kind``. Raises ``UserError`` for unknown keys, another type or choice."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         if not isinstance(content, dict) or (unknown := sorted(content.keys() - hints.keys())):

@@ -8,7 +8,7 @@ Shape suffixes: B batch, T positions, C width (n_embd), H heads, D head width (C
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +83,6 @@ class ModelConfig:
             raise invalid(
                 "model.n_kv_head", self.n_kv_head, f"a divisor of model.n_head = {self.n_head}, or 0 for as many"
             )
-        choices = {"position": Position, "norm": Norm, "activation": Activation, "rotary_table": RotaryTable}
-        for name, known in choices.items():
-            if getattr(self, name) not in get_args(known):
-                raise invalid(f"model.{name}", getattr(self, name), get_args(known))
         if self.position == "rotary" and self.head_width % 2:
             expected = f"learned or none with an odd head width n_embd / n_head = {self.head_width}"
             raise invalid("model.position", self.position, expected)

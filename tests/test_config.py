@@ -117,18 +117,28 @@ def test_foreign_json_is_refused(content: object, message: str) -> None:
         from_json(TrainConfig, content)
 
 
+def test_a_choice_that_there_is_not_is_refused_in_a_python_file(tmp_path: Path) -> None:
+    changes = "model=replace(config.model, norm='batch')"
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"from dataclasses import replace\nfrom configs.debug import config\nconfig = replace(config, {changes})\n"
+    )
+    with pytest.raises(UserError, match=r"^model\.norm = 'batch': expected one of layer, rms$"):
+        load([str(path)])
+
+
 # Of each section, a value that each rule refuses.
 REFUSED = """
 run: steps=0 name=241*'x' seed=2**64 name='a/b'
-model: n_head=5 n_layer=0 n_embd=64.0 vocab_multiple=0 activation='relu' attention_softcap=-1.0
-data: sequence_length=0 global_batch=0 global_batch=30 micro_batch=-1 validation_sequences=0 seed=-1 verify='md5'
-optim: optimizer='sgd' schedule='linear' fused='yes' lr=0.0 lr=nan min_lr=1.0 warmup_steps=-1 decay_steps=2000 beta1=1.0 beta2=-0.1
+model: n_head=5 n_layer=0 n_embd=64.0 vocab_multiple=0 attention_softcap=-1.0
+data: sequence_length=0 global_batch=0 global_batch=30 micro_batch=-1 validation_sequences=0 seed=-1
+optim: lr=0.0 lr=nan min_lr=1.0 warmup_steps=-1 decay_steps=2000 beta1=1.0 beta2=-0.1
 optim: lr=1e308 min_lr=1e308 eps=1e308 weight_decay=1e308 grad_clip=1e308
 optim: eps=0.0 weight_decay=-0.1 grad_clip=-1.0 muon_momentum=1.0
 checkpoint: every=-1 keep_last=0 keep_every=-5
 telemetry: every=-1 sequences=0
 evaluation: every=-1
-wandb: mode='sometimes' project=''
+wandb: project=''
 alarm: switches=('5:1',) switches=('5:1:flash','5:1:standard') warm_up=-2
 """
 VALUES = [

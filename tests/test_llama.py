@@ -126,7 +126,6 @@ def test_each_combination_trains_and_resumes_to_the_same_bits(place: Place, name
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "position": ({"position": "alibi"}, "model.position = 'alibi': expected one of learned, rotary, none"),
     "odd head": ({"position": "rotary", "n_head": 16}, "model.position = 'rotary': expected learned or none"),
     "keys": ({"n_kv_head": 3}, "model.n_kv_head = 3: expected a divisor of model.n_head = 4"),
     "QK-clip": ({"n_kv_head": 2, "qk_clip_tau": 100.0}, "model.qk_clip_tau = 100.0: expected 0"),

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import files
 from attention.watching.log import loose, strict
@@ -48,8 +48,6 @@ class WandbConfig:
     """project the run is filed under"""
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(WandbMode):
-            raise invalid("wandb.mode", self.mode, get_args(WandbMode))
         if not self.project:
             raise invalid("wandb.project", self.project, "a name")
 

@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -30,10 +30,6 @@ class PrecisionConfig:
     fixed_sum_order: bool = True
     """Add gradients in an order that the batch alone decides: the same bits on 1, 2, 4 ... processes, and a resume on another number of
     them. Off: by DDP, on any number that divides the batch."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in get_args(Dtype):
-            raise invalid("precision.dtype", self.dtype, get_args(Dtype))
 
     @property
     def torch_dtype(self) -> torch.dtype:

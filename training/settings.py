@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from attention.plan import AttentionConfig
 from data.batches import DataConfig
@@ -57,8 +57,6 @@ class RunConfig:
             raise invalid("run.name", self.name, f"at most {LONGEST_NAME} characters: it is {len(self.name)} long")
         if not -(2**63) <= self.seed < 2**64:
             raise invalid("run.seed", self.seed, "a whole number from -2**63 to 2**64 - 1, as torch takes them")
-        if self.resume not in get_args(Resume):
-            raise invalid("run.resume", self.resume, get_args(Resume))
         for name in ("steps", "log_every"):
             check_size(f"run.{name}", getattr(self, name), 1)
         if not 1 <= self.timeout <= 10**6:
