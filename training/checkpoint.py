@@ -6,7 +6,7 @@
     rng.safetensors        ``rank.<r>``: that process's generator states
     state.json             step, sampler position, parameter groups, scaler, config, versions, names of tied tensors
     SHA256SUMS             of the four, for ``sha256sum -c`` too
-Names that begin with a dot are work in progress (``.tmp``) or a checkpoint about to be replaced (``.old``).
+A name that begins with a dot is work in progress (``.tmp``).
 """
 
 import json
@@ -30,7 +30,7 @@ from files import open_file, read_json, sha256_file, sync_folder
 FORMAT_VERSION = 1
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 _FILES = (MODEL_FILE, OPTIMIZER_FILE, "rng.safetensors", "state.json")
-_FOLDER = re.compile(r"(?:step_(\d{8,})|\.step_(\d{8,})\.old)")
+_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,11 @@ class Checkpoints:
             sums = {name: _write(aside / name, content) for name, content in contents.items()}
             _write(aside / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
             sync_folder(aside)
-            path = self._put_in_place(aside, step)
+            path = self.folder / _name(step)
+            if path.exists():  # damaged: a resume has passed it over
+                shutil.rmtree(path)
+            os.rename(aside, path)
+            sync_folder(self.folder)
         except BaseException as error:
             shutil.rmtree(aside, ignore_errors=True)
             if isinstance(error, OSError):
@@ -168,7 +172,7 @@ class Checkpoints:
         try:
             loaded = _read(path)
             match = _FOLDER.fullmatch(path.name)
-            if match and int(match[1] or match[2]) != loaded.step:
+            if match and int(match[1]) != loaded.step:
                 raise DamagedCheckpointError(
                     f"checkpoint {path} is of step {loaded.step} by its contents: it was renamed"
                 )
@@ -186,20 +190,8 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove what a killed save or deletion left. Loading does not: the folder may be another, living process's."""
-        counted = set(self._found().values())
-        for path in (*self.folder.glob(".step_*.tmp"), *self.folder.glob(".step_*.old")):
-            if path not in counted:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _put_in_place(self, aside: Path, step: int) -> Path:
-        path, old = self.folder / _name(step), self.folder / f".{_name(step)}.old"
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(path, old)
-        os.rename(aside, path)
-        sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
-        return path
+        for path in self.folder.glob(".step_*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, newest: int) -> None:
         """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
@@ -225,13 +217,9 @@ class Checkpoints:
 
 
 def found_in(folder: Path) -> dict[int, Path]:
-    """Step -> folder of each checkpoint; an ``.old`` one counts where a kill came before its replacement was in place."""
-    found: dict[int, Path] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _FOLDER.fullmatch(path.name)
-        if match and path.is_dir() and (match[1] or int(match[2]) not in found):
-            found[int(match[1] or match[2])] = path
-    return found
+    """Step -> folder of each checkpoint."""
+    paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return {int(match[1]): path for path in paths if (match := _FOLDER.fullmatch(path.name))}
 
 
 def _step_inside(path: Path) -> int | None:
