@@ -67,7 +67,7 @@ def open_checkpoint(folder: Path, device: torch.device) -> Opened:
     plans = plans_at(config.attention.resolve(config.model.n_layer, config.model.n_head), switches, loaded.step)
     served = tuple(serve(plan, config, device) for plan in plans)
     model = GPT(config.model, served)
-    load_weights(model, loaded)
+    load_weights(model, loaded.model_state, f"checkpoint {loaded.path}")
     check_finite(loaded.model_state.items(), f"checkpoint {loaded.path}")
     replaced = {g.backend for plan, now in zip(plans, served, strict=True) if plan != now for g in plan.groups}
     if replaced:

@@ -381,7 +381,7 @@ def save(run: Run, step: int) -> None:
 
 def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, dist: DistContext) -> None:
     """Put what the checkpoint holds into the model, its optimizer, the loss scale and the generators."""
-    load_weights(model, loaded)
+    load_weights(model, loaded.model_state, f"checkpoint {loaded.path}")
     with reading(f"checkpoint {loaded.path}"):
         optimizer.load_state_dict(loaded.optimizer_state)
         scaler.load_state_dict(loaded.scaler_state)

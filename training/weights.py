@@ -35,11 +35,11 @@ def read_checkpoint(path: Path) -> Loaded:
     return Checkpoints.load(found[max(found)])
 
 
-def load_weights(model: GPT, checkpoint: Loaded) -> None:
-    """Fill the model. Raises ``UserError``, which names one tensor, where the checkpoint is of another shape."""
+def load_weights(model: GPT, weights: dict[str, Tensor], where: object) -> None:
+    """Fill the model. Raises ``UserError``, which names one tensor, for weights of another shape."""
     expected, found = (
         {name: f"{list(t.shape)}" + (t.dtype != torch.float32) * f" of {t.dtype}" for name, t in state.items()}
-        for state in (model.state_dict(), checkpoint.model_state)
+        for state in (model.state_dict(), weights)
     )
     misfits = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     if misfits:
@@ -47,8 +47,8 @@ def load_weights(model: GPT, checkpoint: Loaded) -> None:
         has = f"has shape {found[name]}" if name in found else "is missing"
         wanted = f"expected {expected[name]}" if name in expected else "the config has no such layer"
         others = f" ({len(misfits)} tensors do not fit)" if len(misfits) > 1 else ""
-        raise UserError(f"checkpoint {checkpoint.path}: weights do not fit its config: {name} {has}, {wanted}{others}")
-    model.load_state_dict(checkpoint.model_state)
+        raise UserError(f"{where}: weights do not fit the config: {name} {has}, {wanted}{others}")
+    model.load_state_dict(weights)
 
 
 def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -75,18 +75,19 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             raise UserError(f"{path}: model has {name!r}, which is no named tensor")
         name = name.removeprefix("_orig_mod.")  # of torch.compile
         if not name.endswith(".attn.bias"):  # a causal mask, where torch had no attention of its own
-            tensors[name] = value
+            tensors[name] = value.float() if value.is_floating_point() else value
     head, embedding = tensors.get("lm_head.weight"), tensors.get("transformer.wte.weight")
     tied = head is None or embedding is None or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
+    if head is None and embedding is not None:
+        tensors["lm_head.weight"] = embedding
     sizes = {name: settings[name] for name in _SIZES}
     return ModelConfig(**sizes, vocab_multiple=1, bias=bias, tie_embeddings=tied), tensors
 
 
-@torch.no_grad()
 def load_nanogpt(model: GPT, path: Path) -> None:
     """Fill ``model`` from a checkpoint, which leaves activation and padding to it. ``model`` may have stabilizers that add no parameters.
 
-    Checked before anything is written: every tensor is there, none is left over. Raises ``UserError`` where the model's shape is another.
+    Raises ``UserError`` where the model's shape is another; the model is then as it was.
     """
     config = model.config
     if config.activation == "swiglu":
@@ -98,17 +99,5 @@ def load_nanogpt(model: GPT, path: Path) -> None:
     if config.padded_vocab_size != expected.vocab_size:
         rows = f"one that pads model.vocab_size to {expected.vocab_size}, the rows of {path}"
         raise invalid("model.vocab_multiple", config.vocab_multiple, rows)
-    parameters = dict(model.named_parameters())
-    if config.tie_embeddings:
-        tensors.pop("lm_head.weight", None)
-    if missing := sorted(parameters.keys() - tensors.keys()):
-        raise UserError(f"{path}: lacks {missing[0]} ({len(missing)} missing)")
-    if unknown := sorted(tensors.keys() - parameters.keys()):
-        raise UserError(f"{path}: has {unknown[0]}, which this model lacks ({len(unknown)} unknown)")
-    for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
-            shapes = f"{tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}"
-            raise UserError(f"{path}: {name} has shape {shapes}")
     check_finite(tensors.items(), path)
-    for name, parameter in parameters.items():
-        parameter.copy_(tensors[name])
+    load_weights(model, tensors, path)
