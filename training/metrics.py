@@ -98,10 +98,10 @@ class Metrics:
         self.file = JsonLines(folder / METRICS_FILE)
 
     def log(self, step: int, **scalars: Any) -> None:
-        """Append one line, of what ``_plain`` takes. Raises ``UserError`` when the disk is full."""
+        """Append one line, of values of JSON (None: not known, as the MFU of a CPU). Raises ``UserError`` when the disk is full."""
         if self.file is None:
             return
-        record = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
+        record = {"step": step, **scalars}
         self.file.append(record)
         if self._wandb_run is None:
             return
@@ -174,14 +174,6 @@ def text_of(records: Iterable[dict[str, Any]]) -> str:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(strict(record), allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> bool | int | float | str | None:
-    """A value of JSON (None: not known, as the MFU of a CPU), or what ``item()`` makes of a tensor or a NumPy scalar."""
-    value = value.item() if hasattr(value, "item") else value
-    if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise TypeError(f"a metric is a bool, int, float, str or None, not {type(value).__name__}")
-    return value
 
 
 def import_wandb(config: WandbConfig) -> Any:

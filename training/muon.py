@@ -54,11 +54,7 @@ class GraphedMuon(Muon):
         self._captured: dict[Any, tuple[list[Tensor], list[Tensor], Callable[[], None]] | None] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             parameters: list[Tensor] = []
             gradients: list[Tensor] = []
@@ -74,7 +70,6 @@ class GraphedMuon(Muon):
             for parameter, factor in zip(parameters, factors, strict=True):
                 rate = _adjust_lr(float(group["lr"]), group["adjust_lr_fn"], parameter.shape)
                 parameter.add_(factor, alpha=-rate)
-        return loss
 
     def _orthogonalized(self, directions: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """The bfloat16 factors of matrices, each of its matrix's shape; they hold until the next call."""

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,10 +112,9 @@ class MuonWithAdamW(Optimizer):
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
         self.muon.state = self.adamw.state = self.state
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = self.muon.step(closure)
+    def step(self) -> None:  # type: ignore[override]
+        self.muon.step()
         self.adamw.step()
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which makes new objects of state and groups; the two parts then share those."""

@@ -34,10 +34,7 @@ def clip_qk(model: GPT, found_inf: Tensor | None = None) -> None:
 
     Every process must call it: each saw other sequences, and all clip by the maximum over processes. The maxima are then
     forgotten. Nothing is read back to the CPU. Where ``found_inf``, a scalar on the device, is not 0 the weights stay as they are.
-    Raises ``ValueError`` where qk_clip_tau is 0, since no logits were kept.
     """
-    if model.config.qk_clip_tau <= 0:
-        raise ValueError("clip_qk needs model.qk_clip_tau above 0")
     C, D = model.config.n_embd, model.config.head_width
     max_logit_LH = all_reduce_max(torch.stack([attention.max_logit_H for attention in model.attentions()]))
     gamma_LH = clip_factors(max_logit_LH, model.config.qk_clip_tau)
