@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -170,6 +170,19 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on any process: the same answer on all of them."""
     return bool(all_reduce_max(torch.tensor(int(flag))).item())
+
+
+@contextmanager
+def all_or_none(otherwise: str) -> Iterator[None]:
+    """Where a ``UserError`` ends the block on one process, all raise it, the others as ``otherwise``: one that waits for a dead process
+    would hang. Every process must come here."""
+    failure = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    if any_rank(failure is not None):
+        raise failure or UserError(otherwise)
 
 
 def world_size() -> int:

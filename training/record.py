@@ -206,15 +206,12 @@ def exists(folder: Path, is_main: bool) -> bool:
 
     Raises ``UserError`` for a folder that no run has made. Every rank must call it.
     """
-    failure, there = None, False
-    try:
+    there = False
+    with (
+        distributed.all_or_none(f"run.name = {folder.name!r}: rank 0 cannot use {folder}"),
+        contextlib.suppress(FileNotFoundError),  # another start has just taken back what it had made
+    ):
         there = is_main and folder.exists() and not _removed_as_half_made(folder)
-    except FileNotFoundError:  # another start has just taken back what it had made
-        pass
-    except UserError as error:
-        failure = error
-    if distributed.any_rank(failure is not None):
-        raise failure or UserError(f"run.name = {folder.name!r}: rank 0 cannot use {folder}")
     return distributed.any_rank(there)
 
 
@@ -301,15 +298,9 @@ class Lock(AbstractContextManager["Lock"]):
 
     def take_everywhere(self, is_main: bool) -> None:
         """On rank 0, where the folder holds a run; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
-        failure = None
-        try:
+        with distributed.all_or_none(f"run.name = {self._folder.name!r}: rank 0 could not lock {self._folder}"):
             if is_main and begun(self._folder):
                 self.take()
-        except UserError as error:
-            failure = error
-        # All ranks leave together: one that waits for a dead rank 0 would hang.
-        if distributed.any_rank(failure is not None):
-            raise failure or UserError(f"run.name = {self._folder.name!r}: rank 0 could not lock {self._folder}")
 
     def check(self) -> None:
         """Raise ``UserError`` where somebody has removed or moved the folder or the lock: another run may be there by now."""

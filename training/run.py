@@ -344,8 +344,7 @@ def save(run: Run, step: int) -> None:
     states = distributed.gather(rng_state(run.dist.device))
     if run.config.precision.fixed_sum_order and all(torch.equal(state, states[0]) for state in states):
         del states[1:]  # any number of processes can go on from it
-    failure = None
-    try:
+    with distributed.all_or_none(f"checkpoint of step {step}: rank 0 could not write it"):
         run.lock.check()
         run.batches.check_files()
         run.batches.flush()
@@ -372,11 +371,6 @@ def save(run: Run, step: int) -> None:
                 # While every step is skipped, the weights may be broken: keep the checkpoints from before.
                 prune=not run.guard.skips_in_a_row,
             )
-    except UserError as error:
-        failure = error
-    # All processes leave together: one that waits for a dead rank 0 would hang.
-    if distributed.any_rank(failure is not None):
-        raise failure or UserError(f"checkpoint of step {step}: rank 0 could not write it")
 
 
 def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, dist: DistContext) -> None:
