@@ -27,25 +27,20 @@ def prepare_openwebtext(
     folder: Path,
     *,
     source: Path | None = None,
-    cache: Path | None = None,
-    allow_other_counts: bool = False,
     workers: int = 0,
     force: bool = False,
 ) -> Prepared:
     """Write the data set ``folder`` from the hub's parquet files, or from those in the folder ``source``.
 
-    ``cache`` is where ``datasets`` keeps its Arrow copy (its own place when None). ``UserError``: ``datasets`` missing,
-    text that cannot be had or opened, counts other than expected (unless allowed), a data set already there.
+    ``UserError``: ``datasets`` missing, text that cannot be had or opened, counts other than nanoGPT's, a data set already there.
     """
     threads = thread_count(workers)
     tokenizer = make_tokenizer("gpt2")
-    expected = None if allow_other_counts else EXPECTED_TOKENS
 
     def batches() -> Iterator[tuple[str, list[Piece]]]:
-        splits = split_as_nanogpt(load(source, cache, threads))
+        splits = split_as_nanogpt(load(source, threads))
         documents = {name: len(rows) for name, rows in splits.items()}
-        if not allow_other_counts:
-            check_counts("documents", documents, EXPECTED_DOCUMENTS)
+        check_counts("documents", documents, EXPECTED_DOCUMENTS)
         total = sum(documents.values())
         with tqdm(total=total, unit=" texts", unit_scale=True, desc="tokens", disable=None) as bar:
             for name, rows in splits.items():
@@ -65,11 +60,11 @@ def prepare_openwebtext(
         batches(),
         threads=threads,
         force=force,
-        check=lambda tokens: check_counts("tokens", tokens, expected or tokens),
+        check=lambda tokens: check_counts("tokens", tokens, EXPECTED_TOKENS),
     )
 
 
-def load(source: Path | None, cache: Path | None, workers: int) -> "Dataset":
+def load(source: Path | None, workers: int) -> "Dataset":
     """All documents in their published order, a column ``text``; ``UserError`` when they cannot be had."""
     try:
         from datasets import load_dataset
@@ -82,7 +77,7 @@ def load(source: Path | None, cache: Path | None, workers: int) -> "Dataset":
             raise UserError(f"{source}: no folder with .parquet files")
         where = {"path": "parquet", "data_files": {"train": parquet}, "num_proc": min(workers, len(parquet))}
     try:
-        rows = load_dataset(**where, split="train", cache_dir=str(cache) if cache else None)
+        rows = load_dataset(**where, split="train")
     # Network, hub and file format each bring their own exceptions, and the set changes with the version.
     except Exception as error:
         hint = "" if source else "; --source FOLDER reads parquet files that are already here"
@@ -111,4 +106,4 @@ def check_counts(what: str, found: dict[Any, int], expected: dict[str, int]) -> 
         if sum(found.values()) == sum(expected.values())
         else ""
     )
-    raise UserError(f"OpenWebText: {one} {what}, expected {other}{order}; --allow-other-counts accepts them")
+    raise UserError(f"OpenWebText: {one} {what}, expected {other}{order}")

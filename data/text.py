@@ -71,11 +71,8 @@ def prepare_text(
     tokenizer = make_tokenizer(vocabulary)
     note = f", every {1 / val_fraction:g}-th document held out" if not val else ""
     sources = {"train": source.name + note, "val": (val or source).name + note}
-    size = sum(path.stat().st_size for path in train_files + val_files)
-    # disable=None: no bar where stderr is not a terminal.
-    with tqdm(total=size, unit="B", unit_scale=True, desc="tokens", disable=None) as bar:
-        batches = _batches(source, train_files, val, val_files, val_fraction, bar.update)
-        return write_dataset(folder, tokenizer, sources, batches, threads=threads, force=force)
+    batches = _batches(source, train_files, val, val_files, val_fraction)
+    return write_dataset(folder, tokenizer, sources, batches, threads=threads, force=force)
 
 
 def write_dataset(
@@ -142,41 +139,39 @@ def _batches(
     val: Path | None,
     val_files: list[Path],
     val_fraction: float,
-    advance: Callable[[int], object],
 ) -> Iterator[tuple[str, list[Piece]]]:
     """Batches of about ``BATCH_BYTES`` in the order of the text; at its end it warns of what is odd, and raises ``UserError`` for an
     empty split."""
     documents, sizes = {"train": 0, "val": 0}, {"train": 0, "val": 0}
     held: dict[str, list[Piece]] = {"train": [], "val": []}
     odd: Counter[str] = Counter()
-    for paths, forced_split in ((train_files, "train" if val_files else None), (val_files, "val")):
-        for piece in _pieces(paths, odd, advance):
-            # With a fraction f, document i is held out when the multiples of 1 / f step over it.
-            number = documents["train"] + documents["val"]
-            held_out = int((number + 1) * val_fraction) > int(number * val_fraction)
-            split = forced_split or ("val" if held_out else "train")
-            held[split].append(piece)
-            sizes[split] += len(piece.text)
-            documents[split] += piece.ends_document
-            if sizes[split] >= BATCH_BYTES:
-                yield split, held[split]
-                held[split], sizes[split] = [], 0
-    yield from ((split, pieces) for split, pieces in held.items() if pieces)
+    files = ((train_files, "train" if val_files else None), (val_files, "val"))
+    pieces = ((piece, forced) for paths, forced in files for piece in _pieces(paths, odd))
+    # disable=None: no bar where stderr is not a terminal.
+    for piece, forced_split in tqdm(pieces, unit=" documents", unit_scale=True, disable=None):
+        # With a fraction f, document i is held out when the multiples of 1 / f step over it.
+        number = documents["train"] + documents["val"]
+        held_out = int((number + 1) * val_fraction) > int(number * val_fraction)
+        split = forced_split or ("val" if held_out else "train")
+        held[split].append(piece)
+        sizes[split] += len(piece.text)
+        documents[split] += piece.ends_document
+        if sizes[split] >= BATCH_BYTES:
+            yield split, held[split]
+            held[split], sizes[split] = [], 0
+    yield from ((split, rest) for split, rest in held.items() if rest)
     for what, count in odd.items():
         print(f"warning: {source}: {count} {what}", file=sys.stderr)
     _check_both_splits(documents, val)
 
 
-def _pieces(paths: list[Path], odd: Counter[str], advance: Callable[[int], object]) -> Iterator[Piece]:
-    """All documents of the files; ``advance`` is told how many bytes of the files (packed, for .xz) were read."""
+def _pieces(paths: list[Path], odd: Counter[str]) -> Iterator[Piece]:
+    """All documents of the files."""
     for path in paths:
         document = 1
         with ExitStack() as stack:
             raw = stack.enter_context(open(path, "rb"))
             stream = stack.enter_context(lzma.open(raw)) if path.suffix == ".xz" else raw
-            told = 0
-            # A pipe has no position; nor has it a size to show progress against.
-            position = raw.tell if raw.seekable() else lambda: 0
             try:
                 for text, ends_document in split_documents(stream, odd=odd):
                     # No piece ends inside a mark, which holds no white space.
@@ -184,9 +179,6 @@ def _pieces(paths: list[Path], odd: Counter[str], advance: Callable[[int], objec
                         odd[f"{SEPARATOR_LINE.decode()} not alone on a line: they end no document"] += marks
                     yield Piece(text, ends_document, f"{path}: document {document}")
                     document += ends_document
-                    if position() > told:
-                        advance(position() - told)
-                        told = position()
             except (lzma.LZMAError, EOFError) as error:
                 raise UserError(f"{path}: not a whole .xz file ({error})") from error
 

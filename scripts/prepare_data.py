@@ -37,8 +37,6 @@ def parser() -> argparse.ArgumentParser:
 
     web = kinds.add_parser("openwebtext", parents=[common, pooled], help="OpenWebText, nanoGPT's split (54 GB on disk)")
     web.add_argument("--source", type=Path, default=None, help="folder of parquet files, instead of a download")
-    web.add_argument("--cache", type=Path, default=None, help="where the datasets package keeps its copy")
-    web.add_argument("--allow-other-counts", action="store_true", help="accept text other than nanoGPT's")
 
     kinds.add_parser("stdlib", parents=[common], help="Python's own library as bytes: the default, no download")
     return top
@@ -54,8 +52,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[Any, bool]:
     if arguments.kind == "openwebtext":
         from data.openwebtext import prepare_openwebtext
 
-        names = ("source", "cache", "allow_other_counts", "workers", "force")
-        options = {name: getattr(arguments, name) for name in names}
+        options = {name: getattr(arguments, name) for name in ("source", "workers", "force")}
         return prepare_openwebtext(folder, **options), False
     from data.stdlib import prepare_stdlib
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import data.text
 import data.tokenizers
-from data.openwebtext import prepare_openwebtext
+from data import openwebtext
 from data.stdlib import VAL_EVERY, library_files, prepare_stdlib
 from data.text import prepare_text, split_documents
 from data.token_files import TokenFile, TokenWriter, new_dataset
@@ -258,7 +258,7 @@ def test_only_the_librarys_own_sources_belong_and_none_to_both_splits(tmp_path, 
 
 def test_split_and_order_of_openwebtext_are_nanogpts(tmp_path, monkeypatch):
     """Two parquet files of 300 numbered documents; byte-level stand-in for GPT-2's files, which need a download."""
-    pytest.importorskip("datasets")
+    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     ranks = {bytes([value]): value for value in range(256)}
     encoding = tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
@@ -267,12 +267,17 @@ def test_split_and_order_of_openwebtext_are_nanogpts(tmp_path, monkeypatch):
     source.mkdir()
     for part, rows in enumerate((texts[:100], texts[100:])):
         parquet.write_table(pyarrow.table({"text": rows}), source / f"train-{part:05}.parquet")
-    prepare_openwebtext(tmp_path / "out", source=source, cache=tmp_path / "cache", allow_other_counts=True, workers=1)
     # The permutation that NumPy's generator gives for nanoGPT's seed; a held-out part of 0.0005 is one document of 300.
     order = np.random.default_rng(2357).permutation(300)
-    for split, numbers in (("val", order[:1]), ("train", order[1:])):
-        expected = [token for number in numbers for token in (*texts[number].encode(), 50256)]
-        assert TokenFile.open(tmp_path / "out", split).tokens.tolist() == expected
+    splits = {"train": order[1:], "val": order[:1]}
+    expected = {s: [token for n in numbers for token in (*texts[n].encode(), 50256)] for s, numbers in splits.items()}
+    monkeypatch.setattr(openwebtext, "EXPECTED_DOCUMENTS", {"train": 299, "val": 1})
+    with pytest.raises(UserError, match=r"^OpenWebText: 1,985 train, 5 val tokens, expected 9,035,582,198 train"):
+        openwebtext.prepare_openwebtext(tmp_path / "out", source=source, workers=1)
+    monkeypatch.setattr(openwebtext, "EXPECTED_TOKENS", {split: len(tokens) for split, tokens in expected.items()})
+    openwebtext.prepare_openwebtext(tmp_path / "out", source=source, workers=1)
+    for split, tokens in expected.items():
+        assert TokenFile.open(tmp_path / "out", split).tokens.tolist() == tokens
 
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
