@@ -37,6 +37,12 @@ def is_bottom_right(bias: Any, T: int, S: int) -> bool:
     return bool(name == "LOWER_RIGHT")
 
 
+def last_queries(B: int, T: int, S: int, device: torch.device) -> Mask:
+    """T causal queries that are the last of S: query t sees keys up to t + S - T."""
+    last = torch.arange(S - T + 1, S + 1, device=device).clamp(min=0)
+    return Mask(ranges=torch.stack((torch.zeros_like(last), last)).expand(B, 2, T))
+
+
 def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
     """A checked ``attn_mask`` [B or 1, H or 1, T or 1, S or 1] as the backends take it; ``own``: the caller's, of which it is a view."""
     compiling = torch.compiler.is_compiling()

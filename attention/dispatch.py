@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, Call, excluded, numerics_of, obstacle
-from .mask import NO_MASK, Mask
 from .plan import HeadGroup, LayerPlan
 from .reference.tiles import FORMAT_OF
 from .user_error import UserError
@@ -27,10 +26,8 @@ def run(
     softcap: float = 0.0,
     causal: bool = True,
     scale: float | None = None,
-    sinks: Tensor | None = None,
-    mask: Mask = NO_MASK,
 ) -> Tensor:
-    """Attention of one layer, O [B, T, H, D].
+    """Attention of one layer, O [B, T, H, D]. Masks and sinks are arguments of ``scaled_dot_product_attention``.
 
     Args:
         q_BTHD, k_BTHD, v_BTHD: one dtype of float32, bfloat16 and float16; any strides (views of a fused projection need no copy). Keys may
@@ -41,16 +38,13 @@ def run(
             give a new one at every step.
         softcap: c > 0 replaces S by c tanh(S / c); 0 leaves S alone.
         scale: of Q K^T; default 1 / sqrt(D).
-        sinks: [H], one more logit of every row of a head, whose value is 0; differentiable.
-        mask: which further keys are hidden.
 
     Returns the dtype of q, or float32 where a group leaves O unrounded. Raises ``UserError`` unless q, k and v fit each other and
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
-    backend of the plan cannot serve (in compiled code: masks, grouped heads and a soft-cap alone).
+    backend of the plan cannot serve (in compiled code: grouped heads, another width of v and a soft-cap alone).
     """
-    for name, value, kind in (("plan", plan, LayerPlan), ("mask", mask, Mask)):
-        if not isinstance(value, kind):
-            raise UserError(f"{name} is a {type(value).__name__}: expected a {kind.__name__}")
+    if not isinstance(plan, LayerPlan):
+        raise UserError(f"plan is a {type(plan).__name__}: expected a LayerPlan")
     n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
     ends = q_BTHD.shape[:1], q_BTHD.shape[3:]
@@ -79,14 +73,8 @@ def run(
     if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:
         raise UserError(f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], on q's device")
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
-    mask.check(q_BTHD.shape[0], q_BTHD.shape[1], k_BTHD.shape[1], q_BTHD.device)
     other = v_BTHD.shape[3] != k_BTHD.shape[3]
-    features = (*mask.features(), *(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))
-    if sinks is not None:
-        if tuple(sinks.shape) != (plan.n_head,) or not sinks.is_floating_point() or sinks.device != q_BTHD.device:
-            shape = f"{sinks.dtype} of shape {tuple(sinks.shape)} on {sinks.device}"
-            raise UserError(f"sinks are {shape}: expected a floating tensor of {plan.n_head} heads on {q_BTHD.device}")
-        features = (*features, "sinks")
+    features = (*(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))
     # What has no features is left to ``check`` then: no call for the compiler to see.
     compiling = torch.compiler.is_compiling()
     for chosen in plan.groups if features or not compiling else ():
@@ -102,9 +90,8 @@ def run(
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seed = rounding_seed ^ group.seed_offset
-        of_group = sinks if sinks is None or len(group.heads) == plan.n_head else sinks[list(group.heads)]
         return BACKENDS[group.backend].run(
-            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap, sinks=of_group, mask=mask
+            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap
         )
 
     if len(plan.groups) == 1:

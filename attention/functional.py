@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
-from .attn_mask import is_bottom_right, is_causal_bias, mask_of
+from .attn_mask import is_bottom_right, is_causal_bias, last_queries, mask_of
 from .backends import BACKENDS, Call, numerics_of, obstacle
 from .mask import NO_MASK
 from .numerics import BASES
@@ -80,7 +80,8 @@ def scaled_dot_product_attention(
     causal, bottom_right, own = is_causal, False, attn_mask
     if attn_mask is not None and is_causal_bias(attn_mask):
         refuse(is_causal, "attn_mask is a CausalBias and is_causal = True: expected one of both")
-        causal, bottom_right = True, is_bottom_right(attn_mask, query.shape[-2], key.shape[-2])
+        bottom_right = is_bottom_right(attn_mask, query.shape[-2], key.shape[-2]) and query.shape[-2] != key.shape[-2]
+        causal = not bottom_right
         attn_mask = None
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
@@ -121,8 +122,8 @@ def _attend(
     mask = NO_MASK
     if attn_mask is not None and own_mask is not None and not empty:
         mask = mask_of(attn_mask, own_mask, B, T, S)
-    if bottom_right and T != S:
-        mask = mask._replace(bottom_right=True)
+    if bottom_right and not empty:
+        mask = last_queries(B, T, S, query.device)
     features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())
     if sinks is not None:
         shape = list(sinks.shape)

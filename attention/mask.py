@@ -6,26 +6,21 @@ say it all, and two a key say which queries see it. ``split`` finds these in a m
 Legend: B batch, T queries, S keys.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .user_error import UserError
-
 
 class Mask(NamedTuple):
     """Which keys are hidden besides those that ``causal`` hides; its fields are names of ``numerics.FEATURES``.
 
-    Windows, packing and prefixes are ``ranges``. A query that sees no key has O = 0 and passes no gradient. Keys that ``keys`` hides,
-    and queries whose range is empty, are never read. Other keys that no query sees, and queries whose range is all padding, must be
-    finite: they are multiplied by 0.
+    Windows, packing, prefixes, and queries that are the last of their keys, are ``ranges``. A query that sees no key has O = 0 and passes
+    no gradient. Keys that ``keys`` hides, and queries whose range is empty, are never read. Other keys that no query sees, and queries
+    whose range is all padding, must be finite: they are multiplied by 0.
     """
 
-    bottom_right: bool = False
-    """With ``causal``: query t sees keys up to t + S - T, as in decoding with a cache; else up to t."""
     keys: Tensor | None = None
     """Padding mask: bool [B, S], False where a key is hidden from all queries."""
     ranges: Tensor | None = None
@@ -35,34 +30,15 @@ class Mask(NamedTuple):
 
     def features(self) -> tuple[str, ...]:
         """The fields that ask for something."""
-        asked = self._asdict() | {"padded": None}
-        return tuple(name for name, value in asked.items() if isinstance(value, Tensor) or value)
-
-    def check(self, B: int, T: int, S: int, device: torch.device) -> None:
-        """Raise ``UserError`` where the mask does not fit B, T, S and the device; values are not looked at."""
-        for name, x, is_bool, shape in (("keys", self.keys, True, (B, S)), ("ranges", self.ranges, False, (B, 2, T))):
-            if x is None:
-                continue
-            kind = x.dtype == torch.bool if is_bool else x.dtype in (torch.int32, torch.int64)
-            if not kind or x.shape != shape:
-                expected = f"{'bool' if is_bool else 'int32 or int64'} of shape {shape}"
-                raise UserError(f"mask.{name} is {x.dtype} of shape {tuple(x.shape)}: expected {expected}")
-            if x.device != device:
-                raise UserError(f"mask.{name} is on {x.device}: expected {device}, as q")
+        return tuple(name for name in ("keys", "ranges") if getattr(self, name) is not None)
 
     def hides(self) -> bool:
         """Whether there may be tokens that no query sees, of any value."""
-        return self.keys is not None or self.ranges is not None
+        return bool(self.features())
 
     def key_ranges(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> "KeyRanges | None":
         """What backends read; None where ``causal`` says it all. Nothing waits for the device."""
-        if self.hides():
-            return _key_ranges(self, B, T, S, causal, device)
-        if not (self.bottom_right and causal and T != S):
-            return None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph keeps memory of its own
-            return _key_ranges(self, B, T, S, causal, device)
-        return _bottom_right(B, T, S, device)
+        return _key_ranges(self, B, T, S, causal, device) if self.hides() else None
 
 
 NO_MASK = Mask()
@@ -88,12 +64,6 @@ class KeyRanges(NamedTuple):
         return hidden if self.padding is None else hidden | ~self.padding
 
 
-@functools.lru_cache(maxsize=64)
-def _bottom_right(B: int, T: int, S: int, device: torch.device) -> KeyRanges:
-    with torch.inference_mode(False):
-        return _key_ranges(Mask(bottom_right=True), B, T, S, True, device)
-
-
 def _key_ranges(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device) -> KeyRanges:
     s = torch.arange(S, device=device)
     # [B or 1, T or 1]: where the keys that a query may see begin and end, whatever its place.
@@ -104,8 +74,7 @@ def _key_ranges(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.
         begin = torch.where(keys, s, S).amin(dim=1, keepdim=True).minimum(end)
     if mask.ranges is not None:
         begin, end = begin.maximum(mask.ranges[:, 0]), end.minimum(mask.ranges[:, 1])
-    shift = S - T if mask.bottom_right else 0
-    last = torch.arange(1, T + 1, device=device) + shift if causal else end.new_full((T,), S)
+    last = torch.arange(1, T + 1, device=device) if causal else end.new_full((T,), S)
     last = last.maximum(begin).minimum(end).expand(B, T).contiguous()
     first = begin.minimum(last).contiguous()
     s = s.expand(B, S).contiguous()

@@ -39,7 +39,6 @@ LARGEST_SCALE = 2.0**100
 FEATURES = {
     "softcap": "soft-cap",
     "grouped": "head of keys that several of queries share",
-    "bottom_right": "bottom-right alignment",
     "keys": "mask of keys",
     "ranges": "range of keys for each query",
     "value_dim": "head dim of V other than that of K",
@@ -388,7 +387,7 @@ class Numerics:
         "fully masked tiles: skipped, visited",
         ("skipped", "visited"),
         (FORWARD,),
-        without=dict.fromkeys(("bottom_right", "keys", "ranges", "sinks"), "the published code is causal, and no more"),
+        without=dict.fromkeys(("keys", "ranges", "sinks"), "the published code is causal, and no more"),
     )
     """Skipped, as kernels do; or visited, as the published code does: each adds ``row_sum_floor`` to l, and ``stabilized`` takes their
     masked scores for tied negative ones, so that m is at least 0 from there on."""

@@ -1,6 +1,6 @@
 """Custom operators of the backends: opaque, so that a compiler that fuses casts away never sees what is in them.
 
-All have the same arguments behind their tensors: ``SETTINGS``, the last four of which are the fields of ``Mask``.
+All have the same arguments behind their tensors: ``SETTINGS``, the last three of which are the fields of ``Mask``.
 
 Legend: B batch, H heads, T sequence, D head dim.
 """
@@ -17,8 +17,7 @@ from .reference.tiles import NAMESPACE
 
 # No defaults: torch leaves them out of the graphs by which it finds code that it has compiled before, by another schema.
 SETTINGS = (
-    "str numerics, float scale, bool causal, float softcap, Tensor? sinks, "
-    "bool bottom_right, Tensor? keys, Tensor? ranges, Tensor? padded"
+    "str numerics, float scale, bool causal, float softcap, Tensor? sinks, Tensor? keys, Tensor? ranges, Tensor? padded"
 )
 FORWARD_TENSORS = "q k v seed"
 BACKWARD_TENSORS = "do q k v seed o counts saved"
@@ -62,7 +61,7 @@ def differentiable(
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, seed, *ctx.settings, sinks, ctx.bottom_right, keys, ranges, padded = inputs
+        q, k, v, seed, *ctx.settings, sinks, keys, ranges, padded = inputs
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)  # else the backward pass gets zeros for each of these
@@ -70,9 +69,8 @@ def differentiable(
 
     def pass_back(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         *tensors, sinks, keys, ranges, padded = ctx.saved_tensors
-        settings = (*ctx.settings, sinks, ctx.bottom_right, keys, ranges, padded)
-        dq, dk, dv, dsinks = backward(do, *tensors, *settings)
-        return dq, dk, dv, *(None,) * 5, None if sinks is None else dsinks, *(None,) * 4
+        dq, dk, dv, dsinks = backward(do, *tensors, *ctx.settings, sinks, keys, ranges, padded)
+        return dq, dk, dv, *(None,) * 5, None if sinks is None else dsinks, *(None,) * 3
 
     forward.register_autograd(pass_back, setup_context=setup_context)
 

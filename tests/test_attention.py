@@ -220,7 +220,6 @@ Q = torch.randn(2, 8, 3, 16)
         (dict.fromkeys("kv", Q[:1]), "k has shape"),
         ({"v": Q[:, :4]}, "v has shape"),
         ({"k": Q.bfloat16()}, "k is torch.bfloat16"),
-        ({"mask": torch.ones(8, 8)}, "^mask is a Tensor: expected a "),
         ({"plan": ()}, "^plan is a tuple: expected a "),
         *(({"rounding_seed": x}, "^rounding_seed = .*: expected an int64 tensor") for x in (0, torch.tensor([0]))),
     ],
