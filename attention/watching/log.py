@@ -1,12 +1,9 @@
 """The file of ``watch``: a JSON record a look, of one watch at a time; and the table of a record for W&B."""
 
 import contextlib
-import itertools
 import json
 import math
-import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,10 +17,15 @@ except ImportError:  # Windows has no such locks
 
 PATIENCE = 5.0
 """Seconds."""
+BACK_TO = "back_to_step"
+"""In a record: its run went on from this step, and the lines before of steps from there on are of the run that it left."""
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:
-    """The records in a file of ``watch``, but for a last line that was cut short. Raises ``ValueError`` for another file."""
+    """The records in a file of ``watch``, but for a last line that was cut short, and what a run went back behind (``BACK_TO``).
+
+    Raises ``ValueError`` for another file.
+    """
     if not log.is_file():  # not there yet, or a stream
         return []
     try:
@@ -36,36 +38,23 @@ def read_log(log: Path) -> list[dict[str, Any]]:
             raise ValueError
     except (OSError, ValueError, TypeError):
         raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
-    return records
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        back_to = record.pop(BACK_TO, math.inf)
+        kept = [*(earlier for earlier in kept if earlier["step"] < back_to), record]
+    return kept
 
 
-def open_log(log: Path, cut: int | None, say: Callable[[str], object]) -> IO[str]:
-    """The file to append to, of this watch alone, without a last line that was cut short.
-
-    Records from step ``cut`` on are taken off it; a file beside it still has them.
-    """
+def open_log(log: Path) -> IO[str]:
+    """The file to append to, of this watch alone, without a last line that was cut short."""
     try:
         file = open(log, "a", encoding="utf-8")  # noqa: SIM115
         if log.is_file():  # no stream
             _lock(file, log)
-            content = log.read_bytes()
-            file.truncate(content.rfind(b"\n") + 1)
-        if cut is None:
-            return file
-        again = ("" if i == 1 else f"_{i}" for i in itertools.count(1))
-        paths = (log.with_name(f"{log.name}.before_{cut}{number}") for number in again)
-        before = next(path for path in paths if not path.exists())
-        aside = log.with_name(f"{log.name}.tmp")
-        lines = log.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] < cut]
-        aside.write_bytes(b"".join(kept))
-        os.replace(log, before)
-        os.replace(aside, log)
-        file.close()
+            file.truncate(log.read_bytes().rfind(b"\n") + 1)
     except OSError as error:
         raise invalid("watch: log", str(log), f"a file that can be written ({error.strerror})") from None
-    say(f"watch: {log}: {len(lines) - len(kept)} record(s) from step {cut} on are taken off; {before.name} has them")
-    return open_log(log, None, say)
+    return file
 
 
 def _lock(file: IO[str], log: Path) -> None:

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..user_error import invalid
 from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule
-from .log import close_log, layers_of, open_log, read_log, strict, table_of
+from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look
 from .measure import as_lists
 from .passes import COMPILED, Hook, Pass, kernel_of, plain_mask
@@ -43,8 +43,6 @@ SHOWN = 8
 
 @dataclass
 class _Forward:
-    frame: FrameType
-    """The model's call; it has left the stack if torch ran no hook at its end, as after Ctrl-C."""
     counts: bool
     """Whether it is one of training."""
     seeing: Pass | None = None
@@ -63,7 +61,9 @@ class Watch:
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
         self._step, self._clock = chosen["start"], clock + (chosen["start"] - step) * rate
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
-        self._log = open_log(Path(chosen["log"]), chosen["cut"], chosen["say"]) if chosen["log"] else None
+        self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
+        self._back_to = chosen["back_to"]
+        """Step from which on the log's records are to count no more; the next record says so."""
         self.record: dict[str, Any] = {}
         self._alarm = GrowthAlarm(chosen["rule"], self._warm_up)
         self.left = self._alarm.left
@@ -179,11 +179,12 @@ class Watch:
             return  # compiled in the middle of a run: close() says so
         if model is not self._model or os.getpid() != self._process:
             return
-        running = self._running()
+        interrupted: _Forward | None = self._local.__dict__.pop("forward", None)
+        if interrupted is not None and interrupted.seeing is not None:  # torch ran no hook at its end, as after Ctrl-C
+            self._cut_short(interrupted.seeing)
         # Activation checkpointing calls the model again in the backward pass; a reentrant one had no gradients before.
         again = torch._C._current_graph_task_id() != -1 and _within_checkpoint()
-        forward = _Forward(_call_of_module(), model.training and torch.is_grad_enabled() and not again)
-        running.append(forward)
+        forward = self._local.forward = _Forward(model.training and torch.is_grad_enabled() and not again)
         if not forward.counts:
             return
         with self._lock:
@@ -204,19 +205,6 @@ class Watch:
             forward.seeing, self._looked_at = None, self._step
             self._warn("compiled", str(error).removeprefix("watch: "))
 
-    def _running(self) -> list[_Forward]:
-        """Passes of this thread, the innermost last, without those that were interrupted."""
-        running: list[_Forward] = self._local.__dict__.setdefault("running", [])
-        stack, frame = set(), sys._getframe()
-        while running and frame is not None:
-            stack.add(id(frame))
-            frame = frame.f_back  # type: ignore[assignment]
-        while running and id(running[-1].frame) not in stack:
-            interrupted = running.pop()
-            if interrupted.seeing is not None:
-                self._cut_short(interrupted.seeing)
-        return running
-
     def _cut_short(self, seeing: Pass) -> None:
         """A pass did not come to its end, and may be tried again."""
         seeing.close()
@@ -228,10 +216,8 @@ class Watch:
     def _end(self, model: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or model is not self._model or os.getpid() != self._process:
             return
-        if not (running := self._running()):
-            return
-        forward = running.pop()
-        if not forward.counts:
+        forward: _Forward | None = self._local.__dict__.pop("forward", None)
+        if forward is None or not forward.counts:
             return
         failed = output is None and sys.exc_info()[1] is not None
         if (seeing := forward.seeing) is not None and failed:
@@ -300,8 +286,8 @@ class Watch:
         """
         if torch.compiler.is_compiling():
             return
-        running: list[_Forward] = self._local.__dict__.get("running", [])
-        seeing = running[-1].seeing if running else None
+        forward: _Forward | None = getattr(self._local, "forward", None)
+        seeing = None if forward is None else forward.seeing
         if seeing is None or seeing.over:
             return
         number, seeing.seen = seeing.seen, seeing.seen + 1
@@ -356,6 +342,8 @@ class Watch:
             more["layers"] = list(found)
         if self._hidden:
             more["hidden"] = len(self._hidden)
+        if self._back_to is not None:
+            more[BACK_TO], self._back_to = self._back_to, None
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
         self._write_log()
         if self._wandb is not None:
@@ -428,16 +416,6 @@ class Unwatched:
         return None
 
 
-def _call_of_module() -> FrameType:
-    """The outermost frame of the call of the module whose hook this is called from."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename != nn.modules.module.__file__:
-        frame = frame.f_back
-    while frame.f_back is not None and frame.f_back.f_code.co_filename == nn.modules.module.__file__:
-        frame = frame.f_back
-    return frame
-
-
 def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> None:
     if layout not in ("BHTD", "BTHD"):
         raise ValueError(f"layout = {layout!r}: expected one of BHTD, BTHD")
@@ -489,7 +467,7 @@ def watch(
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks.
         log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
-            takes growth, and which layers ran away; those from ``start`` on are moved to a file beside it.
+            takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
         optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
         wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
         warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
@@ -519,12 +497,12 @@ def watch(
     if processes and torch.distributed.get_rank():
         log = wandb = None
         warm_up = sys.maxsize  # it never judges
-    earlier, cut = [] if log is None else read_log(Path(log)), None
+    earlier, back_to = [] if log is None else read_log(Path(log)), None
     if earlier:
         last = earlier[-1]["step"]
         goes_on = f"a new file, as this one has steps to {last}; or start=, the step of the checkpoint that its run goes on from"
         _require(start > 0, "log", str(log), goes_on)
-        cut = start if last >= start else None
+        back_to = start if last >= start else None
         earlier = [record for record in earlier if record["step"] < start]
     if earlier:
         by = earlier[-1].get("clock_is")
@@ -537,5 +515,5 @@ def watch(
         loaded = "above 0, as it stands for that of the steps before: load the states of optimizer and scheduler first"
         _require(rate > 0, "learning rate", rate, loaded)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "wandb": wandb, "warm_up": warm_up}
-    more = {"sequences": sequences, "start": start, "earlier": earlier, "cut": cut, "say": say}
+    more = {"sequences": sequences, "start": start, "earlier": earlier, "back_to": back_to, "say": say}
     return Watch(model, **chosen, **more, rule=rule)
