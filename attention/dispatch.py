@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, Call, excluded, numerics_of, obstacle
+from .backends import BACKENDS, Call, numerics_of, obstacle
 from .plan import HeadGroup, LayerPlan
 from .reference.tiles import FORMAT_OF
 from .user_error import UserError
@@ -41,51 +41,35 @@ def run(
 
     Returns the dtype of q, or float32 where a group leaves O unrounded. Raises ``UserError`` unless q, k and v fit each other and
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
-    backend of the plan cannot serve (in compiled code: grouped heads, another width of v and a soft-cap alone).
+    backend of the plan cannot serve; in compiled code the last is left to ``check_plans``.
     """
     if not isinstance(plan, LayerPlan):
         raise UserError(f"plan is a {type(plan).__name__}: expected a LayerPlan")
     n_key = k_BTHD.shape[2] if k_BTHD.ndim == 4 else 0
     group = plan.n_head // n_key if n_key and plan.n_head % n_key == 0 else 0
     ends = q_BTHD.shape[:1], q_BTHD.shape[3:]
-    # Torch's kernels have no sites, and some take float64 as well.
-    exact = q_BTHD.dtype == torch.float64 and not any(BACKENDS[group.backend].has_sites for group in plan.groups)
-    for name, x, fits, expected in (  # kernels trust them
-        ("q", q_BTHD, q_BTHD.ndim == 4 and q_BTHD.shape[2] == plan.n_head, f"the {plan.n_head} heads of the plan"),
-        (
-            "k",
-            k_BTHD,
-            group and (k_BTHD.shape[:1], k_BTHD.shape[3:]) == ends,
-            f"q's ends and a divisor of {plan.n_head} heads",
-        ),
-        ("v", v_BTHD, v_BTHD.shape[:3] == k_BTHD.shape[:3] and v_BTHD.ndim == 4, "k's shape but for the width"),
-    ):
+    tensors = {
+        "q": (q_BTHD, q_BTHD.ndim == 4 and q_BTHD.shape[2] == plan.n_head, f"the {plan.n_head} heads of the plan"),
+        "k": (k_BTHD, group and (k_BTHD.shape[:1], k_BTHD.shape[3:]) == ends, f"q's ends and a divisor of {plan.n_head} heads"),
+        "v": (v_BTHD, v_BTHD.shape[:3] == k_BTHD.shape[:3] and v_BTHD.ndim == 4, "k's shape but for the width"),
+    }  # fmt: skip
+    for name, (x, fits, expected) in tensors.items():  # kernels trust them
+        what = f"attention of layer {plan.layer}: {name}"
         if not fits or 0 in x.shape:
             shapes = f"{tuple(x.shape)}: expected [batch, time, head, width] with {expected}, none of them 0"
-            raise UserError(f"attention of layer {plan.layer}: {name} has shape {shapes}")
-        if x.dtype not in FORMAT_OF and not exact:
-            dtypes = "float32, bfloat16 or float16"
-            raise UserError(f"attention of layer {plan.layer}: {name} is {x.dtype}: expected {dtypes}")
+            raise UserError(f"{what} has shape {shapes}")
+        if x.dtype not in FORMAT_OF:
+            raise UserError(f"{what} is {x.dtype}: expected float32, bfloat16 or float16")
         if (x.dtype, x.device) != (q_BTHD.dtype, q_BTHD.device):
-            raise UserError(
-                f"attention of layer {plan.layer}: {name} is {x.dtype} on {x.device}: expected {q_BTHD.dtype} on {q_BTHD.device}, as q"
-            )
+            raise UserError(f"{what} is {x.dtype} on {x.device}: expected {q_BTHD.dtype} on {q_BTHD.device}, as q")
     if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:
         raise UserError(f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], on q's device")
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     other = v_BTHD.shape[3] != k_BTHD.shape[3]
     features = (*(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))
-    # What has no features is left to ``check`` then: no call for the compiler to see.
-    compiling = torch.compiler.is_compiling()
-    for chosen in plan.groups if features or not compiling else ():
-        asked = chosen.backend, chosen.numerics, features, softcap
-        if compiling:
-            reason = _excluded(*asked)
-        else:
-            reason = _refuse(
-                *asked, q_BTHD.device.type, FORMAT_OF.get(q_BTHD.dtype, "fp64"), q_BTHD.shape[3], v_BTHD.shape[3]
-            )
-        if reason is not None:
+    for chosen in () if torch.compiler.is_compiling() else plan.groups:
+        asked = chosen.backend, chosen.numerics, q_BTHD.device.type, FORMAT_OF[q_BTHD.dtype]
+        if reason := _refused(*asked, softcap, features, q_BTHD.shape[3], v_BTHD.shape[3]):
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,19 +95,9 @@ def run(
     return _chosen(torch.cat([part.to(dtype) for part in parts], dim=2), back)
 
 
-@torch.compiler.assume_constant_result
-def _excluded(*asked: Any) -> str | None:
-    """What ``excluded`` says, which a compiler takes for a constant. Torch 2.11 can do so for plain arguments only."""
-    backend, numerics, features, softcap = asked
-    return excluded(backend, numerics_of(backend, numerics), features, softcap)
-
-
 @functools.lru_cache(maxsize=256)  # every call asks
-def _refuse(
-    backend: str, numerics: str, features: tuple[str, ...], softcap: float, kind: str, fmt: str, *head_dims: int
-) -> str | None:
-    head_dim, value_dim = head_dims
-    return obstacle(backend, Call(kind, fmt, head_dim, numerics_of(backend, numerics), softcap, features, value_dim))
+def _refused(backend: str, key: str, kind: str, fmt: str, softcap: float, features: Any, D: int, DV: int) -> str | None:
+    return obstacle(backend, Call(kind, fmt, D, numerics_of(backend, key), softcap, features, DV))
 
 
 def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:
