@@ -1,7 +1,7 @@
 """The inputs of ``scripts/figures.py``: runs and checkpoints."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,8 @@ from probes.capture import LayerCapture, capture
 from probes.spectral import top_singular
 from training.checkpoint import Loaded
 from training.intervention import Switch, plans_at
+from training.telemetry import FP16_LOSS_SCALE
 from training.weights import load_weights, read_checkpoint
-
-FP16_LOSS_SCALE = 2.0**16
-"""GradScaler's first: dO of a mean loss underflows in FP16 without one."""
 
 
 @dataclass(frozen=True)
@@ -88,38 +86,26 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
 
 
 def captured(
-    opened: Opened, sequences: int, data: Path | None, device: torch.device, layers: Sequence[int] | None = None
+    opened: Opened, sequences: int, data: Path | None, device: torch.device, layers: Sequence[int]
 ) -> tuple[list[LayerCapture], float]:
-    """Layers of a checkpoint (None: all) over validation sequences, and the loss scale that their dO has.
+    """Layers of a checkpoint over validation sequences, and the loss scale that their dO has.
 
     ``data``: a data set; None is that of the run. The sequences go through the model one by one, as logits of all at once would take
     gigabytes: dO is the gradient of each sequence's own mean loss. Raises ``UserError``.
     """
     config = opened.config
-    if layers is not None and not set(layers) <= set(range(config.model.n_layer)):
+    if not set(layers) <= set(range(config.model.n_layer)):
         raise invalid("--layer", " ".join(map(str, layers)), f"0 to {config.model.n_layer - 1}")
     folder, length = data or Path(config.data.dataset), config.data.sequence_length
     batch = validation_tokens(folder, length, sequences, config.model.vocab_size, device)
 
-    def look(scale: float) -> list[LayerCapture]:
-        settings: dict[str, Any] = {"autocast": config.precision.autocast(device), "loss_scale": scale}
-        seeds = torch.arange(sequences, device=device)
-        parts = [
-            capture(opened.model, tokens_T[None], targets_T[None], layers, rounding_seed=seed, **settings)
-            for tokens_T, targets_T, seed in zip(*batch, seeds, strict=True)
-        ]
-        return [joined(of_layer) for of_layer in zip(*parts, strict=True)]
-
-    scale = fp16_scale(look) if config.precision.dtype == "float16" else 1.0
-    return look(scale), scale
-
-
-def fp16_scale(look: Callable[[float], Iterable[LayerCapture]]) -> float:
-    """The largest of 2^16, 2^12, ... 1 with which every dO that ``look`` gives is finite, as a GradScaler finds one."""
-    scale = FP16_LOSS_SCALE
-    while scale > 1 and not all(bool(layer.do_BTHD.isfinite().all()) for layer in look(scale)):
-        scale /= 16
-    return scale
+    scale = FP16_LOSS_SCALE if config.precision.dtype == "float16" else 1.0
+    settings: dict[str, Any] = {"autocast": config.precision.autocast(device), "loss_scale": scale}
+    parts = [
+        capture(opened.model, tokens_T[None], targets_T[None], layers, rounding_seed=seed, **settings)
+        for tokens_T, targets_T, seed in zip(*batch, torch.arange(sequences, device=device), strict=True)
+    ]
+    return [joined(of_layer) for of_layer in zip(*parts, strict=True)], scale
 
 
 def joined(parts: Sequence[LayerCapture]) -> LayerCapture:

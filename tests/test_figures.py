@@ -25,8 +25,8 @@ from attention.check.captured import load
 from config import from_json
 from errors import UserError
 from figures import canvas, curves, delta, over_steps, pretrained, runs, similarity
-from figures.inputs import fp16_scale, open_checkpoint, validation_tokens
-from probes.capture import LayerCapture, capture
+from figures.inputs import open_checkpoint, validation_tokens
+from probes.capture import capture
 from probes.low_rank import weighted_keys
 from scripts import capture_attention, compare_runs, figures
 from scripts.figures import REGISTRY
@@ -187,17 +187,6 @@ def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:
     rates = over_steps.tie_rates(run(telemetry))
     assert rates.index.tolist() == [0, 9]
     assert rates.to_numpy().tolist() == [[0.25, 0.5], [0.25, 1.0]]
-
-
-@pytest.mark.parametrize(("largest", "scale"), [(0.5, 2.0**16), (40.0, 2.0**8), (math.nan, 1.0)])
-def test_a_loss_scale_of_fp16_is_lowered_until_every_gradient_is_finite(largest: float, scale: float) -> None:
-    layer = random_layer()
-
-    def look(at: float) -> list[LayerCapture]:
-        do_BTHD = (torch.full_like(layer.do_BTHD, largest, dtype=torch.float32) * at).half()
-        return [layer, dataclasses.replace(layer, do_BTHD=do_BTHD)]
-
-    assert fp16_scale(look) == scale
 
 
 NAN, INF = math.nan, math.inf

@@ -231,13 +231,6 @@ def _over(x: Tensor, size: Tensor) -> Tensor:
 
 
 def as_lists(found: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """Columns of every layer as lists, None where it has none; the host waits once."""
+    """Columns of every layer as lists, None where it has none."""
     names = [name for name in COLUMNS if any(name in columns for columns in found)]
-    there = [(name, layer) for name in names for layer, columns in enumerate(found) if name in columns]
-    device = found[0]["max_logit"].device
-    heads = [len(found[layer][name]) for name, layer in there]
-    values = torch.cat([found[layer][name].to(device) for name, layer in there]).cpu().split(heads)
-    lists: dict[str, Any] = {name: [None] * len(found) for name in names}
-    for (name, layer), value in zip(there, values, strict=True):
-        lists[name][layer] = value.tolist()
-    return lists
+    return {name: [columns[name].tolist() if name in columns else None for columns in found] for name in names}
