@@ -5,7 +5,7 @@
 A shape is B,T,H,HK,D: HK heads of keys and values, D a head's dim; B,T alone is GPT-2's B,T,12,12,64. Each call is captured once
 as a CUDA graph and replayed, so that times are the device's, without Python's. A round times every peer once. The first table has
 medians over rounds, the second the ratios of a round, of which it shows the median and the 10th and 90th percentile. FLOPs:
-4 B H T^2 D forward, halved where causal; 2.5 times that backward, delta included. A peer that is not installed is named and left
+attention is causal: 2 B H T^2 D forward, 2.5 times that backward, delta included. A peer that is not installed is named and left
 out, and so is one whose results are not the first peer's.
 """
 
@@ -42,13 +42,13 @@ SHAPES = [
 ]
 
 
-def library(spec: AttentionSpec, causal: bool, n_head: int) -> Attention:
+def library(spec: AttentionSpec, n_head: int) -> Attention:
     plan = AttentionConfig(default=spec).resolve(1, n_head)[0]
     seed = torch.tensor(0, device="cuda")
-    return lambda q, k, v: run(q, k, v, plan, rounding_seed=seed, causal=causal)
+    return lambda q, k, v: run(q, k, v, plan, rounding_seed=seed)
 
 
-def flex(length: int, causal: bool) -> Attention:
+def flex(length: int) -> Attention:
     """torch's FlexAttention, compiled with torchtitan's options (its ``models/common/attention.py``)."""
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -57,7 +57,7 @@ def flex(length: int, causal: bool) -> Attention:
     torch._dynamo.reset()  # else a later shape is compiled for any shape, and after some it is not compiled at all
     options: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": False}
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, options=options)
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length) if causal else None
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         grouped = q.shape[2] != k.shape[2]
@@ -66,11 +66,11 @@ def flex(length: int, causal: bool) -> Attention:
     return call
 
 
-def foreign(kernel: str, causal: bool, head_dim: int) -> Attention:
+def foreign(kernel: str, head_dim: int) -> Attention:
     """A kernel that ``attention.check`` knows, on [B, T, H, D]. Raises ``ImportError`` where it is not installed."""
     call = KNOWN[kernel]()
     scale = 1 / math.sqrt(head_dim)
-    return lambda q, k, v: call(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale).transpose(1, 2)
+    return lambda q, k, v: call(*(x.transpose(1, 2) for x in (q, k, v)), True, scale).transpose(1, 2)
 
 
 def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -127,21 +127,20 @@ def interleave(graphs: dict[str, dict[str, torch.cuda.CUDAGraph]], rounds: int) 
     return times
 
 
-def peers_of(specs: dict[str, AttentionSpec], shape: Shape, causal: bool) -> dict[str, Callable[[], Attention]]:
+def peers_of(specs: dict[str, AttentionSpec], shape: Shape) -> dict[str, Callable[[], Attention]]:
     """What makes each peer, and each preset of this repository's kernels."""
     _, t, h, _, d = shape
     return {
-        "fa2 (torch)": lambda: library(AttentionSpec(preset="sdpa_flash"), causal, h),
-        "cudnn": lambda: library(AttentionSpec(preset="sdpa_cudnn"), causal, h),
-        "flex": lambda: flex(t, causal),
-        **{name: functools.partial(foreign, name, causal, d) for name in ("fa3", "fa4", "fa4:deterministic")},
-        **{name: functools.partial(library, spec, causal, h) for name, spec in specs.items()},
+        "fa2 (torch)": lambda: library(AttentionSpec(preset="sdpa_flash"), h),
+        "cudnn": lambda: library(AttentionSpec(preset="sdpa_cudnn"), h),
+        "flex": lambda: flex(t),
+        **{name: functools.partial(foreign, name, d) for name in ("fa3", "fa4", "fa4:deterministic")},
+        **{name: functools.partial(library, spec, h) for name, spec in specs.items()},
     }
 
 
-def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: bool, rounds: int) -> list[dict]:
+def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], rounds: int) -> list[dict]:
     b, t, h, _, d = shape
-    about = {"shape": shape, "causal": causal}
     graphs: dict[str, dict[str, torch.cuda.CUDAGraph]] = {}
     rows: list[dict] = []
     alive: list[Any] = []
@@ -156,12 +155,12 @@ def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], causal: boo
                 graphs[name] = prepare(call, shape, expected, alive)
         except Exception as error:
             # A peer may be missing on this machine; the table says which and why.
-            rows.append({**about, "name": name, "absent": f"{type(error).__name__}: {first_line(error)}"})
-    flops = 4 * b * h * t * t * d / (2 if causal else 1)
+            rows.append({"shape": shape, "name": name, "absent": f"{type(error).__name__}: {first_line(error)}"})
+    flops = 2 * b * h * t * t * d
     times = interleave(graphs, rounds)
     sensors = clock_and_power()  # of all peers: a sample is longer than a call
     for name, kinds in times.items():
-        row: dict[str, Any] = {**about, "name": name, **sensors}
+        row: dict[str, Any] = {"shape": shape, "name": name, **sensors}
         for kind, factor in (("forward", 1.0), ("backward", 2.5)):
             median = statistics.median(kinds[kind])
             row |= {
@@ -224,10 +223,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,T[,H,HK,D]")
     parser.add_argument("--presets", nargs="+", default=["flash"], help="presets to run with each of --backends")
     parser.add_argument("--backends", nargs="+", default=["flash"], choices=FLASH_BACKENDS)
-    parser.add_argument("--numerics", default="hardware")
-    parser.add_argument("--sites", nargs="*", default=[], help="site=value, for all presets")
     parser.add_argument("--without", nargs="*", default=[], metavar="PEER", help="such as flex, compiled for minutes")
-    parser.add_argument("--full", action="store_true", help="not causal")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -237,15 +233,13 @@ def main() -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
     shapes = [shape_of(text) for text in args.shapes]
     specs = {
-        f"{name} ({'triton' if backend == 'flash' else backend})": AttentionSpec(
-            preset=name, numerics=args.numerics, sites=tuple(args.sites), backend=backend
-        )
+        f"{name} ({'triton' if backend == 'flash' else backend})": AttentionSpec(preset=name, backend=backend)
         for backend in args.backends
         for name in args.presets
     }
     for spec in specs.values():
         spec.resolve()
-    known = peers_of({}, shapes[0], True)
+    known = peers_of({}, shapes[0])
     for name in args.without:
         if name not in known:
             raise invalid("--without", name, ", ".join(known))
@@ -253,8 +247,8 @@ def main() -> None:
         raise UserError("scripts/bench_attention.py needs a CUDA device")
     rows = []
     for shape in shapes:
-        peers = {k: v for k, v in peers_of(specs, shape, not args.full).items() if k not in args.without}
-        rows += measure(shape, peers, not args.full, args.rounds)
+        peers = {k: v for k, v in peers_of(specs, shape).items() if k not in args.without}
+        rows += measure(shape, peers, args.rounds)
         made = rows[-len(peers) :]
         print(table(made), ratios(made, specs), explain_clock_and_power(made), "", sep="\n\n", flush=True)
     if args.json:
