@@ -23,22 +23,15 @@ EXPECTED_TOKENS = {"train": 9_035_582_198, "val": 4_434_897}
 DOCUMENTS_AT_ONCE = 4096
 
 
-def prepare_openwebtext(
-    folder: Path,
-    *,
-    source: Path | None = None,
-    workers: int = 0,
-    force: bool = False,
-) -> Prepared:
+def prepare_openwebtext(folder: Path, *, source: Path | None = None, force: bool = False) -> Prepared:
     """Write the data set ``folder`` from the hub's parquet files, or from those in the folder ``source``.
 
     ``UserError``: ``datasets`` missing, text that cannot be had or opened, counts other than nanoGPT's, a data set already there.
     """
-    threads = thread_count(workers)
     tokenizer = make_tokenizer("gpt2")
 
     def batches() -> Iterator[tuple[str, list[Piece]]]:
-        splits = split_as_nanogpt(load(source, threads))
+        splits = split_as_nanogpt(load(source))
         documents = {name: len(rows) for name, rows in splits.items()}
         check_counts("documents", documents, EXPECTED_DOCUMENTS)
         total = sum(documents.values())
@@ -58,24 +51,23 @@ def prepare_openwebtext(
         tokenizer,
         sources,
         batches(),
-        threads=threads,
         force=force,
         check=lambda tokens: check_counts("tokens", tokens, EXPECTED_TOKENS),
     )
 
 
-def load(source: Path | None, workers: int) -> "Dataset":
+def load(source: Path | None) -> "Dataset":
     """All documents in their published order, a column ``text``; ``UserError`` when they cannot be had."""
     try:
         from datasets import load_dataset
     except ImportError:
         raise UserError("openwebtext needs the package datasets: pip install datasets") from None
-    where: dict[str, Any] = {"path": HUB_NAME, "num_proc": workers}
+    where: dict[str, Any] = {"path": HUB_NAME, "num_proc": thread_count()}
     if source:
         parquet = sorted(str(path) for path in source.rglob("*.parquet"))
         if not parquet:
             raise UserError(f"{source}: no folder with .parquet files")
-        where = {"path": "parquet", "data_files": {"train": parquet}, "num_proc": min(workers, len(parquet))}
+        where = {"path": "parquet", "data_files": {"train": parquet}, "num_proc": min(thread_count(), len(parquet))}
     try:
         rows = load_dataset(**where, split="train")
     # Network, hub and file format each bring their own exceptions, and the set changes with the version.

@@ -51,7 +51,7 @@ def _same_data(folder: Path, pieces: dict[str, list[Piece]]) -> dict[str, TokenH
         there = {split: TokenFile.open(folder, split, verify="sha256") for split in pieces}
     except UserError:
         return None
-    same = (np.array_equal(there[split].tokens, encode(ByteTokenizer(), chosen, 1)) for split, chosen in pieces.items())
+    same = (np.array_equal(there[split].tokens, encode(ByteTokenizer(), chosen)) for split, chosen in pieces.items())
     return {split: file.header for split, file in there.items()} if all(same) else None
 
 

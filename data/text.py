@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.token_files import TokenHeader, TokenWriter, new_dataset
-from data.tokenizers import Tokenizer, make_tokenizer, thread_count
+from data.tokenizers import Tokenizer, make_tokenizer
 from errors import UserError, invalid
 
 SEPARATOR_LINE = b"<|endoftext|>"
@@ -52,7 +52,6 @@ def prepare_text(
     vocabulary: str = "gpt2",
     val: Path | None = None,
     val_fraction: float = 0.005,
-    workers: int = 0,
     force: bool = False,
 ) -> Prepared:
     """Write the data set ``folder`` from ``source``; held-out text from ``val``, else every (1 / val_fraction)-th document.
@@ -60,7 +59,6 @@ def prepare_text(
     Warns on stderr of marks that are text and of files with a byte order mark.
     ``UserError``: source missing or empty, text that the vocabulary cannot hold, a data set already there.
     """
-    threads = thread_count(workers)
     train_files = text_files(source)
     val_files = text_files(val) if val else []
     shared = {path.resolve() for path in train_files} & {path.resolve() for path in val_files}
@@ -72,7 +70,7 @@ def prepare_text(
     note = f", every {1 / val_fraction:g}-th document held out" if not val else ""
     sources = {"train": source.name + note, "val": (val or source).name + note}
     batches = _batches(source, train_files, val, val_files, val_fraction)
-    return write_dataset(folder, tokenizer, sources, batches, threads=threads, force=force)
+    return write_dataset(folder, tokenizer, sources, batches, force=force)
 
 
 def write_dataset(
@@ -81,7 +79,6 @@ def write_dataset(
     sources: dict[str, str],
     batches: Iterable[tuple[str, Sequence[Piece]]],
     *,
-    threads: int = 1,
     force: bool = False,
     check: Callable[[dict[str, int]], object] = lambda tokens: None,
 ) -> Prepared:
@@ -100,7 +97,7 @@ def write_dataset(
                 for split, made_from in sources.items()
             }
             for split, pieces in batches:
-                writers[split].write(encode(tokenizer, pieces, threads))
+                writers[split].write(encode(tokenizer, pieces))
                 documents[split] += sum(piece.ends_document for piece in pieces)
             check({split: writer.count for split, writer in writers.items()})
         headers = {split: writer.header for split, writer in writers.items() if writer.header}
@@ -236,10 +233,10 @@ def _last_cut(text: bytearray) -> int:
     return 0
 
 
-def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], threads: int) -> np.ndarray:
+def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> np.ndarray:
     """Tokens of the pieces, 1-D, a separator behind each document; ``UserError`` with the place of text that cannot be represented."""
     try:
-        encoded = tokenizer.encode([piece.text for piece in pieces], threads)
+        encoded = tokenizer.encode([piece.text for piece in pieces])
     except ValueError:
         for piece in pieces:
             try:

@@ -23,7 +23,7 @@ class ByteTokenizer:
     dtype: ClassVar[str] = "uint8"
     separator: ClassVar[int] = 0
 
-    def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Tokens of each UTF-8 text, 1-D, of ``dtype``, without a separator; ``ValueError`` for text it cannot represent."""
         if any(b"\0" in text for text in texts):
             raise ValueError("byte 0 in the text, which byte tokens keep for the end of a document")
@@ -44,12 +44,12 @@ class GPT2Tokenizer:
     def __init__(self, encoding: "tiktoken.Encoding | None" = None):
         self._encoding = encoding or _gpt2_encoding()
 
-    def encode(self, texts: Sequence[bytes], threads: int = 1) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         try:
             decoded = [text.decode() for text in texts]
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error.reason}); --vocabulary bytes takes any text") from None
-        encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=threads)
+        encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=thread_count())
         return [np.array(tokens, np.uint16) for tokens in encoded]
 
 
@@ -77,8 +77,6 @@ def make_tokenizer(vocabulary: str) -> Tokenizer:
     return TOKENIZERS[vocabulary]()
 
 
-def thread_count(asked: int) -> int:
-    """``asked`` threads, or for 0 one for each CPU this process may use; ``UserError`` below 0."""
-    if asked < 0:
-        raise invalid("workers", asked, "0 (one for each CPU) or more")
-    return asked or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+def thread_count() -> int:
+    """One for each CPU that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,10 +20,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--out", type=Path, default=Path("data/tokens"), help="of data sets (default: %(default)s)")
     common.add_argument("--force", action="store_true", help="replace a data set of that name")
 
-    pooled = OneLineParser(add_help=False)
-    pooled.add_argument("--workers", type=int, default=0, help="threads (default: one for each CPU)")
-
-    text = kinds.add_parser("text", parents=[common, pooled], help="any text: a file, an .xz file or a folder of them")
+    text = kinds.add_parser("text", parents=[common], help="any text: a file, an .xz file or a folder of them")
     text.description = "Documents end at a line holding only <|endoftext|> and at the end of a file."
     text.add_argument("source", type=Path, help="file, .xz file or folder")
     text.add_argument("--val", type=Path, default=None, help="held-out text, of the same kinds")
@@ -35,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--vocabulary", choices=("gpt2", "bytes"), default="gpt2", help="default: %(default)s")
 
-    web = kinds.add_parser("openwebtext", parents=[common, pooled], help="OpenWebText, nanoGPT's split (54 GB on disk)")
+    web = kinds.add_parser("openwebtext", parents=[common], help="OpenWebText, nanoGPT's split (54 GB on disk)")
     web.add_argument("--source", type=Path, default=None, help="folder of parquet files, instead of a download")
 
     kinds.add_parser("stdlib", parents=[common], help="Python's own library as bytes: the default, no download")
@@ -47,13 +44,12 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[Any, bool]:
     if arguments.kind == "text":
         from data.text import prepare_text
 
-        options = {key: getattr(arguments, key) for key in ("vocabulary", "val", "val_fraction", "workers", "force")}
+        options = {key: getattr(arguments, key) for key in ("vocabulary", "val", "val_fraction", "force")}
         return prepare_text(arguments.source, folder, **options), False
     if arguments.kind == "openwebtext":
         from data.openwebtext import prepare_openwebtext
 
-        options = {name: getattr(arguments, name) for name in ("source", "workers", "force")}
-        return prepare_openwebtext(folder, **options), False
+        return prepare_openwebtext(folder, source=arguments.source, force=arguments.force), False
     from data.stdlib import prepare_stdlib
 
     return prepare_stdlib(folder, force=arguments.force)

@@ -11,6 +11,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .venv/bin/ruff check .
 .venv/bin/mypy
 # A worker for each CPU this process may use; eight at most, as each imports torch (half a gigabyte) and the longest file bounds them.
-workers=$(.venv/bin/python -c "from data.tokenizers import thread_count; print(min(8, thread_count(0)))")
+workers=$(.venv/bin/python -c "from data.tokenizers import thread_count; print(min(8, thread_count()))")
 # Whole files, as their fixtures are runs that their tests share, in conftest.py's order and not by their numbers of tests.
 .venv/bin/python -m pytest -m "not gpu and not slow" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

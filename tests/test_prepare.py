@@ -144,7 +144,7 @@ def documents(content, piece_bytes=1 << 20):
 
 def prepare(tmp_path, source, **options):
     """Byte tokens of both splits, as bytes, documents apart."""
-    options = {"vocabulary": "bytes", "workers": 1, "val_fraction": 0.5, **options}
+    options = {"vocabulary": "bytes", "val_fraction": 0.5, **options}
     prepare_text(source, tmp_path / "out", **options)
     return {split: TokenFile.open(tmp_path / "out", split).tokens.tobytes() for split in ("train", "val")}
 
@@ -206,14 +206,16 @@ def test_a_byte_order_mark_is_left_out_at_the_start_of_a_file_only(content):
     assert documents(b"one\n" + content[:3]) == [b"one\n\xef\xbb\xbf"]
 
 
-def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch):
+def test_any_number_of_threads_writes_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(data.text, "BATCH_BYTES", 100)
     source = tmp_path / "t.txt"
     source.write_bytes(b"\n<|endoftext|>\n".join(b"%d " % number * (number % 37) for number in range(1, 200)))
     monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: small_gpt2())
-    one = prepare_text(source, tmp_path / "one", val_fraction=0.1, workers=1)
-    two = prepare_text(source, tmp_path / "two", val_fraction=0.1, workers=2)
-    assert one == two
+    made = []
+    for threads in (1, 2):
+        monkeypatch.setattr(data.tokenizers, "thread_count", lambda threads=threads: threads)
+        made.append(prepare_text(source, tmp_path / str(threads), val_fraction=0.1))
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, con
         monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: small_gpt2())
     (tmp_path / "t.txt").write_bytes(content)
     with pytest.raises(UserError, match=expected):
-        prepare_text(tmp_path / "t.txt", tmp_path / "out", vocabulary=vocabulary, workers=1)
+        prepare_text(tmp_path / "t.txt", tmp_path / "out", vocabulary=vocabulary)
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
@@ -273,9 +275,9 @@ def test_split_and_order_of_openwebtext_are_nanogpts(tmp_path, monkeypatch):
     expected = {s: [token for n in numbers for token in (*texts[n].encode(), 50256)] for s, numbers in splits.items()}
     monkeypatch.setattr(openwebtext, "EXPECTED_DOCUMENTS", {"train": 299, "val": 1})
     with pytest.raises(UserError, match=r"^OpenWebText: 1,985 train, 5 val tokens, expected 9,035,582,198 train"):
-        openwebtext.prepare_openwebtext(tmp_path / "out", source=source, workers=1)
+        openwebtext.prepare_openwebtext(tmp_path / "out", source=source)
     monkeypatch.setattr(openwebtext, "EXPECTED_TOKENS", {split: len(tokens) for split, tokens in expected.items()})
-    openwebtext.prepare_openwebtext(tmp_path / "out", source=source, workers=1)
+    openwebtext.prepare_openwebtext(tmp_path / "out", source=source)
     for split, tokens in expected.items():
         assert TokenFile.open(tmp_path / "out", split).tokens.tolist() == tokens
 
@@ -287,14 +289,14 @@ def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     Path("some.words.txt").write_text("a\n<|endoftext|>\nb\n")
-    prepare_data.main(["text", "some.words.txt", "--vocabulary", "bytes", "--val-fraction", "0.5", "--workers", "1"])
+    prepare_data.main(["text", "some.words.txt", "--vocabulary", "bytes", "--val-fraction", "0.5"])
     assert TokenFile.open(Path("data/tokens/some"), "train").tokens.tobytes() == b"a\0"
 
 
 def test_an_interrupted_command_clears_what_it_began(tmp_path):
     """It has written tokens and waits for more text: its source is a pipe kept open."""
     os.mkfifo(tmp_path / "pipe")
-    command = [sys.executable, str(SCRIPT), "text", "pipe", "--vocabulary", "bytes", "--workers", "2", "--name", "a"]
+    command = [sys.executable, str(SCRIPT), "text", "pipe", "--vocabulary", "bytes", "--name", "a"]
     process = subprocess.Popen(command, cwd=tmp_path)
     with open(tmp_path / "pipe", "wb", buffering=0) as feed:
         feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)  # more than is encoded at once
