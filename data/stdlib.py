@@ -22,8 +22,8 @@ APART_IN_DEBIAN = {"idlelib", "lib2to3", "distutils", "ensurepip", "tkinter", "t
 EXCLUDED_NAMES = ("_sysconfigdata", "sitecustomize", "usercustomize", "turtle.py")
 
 
-def prepare_stdlib(folder: Path, *, library: Path | None = None, force: bool = False) -> tuple[Prepared, bool]:
-    """Write the data set ``folder``, each file a document; True when it was already there, whole and the same.
+def prepare_stdlib(folder: Path, *, library: Path | None = None, force: bool = False) -> Prepared:
+    """Write the data set ``folder``, each file a document, unless it is there, whole and the same.
 
     ``library`` is the folder to read (the running Python's library when None). Every 25th file, in sorted order, is held
     out. ``UserError``: no sources found, a file with byte 0, or another data set in the place.
@@ -41,8 +41,8 @@ def prepare_stdlib(folder: Path, *, library: Path | None = None, force: bool = F
         for split, chosen in pieces.items()
     }
     if not force and (headers := _same_data(folder, pieces)):
-        return Prepared(headers=headers, documents={split: len(chosen) for split, chosen in pieces.items()}), True
-    return write_dataset(folder, ByteTokenizer(), sources, pieces.items(), force=force), False
+        return Prepared(headers=headers, documents={split: len(chosen) for split, chosen in pieces.items()})
+    return write_dataset(folder, ByteTokenizer(), sources, pieces.items(), force=force)
 
 
 def _same_data(folder: Path, pieces: dict[str, list[Piece]]) -> dict[str, TokenHeader] | None:

@@ -39,17 +39,17 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[Any, bool]:
-    """The prepared data, and whether they existed before."""
+def prepare(arguments: argparse.Namespace, folder: Path) -> Any:
+    """``data.text.Prepared``."""
     if arguments.kind == "text":
         from data.text import prepare_text
 
         options = {key: getattr(arguments, key) for key in ("vocabulary", "val", "val_fraction", "force")}
-        return prepare_text(arguments.source, folder, **options), False
+        return prepare_text(arguments.source, folder, **options)
     if arguments.kind == "openwebtext":
         from data.openwebtext import prepare_openwebtext
 
-        return prepare_openwebtext(folder, source=arguments.source, force=arguments.force), False
+        return prepare_openwebtext(folder, source=arguments.source, force=arguments.force)
     from data.stdlib import prepare_stdlib
 
     return prepare_stdlib(folder, force=arguments.force)
@@ -72,11 +72,11 @@ def main(argv: list[str] | None = None) -> None:
         signal.signal(number, _interrupted)
     started = time.monotonic()
     try:
-        prepared, already = prepare(arguments, folder)
+        prepared = prepare(arguments, folder)
     except OSError as error:
         raise UserError(f"{folder}: {error}") from error
     seconds = time.monotonic() - started
-    print(f"{folder}: {'already prepared' if already else f'prepared in {seconds:.1f} s'}")
+    print(f"{folder}: ready after {seconds:.1f} s")
     for split, header in prepared.headers.items():
         print(
             f"  {split:5} {header.count:,} tokens ({header.vocabulary}, {header.dtype}) of {prepared.documents[split]:,} "

@@ -218,7 +218,7 @@ def that_cannot_be_opened(refused: str, reason: int, *modes: str) -> Callable[[P
 
 
 def by_two_processes(place: Place, run: Path, patch: Patch) -> None:
-    two = DistContext(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+    two = DistContext(rank=0, world_size=2, device=torch.device("cpu"))
     patch.setattr(distributed, "start", lambda *_: two)
 
 

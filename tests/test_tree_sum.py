@@ -58,7 +58,7 @@ def test_processes_that_do_not_divide_the_tree_are_refused() -> None:
 def test_a_checkpoint_from_before_the_field_is_one_of_ddp(place: Place) -> None:
     loaded = read_checkpoint(place.train("earlier", {"run.steps": 1}))
     del loaded.config_json["precision"]["fixed_sum_order"]
-    alone = DistContext(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    alone = DistContext(rank=0, world_size=1, device=torch.device("cpu"))
     check_start(place.config("earlier", {"precision.fixed_sum_order": False}), alone, loaded, branch=False)
     with pytest.raises(UserError, match=r"precision.fixed_sum_order = True: expected False, as in the checkpoint"):
         check_start(place.config("earlier"), alone, loaded, branch=False)

@@ -35,7 +35,6 @@ _CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 @dataclass(frozen=True, kw_only=True)
 class DistContext:
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
 
@@ -94,7 +93,7 @@ def start(device: DeviceChoice, timeout: float = 600.0) -> DistContext:
         backend, device_id = ("nccl", owned) if device == "cuda" else ("gloo", None)
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device_id": device_id}
         dist.init_process_group(backend, store=store, timeout=limit, **place)
-    return DistContext(rank=rank, local_rank=local_rank, world_size=world_size, device=owned)
+    return DistContext(rank=rank, world_size=world_size, device=owned)
 
 
 def _wait_for_all(store: dist.Store, world_size: int, timeout: float) -> None:

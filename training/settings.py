@@ -51,10 +51,9 @@ class RunConfig:
     """Steps between two lines of metrics."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            raise invalid("run.name", self.name, "letters, digits, '.', '_' and '-', beginning with a letter or digit")
-        if len(self.name) > LONGEST_NAME:
-            raise invalid("run.name", self.name, f"at most {LONGEST_NAME} characters: it is {len(self.name)} long")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) or len(self.name) > LONGEST_NAME:
+            expected = f"at most {LONGEST_NAME} letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            raise invalid("run.name", self.name, expected)
         if not -(2**63) <= self.seed < 2**64:
             raise invalid("run.seed", self.seed, "a whole number from -2**63 to 2**64 - 1, as torch takes them")
         for name in ("steps", "log_every"):
