@@ -28,8 +28,7 @@ from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch, update_alarm
 from training.metrics import Metrics, import_wandb, read_lines, start_wandb
 from training.nonfinite import FoundInf, NonFiniteGuard
-from training.optim import build_optimizer, learning_rate
-from training.precision import rounding_seed
+from training.optim import build_optimizer
 from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE, Telemetry, probe_batch
@@ -324,10 +323,7 @@ def open_telemetry(run: Run) -> None:
     config = run.config
     if not run.dist.is_main or not config.telemetry.every:
         return
-    seed_of = functools.partial(rounding_seed, config.run.seed, micro_batch=0)
-    more: dict[str, Any] = {"rounding_seed": seed_of, "rate": functools.partial(learning_rate, config=config.optim)}
-    more |= {"device": run.dist.device, "precision": config.precision}
-    run.telemetry = Telemetry(config.telemetry, run.network.raw, run.batches, run.folder, **more)
+    run.telemetry = Telemetry(config, run.network.raw, run.batches, run.folder, run.dist.device)
     try:
         for earlier in read_lines(run.telemetry.file.path):
             update_alarm(run.alarm, earlier)

@@ -10,11 +10,11 @@ Legend: L layers, H heads, B batch, T positions, D head width, C width, N heads 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,11 @@ from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
 from probes.spectral import attention_norms
 from training.metrics import JsonLines, read_run_file
-from training.precision import PrecisionConfig
+from training.optim import learning_rate
+from training.precision import rounding_seed
+
+if TYPE_CHECKING:
+    from training.settings import TrainConfig
 
 TELEMETRY_FILE = "telemetry.jsonl"
 SCORES_BYTES = 2**30
@@ -80,47 +84,35 @@ class TelemetryConfig:
 class Telemetry:
     """The probes of one run: its fixed batch, and the file.
 
-    ``rounding_seed``: by step, seed of the probe's stochastic roundings. Each probe has draws of its own: with the same ones an element is
-    rounded the same way more often than not, probe after probe, and errors of delta, summed over probes, look like a bias.
+    Each probe has stochastic roundings of its own: with the same ones an element is rounded the same way more often than not, probe after
+    probe, and errors of delta, summed over probes, look like a bias.
 
     Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
     """
 
-    def __init__(
-        self,
-        config: TelemetryConfig,
-        model: GPT,
-        batches: Batches,
-        folder: Path,
-        *,
-        device: torch.device,
-        precision: PrecisionConfig,
-        rounding_seed: Callable[[int], int],
-        rate: Callable[[int], float],
-    ):
-        self._model, self._device, self._precision, self._seed_of = model, device, precision, rounding_seed
-        self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.sequences))
-        self._rate, self._summed = rate, (0, 0.0)
+    def __init__(self, config: "TrainConfig", model: GPT, batches: Batches, folder: Path, device: torch.device):
+        self._config, self._model, self._device, self._summed = config, model, device, (0, 0.0)
+        self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.telemetry.sequences))
         self.file = JsonLines(folder / TELEMETRY_FILE)
 
     def probe(self, step: int, batch: int) -> dict[str, Any]:
         """Measure, write the line and return it; ``batch``: the next to be drawn."""
-        began = time.perf_counter()
-        seed = torch.full((), self._seed_of(step), dtype=torch.int64, device=self._device)
-        scale = FP16_LOSS_SCALE if self._precision.dtype == "float16" else 1.0
-        autocast = self._precision.autocast(self._device)
+        began, precision = time.perf_counter(), self._config.precision
+        seed = torch.full((), rounding_seed(self._config.run.seed, step, 0), dtype=torch.int64, device=self._device)
+        scale = FP16_LOSS_SCALE if precision.dtype == "float16" else 1.0
+        autocast = precision.autocast(self._device)
         measured, units = measure(self._model, self._tokens_BT, self._targets_BT, seed, autocast, scale)
         columns = to_lists(measured)
-        record: dict[str, Any] = {"step": step, "batch": batch, "lr_sum": self._rate_sum(step)}
+        record: dict[str, Any] = {"step": step, "batch": batch, "lr_sum": self._lr_sum(step)}
         record |= {"probe_seconds": time.perf_counter() - began, "delta_units": units} | columns
         self.file.append(record)
         return record
 
-    def _rate_sum(self, step: int) -> float:
+    def _lr_sum(self, step: int) -> float:
         """Scheduled learning rates of the steps before ``step``, added in order: the same bits after a resume."""
         done, total = self._summed if self._summed[0] <= step else (0, 0.0)
         for earlier in range(done, step):
-            total += self._rate(earlier)
+            total += learning_rate(earlier, self._config.optim)
         self._summed = (step, total)
         return total
 
