@@ -10,30 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_runs import make_data
 
 from data.batches import Batches, DataConfig, random_offsets
 from data.recording import HEAD_BYTES, Recording
-from data.token_files import TokenWriter
+from data.token_files import TokenFile
 from errors import UserError
 from scripts import make_recording
 
 T = 4
-TRAIN = (np.arange(1000) * 31 % 251).astype(np.uint8)
-VALIDATION = (np.arange(203) * 17 % 241).astype(np.uint8)
-
-
-def make_dataset(folder: Path) -> Path:
-    for split, tokens in (("train", TRAIN), ("val", VALIDATION)):
-        with TokenWriter(
-            folder, split, dtype="uint8", vocabulary="bytes", vocabulary_size=256, source="test"
-        ) as writer:
-            writer.write(tokens)
-    return folder
 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "small")
+    return make_data(tmp_path_factory.mktemp("data") / "small", train=1000, validation=203)
 
 
 def settings_for(dataset: Path | str, **changes) -> DataConfig:
@@ -72,9 +62,9 @@ def test_the_random_order_is_pinned():
 
 def test_inputs_are_the_tokens_at_the_offsets_and_targets_one_token_ahead(dataset):
     inputs, targets = (torch.cat(parts) for parts in zip(*Batches(settings_for(dataset)).next(), strict=True))
-    offsets = random_offsets(3, 0, 1000, T, 8).astype(int)
-    assert inputs.tolist() == [TRAIN[o : o + T].tolist() for o in offsets]
-    assert targets.tolist() == [TRAIN[o + 1 : o + T + 1].tolist() for o in offsets]
+    tokens, offsets = TokenFile.open(dataset, "train").tokens, random_offsets(3, 0, 1000, T, 8).astype(int)
+    assert inputs.tolist() == [tokens[o : o + T].tolist() for o in offsets]
+    assert targets.tolist() == [tokens[o + 1 : o + T + 1].tolist() for o in offsets]
 
 
 @settings(deadline=None, max_examples=40)

@@ -80,42 +80,20 @@ def test_everything_else_comes_back(tmp_path: Path) -> None:
     assert {key: getattr(loaded, key) for key in given} == given
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (24 * dtype.itemsize,), dtype=torch.uint8)
-    # A bool, a scalar, nothing, and a transposed view beside it: unequal widths, an odd offset, no contiguity.
-    state = {
-        "a": torch.tensor([True]),
-        "value": bits.view(dtype).reshape(4, 6).T,
-        "scalar": bits.view(dtype)[0].clone(),
-        "none": torch.empty(0, 3, dtype=dtype),
-    }
+def test_tensors_of_any_layout_come_back(tmp_path: Path) -> None:
+    """A transposed view, none at all, two names of one: all that is ours, as the bits are safetensors'."""
+    state = {"view": torch.randn(4, 6).T, "none": torch.empty(0, 3), "tied": (tied := torch.randn(3)), "again": tied}
     save(checkpoints := make(tmp_path), 1, model_state=state)
     loaded = newest(checkpoints).model_state
-    for name, tensor in state.items():
-        assert loaded[name].shape == tensor.shape
-        assert loaded[name].dtype == dtype or name == "a"
-        raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (loaded[name], tensor)]
-        assert torch.equal(*raw)
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
-def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    torch.rand(5)
-    save(checkpoints := make(tmp_path), 1, rng=[rng_state("cpu")])
-    expected = torch.rand(5)
-    set_rng_state(newest(checkpoints).rng[0], "cpu")
-    assert torch.equal(torch.rand(5), expected)
-
-
-@pytest.mark.gpu
-def test_random_numbers_of_the_gpu_continue_too() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    state = rng_state("cuda:0")
-    expected = torch.rand(5, device="cuda:0"), torch.rand(5)
-    set_rng_state(state, "cuda:0")
-    assert torch.equal(torch.rand(5, device="cuda:0"), expected[0])
+def test_random_numbers_continue_where_they_were(device: torch.device) -> None:
+    state = rng_state(device)
+    expected = torch.rand(5, device=device), torch.rand(5)
+    set_rng_state(state, device)
+    assert torch.equal(torch.rand(5, device=device), expected[0])
     assert torch.equal(torch.rand(5), expected[1])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +86,7 @@ from training import distributed
 
 place = distributed.start("cpu")
 rank = place.rank
-facts = {{"place": [rank, place.world_size, str(place.device), place.is_main]}}
-own = torch.tensor([float(rank), 10.0 - rank])
-facts["sum"] = distributed.all_reduce_sum(own).tolist()
-facts["mean"] = distributed.all_reduce_mean(own).tolist()
-facts["max"] = distributed.all_reduce_max(own).tolist()
-facts["any"] = [distributed.any_rank(rank == 2), distributed.any_rank(False)]
-mine = torch.arange(rank * 2, dtype=torch.uint8) + 250
-facts["gathered"] = [t.tolist() for t in distributed.gather(mine)]
+facts = {{}}
 
 # Whole numbers that 3 divides: every sum and mean below is exact, in any order.
 model = nn.Linear(4, 2)
@@ -137,21 +129,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-
-
-@pytest.mark.parametrize(
-    ("name", "of_rank"),
-    [
-        ("place", lambda rank: [rank, WORLD, "cpu", rank == 0]),
-        ("sum", lambda rank: [3.0, 27.0]),
-        ("mean", lambda rank: [1.0, 9.0]),
-        ("max", lambda rank: [2.0, 10.0]),
-        ("any", lambda rank: [True, False]),
-        ("gathered", lambda rank: [[], [250, 251], [250, 251, 252, 253]]),
-    ],
-)
-def test_every_process_has_its_own(facts: list[dict[str, Any]], name: str, of_rank: Callable[[int], Any]) -> None:
-    assert [fact[name] for fact in facts] == [of_rank(rank) for rank in range(WORLD)]
 
 
 def test_gradients_stay_local_until_the_last_micro_step(facts: list[dict[str, Any]]) -> None:
