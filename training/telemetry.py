@@ -8,7 +8,6 @@ Legend: L layers, H heads, B batch, T positions, D head width, C width, N heads 
 """
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -232,21 +232,21 @@ def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
 
     NaN is the extreme of everything.
     """
-    columns: dict[str, float | int] = {f"w_q_norm_{layer}": norm for layer, norm in enumerate(record["w_q_norm"])}
-    columns["w_q_norm_max"], columns["w_q_norm_layer"], _ = extreme([[norm] for norm in record["w_q_norm"]])
-    columns["w_k_norm_max"] = extreme([[norm] for norm in record["w_k_norm"]])[0]
-    columns["qk_norm_max"] = extreme(record["qk_head_norm"])[0]
-    columns["max_logit_max"], columns["max_logit_layer"], _ = extreme(record["max_logit"])
-    columns["entropy_min"] = -extreme([[-value for value in row] for row in record["entropy"]])[0]
-    for name in ("top_1", "ties_1e3", "v_one_signed", "delta_error_rms", "row_residual_rms"):
-        columns[f"{name}_max"] = extreme(record[name])[0]
-    return columns
-
-
-def extreme(rows: Sequence[Sequence[float]]) -> tuple[float, int, int]:
-    """The largest of [L][H] values with its layer and head; NaN is larger than any number."""
-    cells = [(value, layer, head) for layer, row in enumerate(rows) for head, value in enumerate(row)]
-    return max(cells, key=lambda cell: (math.isnan(cell[0]), 0.0 if math.isnan(cell[0]) else cell[0]))
+    of = {name: np.array(values) for name, values in record.items()}
+    return {
+        **{f"w_q_norm_{layer}": norm for layer, norm in enumerate(record["w_q_norm"])},
+        "w_q_norm_max": of["w_q_norm"].max().item(),
+        "w_q_norm_layer": of["w_q_norm"].argmax().item(),
+        "w_k_norm_max": of["w_k_norm"].max().item(),
+        "qk_norm_max": of["qk_head_norm"].max().item(),
+        "max_logit_max": of["max_logit"].max().item(),
+        "max_logit_layer": of["max_logit"].max(axis=1).argmax().item(),
+        "entropy_min": of["entropy"].min().item(),
+        **{
+            f"{n}_max": of[n].max().item()
+            for n in ("top_1", "ties_1e3", "v_one_signed", "delta_error_rms", "row_residual_rms")
+        },
+    }
 
 
 def read_telemetry(folder: Path) -> list[dict[str, Any]]:
