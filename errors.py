@@ -4,7 +4,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attention.user_error import UserError, command_line, invalid
 
@@ -70,7 +70,10 @@ def trainer_packages() -> Iterator[None]:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Bad arguments become a ``UserError`` in place of argparse's usage and message."""
+    """Bad arguments become a ``UserError`` in place of argparse's usage and message. A description keeps its lines."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | settings)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")

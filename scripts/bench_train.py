@@ -295,7 +295,7 @@ def check(args: argparse.Namespace, flags: list[str]) -> TrainConfig:
 
 @exit_on_user_error
 def main() -> None:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("recipe", nargs="+", help="recipe and ablation, as train.py takes them")
     parser.add_argument("--variants", nargs="+", default=["plain"], metavar="NAME[: FLAGS]")
     parser.add_argument("--nanogpt", type=Path, help="folder of a nanoGPT checkout")

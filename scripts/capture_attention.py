@@ -7,7 +7,6 @@ They are of validation sequences; dO is of the mean loss of each. Layers and hea
 low_precision_attention.check.capture.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ CONFIG = ("model", "attention", "data", "optim", "precision")
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/step_00005000, or a run (its newest)")
     parser.add_argument("--layers", type=int, nargs="+", required=True, metavar="N")
     parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="all unless given")

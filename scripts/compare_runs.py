@@ -409,7 +409,7 @@ def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="runs, or folders of runs; the first is the reference")
     parser.add_argument("--out", default="compare.png", help="picture: .png, .pdf, .svg, or none (compare.png)")
     parser.add_argument("--table", type=Path, help="also write the table to this file: .md or .csv")

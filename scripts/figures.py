@@ -88,7 +88,7 @@ REGISTRY: dict[int, Callable[[argparse.Namespace], Drawn]] = {
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("figure", type=int, choices=REGISTRY)
     parser.add_argument("--runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     where = "as runs/NAME/checkpoints/step_00005000, or a run (its newest)"

@@ -6,7 +6,6 @@ Batches are drawn, cut from the tokens and recorded by the trainer's own code (d
 seed sees the same ones and logs the same data_digest. --against RUN compares them with the digests that a run logged.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,9 +47,7 @@ def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneLineParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("recipe", help="configs/RECIPE.py; fields of it follow as --section.field value")
     parser.add_argument("--steps", type=int, default=0, help="steps to record (the recipe's run.steps)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, e.g. replay_batches/NAME")

@@ -8,7 +8,6 @@ SHA-256 of their bytes, each once however many wheels hold it. Files of less tha
 UTF-8 are left out. ``scripts/prepare_data.py text`` reads the result.
 """
 
-import argparse
 import hashlib
 import zipfile
 from collections.abc import Iterable
@@ -64,7 +63,7 @@ def write(found: dict[str, bytes], path: Path) -> str:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("wheels", type=Path, nargs="+", help="wheels, in any order")
     parser.add_argument("--out", type=Path, required=True, help="text file to write")
     arguments = parser.parse_args(argv)
