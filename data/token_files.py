@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal, get_args, get_type_hints
 
 import numpy as np
@@ -191,9 +190,7 @@ class TokenWriter:
         self._hash.update(raw)
         self.count += tokens.size
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._file is not None
         file, self._file = self._file, None
         if kind is not None:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 EXIT_RESUME = 75
@@ -77,9 +77,7 @@ class PreemptionHandler:
         with self._speaking:
             self.on_silence = lambda number: None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
