@@ -4,14 +4,14 @@ A probe is a pass of its own over the plain model. It adds nothing to the model,
 no bit of the training; the main process alone makes it. One line of ``telemetry.jsonl`` a probe, lists by layer ([L]) or by layer and
 head ([L][H]); ``COLUMNS`` says what each is. The largest of them go to ``metrics.jsonl`` and W&B (``summary_columns``).
 
-Legend: L layers, H heads, B batch, T positions, D head width, C width, N heads of several layers side by side.
+Legend: L layers, H heads, B batch, T positions, D head width, C width.
 """
 
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.dispatch import head_index
-from attention.plan import HeadGroup, LayerPlan
+from attention.plan import HeadGroup
 from attention.reference.tiles import FORMAT_OF, Sites
 from attention.watching.measure import attention_statistics
 from data.batches import Batches
 from errors import check_size, invalid
 from model import GPT
 from probes.capture import LayerCapture, capture
-from probes.delta_error import delta_errors, effective_numerics, row_residuals, summarize
+from probes.delta_error import delta_errors, effective_numerics, over_groups, row_residuals, summarize
 from probes.spectral import attention_norms
 from training.metrics import JsonLines, read_run_file
 from training.optim import learning_rate
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from training.settings import TrainConfig
 
 TELEMETRY_FILE = "telemetry.jsonl"
-SCORES_BYTES = 2**30
-"""Heads of several layers are measured in one go as long as their scores, B N T T in FP32, stay below this."""
+STATISTICS = ("ties", "max_logit", "min_row_max", "sink", "entropy", "top_1")
+"""Of ``attention_statistics``."""
 FP16_LOSS_SCALE = 2.0**10
 """dO of a mean loss underflows in FP16 without it."""
 
@@ -143,77 +142,39 @@ def measure(
     w_q_LCC, w_k_LKC = (torch.stack([weight(layer) for layer in range(L)]) for weight in (model.w_q, model.w_k))
     measured = attention_norms(w_q_LCC, w_k_LKC, H)
     layers = capture(model, tokens_BT, targets_BT, autocast=autocast, rounding_seed=seed, loss_scale=loss_scale)
-    places: list[int] = []
-    parts: list[dict[str, Tensor]] = []
-    units = 0
-    for members in alike(layers):
-        part, units = _measure_heads(stacked(members), loss_scale)
-        parts.append(part)
-        places += [layer.layer * H + head for layer, group in members for head in group.heads]
-    back = head_index(tuple(sorted(range(L * H), key=places.__getitem__)), tokens_BT.device)
-    for name in parts[0]:
-        joined_N = torch.cat([part[name].float() for part in parts])
-        measured[name] = (joined_N if len(parts) == 1 else joined_N[back]).view(L, H)
-    return measured, units
+    parts, units = zip(*(_measure_layer(layer, loss_scale) for layer in layers), strict=True)
+    return measured | {name: torch.stack([part[name].float() for part in parts]) for name in parts[0]}, units[0]
 
 
-Member = tuple[LayerCapture, HeadGroup]
-
-
-def alike(layers: Sequence[LayerCapture]) -> Iterator[list[Member]]:
-    """Groups of heads of all layers that share backend and roundings, as many at once as ``SCORES_BYTES`` allows; in order."""
-    by_kind: dict[tuple[str, str], list[Member]] = {}
-    for layer in layers:
-        for group in layer.plan.groups:
-            by_kind.setdefault((group.backend, group.numerics), []).append((layer, group))
-    B, T = layers[0].q_BTHD.shape[:2]
-    most = max(1, SCORES_BYTES // (4 * B * T * T))
-    for members in by_kind.values():
-        taken: list[Member] = []
-        for member in members:
-            if taken and sum(len(group.heads) for _, group in [*taken, member]) > most:
-                yield taken
-                taken = []
-            taken.append(member)
-        yield taken
-
-
-def stacked(members: Sequence[Member]) -> LayerCapture:
-    """Heads that share backend and roundings side by side, as if they were one layer's. ``x_BTC`` and ``layer`` are the first's."""
-    if len(members) == 1 and len(members[0][1].heads) == members[0][0].plan.n_head:
-        return members[0][0]
-    parts = zip(*(layer.heads(group) for layer, group in members), strict=True)
-    names = ("q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD")
-    tensors: dict[str, Any] = {name: torch.cat(part, dim=2) for name, part in zip(names, parts, strict=True)}
-    first, group = members[0]
-    heads = tuple(range(sum(len(group.heads) for _, group in members)))
-    return replace(first, **tensors, plan=LayerPlan(first.layer, len(heads), (replace(group, heads=heads),)))
-
-
-def _measure_heads(heads: LayerCapture, loss_scale: float) -> tuple[dict[str, Tensor], int]:
-    """The columns of heads that share their roundings, each [N], and n of the standard errors."""
-    (group,) = heads.plan.groups
-    numerics = effective_numerics(group).concrete(FORMAT_OF[heads.q_BTHD.dtype])
-    sites = Sites(numerics, heads.q_BTHD.dtype)
-    q_BTND, k_BTND = (sites.inputs(x.float()) for x in (heads.q_BTHD, heads.k_BTHD))
-    shape: dict[str, Any] = {"scale": heads.scale, "softcap": heads.softcap}
-    statistics = attention_statistics(q_BTND, k_BTND, **shape, scores_format=numerics.scores)
-    delta = delta_errors(heads)
+def _measure_layer(layer: LayerCapture, loss_scale: float) -> tuple[dict[str, Tensor], int]:
+    """The columns of one layer, each [H], and n of the standard errors."""
+    ties_H, *statistics = over_groups(layer, functools.partial(_statistics, layer))
+    delta = delta_errors(layer)
     error = summarize(delta.error_BHT / loss_scale)
-    r_BNT = row_residuals(heads)[0] / loss_scale
-    negative_ND = (heads.v_BTHD < 0).float().mean(dim=(0, 1))
+    r_BHT = row_residuals(layer)[0] / loss_scale
+    negative_HD = (layer.v_BTHD < 0).float().mean(dim=(0, 1))
     measured = {
-        "ties_1e3": statistics.pop("ties"),
-        **statistics,
-        "v_one_signed": (torch.maximum(negative_ND, 1 - negative_ND) >= 0.9).float().mean(dim=-1),
+        "ties_1e3": ties_H,
+        **dict(zip(STATISTICS[1:], statistics, strict=True)),
+        "v_one_signed": (torch.maximum(negative_HD, 1 - negative_HD) >= 0.9).float().mean(dim=-1),
         "delta_error_mean": error.mean_H,
         "delta_error_se": error.standard_error_H,
         "delta_error_rms": error.rms_H,
         "delta_rms": (delta.high_BHT / loss_scale).square().mean(dim=(0, 2)).sqrt(),
-        "row_residual_mean": r_BNT.mean(dim=(0, 2)),
-        "row_residual_rms": r_BNT.square().mean(dim=(0, 2)).sqrt(),
+        "row_residual_mean": r_BHT.mean(dim=(0, 2)),
+        "row_residual_rms": r_BHT.square().mean(dim=(0, 2)).sqrt(),
     }
     return measured, error.units
+
+
+def _statistics(layer: LayerCapture, group: HeadGroup) -> Tensor:
+    """``STATISTICS`` of a group of heads, with its roundings: [statistic, heads of the group]."""
+    q_BTHD, k_BTHD, *_ = layer.heads(group)
+    numerics = effective_numerics(group).concrete(FORMAT_OF[q_BTHD.dtype])
+    sites = Sites(numerics, q_BTHD.dtype)
+    shape: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "scores_format": numerics.scores}
+    found = attention_statistics(*(sites.inputs(x.float()) for x in (q_BTHD, k_BTHD)), **shape)
+    return torch.stack([found[name] for name in STATISTICS])
 
 
 def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:

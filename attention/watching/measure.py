@@ -32,7 +32,7 @@ def attention_statistics(
     scores_format: str = "fp32",
     chunk: int = QUERY_CHUNK,
 ) -> dict[str, Tensor]:
-    """Statistics of causal attention, each [H] float32, over batch and rows; NaN where a score is; layers may be stacked along H.
+    """Statistics of causal attention, each [H] float32, over batch and rows; NaN where a score is.
 
     ``max_logit``, the largest score S = scale * q . k (after the soft-cap), ``min_row_max``, the smallest row maximum, and the means over
     rows of ``entropy``, -sum P ln P in nats, of ``top_1``, the largest probability, of ``sink``, the probability of key 0 (rows 1 and
