@@ -112,4 +112,4 @@ def test_one_transfer_brings_everything_to_the_host(monkeypatch: pytest.MonkeyPa
     measured, _ = measure(tiny(preset("flash")), *batch(), bf16())
     assert count == []
     to_lists(measured)
-    assert count == ["tolist"]
+    assert count == ["cpu", *["tolist"] * len(measured)]

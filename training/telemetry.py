@@ -8,7 +8,6 @@ Legend: L layers, H heads, B batch, T positions, D head width, C width.
 """
 
 import functools
-import itertools
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -179,13 +178,9 @@ def _statistics(layer: LayerCapture, group: HeadGroup) -> Tensor:
 
 def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:
     """All tensors as nested lists of floats, brought to the host in one go."""
-    flat = iter(torch.cat([tensor.float().flatten() for tensor in measured.values()]).tolist())
-    lists: dict[str, Any] = {}
-    for name, tensor in measured.items():
-        values = list(itertools.islice(flat, tensor.numel()))
-        width = tensor.shape[-1]
-        lists[name] = values if tensor.ndim == 1 else [values[i : i + width] for i in range(0, len(values), width)]
-    return lists
+    flat = torch.cat([tensor.float().flatten() for tensor in measured.values()]).cpu()
+    parts = flat.split([tensor.numel() for tensor in measured.values()])
+    return {name: x.view(tensor.shape).tolist() for (name, tensor), x in zip(measured.items(), parts, strict=True)}
 
 
 def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
