@@ -176,18 +176,6 @@ def numerics_of(backend: str, key: str) -> Numerics:
     return HARDWARE if backend == EXTERNAL else numerics_from_key(key)
 
 
-def excluded(name: str, numerics: Numerics, features: tuple[str, ...], softcap: float) -> str | None:
-    """Why a feature cannot be served: the backend lacks it, or a site excludes it. None if all can. ``numerics`` is concrete, or as
-    good as that."""
-    asked = (*features, *(("softcap",) if softcap else ()))
-    for feature in asked:
-        if feature not in BACKENDS[name].features:
-            return f"it has no {FEATURES[feature]}"
-    if BACKENDS[name].presets:
-        return _other_site(name, numerics)
-    return numerics.refused_by(name, asked) if BACKENDS[name].has_sites else None
-
-
 def _other_site(name: str, numerics: Numerics) -> str | None:
     """The first site whose value differs from the nearest preset's of the backend, in words; None where one fits in all."""
     served = [HARDWARE.with_sites(PRESETS[preset].of(HARDWARE)) for preset in BACKENDS[name].presets]
@@ -202,12 +190,18 @@ def _other_site(name: str, numerics: Numerics) -> str | None:
 
 
 def obstacle(name: str, call: Call) -> str | None:
-    """Why a backend cannot serve a call, or None."""
-    concrete = call.numerics
-    if BACKENDS[name].has_sites:
+    """Why a backend cannot serve a call, or None: it lacks a feature, a site excludes it, or the backend needs something else."""
+    backend, numerics = BACKENDS[name], call.numerics
+    if backend.has_sites:
         try:
-            concrete = call.numerics.concrete(call.dtype)
+            numerics = numerics.concrete(call.dtype)
         except UserError as error:  # sites that exclude each other for q of this dtype
             return str(error)
-    reason = excluded(name, concrete, call.features, call.softcap)
-    return reason or BACKENDS[name].needs(replace(call, numerics=concrete))
+    asked = (*call.features, *(("softcap",) if call.softcap else ()))
+    for feature in asked:
+        if feature not in backend.features:
+            return f"it has no {FEATURES[feature]}"
+    reason = None
+    if backend.has_sites:
+        reason = _other_site(name, numerics) if backend.presets else numerics.refused_by(name, asked)
+    return reason or backend.needs(replace(call, numerics=numerics))

@@ -57,9 +57,8 @@ class Pass(TorchFunctionMode):
         """Calls so far."""
         self.hidden: list[str] = []
         """Modules that look like attention, ran, and made no call that was seen."""
-        self._around: list[str] = []
-        """Such modules that are running, the innermost last."""
-        self._saw: set[str] = set()
+        self._around: list[tuple[str, int]] = []
+        """Modules that look like attention and are running, the innermost last; each with the calls that were seen before it."""
         self.over = False
         self.outer: Pass | None = None
         """That of another watch, around this one."""
@@ -72,11 +71,10 @@ class Pass(TorchFunctionMode):
                 self._of_process.enter_context(_uncompiled())
             self._of_process.enter_context(_hugging_face(model))
             if names:
-                self._of_process.callback(self._name_hidden)
                 for name, module in model.named_modules():
                     if name and _is_like_attention(module):
                         for hook in (
-                            module.register_forward_pre_hook(Hook(self._entered(name))),
+                            module.register_forward_pre_hook(Hook(functools.partial(self._entered, name))),
                             module.register_forward_hook(Hook(self._left), always_call=True),
                         ):
                             self._of_process.callback(hook.remove)
@@ -117,15 +115,11 @@ class Pass(TorchFunctionMode):
         if self._inside or self.over:
             return run()
         number, self.seen = self.seen, self.seen + 1
-        self.mark()
         self._inside = True
         try:
             return self._attend(self, number, run, arguments)
         finally:
             self._inside = False
-
-    def mark(self) -> None:
-        self._saw.update(self._around)
 
     def _torchs_module(self, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run the attention of ``nn.MultiheadAttention``, with other names in a copy of it: no mode sees the call that it makes.
@@ -145,22 +139,17 @@ class Pass(TorchFunctionMode):
 
     # ---- modules
 
-    def _entered(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if threading.get_ident() == self._thread:
-                self._around.append(name)
-
-        return hook
+    def _entered(self, name: str, *_: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._around.append((name, self.seen))
 
     def _left(self, *_: Any) -> None:
         if threading.get_ident() == self._thread and self._around:
-            name = self._around.pop()
-            if name not in self._saw and not any(other.startswith(f"{name}.") for other in self.hidden):
+            name, before = self._around.pop()
+            # Of nested ones that saw nothing the innermost is named.
+            named = any(f"{other}.".startswith(f"{name}.") for other in self.hidden)
+            if self.seen == before and not named:
                 self.hidden.append(name)
-
-    def _name_hidden(self) -> None:
-        # Names around one whose call was seen were marked with it; of nested ones that saw nothing the innermost stays.
-        self.hidden = [name for name in dict.fromkeys(self.hidden) if name not in self._saw]
 
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)

@@ -291,7 +291,6 @@ class Watch:
         if seeing is None or seeing.over:
             return
         number, seeing.seen = seeing.seen, seeing.seen + 1
-        seeing.mark()
         taken = seeing.look
         try:
             _check_look(q, k, v, o, layer, layout)
