@@ -3,7 +3,6 @@
 Legend: B batch, H query heads, T queries, S keys.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,36 +47,34 @@ def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
     compiling = torch.compiler.is_compiling()
     if mask.stride(1) == 0:
         mask = mask.narrow(1, 0, 1)
-    if mask.dtype != torch.bool or mask.shape[1] != 1:
-        mask = _visible(mask) if compiling else _known("visible", own, mask, _visible)
-    if mask.shape[2] == 1:
+    if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1:
         if torch.is_grad_enabled() and not compiling and mask.is_inference():
             mask = mask.clone()  # autograd keeps nothing that was made in inference mode
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
-    ranges, keys, padded = _split(mask) if compiling else _known("split", own, mask, _split)
+    ranges, keys, padded = _split(mask) if compiling else _known_split(own, mask)
     return Mask(ranges=ranges.expand(B, 2, T), keys=keys.expand(B, S), padded=padded)
 
 
-def _known(what: str, own: Tensor, mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
-    """``make(mask)``, once for all layers that get the same tensor ``own``, the caller's, which decides ``mask``."""
+def _known_split(own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``_split(mask)``, once for all layers that get the same tensor ``own``, the caller's, which decides ``mask``."""
     if own.is_inference():  # counts no versions
-        return make(mask)
+        return _split(mask)
     state = own._version, mask.shape
-    known = _KNOWN[what]
-    if own not in known or known[own][0] != state:
+    if own not in _KNOWN or _KNOWN[own][0] != state:
         with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
-            known[own] = state, make(mask)
-    return known[own][1]
+            _KNOWN[own] = state, _split(mask)
+    found: tuple[Tensor, Tensor, Tensor] = _KNOWN[own][1]
+    return found
 
 
-_KNOWN = {"visible": WeakTensorKeyDictionary(), "split": WeakTensorKeyDictionary()}
+_KNOWN = WeakTensorKeyDictionary()
 
 
-@torch.library.custom_op(f"{NAMESPACE}::visible_of_mask", mutates_args=())
-def _visible(mask: Tensor) -> Tensor:
-    """The bool mask with one head that a floating one, or one with many heads, stands for."""
+@torch.library.custom_op(f"{NAMESPACE}::split_of_mask", mutates_args=())
+def _split(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ranges [B, 2, T], padding [B, S] and ``Mask.padded`` of a mask [B, H, T, S], bool or floating; B, H and T may be 1."""
     capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     refuse(capturing, "attn_mask in a CUDA graph: expected bool of shape [batch, 1, 1, keys], or is_causal")
     visible = mask
@@ -85,24 +82,10 @@ def _visible(mask: Tensor) -> Tensor:
         visible = mask == 0
         additive = not bool((visible | (mask <= torch.finfo(mask.dtype).min)).all())
         refuse(additive, f"attn_mask is {mask.dtype}: expected bool, or 0 and -inf; it has no additive masks")
-    first = visible.narrow(1, 0, 1)
-    alike = bool((visible == first).all())
+    alike = mask.shape[1] == 1 or bool((visible == visible.narrow(1, 0, 1)).all())
     refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
-    return first.clone(memory_format=torch.contiguous_format)
-
-
-@_visible.register_fake
-def _(mask: Tensor) -> Tensor:
-    return torch.empty_like(mask.narrow(1, 0, 1), dtype=torch.bool, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::split_of_mask", mutates_args=())
-def _split(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranges [B, 2, T] and padding [B, S] of a mask [B, 1, T, S], and ``Mask.padded``; B may be 1."""
-    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    refuse(capturing, "attn_mask in a CUDA graph: expected one of shape [batch, 1, 1, keys], or is_causal")
     try:
-        ranges, keys, padded = split(mask[:, 0])
+        ranges, keys, padded = split(visible[:, 0])
     except ValueError as error:
         expected = "a range of keys for each query, neither end going back, less padding, keys hidden from all queries"
         refuse(True, f"attn_mask: {error}: expected {expected}; use torch's own function for other masks")
@@ -112,5 +95,5 @@ def _split(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @_split.register_fake
 def _(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     B, _, T, S = mask.shape
-    found = mask.new_empty((B, 2, T), dtype=torch.int32), mask.new_empty((B, S))
+    found = mask.new_empty((B, 2, T), dtype=torch.int32), mask.new_empty((B, S), dtype=torch.bool)
     return *found, torch.empty((), dtype=torch.bool, device="cpu")

@@ -83,21 +83,11 @@ def _key_ranges(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.
     return KeyRanges(torch.stack((first, last), dim=1).int(), torch.stack(of_keys, dim=1), padding)
 
 
-class Split(NamedTuple):
-    """A mask as key ranges and padding: query t sees key s if ranges[:, 0, t] <= s < ranges[:, 1, t] and keys[:, s]."""
+def split(visible: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """A mask, bool [B, T, S], True where a query sees a key, as ``ranges`` (int32, equal ends where a query sees no key), ``keys`` and
+    ``padded`` of ``Mask``, which give it back exactly. ``ValueError`` if there are none.
 
-    ranges: Tensor
-    """[B, 2, T] int32, as ``Mask.ranges``; the two are equal for a query that sees no key."""
-    keys: Tensor
-    """bool [B, S]: keys that some query sees."""
-    padded: bool
-    """Whether ``keys`` hides any key inside of a range; else ``ranges`` say all."""
-
-
-def split(visible: Tensor) -> Split:
-    """The ``Split`` that gives a mask back exactly: bool [B, T, S], True where a query sees a key. ``ValueError`` if there is none.
-
-    There is one if any ranges and any padding give the mask: hiding the keys that nobody sees anyway, and cutting each range to the keys
+    There are some if any ranges and any padding give the mask: hiding the keys that nobody sees anyway, and cutting each range to the keys
     that are seen, changes nothing. The host waits once.
     """
     S = visible.shape[2]
@@ -115,7 +105,7 @@ def split(visible: Tensor) -> Split:
     has_gap, goes_back, padded = torch.stack((gap.any(), back.any(), inside.any())).tolist()
     if has_gap or goes_back:
         raise ValueError(_why_not(visible, gap if has_gap else back, has_gap))
-    return Split(torch.stack((begin, end), dim=1).int(), keys, padded)
+    return torch.stack((begin, end), dim=1).int(), keys, padded
 
 
 def _why_not(visible: Tensor, wrong: Tensor, has_gap: bool) -> str:

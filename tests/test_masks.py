@@ -62,7 +62,7 @@ class Case:
         ranges = None
         if self.window or self.packed or self.bottom_right:  # without the padding, so that backends join the two
             bare = replace(self, padding=(), causal=self.causal and self.bottom_right).visible(device)
-            ranges = split(bare).ranges
+            ranges, *_ = split(bare)
         return Mask(keys, ranges)
 
     def keys(self, device: torch.device) -> Tensor:
