@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -58,12 +58,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         module = getattr(kernel, "__module__", "__main__")
         return _users(name if "<" in name or module == "__main__" else f"{module}:{name}", kernel)
     if kernel in PRESETS or kernel in ALIASES:
-
-        def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
-            visible = None if mask is None else mask.visible
-            return ours(q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=True, numerics=kernel)
-
-        return Kernel(kernel, call)
+        return Kernel(kernel, _as_torchs(partial(ours, numerics=kernel)))
     if kernel in KNOWN:
         try:
             return Kernel(kernel, KNOWN[kernel](), masks=kernel not in ("xformers", "te"))
@@ -120,17 +115,28 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
     except (TypeError, ValueError):  # a builtin
         names = {"is_causal", "enable_gqa", "attn_mask"}
 
+    masks = {"attn_mask", "is_causal"} <= names
+
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
-        if mask is not None and "attn_mask" not in names:
+        if mask is not None and not masks:
             raise NotImplementedError("it has no argument attn_mask")
-        if "is_causal" not in names:
-            return _first(function(q, k, v, causal, scale))
-        more: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] and "enable_gqa" in names else {}
+        if "is_causal" in names:
+            return _as_torchs(function, names)(q, k, v, causal, scale, mask)
+        return _first(function(q, k, v, causal, scale))
+
+    return Kernel(name, call, masks=masks)
+
+
+def _as_torchs(function: Callable[..., Any], arguments: Container[str] = ("enable_gqa",)) -> Call:
+    """A function with the arguments of torch's; whether it has ``enable_gqa``, ``arguments`` say."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+        more: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] and "enable_gqa" in arguments else {}
         if mask is not None:
             more["attn_mask"] = mask.visible
         return _first(function(q, k, v, is_causal=causal, scale=scale, **more))
 
-    return Kernel(name, call, masks={"attn_mask", "is_causal"} <= names)
+    return call
 
 
 def _first(found: Any) -> Tensor:
@@ -143,12 +149,7 @@ def told(error: Exception) -> str:
 
 
 def _torchs(backend: SDPBackend) -> Call:
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
-        visible = None if mask is None else mask.visible
-        with sdpa_kernel(backend):
-            return torchs(q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
-
-    return call
+    return _as_torchs(sdpa_kernel(backend)(torchs))
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
