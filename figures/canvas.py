@@ -76,11 +76,16 @@ def heat(figure: Any, axes: Any, values: np.ndarray) -> None:
 
 def write(drawn: Drawn, folder: Path, name: str) -> list[Path]:
     """NAME.png and NAME.csv in ``folder``, each written aside and renamed. Raises ``OSError``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = io.BytesIO()
-    # No version in it: what was drawn again from the same numbers does not differ.
-    drawn.figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
     paths = [folder / f"{name}.{ending}" for ending in ("png", "csv")]
-    files.write_bytes(paths[0], picture.getvalue())
+    # No version in it: what was drawn again from the same numbers does not differ.
+    save(drawn.figure, paths[0], dpi=DPI, metadata={"Software": None})
     files.write_text(paths[1], drawn.table.to_csv(index=False, float_format="%.6g"))
     return paths
+
+
+def save(figure: Any, path: Path, **settings: Any) -> None:
+    """A picture of the kind of ``path``'s ending, written aside and renamed. Raises ``OSError``."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix.lstrip(".").lower(), **settings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_bytes(path, picture.getvalue())

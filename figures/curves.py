@@ -85,24 +85,18 @@ def first_difference(a: pd.Series, b: pd.Series) -> int | None:
 
 
 def explosion_step(losses: pd.Series | Sequence[float], margin: float = 0.5, patience: int = 200) -> int | None:
-    """First step from which the loss stays above its best so far + ``margin`` for ``patience`` consecutive steps.
+    """First step of the explosion, as ``excursion`` has it."""
+    start, is_explosion = excursion(losses, margin, patience)
+    return start if is_explosion else None
+
+
+def excursion(losses: pd.Series | Sequence[float], margin: float, patience: int) -> tuple[int | None, bool]:
+    """First step from which the loss stays above its best so far + ``margin`` for ``patience`` consecutive steps, and True; or else the
+    first step of the excursion that the run's end cuts short, or None, and False.
 
     ``losses`` are nats a token by step, where not every step need be there. One that is not finite counts as exploded at once; when it ends
-    an excursion above the margin, the step is the excursion's first. An excursion that ends, or that the run's end cuts short
-    (``open_excursion``), before ``patience`` steps is none.
+    an excursion above the margin, the step is the excursion's first.
     """
-    start, called = _last_excursion(losses, margin, patience)
-    return start if called else None
-
-
-def open_excursion(losses: pd.Series | Sequence[float], margin: float = 0.5, patience: int = 200) -> int | None:
-    """First step of an excursion that the run's end cut short, too short for ``explosion_step`` to call; else None."""
-    start, called = _last_excursion(losses, margin, patience)
-    return None if called else start
-
-
-def _last_excursion(losses: pd.Series | Sequence[float], margin: float, patience: int) -> tuple[int | None, bool]:
-    """First step of the excursion that is an explosion, or else of the one the losses end in; and whether it is one."""
     lowest, start = math.inf, None
     for step, loss in pd.Series(losses, dtype=float).items():
         if math.isfinite(loss) and loss <= lowest + margin:

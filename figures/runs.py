@@ -3,7 +3,6 @@
 Four panels, two by two, wider than tall; a legend with one line a run stands above them. Nine inches are 800 pixels of a page.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-import files
-from figures import curves
+from figures import canvas, curves
 
 # Okabe and Ito, "Color Universal Design" (2008), without its yellow, which is too light for a line on white.
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
@@ -59,11 +57,7 @@ PANELS = (
 
 def draw_runs(runs: Sequence[DrawnRun], path: Path, of_layer: str = "") -> None:
     """``run_figure`` into ``path`` (png, pdf or svg, by its ending), written aside and renamed."""
-    figure = run_figure(runs, of_layer)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix.lstrip(".").lower(), dpi=DPI)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(path, picture.getvalue())
+    canvas.save(run_figure(runs, of_layer), path, dpi=DPI)
 
 
 def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:

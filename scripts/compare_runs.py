@@ -171,12 +171,12 @@ def unstable_since(norms: pd.Series) -> int | None:
 
 def ending(losses: pd.Series, norms: pd.Series, done: bool, margin: float, patience: int) -> tuple[str, int | None]:
     """How the run ended, in the words of the module's docstring, and the step of its explosion or NaN."""
-    exploded = curves.explosion_step(losses, margin, patience)
-    if exploded is not None:
-        return f"{'exploded' if math.isfinite(losses[exploded]) else 'NaN'} at {exploded:,}", exploded
+    since, is_explosion = curves.excursion(losses, margin, patience)
+    if since is not None and is_explosion:
+        return f"{'exploded' if math.isfinite(losses[since]) else 'NaN'} at {since:,}", since
     if (unstable := unstable_since(norms)) is not None:
         return f"unstable since {unstable:,}", None
-    if (since := curves.open_excursion(losses, margin, patience)) is not None:
+    if since is not None:
         return f"open since {since:,}", None
     last = int(losses.index[-1])
     short = " (too short to tell)" if done and last + 1 < patience else ""
