@@ -7,7 +7,7 @@ Triton runs everything else.
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,6 +189,13 @@ def _other_site(name: str, numerics: Numerics) -> str | None:
     return f"it does not have this site: {site} = {value!r}, expected {getattr(nearest, site)}"
 
 
+def lacking(name: str, features: Iterable[str]) -> str | None:
+    """The first of these features that a backend does not have, in words, or None."""
+    return next(
+        (f"it has no {FEATURES[feature]}" for feature in features if feature not in BACKENDS[name].features), None
+    )
+
+
 def obstacle(name: str, call: Call) -> str | None:
     """Why a backend cannot serve a call, or None: it lacks a feature, a site excludes it, or the backend needs something else."""
     backend, numerics = BACKENDS[name], call.numerics
@@ -198,10 +205,7 @@ def obstacle(name: str, call: Call) -> str | None:
         except UserError as error:  # sites that exclude each other for q of this dtype
             return str(error)
     asked = (*call.features, *(("softcap",) if call.softcap else ()))
-    for feature in asked:
-        if feature not in backend.features:
-            return f"it has no {FEATURES[feature]}"
-    reason = None
-    if backend.has_sites:
+    reason = lacking(name, asked)
+    if reason is None and backend.has_sites:
         reason = _other_site(name, numerics) if backend.presets else numerics.refused_by(name, asked)
     return reason or backend.needs(replace(call, numerics=numerics))

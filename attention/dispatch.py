@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, Call, numerics_of, obstacle
+from .backends import BACKENDS, Call, lacking, numerics_of, obstacle
 from .plan import HeadGroup, LayerPlan
 from .reference.tiles import FORMAT_OF
 from .user_error import UserError
@@ -41,7 +41,7 @@ def run(
 
     Returns the dtype of q, or float32 where a group leaves O unrounded. Raises ``UserError`` unless q, k and v fit each other and
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
-    backend of the plan cannot serve; in compiled code the last is left to ``check_plans``.
+    backend of the plan cannot serve (in compiled code: grouped heads, a width of v and a soft-cap alone; see ``check_plans``).
     """
     if not isinstance(plan, LayerPlan):
         raise UserError(f"plan is a {type(plan).__name__}: expected a LayerPlan")
@@ -67,9 +67,15 @@ def run(
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     other = v_BTHD.shape[3] != k_BTHD.shape[3]
     features = (*(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))
-    for chosen in () if torch.compiler.is_compiling() else plan.groups:
-        asked = chosen.backend, chosen.numerics, q_BTHD.device.type, FORMAT_OF[q_BTHD.dtype]
-        if reason := _refused(*asked, softcap, features, q_BTHD.shape[3], v_BTHD.shape[3]):
+    compiling = torch.compiler.is_compiling()
+    # What asks for no feature is left to ``check_plans`` then: no call for the compiler to see.
+    for chosen in plan.groups if features or softcap or not compiling else ():
+        if compiling:
+            reason = _lacking(chosen.backend, (*features, *(("softcap",) if softcap else ())))
+        else:
+            asked = chosen.backend, chosen.numerics, q_BTHD.device.type, FORMAT_OF[q_BTHD.dtype]
+            reason = _refused(*asked, softcap, features, q_BTHD.shape[3], v_BTHD.shape[3])
+        if reason is not None:
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
     def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,6 +99,11 @@ def run(
     back = tuple(order.index(head) for head in range(plan.n_head))
     dtype = torch.float32 if any(part.dtype == torch.float32 for part in parts) else q_BTHD.dtype
     return _chosen(torch.cat([part.to(dtype) for part in parts], dim=2), back)
+
+
+@torch.compiler.assume_constant_result
+def _lacking(backend: str, features: tuple[str, ...]) -> str | None:
+    return lacking(backend, features)
 
 
 @functools.lru_cache(maxsize=256)  # every call asks

@@ -212,6 +212,13 @@ def test_what_cannot_run_here_is_refused(spec: dict[str, Any], settings: dict[st
 Q = torch.randn(2, 8, 3, 16)
 
 
+def test_compiled_code_refuses_a_soft_cap_that_a_backend_lacks() -> None:
+    (plan,) = AttentionConfig(default=AttentionSpec(preset="sdpa_math")).resolve(1, 3)
+    compiled = torch.compile(attention.run, backend="eager")
+    with pytest.raises(Exception, match="it has no soft-cap"):
+        compiled(Q, Q, Q, plan, rounding_seed=torch.tensor(0), softcap=5.0)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
