@@ -71,7 +71,7 @@ def round_low(x: Tensor, name: str, random_bits: Tensor | None = None) -> Tensor
 
 def _scaled(x: Tensor, fmt: str, kind: str, dims: tuple[int, ...], random_bits: Tensor | None) -> Tensor:
     largest, c = x.abs().amax(dim=dims, keepdim=True), FORMATS[fmt].largest
-    scale = largest / c
+    scale = largest / torch.full_like(largest, c)  # by a number torch multiplies by 1 / c on a GPU, which is not the quotient
     if kind == "mx":
         scale = _power_of_two((_exponent(largest) - FORMATS[fmt].largest_exponent).clamp(min=-126))
     elif kind == "nv":

@@ -227,8 +227,8 @@ def test_attention_in_torchs_own_module_is_seen() -> None:
     assert "hidden" not in seen.record
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # said by the first compiled call of a process on a GPU
 def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.device) -> None:
+    warnings.filterwarnings("ignore", "TensorFloat32")  # said by the first compiled call of a process on a GPU
     looks, x = [], data().to(device)
     for kind in ("plain", "checkpointed", "compiled"):
         model = Model().to(device)
