@@ -102,7 +102,7 @@ def torchs_kernels() -> Figure:
     )
     write(
         right,
-        (3700, 2e5, "FlashAttention-2", ORANGE),
+        (4150, 2e5, "FlashAttention-2", ORANGE),
         (100, 3e5, "FlexAttention", GREEN),
         (3600, 20, "plain attention", BLUE),
     )
