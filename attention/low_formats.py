@@ -71,7 +71,8 @@ def round_low(x: Tensor, name: str, random_bits: Tensor | None = None) -> Tensor
 
 def _scaled(x: Tensor, fmt: str, kind: str, dims: tuple[int, ...], random_bits: Tensor | None) -> Tensor:
     largest, c = x.abs().amax(dim=dims, keepdim=True), FORMATS[fmt].largest
-    scale = largest / torch.full_like(largest, c)  # by a number torch multiplies by 1 / c on a GPU, which is not the quotient
+    # On a GPU torch divides by a number as a product with 1 / c, which is not the quotient.
+    scale = largest / torch.full_like(largest, c)
     if kind == "mx":
         scale = _power_of_two((_exponent(largest) - FORMATS[fmt].largest_exponent).clamp(min=-126))
     elif kind == "nv":
