@@ -220,7 +220,8 @@ def all_reduce_in_pairs(tensors: list[Tensor]) -> None:
     of_ranks = received.view(world_size(), share)
     while len(of_ranks) > 1:
         of_ranks = of_ranks[0::2] + of_ranks[1::2]
-    dist.all_gather_into_tensor(flat, of_ranks[0])
+    # torch 2.13 renamed it and warns at the old name; 2.11 knows the old one only.
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, of_ranks[0])
     # Copied back, not kept as views: kernels choose by alignment, which is to be that of one process.
     for tensor, summed in zip(tensors, flat.split([*lengths, len(padding)])[:-1], strict=True):
         tensor.copy_(summed.view_as(tensor))
