@@ -25,7 +25,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attention.attn_mask
@@ -197,20 +196,16 @@ def test_compiled_for_any_shape_and_number_gives_the_same_bits(changes: dict[str
 
 
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
-def test_a_mask_is_looked_at_once_for_all_layers(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_looked_at_once_for_all_layers_and_again_if_edited(
+    dimensions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks = Mock(side_effect=attention.attn_mask.split)
     monkeypatch.setattr(attention.attn_mask, "split", looks)
     mask = torch.ones((1, 1, 40, 40)[4 - dimensions :], dtype=torch.bool).tril()
     *inputs, _ = tensors()
     for _ in range(2):
-        scaled_dot_product_attention(*inputs, attn_mask=mask)
+        assert scaled_dot_product_attention(*inputs, attn_mask=mask).count_nonzero() > 0
     assert looks.call_count == 1
-
-
-def test_a_mask_edited_in_place_is_looked_at_again() -> None:
-    *inputs, _ = tensors()
-    mask = torch.ones(40, 40, dtype=torch.bool)
-    scaled_dot_product_attention(*inputs, attn_mask=mask)
     mask.fill_(False)
     assert scaled_dot_product_attention(*inputs, attn_mask=mask).count_nonzero() == 0
 
@@ -244,33 +239,12 @@ def test_a_mask_of_inference_mode_serves_training(shape: tuple[int, ...], first:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_backward_pass_makes_no_zeros_for_what_was_saved() -> None:
-    """Nothing takes a gradient of O's low bits, which are as large as O."""
-    called: list[str] = []
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-            called.append(str(function))
-            return function(*given, **(named or {}))
-
-    q, k, v, do = tensors()
-    o = scaled_dot_product_attention(q.requires_grad_(), k, v)
-    with Calls():
-        torch.autograd.grad(o, q, do)
-    assert "attention.flash_reference_backward.default" in called
-    assert not [name for name in called if "zeros" in name]
-
-
-def test_stochastic_rounding_follows_its_seed_and_needs_one() -> None:
+def test_stochastic_rounding_follows_its_seed() -> None:
     *inputs, _ = tensors()
-
-    def call(seed: int) -> Tensor:
-        return scaled_dot_product_attention(*inputs, numerics="flash_stochastic_p", rounding_seed=torch.tensor(seed))
-
-    assert torch.equal(call(1), call(1))
-    assert not torch.equal(call(1), call(2))
-    with pytest.raises(ValueError, match="rounding_seed = None"):
-        scaled_dot_product_attention(*inputs, numerics="flash_stochastic_p")
+    call = functools.partial(scaled_dot_product_attention, *inputs, numerics="flash_stochastic_p")
+    one, again, other = (call(rounding_seed=torch.tensor(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
 
 
 @pytest.mark.gpu
@@ -296,6 +270,7 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
 
 
 X = torch.zeros(2, 4, 8, 16)
+WINDOW, VISITED = torch.ones(8, 8).tril().triu(-2).bool(), AttentionSpec(sites=("hidden_tiles=visited",))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout_p = 0.1"),
     "an additive mask": ({"attn_mask": torch.full((8, 8), -1.0)}, "attn_mask is torch.float32: expected"),
@@ -316,9 +291,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer key heads": ({"key": X[:, :2], "value": X[:, :2]}, "enable_gqa=True"),
     "no divisor": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, "a divisor of 4"),
     "a seed that is no tensor": ({"rounding_seed": 3}, "rounding_seed = 3"),
+    "no seed": ({"numerics": "flash_stochastic_o"}, "rounding_seed = None"),
     "unknown preset": ({"numerics": "flsh"}, "numerics = 'flsh': did you mean flash?"),
     "a preset of another device": ({"numerics": "sdpa_cudnn"}, "cannot run here: it needs a CUDA device"),
     "a site with a soft-cap": ({"numerics": "flash_corrected_rows", "softcap": 3.0}, "row_residual"),
+    "sinks of other heads": ({"sinks": torch.zeros(3)}, r"sinks have shape \[3\]: expected \[4\]"),
+    "no sinks in a kernel": ({"sinks": torch.zeros(4), "numerics": "sdpa_math"}, "it has no attention sink"),
+    "a site with sinks": ({"sinks": torch.zeros(4), "numerics": "flash_corrected_rows"}, "row_residual"),
+    "no masks in a kernel": ({"attn_mask": WINDOW, "numerics": "sdpa_math"}, "it has no mask of keys"),
+    "a site with a mask": ({"attn_mask": WINDOW, "numerics": VISITED}, "expected skipped with a mask of keys"),
+    "a bias of other sizes": (
+        {"attn_mask": causal_lower_right(8, 9)},
+        "CausalBias of 8 queries, 9 keys: expected 8, 8",
+    ),
+    "a bias and causal": ({"attn_mask": causal_lower_right(8, 8), "is_causal": True}, "expected one of both"),
+    "a bias of no variant": ({"attn_mask": copy.copy(causal_upper_left(8, 8)).clone()}, "of no known variant"),
 }
 
 
@@ -362,23 +349,6 @@ def test_replaced_in_a_model_that_cannot_be_edited(how: str, device: torch.devic
         found = results(model, inputs, do)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(results(model, inputs, do), before, strict=True))
-
-
-@pytest.mark.parametrize("masks", [("src_key_padding_mask",), ("src_mask",), ("src_mask", "src_key_padding_mask")])
-def test_replaced_in_a_transformer_encoder_layer_of_torchs_with_masks(masks: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True, dtype=torch.bfloat16)
-    given = {
-        "src_mask": torch.ones(40, 40).triu(1).bool(),  # True hides
-        "src_key_padding_mask": torch.arange(40) >= torch.tensor([[40], [30]]),
-    }
-    x, do = torch.randn(2, 2, 40, 64, dtype=torch.bfloat16)
-    settings = {name: given[name] for name in masks}
-    exact = results(copy.deepcopy(layer).double(), (x.double(),), do, **settings)
-    baseline = errors(results(layer, (x,), do, **settings), exact)
-    with replace_sdpa():
-        found = errors(results(layer, (x,), do, **settings), exact)
-    assert all(error <= 1.5 * allowed for error, allowed in zip(found, baseline, strict=True))
 
 
 def test_a_module_imported_inside_the_block_has_torchs_function_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,18 +531,18 @@ def test_shapes_are_read_as_torch_reads_them(case: str) -> None:
     assert_as_torch(drawn(*shapes), STANDARD, **settings)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "mask"),
-    [
-        (((4, 8, 16), (4, 6, 16), (4, 6, 16)), (4, 1, 6)),
-        (((2, 3, 4, 8, 16), (1, 3, 4, 6, 16), (2, 3, 4, 6, 16)), (3, 1, 8, 6)),
-        (((2, 3, 4, 8, 16), (2, 3, 4, 6, 16), (2, 3, 4, 6, 16)), (2, 1, 1, 1, 6)),
-    ],
-)
-def test_masks_of_other_dimensions_are_read_as_torch_reads_them(shapes: Any, mask: tuple[int, ...]) -> None:
+MASKED_AS_TORCH: list[tuple[str, tuple[int, ...]]] = [
+    ("three", (4, 1, 6)),
+    ("five", (3, 1, 8, 6)),
+    ("five", (2, 1, 1, 1, 6)),
+]
+
+
+@pytest.mark.parametrize(("case", "mask"), MASKED_AS_TORCH)
+def test_masks_of_other_dimensions_are_read_as_torch_reads_them(case: str, mask: tuple[int, ...]) -> None:
     """Another number of keys for each entry, so that none can be taken for another's."""
     entries = torch.arange(math.prod(mask[:-2])).view(*mask[:-2], 1, 1)
-    assert_as_torch(drawn(*shapes), STANDARD, attn_mask=(torch.arange(6) <= entries % 6).expand(mask))
+    assert_as_torch(drawn(*AS_TORCH[case][0]), STANDARD, attn_mask=(torch.arange(6) <= entries % 6).expand(mask))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -583,17 +553,17 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def eager_or_compiled(how: str) -> Any:
+    torch.compiler.reset()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    return compiled if how == "compiled" else scaled_dot_product_attention
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_output_is_laid_out_as_torchs(layout: str, how: str) -> None:
-    torch.compiler.reset()
-    function = (
-        torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-        if how == "compiled"
-        else scaled_dot_product_attention
-    )
     x = LAYOUTS[layout](drawn((2, 4, 8, 16))[0])
-    assert function(x, x, x).stride() == TORCHS(x, x, x).stride()
+    assert eager_or_compiled(how)(x, x, x).stride() == TORCHS(x, x, x).stride()
 
 
 @pytest.mark.parametrize("scale", [np.float32(0.3), torch.tensor(0.3), 2])
@@ -611,35 +581,12 @@ def test_a_scale_is_what_float_makes_a_number(scale: Any) -> None:
 def test_a_causal_bias_means_what_torch_means_by_it_whatever_its_storage_holds(
     content: float, sizes: tuple[int, int], make: Callable[..., CausalBias], how: str, device: torch.device
 ) -> None:
-    torch.compiler.reset()
-    compiled: Any = torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    function = compiled if how == "compiled" else scaled_dot_product_attention
     T, S = sizes
     inputs = tuple(x.to(device) for x in drawn((2, 3, T, 8), (2, 3, S, 8), (2, 3, S, 8)))
     bias = make(T, S)
     with torch._C.DisableTorchFunctionSubclass():
         bias.fill_(content)
-    assert_as_torch(inputs, function, attn_mask=bias)
-
-
-def test_queries_that_a_lower_right_bias_shows_no_key_are_zero() -> None:
-    with pytest.warns(UserWarning, match="Lower right causal bias"):
-        bias = causal_lower_right(8, 6)
-    o = scaled_dot_product_attention(*drawn((1, 1, 8, 16), (1, 1, 6, 16), (1, 1, 6, 16)), attn_mask=bias)
-    assert (o == 0).all(dim=-1).flatten().tolist() == [True] * 2 + [False] * 6
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"attn_mask": causal_lower_right(8, 9)}, "CausalBias of 8 queries, 9 keys: expected 8, 8"),
-        ({"attn_mask": causal_lower_right(8, 8), "is_causal": True}, "expected one of both"),
-        ({"attn_mask": copy.copy(causal_upper_left(8, 8)).clone()}, "of no known variant"),
-    ],
-)
-def test_a_causal_bias_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        scaled_dot_product_attention(*drawn(*((1, 2, 8, 16),) * 3), **settings)
+    assert_as_torch(inputs, eager_or_compiled(how), attn_mask=bias)
 
 
 class Unread(Tensor):
@@ -651,18 +598,14 @@ class Unread(Tensor):
         return super().__getattribute__(name)
 
 
-def subclasses() -> dict[str, Tensor]:
-    x = torch.zeros(2, 4, 8, 16)
-    jagged = torch.nested.nested_tensor([x[0].transpose(0, 1)] * 2, layout=torch.jagged).transpose(1, 2)
-    return {"unread": x.as_subclass(Unread), "jagged": jagged}
+JAGGED = torch.nested.nested_tensor([X[0].transpose(0, 1)] * 2, layout=torch.jagged).transpose(1, 2)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
-@pytest.mark.parametrize("kind", ["unread", "jagged"])
-def test_a_subclass_is_refused_unread(kind: str, name: str) -> None:
-    x = torch.zeros(2, 4, 8, 16)
-    with pytest.raises(ValueError, match=f"{name} is a {type(subclasses()[kind]).__name__}, a subclass of Tensor"):
-        scaled_dot_product_attention(**({"query": x, "key": x, "value": x} | {name: subclasses()[kind]}))
+@pytest.mark.parametrize("subclass", [X.as_subclass(Unread), JAGGED], ids=["unread", "jagged"])
+def test_a_subclass_is_refused_unread(subclass: Tensor, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is a {type(subclass).__name__}, a subclass of Tensor"):
+        scaled_dot_product_attention(**({"query": X, "key": X, "value": X} | {name: subclass}))
 
 
 def test_a_parameter_is_a_plain_tensor() -> None:

@@ -184,26 +184,13 @@ def test_descriptors_fetch_the_same_blocks(preset: str, device: torch.device, mo
     assert all(torch.equal(a, b) for a, b in zip(plain, through, strict=True))
 
 
-@pytest.mark.parametrize(
-    "preset",
-    ["flash", "flash_consistent", "flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtract_first"],
-)
-def test_repeats_are_equal_to_the_bit(preset: str, device: torch.device) -> None:
-    p = problem("random", device, shape=(1, 40, 2, 16) if INTERPRETED else (2, 1000, 4, 64))
-    asked = spec(preset, sites=())
-    first = run(p, asked, seed=3)
-    for _ in range(1 if INTERPRETED else 50):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(p, asked, seed=3), strict=True))
-
-
-@pytest.mark.parametrize("preset", ["flash", "flash_stochastic_o", "flash_delta_from_p_subtract_first"])
-def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> None:
-    p = problem("tied", device, shape=(1, 20, 1, 16))
-    torch.compiler.reset()
-    compiled = torch.compile(attention.run, backend="aot_eager" if INTERPRETED else "inductor")
-    asked = spec(preset, "rounded_forward")
-    eager, found = run(p, asked, seed=3), run(p, asked, seed=3, call=compiled)
-    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+@on_gpu
+@pytest.mark.parametrize("preset", ["flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtract_first"])
+def test_repeats_are_equal_to_the_bit_on_a_gpu(preset: str) -> None:
+    p = problem("random", torch.device("cuda"), shape=(2, 1000, 4, 64))
+    first = run(p, spec(preset, sites=()), seed=3)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(p, spec(preset, sites=()), seed=3), strict=True))
 
 
 @on_gpu

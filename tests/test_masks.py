@@ -6,9 +6,7 @@ keys, D head dim.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import kernel_tests
 import pytest
@@ -164,50 +162,20 @@ def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
     pass_in_the_interpreter(__file__, "-m", f"{cases} and not gpu")
 
 
-@pytest.mark.parametrize("backend", NAMED)
-@pytest.mark.parametrize("case", [Case(B=2, H=4), Case(H=3, K=1, causal=False), Case(T=20, S=33, H=4, D=32)], ids=str)
-def test_heads_share_keys(case: Case, backend: str, device: torch.device) -> None:
-    assert_exact(case, device, spec_of(backend))
-
-
-@pytest.mark.parametrize("backend", NAMED)
-@pytest.mark.parametrize("head_dim", [80, 256, *(pytest.param(d, marks=slow) for d in (96, 112, 160, 192))])
-def test_head_dims(head_dim: int, backend: str, device: torch.device) -> None:
-    assert_exact(Case(T=20, S=20, H=2, K=1, D=head_dim), device, spec_of(backend))
-
-
+HEADS = [
+    Case(B=2, H=4),
+    Case(H=3, K=1, causal=False),
+    Case(T=20, S=33, H=4, D=32),
+    *(Case(T=20, S=20, H=2, K=1, D=d) for d in (80, 256)),
+    *(pytest.param(Case(T=20, S=20, H=2, K=1, D=d), marks=slow) for d in (96, 112, 160, 192)),
+]
 OTHER_VALUES = [
     Case(T=20, S=33, D=24, DV=16, H=4),
     Case(T=20, S=20, D=16, DV=40, causal=False),
     Case(B=2, D=96, DV=64, window=9, K=1),
     pytest.param(Case(T=20, S=20, D=192, DV=128), marks=slow),
 ]
-
-
-@pytest.mark.parametrize("backend", NAMED)
-@pytest.mark.parametrize("case", OTHER_VALUES, ids=str)
-def test_values_of_another_head_dim(case: Case, backend: str, device: torch.device) -> None:
-    assert_exact(case, device, spec_of(backend))
-
-
-SHARED, WINDOW = Case(T=20, S=20, H=4, K=2, D=24, DV=40), Case(T=40, S=48, window=9)
-PRESETS = ("delta_from_p", "stochastic_p_o", "fp32_o", "centered_keys", "corrected_rows", "consistent")
-
-
-@pytest.mark.parametrize(
-    ("case", "preset"),
-    [
-        *((SHARED, f"flash_{name}") for name in PRESETS),
-        (WINDOW, "flash_consistent"),
-        (WINDOW, "flash_stable"),
-    ],
-    ids=str,
-)
-def test_presets_with_shared_keys_and_behind_a_window(case: Case, preset: str, device: torch.device) -> None:
-    """Groups are summed one head after another. Random bits, residuals and sums of rows read no column of the next head's."""
-    kernels_agree(case, preset, (), device)
-
-
+SINKS = Case(H=8, K=4, sinks=True)
 BOTTOM_RIGHT = [
     Case(T=20, S=40, bottom_right=True),
     Case(T=40, S=20, bottom_right=True),
@@ -232,13 +200,30 @@ PACKED = [
     Case(T=70, S=70, packed=(35, 35), window=8),
     Case(packed=(7, 20, 13), padding=("1" * 4 + "0" * 9 + "1" * 27,)),
 ]
-MASKED = [*BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED]
 
 
 @pytest.mark.parametrize("backend", NAMED)
-@pytest.mark.parametrize("case", MASKED, ids=str)
-def test_masks(case: Case, backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("case", [*HEADS, *OTHER_VALUES, SINKS, *BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED], ids=str)
+def test_as_exact_as_standard_attention(case: Case, backend: str, device: torch.device) -> None:
     assert_exact(case, device, spec_of(backend))
+
+
+SHARED, WINDOW = Case(T=20, S=20, H=4, K=2, D=24, DV=40), Case(T=40, S=48, window=9)
+PRESETS = ("delta_from_p", "stochastic_p_o", "fp32_o", "centered_keys", "corrected_rows", "consistent")
+
+
+@pytest.mark.parametrize(
+    ("case", "preset"),
+    [
+        *((SHARED, f"flash_{name}") for name in PRESETS),
+        (WINDOW, "flash_consistent"),
+        (WINDOW, "flash_stable"),
+    ],
+    ids=str,
+)
+def test_presets_with_shared_keys_and_behind_a_window(case: Case, preset: str, device: torch.device) -> None:
+    """Groups are summed one head after another. Random bits, residuals and sums of rows read no column of the next head's."""
+    kernels_agree(case, preset, (), device)
 
 
 @pytest.mark.parametrize(
@@ -291,14 +276,6 @@ def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.
         assert torch.all(x.masked_select(hidden) == 0)
 
 
-SINKS = Case(H=8, K=4, sinks=True)
-
-
-@pytest.mark.parametrize("backend", NAMED)
-def test_sinks(backend: str, device: torch.device) -> None:
-    assert_exact(SINKS, device, spec_of(backend))
-
-
 @pytest.mark.parametrize("backend", ["flash", "flash_reference"])
 @pytest.mark.parametrize(
     ("case", "preset", "sites"),
@@ -336,20 +313,6 @@ def test_by_flash_consistent_rows_of_ds_and_the_sink_sum_to_zero(backend: str, d
     assert row_sums("flash", backend, device).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"sinks": torch.zeros(3)}, "sinks have shape [3]: expected [4]"),
-        ({"sinks": torch.zeros(4), "numerics": "sdpa_math"}, "it has no attention sink"),
-        ({"sinks": torch.zeros(4), "numerics": "flash_corrected_rows"}, "row_residual"),
-    ],
-)
-def test_sinks_that_cannot_be_served_are_refused(change: dict[str, Any], reason: str) -> None:
-    x = torch.zeros(1, 4, 8, 16)
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        attention.scaled_dot_product_attention(x, x, x, **change)
-
-
 REAL = [
     Case(T=1000, S=1000, H=8, D=64),
     Case(T=1000, S=1000, H=8, K=1, D=128, window=300),
@@ -377,33 +340,18 @@ def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("numerics", "reason"),
-    [
-        ("sdpa_math", "it has no mask of keys"),
-        (AttentionSpec(sites=("hidden_tiles=visited",)), "expected skipped with a mask of keys"),
-    ],
-)
-def test_masks_that_cannot_be_served_are_refused(numerics: str | AttentionSpec, reason: str) -> None:
-    x, window = torch.zeros(1, 2, 40, 16), Case(window=3).visible(torch.device("cpu"))
-    with pytest.raises(ValueError, match=reason):
-        attention.scaled_dot_product_attention(x, x, x, window[:, None], numerics=numerics)
-
-
-def test_rules_that_part_heads_of_one_key_head_are_refused() -> None:
-    q, k, v, _ = Case(H=4).tensors(torch.device("cpu"))
-    rules = (AttentionRule(heads=(1,), attention=spec_of("standard")),)
-    plan = AttentionConfig(default=spec_of("flash_reference"), rules=rules).resolve(1, 4)[0]
-    with pytest.raises(UserError, match="expected whole groups of 2 heads"):
-        attention.run(q, k, v, plan, rounding_seed=torch.tensor(0))
-
-
-def test_rules_for_heads_hold_where_heads_share_keys() -> None:
+def test_rules_for_heads_hold_where_heads_share_keys_and_part_no_group_of_them() -> None:
     case = Case(H=4)
     tensors = case.tensors(torch.device("cpu"))
     standard, flash = (spec_of(backend) for backend in ("standard", "flash_reference"))
-    rules = (AttentionRule(heads=(2, 3), attention=standard),)
-    plan = AttentionConfig(default=flash, rules=rules).resolve(1, 4)[0]
-    o = attention.run(*tensors[:3], plan, rounding_seed=torch.tensor(3))
+
+    def attend(*heads: int) -> Tensor:
+        rules = (AttentionRule(heads=heads, attention=standard),)
+        plan = AttentionConfig(default=flash, rules=rules).resolve(1, 4)[0]
+        return attention.run(*tensors[:3], plan, rounding_seed=torch.tensor(3))
+
+    o = attend(2, 3)
     for heads, spec in ((slice(0, 2), flash), (slice(2, 4), standard)):
         assert torch.equal(o[:, :, heads], computed(case, tensors, spec)[0][:, :, heads])
+    with pytest.raises(UserError, match="expected whole groups of 2 heads"):
+        attend(1)
