@@ -14,7 +14,7 @@ Legend: B batch, T positions, H heads, D head width, U units (blocks of tokens) 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -104,8 +104,8 @@ def feature_errors(layer: LayerCapture) -> Tensor:
 
 
 @torch.no_grad()
-def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
-    """r = rowsum(dS) that dQ keeps, [B, H, T], in the units of delta, and each row's mean key P K / rowsum(P), [B, H, T, D], float32.
+def row_residuals(layer: LayerCapture) -> Tensor:
+    """r = rowsum(dS) that dQ keeps, [B, H, T] float32, in the units of delta.
 
     Exact arithmetic has r = 0. As ``attention.reference.flash.row_residuals`` has it with the roundings of each head; kernels of torch's
     as they are emulated, external ones as ``rows_from_outside`` measures them.
@@ -113,17 +113,14 @@ def row_residuals(layer: LayerCapture) -> tuple[Tensor, Tensor]:
 
     def measured(group: HeadGroup) -> Tensor:
         q, k, v, _, do = layer.heads(group)
-        r_BHT, key_BHTD = reference_row_residuals(
-            q, k, v, do, effective_numerics(group), seed=layer.rounding_seed, scale=layer.scale, softcap=layer.softcap
-        )
         if group.backend == EXTERNAL:
             q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
             with torch.enable_grad():
-                r_BHT = rows_from_outside(loaded(group.numerics), Inputs(q, k, v, do, layer.scale))
-        return torch.cat((r_BHT[..., None], key_BHTD), dim=-1)
+                return rows_from_outside(loaded(group.numerics), Inputs(q, k, v, do, layer.scale))
+        settings: dict[str, Any] = {"seed": layer.rounding_seed, "scale": layer.scale, "softcap": layer.softcap}
+        return reference_row_residuals(q, k, v, do, effective_numerics(group), **settings)
 
-    both = over_groups(layer, measured)
-    return both[..., 0], both[..., 1:]
+    return over_groups(layer, measured)
 
 
 def output_errors(layer: LayerCapture) -> Tensor:

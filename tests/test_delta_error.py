@@ -88,15 +88,14 @@ def test_the_summary_of_known_numbers() -> None:
 
 
 def test_the_row_residual_is_what_dq_has_of_it() -> None:
-    """dQ with r kept, less dQ of corrected rows, is scale * r * the mean key; after the correction hardly any r is left."""
+    """dQ with r kept, less dQ of corrected rows, is scale * r * P K; after the correction hardly any r is left."""
     exact = ("output=m3", "score_gradients=fp32", "probabilities=fp32")
     kept, corrected = (
         random_layer(spec=AttentionSpec(sites=(*exact, f"row_residual={name}"))) for name in ("kept", "corrected_rows")
     )
-    r_BHT, key_BHTD = row_residuals(kept)
-    difference = _dq(kept) - _dq(corrected)
-    torch.testing.assert_close(kept.scale * r_BHT[..., None] * key_BHTD, difference, rtol=1e-3, atol=1e-5)
-    assert row_residuals(corrected)[0].abs().max() < 1e-4 * r_BHT.abs().max()
+    r_BHT, difference = row_residuals(kept), _dq(kept) - _dq(corrected)
+    torch.testing.assert_close(kept.scale * r_BHT[..., None] * weighted_keys(kept), difference, rtol=1e-3, atol=1e-5)
+    assert row_residuals(corrected).abs().max() < 1e-4 * r_BHT.abs().max()
 
 
 def _dq(layer: LayerCapture) -> Tensor:

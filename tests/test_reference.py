@@ -112,7 +112,7 @@ def largest_residual(preset: str, logits: float, softcap: float = 0.0, **sites: 
     """The largest |rowsum(dS)|, dS unrounded, over the root mean square of dO V^T: what FP32 sums leave is near 1e-6."""
     q, k, v, do = tensors(logits)
     n = numerics(preset, score_gradients="fp32", tile_k=16, tile_q=32, **sites)
-    r, _ = row_residuals(q, k, v, do, n, seed=SEED, scale=1.0, softcap=softcap)
+    r = row_residuals(q, k, v, do, n, seed=SEED, scale=1.0, softcap=softcap)
     dp = torch.einsum("bthd,bshd->bhts", do.float(), v.float())
     return (r.abs().max() / dp.square().mean().sqrt()).item()
 

@@ -176,7 +176,7 @@ def test_the_floor_leaves_row_sums_of_ds_that_no_rounding_makes() -> None:
     values = dict(parse_site(text) for text in sites("visited", tile))
 
     def r(numerics: Numerics, p: Problem) -> Tensor:
-        found, _ = row_residuals(p.q, p.k, p.v, p.do, numerics, seed=torch.zeros((), dtype=torch.int64), scale=1 / 4)
+        found = row_residuals(p.q, p.k, p.v, p.do, numerics, seed=torch.zeros((), dtype=torch.int64), scale=1 / 4)
         return found[0, 0].double()
 
     o = oracle(p, tile, floor=FLOOR, visited=True)

@@ -100,7 +100,7 @@ class Telemetry:
         scale = FP16_LOSS_SCALE if precision.dtype == "float16" else 1.0
         autocast = precision.autocast(self._device)
         measured, units = measure(self._model, self._tokens_BT, self._targets_BT, seed, autocast, scale)
-        columns = to_lists(measured)
+        columns = {name: tensor.tolist() for name, tensor in measured.items()}
         record: dict[str, Any] = {"step": step, "batch": batch, "lr_sum": self._lr_sum(step)}
         record |= {"probe_seconds": time.perf_counter() - began, "delta_units": units} | columns
         self.file.append(record)
@@ -150,7 +150,7 @@ def _measure_layer(layer: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
     ties_H, *statistics = over_groups(layer, functools.partial(_statistics, layer))
     delta = delta_errors(layer)
     error = summarize(delta.error_BHT / loss_scale)
-    r_BHT = row_residuals(layer)[0] / loss_scale
+    r_BHT = row_residuals(layer) / loss_scale
     negative_HD = (layer.v_BTHD < 0).float().mean(dim=(0, 1))
     measured = {
         "ties_1e3": ties_H,
@@ -174,13 +174,6 @@ def _statistics(layer: LayerCapture, group: HeadGroup) -> Tensor:
     shape: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "scores_format": numerics.scores}
     found = attention_statistics(*(sites.inputs(x.float()) for x in (q_BTHD, k_BTHD)), **shape)
     return torch.stack([found[name] for name in STATISTICS])
-
-
-def to_lists(measured: dict[str, Tensor]) -> dict[str, Any]:
-    """All tensors as nested lists of floats, brought to the host in one go."""
-    flat = torch.cat([tensor.float().flatten() for tensor in measured.values()]).cpu()
-    parts = flat.split([tensor.numel() for tensor in measured.values()])
-    return {name: x.view(tensor.shape).tolist() for (name, tensor), x in zip(measured.items(), parts, strict=True)}
 
 
 def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:

@@ -302,15 +302,13 @@ def row_deltas(q: Tensor, k: Tensor, v: Tensor, do: Tensor, numerics: Numerics, 
         return torch.cat([delta for *_, delta in tiles], dim=2).squeeze(-1)
 
 
-def row_residuals(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, numerics: Numerics, **settings: Any
-) -> tuple[Tensor, Tensor]:
-    """r = rowsum(dS) as dQ keeps it after ``row_residual``, [B, H, T], and the mean key (P K) / rowsum(P), [B, H, T, D], float32.
+def row_residuals(q: Tensor, k: Tensor, v: Tensor, do: Tensor, numerics: Numerics, **settings: Any) -> Tensor:
+    """r = rowsum(dS) as dQ keeps it after ``row_residual``, [B, H, T] float32.
 
-    In exact arithmetic r is 0; an error e of delta leaves -e rowsum(P), and r times the mean key in dQ / scale. With a soft-cap dS is
+    In exact arithmetic r is 0; an error e of delta leaves -e rowsum(P), and r (P K) / rowsum(P) in dQ / scale. With a soft-cap dS is
     the gradient behind it. Arguments and graph as in ``row_deltas``.
     """
-    residuals, keys = [], []
+    residuals = []
     with torch.no_grad(), exact_float32(q.device):
         for problem, rows, do_rows, saved, delta in _delta_tiles(q, k, v, do, numerics.key(), **settings):
             sums = _row_sums(problem, rows, do_rows, saved, delta)
@@ -320,8 +318,7 @@ def row_residuals(
                 "corrected_rows": _over_row_sum(sums.ds, sums.p) * sums.p_rounded,
             }
             residuals.append(sums.ds - taken[problem.sites.numerics.row_residual])
-            keys.append(_over_row_sum(sums.pk, sums.p_rounded))
-    return torch.cat(residuals, dim=2).squeeze(-1), torch.cat(keys, dim=2)
+    return torch.cat(residuals, dim=2).squeeze(-1)
 
 
 def _delta_tiles(
