@@ -1,4 +1,4 @@
-"""The alarm's rule and a run that says so; the verdict on a file of watch: the table of docs/diagnosis.md, on made-up records."""
+"""The alarm's rule and a run that says so; the verdict on a file of watch: the list in docs/diagnosis.md, on made-up records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file of ``watch`` says: attention's rounding, a kernel's NaN, or neither. The decision table of docs/diagnosis.md.
+"""What a file of ``watch`` says: attention's rounding, a kernel's NaN, or neither. The list in docs/diagnosis.md.
 
     python -m low_precision_attention.watching watch.jsonl
 
