@@ -183,28 +183,44 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
 
 
 DRAWN_P = ("probabilities_rounding=stochastic",)
-
-
-@pytest.mark.parametrize(
-    ("spec", "settings", "reason", "can"),
-    [
-        ({"preset": "sdpa_cudnn"}, {}, "it needs a CUDA device", "standard, flash_reference"),
-        ({"preset": "sdpa_flash"}, {"softcap": 30.0}, "no soft-cap", "standard, flash_reference"),
-        ({"backend": "standard"}, {}, "exponent = 'fma', expected subtract_first", "flash_reference"),
-        ({"preset": "standard", "sites": DRAWN_P}, {}, "rounding = 'stochastic'", "flash_reference"),
-        ({"sites": DRAWN_P}, {"dtype": torch.float32}, "expected nearest where probabilities is fp32", ""),
-    ],
-    ids=str,
-)
-def test_what_cannot_run_here_is_refused(spec: dict[str, Any], settings: dict[str, Any], reason: str, can: str) -> None:
-    plans = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(**spec)).resolve(2, 2)
-    with pytest.raises(UserError) as error:
-        attention.check_plans(
-            plans, **{"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 16, **settings}
+# What is asked for, a reason, and backends that can do it.
+CANNOT: list[tuple[dict[str, Any], str, str]] = [
+    ({"preset": "sdpa_cudnn"}, "it needs a CUDA device", "standard, flash_reference"),
+    ({"preset": "sdpa_flash", "softcap": 30.0}, "no soft-cap", "standard, flash_reference"),
+    ({"backend": "standard"}, "exponent = 'fma', expected subtract_first", "flash_reference"),
+    ({"preset": "standard", "sites": DRAWN_P}, "rounding = 'stochastic'", "flash_reference"),
+    ({"sites": DRAWN_P, "dtype": torch.float32}, "expected nearest where probabilities is fp32", ""),
+    ({"backend": "flash", "interprets": False}, "(or TRITON_INTERPRET=1); flash_reference runs", "flash_reference"),
+    ({"backend": "flash", "head_dim": 44}, "head dims divisible by 8 from 16 to 256, not 44", "flash_reference"),
+    ({"backend": "flash", "preset": "flash_stable", "sites": ("tile_k=24",)}, "tile_k divisible by 16, not 24", ""),
+    *(
+        ({"backend": "flash", "sites": (site,)}, reason, "flash_reference")
+        for site, reason in (
+            ("tile_sum=bf16", "it does not have this site: tile_sum = 'bf16', expected fp32"),
+            ("output_gradient_in_dv=e4m3", "does not have this site: output_gradient_in_dv = 'e4m3', expected fp32"),
+            ("score_gradients=e4m3_head", "block by block: score_gradients = 'e4m3_head', expected no scale, or row"),
+            ("probabilities=int8_stochastic", "block by block: probabilities = 'int8_stochastic', expected no scale"),
+            ("score_gradients=e5m2_row", "that of a tile, and it needs tile_k 16 or 32, not 512"),
         )
+    ),
+    ({"preset": "standard", "sites": ("values=e4m3_row",)}, "values = 'e4m3_row', expected fp32", "flash_reference"),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason", "can"), CANNOT, ids=str)
+def test_what_cannot_run_here_is_refused(
+    asked: dict[str, Any], reason: str, can: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interprets = asked.get("interprets", asked.get("backend") == "flash")
+    monkeypatch.setattr(attention.backends, "_interprets", lambda: interprets)
+    call = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 16, "softcap": 0.0}
+    spec = AttentionSpec(**{name: asked[name] for name in ("preset", "backend", "sites") if name in asked})
+    plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 2)
+    with pytest.raises(UserError) as error:
+        attention.check_plans(plans, **{name: asked.get(name, value) for name, value in call.items()})
     assert reason in str(error.value)
     able = str(error.value).partition("backends that can: ")[2].split(", ")
-    assert set(can.split(", ")) <= set(able)
+    assert set(can.split(", ")) <= {*able, ""}
     assert "sdpa_cudnn" not in able
     assert ("cannot run on cpu" in str(error.value)) == ("standard" in able)
 

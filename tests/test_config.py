@@ -98,10 +98,16 @@ def test_bad_overrides_are_named(arguments: str, message: str, encoding: str, mo
 RULE = "from attention import AttentionConfig, AttentionRule\nattention = AttentionConfig(rules={rules})\n"
 
 
-def test_lists_in_a_python_file_are_tuples(tmp_path: Path) -> None:
+def test_a_python_files_lists_are_tuples_and_its_choices_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(RULE.format(rules="[AttentionRule(layers=[1], heads=[0, 2])]"))
     assert load([DEBUG, str(path), "--run.steps", "5"]).attention.rules == (AttentionRule(layers=(1,), heads=(0, 2)),)
+    path.write_text(
+        "import dataclasses\nfrom configs.debug import config\n"
+        "config = dataclasses.replace(config, model=dataclasses.replace(config.model, norm='batch'))\n"
+    )
+    with pytest.raises(UserError, match=r"^model\.norm = 'batch': expected one of layer, rms$"):
+        load([str(path)])
 
 
 @pytest.mark.parametrize(
@@ -115,16 +121,6 @@ def test_lists_in_a_python_file_are_tuples(tmp_path: Path) -> None:
 def test_foreign_json_is_refused(content: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_json(TrainConfig, content)
-
-
-def test_a_choice_that_there_is_not_is_refused_in_a_python_file(tmp_path: Path) -> None:
-    changes = "model=replace(config.model, norm='batch')"
-    path = tmp_path / "mine.py"
-    path.write_text(
-        f"from dataclasses import replace\nfrom configs.debug import config\nconfig = replace(config, {changes})\n"
-    )
-    with pytest.raises(UserError, match=r"^model\.norm = 'batch': expected one of layer, rms$"):
-        load([str(path)])
 
 
 # Of each section, a value that each rule refuses.

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +23,7 @@ from attention import AttentionConfig
 from attention.check.captured import load
 from config import from_json
 from errors import UserError
-from figures import canvas, curves, delta, over_steps, pretrained, runs, similarity
+from figures import canvas, curves, delta, pretrained, similarity
 from figures.inputs import open_checkpoint, validation_tokens
 from probes.capture import capture
 from probes.low_rank import weighted_keys
@@ -158,10 +157,6 @@ def test_a_checkpoint_gives_a_file_of_captured_attention(place: Place, tmp_path:
     assert found.about["trained"][0]["source_sha256"]
 
 
-def run(telemetry: list[dict[str, Any]]) -> runs.DrawnRun:
-    return runs.DrawnRun("a: flash", pd.DataFrame({"train_loss": [2.0, 1.0]}), None, curves.by_step(telemetry))
-
-
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
     layer = random_layer()
     row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
@@ -182,14 +177,7 @@ def test_a_loss_scale_does_not_show_in_the_error_of_delta() -> None:
     assert (one.mean, one.standard_error) == (two.mean, two.standard_error) != (0.0, 0.0)
 
 
-def test_rates_of_repeated_maxima_are_means_and_maxima_over_heads() -> None:
-    telemetry = [{"step": 0, "ties_1e3": [[0.0, 0.5], [0.25, 0.25]]}, {"step": 9, "ties_1e3": [[1.0, 0.0], [0.0, 0.0]]}]
-    rates = over_steps.tie_rates(run(telemetry))
-    assert rates.index.tolist() == [0, 9]
-    assert rates.to_numpy().tolist() == [[0.25, 0.5], [0.25, 1.0]]
-
-
-NAN, INF = math.nan, math.inf
+NAN = math.nan
 
 
 def steps_of(losses: list[float], first: int = 0) -> list[dict[str, float]]:
@@ -210,25 +198,6 @@ def steps_of(losses: list[float], first: int = 0) -> list[dict[str, float]]:
 def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int | None) -> None:
     first, second = (curves.column(curves.by_step(steps_of(losses)), "train_loss") for losses in (a, b))
     assert curves.first_difference(first, second) == step
-
-
-@pytest.mark.parametrize(
-    ("losses", "step"),
-    [
-        ([3.0, 2.0] + [2.6] * 4, 2),
-        ([3.0, 2.0] + [2.5] * 9, None),
-        ([3.0, 2.0] + [2.6] * 3 + [2.4] + [2.6] * 3, None),
-        ([3.0, 2.0] + [2.6] * 3 + [2.4] + [2.6] * 4, 6),
-        ([3.0, 2.0, NAN, 2.0, 2.0], 2),
-        ([3.0, INF], 1),
-        ([3.0, 2.0, 2.0, 5.0, 7.0, NAN], 3),
-        ([NAN], 0),
-        ([], None),
-    ],
-    ids=["stays", "equal", "returns", "second time", "nan", "inf", "excursion into nan", "nan at once", "empty"],
-)
-def test_explosion_step(losses: list[float], step: int | None) -> None:
-    assert curves.explosion_step(losses, margin=0.5, patience=4) == step
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -106,25 +106,6 @@ def test_the_kernels_of_small_files_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(*(f"{Path(__file__).parent}/test_{file}.py{colons}{test}" for file, colons, test in files))
 
 
-@pytest.mark.parametrize(
-    ("asked", "head_dim", "reason"),
-    [
-        (spec("flash"), 64, "it needs a CUDA device (or TRITON_INTERPRET=1); flash_reference runs anywhere"),
-        (spec("flash"), 44, "it takes head dims divisible by 8 from 16 to 256, not 44"),
-        (spec("flash_stable", sites=("tile_k=24",)), 64, "it needs tile_k divisible by 16, not 24"),
-        (spec("flash", sites=("tile_sum=bf16",)), 64, "it does not have this site: tile_sum = 'bf16', expected fp32"),
-    ],
-)
-def test_what_cannot_run(asked: AttentionSpec, head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.backends, "_interprets", lambda: "CUDA" not in reason)
-    with pytest.raises(UserError) as error:
-        attention.check_plans(
-            AttentionConfig(default=asked).resolve(1, 2), device="cpu", dtype=torch.bfloat16, head_dim=head_dim
-        )
-    assert reason in str(error.value)
-    assert "backends that can: " in str(error.value)
-
-
 @triton.jit
 def low_kernel(p_x, p_y, FORMAT: tl.constexpr, BY_KEYS: tl.constexpr):
     o_x = tl.program_id(0) * 4096 + tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]

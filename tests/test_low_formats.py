@@ -11,13 +11,11 @@ from attention_cases import Problem, make, relative_errors, run
 from sites import SITES as ROWS
 from test_sites import CPU, moved, paired, results
 
-import attention
-from attention import AttentionConfig, AttentionSpec
+from attention import AttentionSpec
 from attention.low_formats import cast, round_low
 from attention.numerics import SITES
 from attention.reference.flash import row_residuals
 from attention.rounding import random_bits
-from errors import UserError
 
 BF16_VALUES = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
 OPERANDS = [name for name, declared in SITES.items() if "e4m3" in declared.choices]
@@ -88,37 +86,6 @@ def test_an_operand_below_bf16_moves_what_the_site_reaches(site: str, fmt: str) 
     assert moved(found, plain) == ROWS[site][0].moves
     assert moved(found, again) == ""
     assert bool(moved(found, other)) == fmt.endswith("stochastic")
-
-
-@pytest.mark.parametrize(
-    ("backend", "site", "reason"),
-    [
-        ("standard", "output_gradient=e4m3_row", "no formats below BF16: output_gradient = 'e4m3_row', expected fp32"),
-        (
-            "flash",
-            "score_gradients=e4m3_head",
-            "block by block: score_gradients = 'e4m3_head', expected no scale, or row",
-        ),
-        (
-            "flash",
-            "probabilities=int8_stochastic",
-            "block by block: probabilities = 'int8_stochastic', expected no scale",
-        ),
-        (
-            "flash",
-            "output_gradient_in_dv=e4m3",
-            "does not have this site: output_gradient_in_dv = 'e4m3', expected fp32",
-        ),
-        ("flash", "score_gradients=e5m2_row", "that of a tile, and it needs tile_k 16 or 32, not 512"),
-    ],
-)
-def test_what_other_backends_have_not_is_refused_by_name(
-    backend: str, site: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention.backends, "_interprets", lambda: True)
-    call = AttentionConfig(default=AttentionSpec(preset=backend, sites=(site,))).resolve(1, 2)
-    with pytest.raises(UserError, match=reason):
-        attention.check_plans(call, device="cpu", dtype=torch.bfloat16, head_dim=64)
 
 
 def test_rows_of_ds_sum_to_zero_only_where_both_passes_read_one_p_and_o() -> None:

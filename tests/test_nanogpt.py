@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,21 +110,18 @@ SPOILT: list[tuple[Spoil, str]] = [
 def test_what_is_spoilt_is_refused(spoil: Spoil, message: str, tmp_path: Path) -> None:
     content = nanogpt()
     spoil(content)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=re.escape(message)):
         load_nanogpt(built(), save(content, tmp_path))
-    assert message in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["missing", "text", "cut", "legacy"])
+@pytest.mark.parametrize("kind", ["cut", "legacy"])
 def test_no_archive(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "ckpt.pt"
-    if kind == "text":
-        path.write_text("hello")
-    elif kind == "cut":
-        path.write_bytes(save(nanogpt(), tmp_path).read_bytes()[:-500])
-    elif kind == "legacy":
+    path = save(nanogpt(), tmp_path)
+    if kind == "cut":
+        path.write_bytes(path.read_bytes()[:-500])
+    else:
         torch.save(nanogpt(), path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UserError, match="no such file" if kind == "missing" else "cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_nanogpt(built(), path)
 
 

@@ -142,9 +142,3 @@ def test_training_imports_nothing_optional() -> None:
         "heavy = {'wandb', 'datasets', 'matplotlib', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": "scripts"})
-
-
-def test_no_two_files_have_one_name() -> None:
-    folders = [*ORDER, "experiments", "tests"]
-    names = [f.name for f in (*ROOT.glob("*.py"), *(f for name in folders for f in (ROOT / name).rglob("*.py")))]
-    assert {name for name in names if names.count(name) > 1} <= {"__init__.py", "__main__.py"}

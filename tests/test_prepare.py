@@ -25,9 +25,9 @@ from data import openwebtext
 from data.stdlib import VAL_EVERY, library_files, prepare_stdlib
 from data.text import prepare_text, split_documents
 from data.token_files import TokenFile, TokenWriter, new_dataset
-from data.tokenizers import GPT2Tokenizer, make_tokenizer
+from data.tokenizers import GPT2Tokenizer
 from errors import UserError
-from scripts import make_text, prepare_data
+from scripts import make_text
 
 FACTS = {"dtype": "uint16", "vocabulary": "gpt2", "vocabulary_size": 50257, "source": "a test"}
 
@@ -47,13 +47,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_signed_token_beyond_the_vocabulary_is_refused(tmp_path):
-    write(tmp_path)
-    edit_header(tmp_path, vocabulary_size=50256)
-    with pytest.raises(UserError, match="token 50256 in a vocabulary of 50256"):
-        TokenFile.open(tmp_path, "train", verify="sha256")
-
-
 @pytest.mark.parametrize("token", [-1, 50257, 65536 + 5])
 def test_token_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, token):
     with pytest.raises(ValueError, match="in a vocabulary of 50257"), new_dataset(tmp_path / "a") as staging:
@@ -64,17 +57,17 @@ def test_token_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, to
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "train.json").unlink(), r"train.json: no such header"),
         (lambda folder: (folder / "train.bin").unlink(), r"train.bin: no such file"),
-        (lambda folder: edit_header(folder, format_version=2), "not a token file's header"),
         (lambda folder: os.truncate(folder / "train.bin", 4), "4 bytes, its header says 6"),
+        (lambda folder: edit_header(folder, format_version=2), "not a token file's header"),
+        (lambda folder: edit_header(folder, vocabulary_size=50256), "token 50256 in a vocabulary of 50256"),
     ],
 )
-def test_what_is_not_there_is_told(tmp_path, damage, message):
+def test_what_is_damaged_is_told(tmp_path, damage, message):
     write(tmp_path)
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
-        TokenFile.open(tmp_path, "train")
+        TokenFile.open(tmp_path, "train", verify="sha256")
 
 
 def replaced_until(at: int, folder: Path) -> int:
@@ -235,9 +228,7 @@ def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, con
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
-@pytest.fixture
-def library(tmp_path):
-    """A library of 2 * VAL_EVERY files and some that do not belong."""
+def test_only_the_librarys_own_sources_belong_and_none_to_both_splits(tmp_path):
     root = tmp_path / "library"
     wanted = [f"package/m{number:03}.py" for number in range(2 * VAL_EVERY)]
     unwanted = ["test/t.py", "json/tests/t.py", "site-packages/s.py", "idlelib/i.py", "lib2to3/l.py"]
@@ -245,17 +236,12 @@ def library(tmp_path):
     for name in wanted + unwanted:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"# {name}\n")
-    return root
-
-
-def test_only_the_librarys_own_sources_belong_and_none_to_both_splits(tmp_path, library):
-    assert [str(path) for path in library_files(library)] == [f"package/m{n:03}.py" for n in range(2 * VAL_EVERY)]
-    prepare_stdlib(tmp_path / "out", library=library)
-    split_documents = [
-        set(TokenFile.open(tmp_path / "out", split).tokens.tobytes().split(b"\0")[:-1]) for split in ("train", "val")
-    ]
-    assert [len(found) for found in split_documents] == [2 * VAL_EVERY - 2, 2]
-    assert not split_documents[0] & split_documents[1]
+    assert [str(path) for path in library_files(root)] == wanted
+    prepare_stdlib(tmp_path / "out", library=root)
+    train, val = (TokenFile.open(tmp_path / "out", split).tokens.tobytes().split(b"\0") for split in ("train", "val"))
+    assert len(val) == 2 + 1
+    assert {*train, *val} == {b"", *(f"# {name}\n".encode() for name in wanted)}
+    assert {*train} & {*val} == {b""}
 
 
 def test_split_and_order_of_openwebtext_are_nanogpts(tmp_path, monkeypatch):
@@ -285,14 +271,6 @@ def test_split_and_order_of_openwebtext_are_nanogpts(tmp_path, monkeypatch):
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
 
 
-def test_text_goes_to_the_default_place_under_its_own_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    Path("some.words.txt").write_text("a\n<|endoftext|>\nb\n")
-    prepare_data.main(["text", "some.words.txt", "--vocabulary", "bytes", "--val-fraction", "0.5"])
-    assert TokenFile.open(Path("data/tokens/some"), "train").tokens.tobytes() == b"a\0"
-
-
 def test_an_interrupted_command_clears_what_it_began(tmp_path):
     """It has written tokens and waits for more text: its source is a pipe kept open."""
     os.mkfifo(tmp_path / "pipe")
@@ -307,15 +285,6 @@ def test_an_interrupted_command_clears_what_it_began(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 128 + signal.SIGTERM
     assert list((tmp_path / "data/tokens").iterdir()) == []
-
-
-def test_unreachable_bpe_files_are_one_line_that_says_what_to_set(monkeypatch):
-    def no_network(name):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    with pytest.raises(UserError, match="set TIKTOKEN_CACHE_DIR"):
-        make_tokenizer("gpt2")
 
 
 LINE = "x = 'a line of a source that is long enough'\n"
@@ -334,21 +303,13 @@ def made(tmp_path: Path, *wheels: Path) -> list[bytes]:
         return [document for document, _ in split_documents(stream)]
 
 
-def test_the_text_is_the_same_in_any_order_of_wheels(tmp_path: Path) -> None:
-    wheels = [wheel(tmp_path / f"{i}.whl", **{f"{i}_py": f"# {i}\n" + LINE * 5}) for i in range(6)]
+def test_the_text_has_each_source_once_in_any_order_of_wheels(tmp_path: Path) -> None:
+    sources = {f"{i}_py": f"# {i}\n" + LINE * 5 for i in range(6)}
+    wheels = [wheel(tmp_path / f"{name}.whl", **{name: text}) for name, text in sources.items()]
+    again = {name: f"\ufeff{text}\n\n" for name, text in sources.items()}
+    no_documents = {"a_py": "short", "b_py": LINE * 5 + "\0", "c_py": LINE * 5 + "'<|endoftext|>'"}
+    latin = LINE.encode("latin-1") * 5 + b"\xe9"
+    wheels.append(wheel(tmp_path / "more.whl", **again, **no_documents, d_py=latin, e=LINE * 5))
     text = made(tmp_path, *wheels)
-    assert len(text) == 6
+    assert sorted(text) == sorted(source.rstrip().encode() for source in sources.values())
     assert made(tmp_path, *reversed(wheels)) == text
-
-
-def test_equal_sources_are_one_document(tmp_path: Path) -> None:
-    one = wheel(tmp_path / "1.whl", a_py=LINE * 5, b_py=LINE * 5 + "\n\n", c_py="\ufeff" + LINE * 5)
-    other = wheel(tmp_path / "2.whl", d_py=(LINE * 5).rstrip())
-    assert made(tmp_path, one, other) == [(LINE * 5).rstrip().encode()]
-
-
-@pytest.mark.parametrize(
-    "content", ["short", LINE * 5 + "\0", LINE * 5 + "'<|endoftext|>'", LINE.encode("latin-1") * 5 + b"\xe9"]
-)
-def test_what_no_document_can_be_is_left_out(tmp_path: Path, content: str | bytes) -> None:
-    assert made(tmp_path, wheel(tmp_path / "1.whl", a_py=LINE * 5, b_py=content)) == [(LINE * 5).rstrip().encode()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -116,29 +115,6 @@ def test_a_foreign_recording_that_points_beyond_the_data_is_refused(tmp_path):
     recorder.close()
     with pytest.raises(UserError, match="step 1 points beyond the 100 tokens"):
         Recording.open(tmp_path / "r")
-
-
-@pytest.mark.parametrize("finish", [True, False])
-def test_resuming_gives_the_bytes_of_an_uninterrupted_recording(tmp_path, finish):
-    header = write(tmp_path / "straight", 5)
-    offsets = make_rows(5)
-    for position in range(6):
-        shutil.rmtree(tmp_path / "r", ignore_errors=True)
-        write(tmp_path / "r", 5, finish=finish)
-        recorder = Recorder.resume(tmp_path / "r", header, position)
-        for step in range(position, 5):
-            recorder.append(offsets[step])
-        recorder.close()
-        assert contents(tmp_path / "r") == contents(tmp_path / "straight")
-
-
-def test_resuming_cuts_a_damaged_tail_that_it_does_not_need(tmp_path):
-    header = write(tmp_path / "r", 5, finish=False, flush_at=3)
-    with open(tmp_path / "r" / "offsets.npy", "r+b") as file:
-        file.seek(HEAD_BYTES + 4 * 32)
-        file.write(b"\xff" * 10)
-    Recorder.resume(tmp_path / "r", header, 3).close()
-    assert Recording.open(tmp_path / "r").steps == 3
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,10 @@ def assert_same(run: Path, expected: Path, step: int) -> None:
 
 
 def test_two_processes_then_one_give_the_bits_of_one(place: Place) -> None:
-    one = sessions(place, "run", "one", {}, [(1, 8)])
-    assert_same(sessions(place, "run", "two", {}, [(2, 5), (1, 8)]), one, 8)
+    """QK-clip acts in every step, by the largest logit of all processes and micro-steps."""
+    fields = {"model.qk_clip_tau": 1e-3}
+    one = sessions(place, "run", "one", fields, [(1, 8)])
+    assert_same(sessions(place, "run", "two", fields, [(2, 5), (1, 8)]), one, 8)
 
 
 FAULTY = """
