@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -266,16 +265,15 @@ def name_taken(folder: Path) -> BusyError:
     return BusyError(f"run.name = {folder.name!r}: {folder} exists; choose another name, or --run.resume yes to go on")
 
 
-def make_folder(folder: Path) -> None:
-    """Make a new run's folder, or take an empty one. Raises ``UserError`` when it cannot be made, or when a run has begun in it."""
-    try:
+def make_folder(folder: Path) -> FileIO:
+    """Make a new run's folder, or take an empty one; its ``lock``. Raises ``UserError`` when it cannot be made, or is not empty."""
+    with on_disk("run.folder", f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise name_taken(folder)
-    except FileExistsError:
-        raise name_taken(folder) from None
-    except OSError as error:
-        raise UserError(f"run.folder: cannot make {folder} ({error.strerror})") from error
+    file = lock(folder)
+    if any(path.name != LOCK_FILE for path in folder.iterdir()):  # another start was faster
+        file.close()
+        raise name_taken(folder)
+    return file
 
 
 def lock(folder: Path) -> FileIO:
@@ -286,33 +284,10 @@ def lock(folder: Path) -> FileIO:
         return files.lock(path, "ab", f"run.name = {folder.name!r}: {busy}")
 
 
-class Lock(AbstractContextManager["Lock"]):
-    """``lock`` of one run, once it is taken, until ``close`` or the end of a block."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._file: FileIO | None = None
-
-    def take(self) -> None:
-        self._file = lock(self._folder)
-
-    def take_everywhere(self, is_main: bool) -> None:
-        """On rank 0, where the folder holds a run; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
-        with distributed.all_or_none(f"run.name = {self._folder.name!r}: rank 0 could not lock {self._folder}"):
-            if is_main and begun(self._folder):
-                self.take()
-
-    def check(self) -> None:
-        """Raise ``UserError`` where somebody has removed or moved the folder or the lock: another run may be there by now."""
-        if self._file is not None:
-            files.check_in_place(self._file, self._folder / LOCK_FILE)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def lock_everywhere(folder: Path, is_main: bool) -> FileIO | None:
+    """``lock`` on rank 0, where the folder holds a run; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
+    with distributed.all_or_none(f"run.name = {folder.name!r}: rank 0 could not lock {folder}"):
+        return lock(folder) if is_main and begun(folder) else None
 
 
 def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any], *, branch: bool) -> None:

@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,19 @@ class Run:
     began: float
     """``time.monotonic`` at which a run without interruptions would have begun."""
     peak_flops: float | None
-    lock: record.Lock
-    """On its folder."""
+    lock: FileIO | None
+    """On its folder, on the main process."""
     id: str
     """Random, from its first start on: its recording has it, too."""
 
     def seconds(self) -> float:
         """Wall time so far, earlier sessions of a resumed run included."""
         return time.monotonic() - self.began
+
+    def check_lock(self) -> None:
+        """Raise ``UserError`` where somebody has removed or moved the folder or the lock: another run may be there by now."""
+        if self.lock is not None:
+            files.check_in_place(self.lock, self.folder / record.LOCK_FILE)
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,9 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         raise record.name_taken(folder)
     resumes = there or resume == "yes"
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(record.Lock(folder))
-        loaded = checkpoint_to_resume(config, dist, folder, checkpoints, lock) if resumes else None
+        lock = record.lock_everywhere(folder, dist.is_main) if resumes else None
+        undo.enter_context(lock or contextlib.nullcontext())
+        loaded = checkpoint_to_resume(config, dist, folder, checkpoints) if resumes else None
         start = loaded or checkpoint_to_branch_from(config, dist)
         run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
         origin = Origin(run_id, resumes, loaded, start)
@@ -137,7 +144,10 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
                 dist.print0(f"alarm.switches: {switch.option()} acts on no step: the run ends at {config.run.steps}")
         batches = open_data(config, dist, origin, undo)
         network = build_network(config, dist, interventions.plans, start)
-        wandb_run = open_folder(config, dist, checkpoints, interventions, batches, origin, lock, undo)
+        if dist.is_main and not resumes:
+            lock = undo.enter_context(record.make_folder(folder))
+            undo.callback(record.remove_folder, folder)
+        wandb_run = open_folder(config, dist, checkpoints, interventions, batches, origin)
         run = Run(
             config=config,
             dist=dist,
@@ -172,10 +182,9 @@ def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPla
 
 
 def checkpoint_to_resume(
-    config: TrainConfig, dist: DistContext, folder: Path, checkpoints: Checkpoints, lock: record.Lock
+    config: TrainConfig, dist: DistContext, folder: Path, checkpoints: Checkpoints
 ) -> Loaded | None:
-    """The checkpoint to resume from; None if the run ended before its first checkpoint. Its folder is locked."""
-    lock.take_everywhere(dist.is_main)
+    """The checkpoint to resume from; None if the run ended before its first checkpoint."""
     record.check_logs(folder)
     loaded = checkpoints.load_newest()
     if loaded is None:
@@ -276,10 +285,8 @@ def open_folder(
     interventions: Interventions,
     batches: Batches,
     origin: Origin,
-    lock: record.Lock,
-    undo: contextlib.ExitStack,
 ) -> Any:
-    """The run's folder, locked, with its config.json; the W&B run where one is asked for, else None."""
+    """Write the run's config.json into its folder; the W&B run where one is asked for, else None."""
     folder, loaded, plans = checkpoints.folder.parent, origin.loaded, interventions.base
     made_with = record.environment(dist.device, dist.world_size)
     groups = [group for plan in plans for group in plan.groups]
@@ -292,12 +299,6 @@ def open_folder(
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     content["switches"] = interventions.options()
     if dist.is_main:
-        if not origin.resumes:
-            record.make_folder(folder)
-            lock.take()
-            if any(path.name != record.LOCK_FILE for path in folder.iterdir()):  # another start was faster
-                raise record.name_taken(folder)
-            undo.callback(record.remove_folder, folder)
         content["sessions"] = record.sessions(folder, origin.step, made_with)
         if loaded is not None and (changed := record.what_changed(content["sessions"])):
             dist.print0(f"{folder}: {changed}")
@@ -341,7 +342,7 @@ def save(run: Run, step: int) -> None:
     if run.config.precision.fixed_sum_order and all(torch.equal(state, states[0]) for state in states):
         del states[1:]  # any number of processes can go on from it
     with distributed.all_or_none(f"checkpoint of step {step}: rank 0 could not write it"):
-        run.lock.check()
+        run.check_lock()
         run.batches.check_files()
         run.batches.flush()
         logs = [log.file for log in (run.metrics, run.telemetry) if log is not None and log.file is not None]
@@ -396,6 +397,7 @@ def close(run: Run, error: BaseException | None = None) -> None:
             run.telemetry.file.close()
         if run.dist.is_main:
             with contextlib.suppress(UserError):
-                run.lock.check()
+                run.check_lock()
                 outcome.write(run.folder, error, run.batches.position)
-        run.lock.close()
+        if run.lock is not None:
+            run.lock.close()
