@@ -87,31 +87,8 @@ def scaled_dot_product_attention(
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     most = max(query.ndim, key.ndim, value.ndim)
     _refuse_sinks(sinks, query)
-    q, k, v, attn_mask = _four_dimensional(query, key, value, attn_mask, enable_gqa, most)
-    o = _attend(q, k, v, attn_mask, own, scale, causal, bottom_right, softcap, sinks, numerics, rounding_seed)
-    if most == 4:
-        return o
-    if most > 4:
-        return o.unflatten(0, torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]))
-    o = o[0] if enable_gqa else o[:, 0]
-    return o if most == 3 else o[0]
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    own_mask: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    bottom_right: bool,
-    softcap: float,
-    sinks: Tensor | None,
-    numerics: str | AttentionSpec,
-    rounding_seed: Tensor | None,
-) -> Tensor:
-    """O [B, H, T, DV] of checked tensors of four dimensions."""
+    lead = query.shape[:-3], key.shape[:-3], value.shape[:-3]
+    query, key, value, attn_mask = _four_dimensional(query, key, value, attn_mask, enable_gqa, most)
     kind = query.device.type
     B, H, T, _ = query.shape
     S = key.shape[2]
@@ -120,8 +97,8 @@ def _attend(
     width, value_width = (head_dim_above(x) if kind == "cuda" else x for x in (D, DV))
     empty = 0 in (B, H, T, S, D, DV)
     mask = NO_MASK
-    if attn_mask is not None and own_mask is not None and not empty:
-        mask = mask_of(attn_mask, own_mask, B, T, S)
+    if attn_mask is not None and own is not None and not empty:
+        mask = mask_of(attn_mask, own, B, T, S)
     if bottom_right and not empty:
         mask = last_queries(B, T, S, query.device)
     features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())
@@ -144,17 +121,24 @@ def _attend(
         o = query @ k.mT @ v
         if sinks is not None:
             o = o + 0 * sinks.sum().to(o.dtype)
-        return o.float() if unrounded else o
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if width != D:  # a pad of nothing would copy
-        q, k = (functional.pad(x, (0, width - D)) for x in (q, k))
-    if value_width != DV:
-        v = functional.pad(v, (0, value_width - DV))
-    scale = 1 / math.sqrt(D) if scale is None else scale
-    o = BACKENDS[backend].run(
-        q, k, v, sites, seed=rounding_seed, scale=scale, causal=causal, softcap=softcap, sinks=sinks, mask=mask
-    )
-    return _laid_out_as(query, o[..., :DV])
+        o = o.float() if unrounded else o
+    else:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if width != D:  # a pad of nothing would copy
+            q, k = (functional.pad(x, (0, width - D)) for x in (q, k))
+        if value_width != DV:
+            v = functional.pad(v, (0, value_width - DV))
+        scale = 1 / math.sqrt(D) if scale is None else scale
+        o = BACKENDS[backend].run(
+            q, k, v, sites, seed=rounding_seed, scale=scale, causal=causal, softcap=softcap, sinks=sinks, mask=mask
+        )
+        o = _laid_out_as(query, o[..., :DV])
+    if most == 4:
+        return o
+    if most > 4:
+        return o.unflatten(0, torch.broadcast_shapes(*lead))
+    o = o[0] if enable_gqa else o[:, 0]
+    return o if most == 3 else o[0]
 
 
 def _laid_out_as(query: Tensor, o_BTHD: Tensor) -> Tensor:
