@@ -11,6 +11,7 @@ Legend: H heads.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,28 +114,17 @@ RATES = (
 )
 
 
-@dataclass(frozen=True)
-class RunsAway:
-    """A layer that runs away, at the probe of ``step``."""
+class RunsAway(NamedTuple):
+    """A layer that runs away, at the probe of ``step``; ``told``: the same in words."""
 
     step: int
     layer: int
     heads: tuple[int, ...]
     """The fastest first."""
-    exponent: float
-    logit: float
-    """Both of the fastest head."""
-    large: int
-    """Heads with logits above ``threshold``, of ``n_head``."""
-    threshold: float
-    n_head: int
+    told: str
 
     def __str__(self) -> str:
-        return (
-            f"step {self.step}: attention layer {self.layer} runs away: largest logit {self.logit:.4g} in head {self.heads[0]}, "
-            f"growing like the summed learning rate to the power {self.exponent:.1f}; {self.large} of {self.n_head} heads above "
-            f"{self.threshold:g}"
-        )
+        return self.told
 
 
 class GrowthAlarm:
@@ -183,17 +173,11 @@ class GrowthAlarm:
             self.left[layer] = step
             leaves_H, exponent_H = found
             heads = sorted(leaves_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
-            fastest, large = exponent_H[heads[0]].item(), int(large_logits(logit_H, self.rule).sum())
-            named.append(
-                RunsAway(
-                    step,
-                    layer,
-                    tuple(heads),
-                    fastest,
-                    heads_logits[heads[0]],
-                    large,
-                    self.rule.logit,
-                    len(heads_logits),
-                )
+            exponent, large = exponent_H[heads[0]].item(), int(large_logits(logit_H, self.rule).sum())
+            told = (
+                f"step {step}: attention layer {layer} runs away: largest logit {heads_logits[heads[0]]:.4g} in head {heads[0]}, "
+                f"growing like the summed learning rate to the power {exponent:.1f}; {large} of {len(heads_logits)} heads above "
+                f"{self.rule.logit:g}"
             )
+            named.append(RunsAway(step, layer, tuple(heads), told))
         return named
