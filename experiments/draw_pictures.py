@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -41,7 +40,6 @@ def smooth_loss(folder: Path, window: int = 40) -> pd.Series:
 def loss_and_logits(colors: dict[str, str], logits: str) -> tuple[Figure, Any, Any]:
     """Left the training loss, right the column ``logits`` of the probes, of runs whose names begin so. 9 inches: 800 pixels of a page."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     left.set(ylim=(0, 8.5), xlim=(0, 6300))
     right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 6300))

@@ -36,14 +36,11 @@ def wrapped(text: str, width: float = COLUMN, size: float = SMALL) -> str:
 
 def sheet(height: float) -> Any:
     """An empty figure of column width that makes room for what is put on it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03, wspace=0.03, hspace=0.03)
-    figure = Figure(figsize=(COLUMN, height), dpi=DPI, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(COLUMN, height), dpi=DPI, layout=layout)
 
 
 def style_axes(axes: Any, *, x: str = "", y: str = "", title: str = "", grid: str = "y") -> None:

@@ -67,7 +67,6 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
     Thin lines are as logged, thick ones the mean of the last few; a dotted line is an explosion, a cross the first value that is
     not finite.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -81,7 +80,6 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
     rows = -(-len(panels) // 2)
     height = rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(runs)
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     lines = [Line2D([], [], **style(index)) for index in range(len(runs))]
     labels = [run.label for run in runs]
     figure.legend(lines, labels, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
