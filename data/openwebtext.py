@@ -89,13 +89,6 @@ def split_as_nanogpt(rows: "Dataset") -> "dict[str, Dataset]":
 
 def check_counts(what: str, found: dict[Any, int], expected: dict[str, int]) -> None:
     """``UserError`` unless ``found`` is as ``expected``."""
-    if found == expected:
-        return
-    one = ", ".join(f"{found[name]:,} {name}" for name in expected)
-    other = ", ".join(f"{count:,} {name}" for name, count in expected.items())
-    order = (
-        "; the totals agree, so it is the same text in another order"
-        if sum(found.values()) == sum(expected.values())
-        else ""
-    )
-    raise UserError(f"OpenWebText: {one} {what}, expected {other}{order}")
+    if found != expected:
+        one, other = (", ".join(f"{counts[name]:,} {name}" for name in expected) for counts in (found, expected))
+        raise UserError(f"OpenWebText: {one} {what}, expected {other}")
