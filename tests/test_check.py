@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import attention
 from attention.check import Case, Inputs, assert_safe, check_attention
-from attention.check.__main__ import main
+from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make
 from attention.check.classes import captured as captured_class
@@ -244,6 +244,20 @@ def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> No
     for length in range(2, 12):
         call(*torch.ones(3, 1, 1, length, 8), False, 1.0)
     assert not uncompiled
+
+
+@pytest.mark.parametrize(("length", "classes", "forms"), [(512, QUICK, 4), (64, (), 9)], ids=["quick", "full"])
+def test_a_compiled_kernel_is_compiled_few_times(length: int, classes: Any, forms: int) -> None:
+    """Each form of its operands is seconds on a GPU, where 512 is the length of --quick, and that of captured inputs."""
+    met: set[Any] = set()
+
+    def kernel(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
+        strides = (q.stride(), None if attn_mask is None else attn_mask.stride())
+        met.add((q.shape, k.shape, *strides, is_causal, scale, q.requires_grad, torch.is_grad_enabled()))
+        return torchs(q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+    check_attention(kernel, device="cpu", shape=Shape(T=length), classes=classes)
+    assert len(met) == forms, met
 
 
 def test_calls_that_compile_a_presets_kernels_ahead_run(device: torch.device) -> None:

@@ -95,7 +95,8 @@ def _padding(s: Shape) -> Mask:
 def _window(s: Shape) -> Mask:
     width = s.T // 4 + 1
     near = torch.ones(s.T, s.T, dtype=torch.bool).tril().triu(1 - width)
-    return Mask(near.expand(s.B, 1, s.T, s.T), width)
+    # In the strides of padding: a compiled kernel is then the same.
+    return Mask(near.repeat(s.B, 1, 1, 1), width)
 
 
 def _garbage(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
@@ -204,15 +205,18 @@ def _with_ones(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inp
 
 
 def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Rows that give all weight to their own key by a margin of ``logit``: O = V in exact arithmetic. No causal mask is needed."""
-    T = min(shape.T, shape.D - 1)
+    """The last D - 1 rows, or all where T is less, give all weight to their own keys by a margin of ``logit``: O = V there in exact
+    arithmetic. Queries and keys before them are 0.
+    """
+    n = min(shape.T, shape.D - 1)
+    own = (..., range(shape.T - n, shape.T), range(n))
     generator = torch.Generator().manual_seed(99)
     size = math.sqrt(logit * math.sqrt(shape.D))
-    q = torch.zeros(shape.B, shape.H, T, shape.D)
-    q[:, :, range(T), range(T)] = size * (1 + 0.1 * torch.rand(T, generator=generator))
-    k = torch.zeros(shape.B, shape.G, T, shape.D)
-    k[:, :, range(T), range(T)] = size
-    v = torch.randn(shape.B, shape.G, T, shape.D, generator=generator).bfloat16()
-    do = torch.randn(shape.B, shape.H, T, shape.D, generator=generator)
+    q = torch.zeros(shape.B, shape.H, shape.T, shape.D)
+    q[own] = size * (1 + 0.1 * torch.rand(n, generator=generator))
+    k = torch.zeros(shape.B, shape.G, shape.T, shape.D)
+    k[own] = size
+    v = torch.randn(shape.B, shape.G, shape.T, shape.D, generator=generator).bfloat16()
+    do = torch.randn(shape.B, shape.H, shape.T, shape.D, generator=generator)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
     return Inputs(q, k, v, do, 1 / math.sqrt(shape.D))
