@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what the tests need into .venv and run format, lint, types and the quick tests. Arguments go to pytest.
 #   bash scripts/test.sh [-k NAME ...]
-#   bash scripts/test.sh -m "not gpu"   the slow tests too (CONTRIBUTING.md names them)
+#   bash scripts/test.sh -m "not gpu"   the slow tests too
 #   bash scripts/test.sh -n 0 --pdb     one process, in which a debugger works
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
