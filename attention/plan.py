@@ -241,8 +241,8 @@ def check_plans(
     features: tuple[str, ...] = (),
     length: int = 128,
 ) -> None:
-    """Raise ``UserError`` for the first group that this machine cannot run, with the reason and the backends that can, and for dtypes other
-    than float32, bfloat16 and float16.
+    """Raise ``UserError`` for the first group that this machine cannot run, with the reason and the backends that can (with the same
+    roundings), and for dtypes other than float32, bfloat16 and float16.
 
     ``features``: of ``numerics.FEATURES``, those that calls will use besides a soft-cap. ``length``: of the sequences with which an
     external kernel is tried.
@@ -264,23 +264,9 @@ def check_plans(
                 check(group.numerics, torch.device(device), dtype, head_dim, length, grouped="grouped" in features)
             if reason is None:
                 continue
-            # Torch's kernels and external ones have no sites at all.
-            if group.backend == EXTERNAL or _serves(group.backend, call):
-                what = "cannot do this"
-                able = [name for name, backend in BACKENDS.items() if backend.has_sites and not obstacle(name, call)]
-            else:
-                what = f"cannot run on {kind} with {str(dtype).removeprefix('torch.')}"
-                able = [name for name in BACKENDS if _serves(name, call)]
+            able = [name for name, backend in BACKENDS.items() if backend.has_sites and not obstacle(name, call)]
+            what = f"cannot do this on {kind} with {str(dtype).removeprefix('torch.')}"
             others = f"; backends that can: {', '.join(able)}" if able else ""
             raise UserError(
                 f"attention of layer {plan.layer} = {group.spec.label()!r}: backend {group.backend} {what}: {reason}{others}"
             )
-
-
-def _serves(name: str, call: Call) -> bool:
-    """Whether a backend could stand in on this machine, with the roundings of its own first preset."""
-    if name == EXTERNAL:
-        return False
-    # flash_reference has no presets of its own: it computes those of flash.
-    preset = next((preset for preset in PRESETS if PRESETS[preset].backend == name), name.partition("_")[0])
-    return obstacle(name, replace(call, numerics=AttentionSpec(preset=preset).resolve())) is None
