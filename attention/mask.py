@@ -38,7 +38,24 @@ class Mask(NamedTuple):
 
     def key_ranges(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> "KeyRanges | None":
         """What backends read; None where ``causal`` says it all. Nothing waits for the device."""
-        return _key_ranges(self, B, T, S, causal, device) if self.hides() else None
+        if not self.hides():
+            return None
+        s = torch.arange(S, device=device)
+        # [B or 1, T or 1]: where the keys that a query may see begin and end, whatever its place.
+        begin, end = torch.zeros_like(s[:1, None]), torch.full_like(s[:1, None], S)
+        keys = self.keys if self.padded is None or bool(self.padded) else None
+        if keys is not None:
+            end = torch.where(keys, s + 1, 0).amax(dim=1, keepdim=True)
+            begin = torch.where(keys, s, S).amin(dim=1, keepdim=True).minimum(end)
+        if self.ranges is not None:
+            begin, end = begin.maximum(self.ranges[:, 0]), end.minimum(self.ranges[:, 1])
+        last = torch.arange(1, T + 1, device=device) if causal else end.new_full((T,), S)
+        last = last.maximum(begin).minimum(end).expand(B, T).contiguous()
+        first = begin.minimum(last).contiguous()
+        s = s.expand(B, S).contiguous()
+        of_keys = [torch.searchsorted(ends, s, right=True, out_int32=True) for ends in (last, first)]
+        padding = None if keys is None else keys.contiguous()
+        return KeyRanges(torch.stack((first, last), dim=1).int(), torch.stack(of_keys, dim=1), padding)
 
 
 NO_MASK = Mask()
@@ -62,25 +79,6 @@ class KeyRanges(NamedTuple):
         """Keys that no query sees, bool [B, S]."""
         hidden = self.queries_of_keys[:, 0] >= self.queries_of_keys[:, 1]
         return hidden if self.padding is None else hidden | ~self.padding
-
-
-def _key_ranges(mask: Mask, B: int, T: int, S: int, causal: bool, device: torch.device) -> KeyRanges:
-    s = torch.arange(S, device=device)
-    # [B or 1, T or 1]: where the keys that a query may see begin and end, whatever its place.
-    begin, end = torch.zeros_like(s[:1, None]), torch.full_like(s[:1, None], S)
-    keys = mask.keys if mask.padded is None or bool(mask.padded) else None
-    if keys is not None:
-        end = torch.where(keys, s + 1, 0).amax(dim=1, keepdim=True)
-        begin = torch.where(keys, s, S).amin(dim=1, keepdim=True).minimum(end)
-    if mask.ranges is not None:
-        begin, end = begin.maximum(mask.ranges[:, 0]), end.minimum(mask.ranges[:, 1])
-    last = torch.arange(1, T + 1, device=device) if causal else end.new_full((T,), S)
-    last = last.maximum(begin).minimum(end).expand(B, T).contiguous()
-    first = begin.minimum(last).contiguous()
-    s = s.expand(B, S).contiguous()
-    of_keys = [torch.searchsorted(ends, s, right=True, out_int32=True) for ends in (last, first)]
-    padding = None if keys is None else keys.contiguous()
-    return KeyRanges(torch.stack((first, last), dim=1).int(), torch.stack(of_keys, dim=1), padding)
 
 
 def split(visible: Tensor) -> tuple[Tensor, Tensor, bool]:
