@@ -141,7 +141,7 @@ def loop(run: Run, preemption: PreemptionHandler) -> None:
                     tree.add(loss)
                 else:
                     total_loss += loss.detach()
-            loss = tree.total() if tree else distributed.all_reduce_mean(total_loss)
+            loss = tree.total() if tree else distributed.all_reduce_sum(total_loss) / dist.world_size
 
             # Clip.
             scaler.unscale_(optimizer)

@@ -156,11 +156,6 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return _reduced(tensor, dist.ReduceOp.SUM)
 
 
-def all_reduce_mean(tensor: Tensor) -> Tensor:
-    """Elementwise mean over processes (sum, then one division); the argument, of a floating dtype, is left alone."""
-    return all_reduce_sum(tensor) / world_size()
-
-
 def all_reduce_max(tensor: Tensor) -> Tensor:
     """Elementwise maximum over processes; the argument is left alone."""
     return _reduced(tensor, dist.ReduceOp.MAX)
