@@ -8,6 +8,7 @@ Legend: L layers, H heads, B batch, T positions, D head width, C width.
 """
 
 import functools
+import itertools
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -89,7 +90,9 @@ class Telemetry:
     """
 
     def __init__(self, config: "TrainConfig", model: GPT, batches: Batches, folder: Path, device: torch.device):
-        self._config, self._model, self._device, self._summed = config, model, device, (0, 0.0)
+        self._config, self._model, self._device = config, model, device
+        rates = (learning_rate(step, config.optim) for step in range(config.run.steps))
+        self._lr_sums = list(itertools.accumulate(rates, initial=0.0))
         self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.telemetry.sequences))
         self.file = JsonLines(folder / TELEMETRY_FILE)
 
@@ -101,18 +104,10 @@ class Telemetry:
         autocast = precision.autocast(self._device)
         measured, units = measure(self._model, self._tokens_BT, self._targets_BT, seed, autocast, scale)
         columns = {name: tensor.tolist() for name, tensor in measured.items()}
-        record: dict[str, Any] = {"step": step, "batch": batch, "lr_sum": self._lr_sum(step)}
+        record: dict[str, Any] = {"step": step, "batch": batch, "lr_sum": self._lr_sums[step]}
         record |= {"probe_seconds": time.perf_counter() - began, "delta_units": units} | columns
         self.file.append(record)
         return record
-
-    def _lr_sum(self, step: int) -> float:
-        """Scheduled learning rates of the steps before ``step``, added in order: the same bits after a resume."""
-        done, total = self._summed if self._summed[0] <= step else (0, 0.0)
-        for earlier in range(done, step):
-            total += learning_rate(earlier, self._config.optim)
-        self._summed = (step, total)
-        return total
 
 
 def probe_batch(batches: Batches, sequences: int) -> tuple[Tensor, Tensor]:
