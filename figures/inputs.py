@@ -20,7 +20,7 @@ from figures import curves
 from figures.runs import DrawnRun
 from model import GPT
 from probes.capture import LayerCapture, capture
-from probes.spectral import top_singular
+from probes.spectral import spectral_norm
 from training.checkpoint import Loaded
 from training.intervention import Switch, plans_at
 from training.telemetry import FP16_LOSS_SCALE
@@ -117,7 +117,7 @@ def joined(parts: Sequence[LayerCapture]) -> LayerCapture:
 def head_of(w_q_CC: Tensor, n_head: int, head: int | None) -> int:
     """The head asked for, or that with the largest spectral norm of W_Q (float32). Raises ``UserError``."""
     if head is None:
-        norms_H = top_singular(w_q_CC.detach().unflatten(0, (n_head, -1)))[0]
+        norms_H = spectral_norm(w_q_CC.detach().unflatten(0, (n_head, -1)))
         return int(norms_H.nan_to_num(-1).argmax())
     if not 0 <= head < n_head:
         raise invalid("--head", head, f"0 to {n_head - 1}")

@@ -31,8 +31,8 @@ def dominant(matrix_XMM: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def top_singular(weight_XMN: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest singular values [...] of float32 matrices, never above the true ones but for rounding, and their left vectors [..., M].
+def spectral_norm(weight_XMN: Tensor) -> Tensor:
+    """Largest singular values [...] of float32 matrices, never above the true ones but for rounding.
 
     A matrix that is not finite has a norm that is not.
     """
@@ -40,12 +40,12 @@ def top_singular(weight_XMN: Tensor) -> tuple[Tensor, Tensor]:
     weight_XMN = weight_XMN / scale_X11
     y_XM = dominant(weight_XMN @ weight_XMN.mT)
     norm_X = torch.linalg.vector_norm((weight_XMN.mT @ y_XM[..., None]).squeeze(-1), dim=-1)
-    return norm_X * scale_X11[..., 0, 0], y_XM
+    return norm_X * scale_X11[..., 0, 0]
 
 
 @torch.no_grad()
 def product_norm(left_XDC: Tensor, right_XDC: Tensor) -> Tensor:
-    """As ``top_singular``, [...], of M = left^T right [..., C, C] of rank D, which is never formed.
+    """As ``spectral_norm``, [...], of M = left^T right [..., C, C] of rank D, which is never formed.
 
     For example the D rows of a head of W_Q and of W_K: q . k = x^T (W_Q^T W_K) x'. With G the Gram matrix of the rows of each, left^T y is
     a left singular vector of M where y is an eigenvector of G_right G_left; the norm is |M^T u| for u along it.
@@ -69,6 +69,5 @@ def attention_norms(w_q_LCC: Tensor, w_k_LKC: Tensor, n_head: int) -> dict[str, 
     heads_q_LHDC, heads_k_LHDC = (w.view(L, -1, C // n_head, C) for w in (w_q_LCC, w_k_LKC))
     heads_k_LHDC = heads_k_LHDC.repeat_interleave(n_head // heads_k_LHDC.shape[1], dim=1)  # of each head of queries
     with exact_float32(w_q_LCC.device):
-        (w_q_L, _), (w_k_L, _) = top_singular(w_q_LCC), top_singular(w_k_LKC)
-        qk_LH = product_norm(heads_q_LHDC, heads_k_LHDC)
-    return {"w_q_norm": w_q_L, "w_k_norm": w_k_L, "qk_head_norm": qk_LH}
+        norms = {"w_q_norm": spectral_norm(w_q_LCC), "w_k_norm": spectral_norm(w_k_LKC)}
+        return norms | {"qk_head_norm": product_norm(heads_q_LHDC, heads_k_LHDC)}
