@@ -80,6 +80,7 @@ QUICK = (
     "flash_consistent|hardware|64|causal|bf16|90",
     "flash|hardware|64|padding|bf16|90",
     "flash_delta_from_p|hardware|64|causal|fp16|80",
+    "flash_separate_multiply|hardware|64|causal|bf16|90",
 )
 """Cases of the quick check: together they reach every kernel, every loop and every target."""
 

@@ -39,15 +39,8 @@ def random_layer(*, spec: AttentionSpec | None = None, softcap: float = 0.0) -> 
 
 def test_low_is_what_the_backward_pass_computes() -> None:
     layer = random_layer(spec=PAPER)
-    expected = row_deltas(
-        layer.q_BTHD,
-        layer.k_BTHD,
-        layer.v_BTHD,
-        layer.do_BTHD,
-        PAPER.resolve(),
-        seed=layer.rounding_seed,
-        scale=layer.scale,
-    )
+    operands = (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD)
+    expected = row_deltas(*operands, PAPER.resolve(), seed=layer.rounding_seed, scale=layer.scale)
     found = delta_errors(layer)
     torch.testing.assert_close(found.low_BHT, expected)
     torch.testing.assert_close(found.error_BHT, expected - found.high_BHT)

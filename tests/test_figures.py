@@ -72,19 +72,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", REGISTRY)
 def test_each_figure_is_a_png_and_a_csv_with_rows(place: Place, llama: Path, number: int, tmp_path: Path) -> None:
-    given = [
-        "--hf",
-        str(llama),
-        "--text",
-        TEXT,
-        "--runs",
-        str(place.runs / "failing"),
-        "--checkpoint",
-        str(checkpoint(place)),
-        "--sequences",
-        "4",
-    ]
-    figures.main([str(number), *given, "--out", str(tmp_path)])
+    given = f"--hf {llama} --runs {place.runs}/failing --checkpoint {checkpoint(place)} --sequences 4".split()
+    figures.main([str(number), *given, "--text", TEXT, "--out", str(tmp_path)])
     assert all((tmp_path / f"figure_{number:02d}.{ending}").stat().st_size > 40 for ending in WRITTEN)
     with open(tmp_path / f"figure_{number:02d}.csv", newline="") as file:
         assert list(csv.DictReader(file))

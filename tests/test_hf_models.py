@@ -154,6 +154,7 @@ def call(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool | Non
 X = torch.randn(1, 1, 4, 8)
 CALLS: list[tuple[dict[str, Any], str]] = [
     *(({name: X}, f"^low-precision attention: Module: it has no {name}") for name in ("indices", "sinks", "any")),
+    ({"dropout": 0.1}, r"^low-precision attention: Module: dropout = 0\.1: expected 0, .*attention_dropout=0"),
     ({"sliding_window": 3}, "sliding_window = 3 of 4 keys"),
     ({"mask": torch.ones(4, 4, dtype=torch.bool).tril()}, r"attention mask of shape \[4, 4\]"),
     # transformers' "sdpa" takes it for causal, "eager" for full attention.

@@ -6,7 +6,7 @@ run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -184,22 +184,16 @@ def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dty
         kernels_are_as_exact(p, sites=("tile_q=64", "tile_k=64"))
 
 
-class Elsewhere:
-    """A stand-in for ``layout.weighted_sum_kernel`` whose threads hold elements of other rows."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(p_q: Tensor, p_o: Tensor, p_d: Tensor, **_: object) -> None:
-            p_o.copy_(p_q)
-            p_d.copy_(p_q.float().sum(1).roll(1))
-
-        return launch
-
-
 @in_interpreter
 def test_sums_of_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from attention.triton import layout
 
-    monkeypatch.setattr(layout, "weighted_sum_kernel", Elsewhere())
+    def launch(p_q: Tensor, p_o: Tensor, p_d: Tensor, **_: object) -> None:
+        """As if threads held elements of other rows."""
+        p_o.copy_(p_q)
+        p_d.copy_(p_q.float().sum(1).roll(1))
+
+    monkeypatch.setattr(layout, "weighted_sum_kernel", defaultdict(lambda: launch))
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     with pytest.raises(UserError, match="lays products out otherwise"):
         layout.check_sums.__wrapped__(torch.device("cpu"))

@@ -182,10 +182,3 @@ def test_the_look_up_and_its_gradient_are_torchs(device: torch.device) -> None:
         results.append((found.detach(), gradient))
     for ours, torchs in zip(*results, strict=True):
         assert torch.equal(ours, torchs)
-
-
-def test_the_table_gradient_is_a_sound_operator() -> None:
-    arguments = (torch.randn(12, 8), torch.randint(5, (12,)), 5)
-    torch.library.opcheck(
-        torch.ops.fused.table_gradient.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )

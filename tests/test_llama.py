@@ -38,21 +38,12 @@ def make(**changes: Any) -> GPT:
 def test_logits_and_gradients_are_those_of_a_hugging_face_llama(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     ours = make(**LLAMA, tie_embeddings=tied, rotary_base=500.0)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=48,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=64,
-            max_position_embeddings=32,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-            tie_word_embeddings=tied,
-            attn_implementation="eager",
-        )
-    )
+    sizes = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    rest = {"rms_norm_eps": 1e-5, "rope_parameters": rope, "attn_implementation": "eager"}
+    config = transformers.LlamaConfig(**sizes, **heads, **rest, tie_word_embeddings=tied)
+    theirs = transformers.LlamaForCausalLM(config)
     names = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
     for i in range(2):
         here, there = f"transformer.h.{i}", f"model.layers.{i}"

@@ -22,21 +22,6 @@ def test_single_sites_override_the_preset() -> None:
     assert (numerics.row_max, numerics.row_max_beta, numerics.tile_q) == ("stabilized", 8.0, 64)
 
 
-def test_heads_of_a_layer_that_share_a_spec_share_a_group() -> None:
-    special = AttentionSpec(preset="flash_fp32_o")
-    config = AttentionConfig(
-        rules=(
-            AttentionRule(layers=(1,), heads=(0, 6), attention=special),
-            AttentionRule(layers=(1,), heads=(7,), attention=special),
-        )
-    )
-    plans = config.resolve(3, 12)
-    assert [len(plan.groups) for plan in plans] == [1, 2, 1]
-    assert plans[1].groups[0].heads == (0, 6, 7)
-    assert sorted(h for group in plans[1].groups for h in group.heads) == list(range(12))
-    assert plans[0].groups[0].heads == tuple(range(12))
-
-
 def test_the_record_spells_out_every_site_and_every_head() -> None:
     config = AttentionConfig(
         rules=(AttentionRule(layers=(1,), heads=(2,), attention=AttentionSpec(preset="standard")),)

@@ -46,16 +46,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
     "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),
-    "vocabulary_too_large": (
-        "--data.dataset {place}/large_vocabulary --data.record {place}/recordings/new",
-        r"model\.vocab_size = 256: expected at least the data's 50257",
-    ),
+    "vocabulary_too_large": ("--data.dataset {place}/large_vocabulary", r"model\.vocab_size = 256: expected .* 50257"),
     "resume_without_a_run": ("--run.resume yes", r"run\.resume = 'yes': expected a checkpoint"),
     "record_exists": ("--data.record {place}/recordings/run", r"recordings/run exists: record under another name"),
-    "record_in_its_own_run": (
-        "--data.record {place}/runs/new/recording",
-        r"data\.record = '.*': expected a folder outside",
-    ),
+    "record_in_its_own_run": ("--data.record {place}/runs/new/r", r"data\.record = '.*': expected a folder outside"),
     "replay_too_short": ("--data.replay {place}/recordings/run", r"run\.steps = 20: expected at most 10"),
     "replay_on_other_data": (
         "--run.steps 10 --data.replay {place}/recordings/run --data.dataset {place}/other",
