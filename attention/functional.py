@@ -86,7 +86,6 @@ def scaled_dot_product_attention(
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     most = max(query.ndim, key.ndim, value.ndim)
-    _refuse_sinks(sinks, query)
     lead = query.shape[:-3], key.shape[:-3], value.shape[:-3]
     query, key, value, attn_mask = _four_dimensional(query, key, value, attn_mask, enable_gqa, most)
     kind = query.device.type
@@ -103,7 +102,10 @@ def scaled_dot_product_attention(
         mask = last_queries(B, T, S, query.device)
     features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())
     if sinks is not None:
-        shape = list(sinks.shape)
+        refuse(type(sinks) not in (Tensor, nn.Parameter), f"sinks are a {type(sinks).__name__}: expected a tensor")
+        what, shape = f"sinks are {sinks.dtype} on {sinks.device}", list(sinks.shape)
+        alike = sinks.is_floating_point() and sinks.device == query.device
+        refuse(not alike, f"{what}: expected float on {query.device}")
         refuse(shape != [H], f"sinks have shape {shape}: expected [{H}], a number for each query head")
         features += ("sinks",)
     chosen: Any = numerics
@@ -149,14 +151,6 @@ def _laid_out_as(query: Tensor, o_BTHD: Tensor) -> Tensor:
             order[i], order[j] = order[j], order[i]
     back = [order.index(i) for i in range(3)]
     return o_BTHD.transpose(1, 2).permute(*order, 3).contiguous().permute(*back, 3)
-
-
-def _refuse_sinks(sinks: Tensor | None, query: Tensor) -> None:
-    if sinks is None:
-        return
-    refuse(type(sinks) not in (Tensor, torch.nn.Parameter), f"sinks are a {type(sinks).__name__}: expected a tensor")
-    kind = f"sinks are {sinks.dtype} on {sinks.device}"
-    refuse(not sinks.is_floating_point() or sinks.device != query.device, f"{kind}: expected float on {query.device}")
 
 
 def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
