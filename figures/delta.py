@@ -11,7 +11,7 @@ from torch import Tensor
 from figures import canvas
 from figures.canvas import Drawn
 from probes.capture import LayerCapture
-from probes.delta_error import delta_errors, feature_errors, output_errors, summarize
+from probes.delta_error import Summary, delta_errors, feature_errors, output_errors, summarize
 
 FEATURES = 12
 
@@ -27,11 +27,8 @@ class HeadError:
     do_D: Tensor
     output_error_D: Tensor
     """O_lp - O_hp at the token."""
-    mean: float
-    standard_error: float
-    """Standard error of the mean, over sequences if there are at least four, else over blocks of 32 tokens."""
-    positive: float
-    """Share of tokens with a positive error."""
+    summary: Summary
+    """Of ``error_BT``; the standard error is over sequences if there are at least four, else over blocks of 32 tokens."""
 
     @property
     def product_D(self) -> Tensor:
@@ -56,7 +53,6 @@ def head_error(
     """What Figure 5 shows (arXiv 2510.04212), float64 on the CPU. ``loss_scale``: that of the capture, which is taken out."""
     error_BHT = delta_errors(layer).error_BHT[:, [head]].double() / loss_scale
     B, _, T = error_BHT.shape
-    summary = summarize(error_BHT, unit=T if B >= 4 else 32)
     return HeadError(
         label=label,
         batch=batch,
@@ -64,9 +60,7 @@ def head_error(
         error_BT=error_BHT[:, 0].cpu(),
         do_D=layer.do_BTHD[batch, token, head].double().cpu() / loss_scale,
         output_error_D=output_errors(layer)[batch, head, token].double().cpu(),
-        mean=float(summary.mean_H[0]),
-        standard_error=float(summary.standard_error_H[0]),
-        positive=float(summary.positive_H[0]),
+        summary=summarize(error_BHT, unit=T if B >= 4 else 32),
     )
 
 
@@ -106,9 +100,12 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
     axes.plot(places, total, color=canvas.ORANGE, linewidth=1.2)
     axes.axhline(0, color="0.3", linewidth=0.5)
     axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-    z = error.mean / error.standard_error if error.standard_error else float("nan")
+    mean, standard_error, positive = (
+        float(getattr(error.summary, f"{x}_H")) for x in ("mean", "standard_error", "positive")
+    )
+    z = mean / standard_error if standard_error else float("nan")
     title = (
-        f"{error.label}\nmean {error.mean:.2g}, {z:.1f} standard errors; {error.positive:.0%} positive\n"
+        f"{error.label}\nmean {mean:.2g}, {z:.1f} standard errors; {positive:.0%} positive\n"
         "gray: two deviations of random signs"
     )
     canvas.style_axes(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
