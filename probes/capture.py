@@ -76,16 +76,13 @@ def capture(
     Args:
         model: the plain ``GPT``; not what ``torch.compile`` or DDP made of it.
         tokens_BT, targets_BT: int64 on the model's device.
-        layers: which, from 0, in the order of the result; all if None. Raises ``ValueError`` for one that does not exist.
+        layers: which, from 0, in the order of the result; all if None. They must exist.
         autocast: entered around the forward pass alone, as in training.
         rounding_seed: int64 [] on the device; None is 0.
         loss_scale: multiplies the loss before the backward pass: FP16 loses a mean loss's dO without it.
     """
     attentions = model.attentions()
     chosen = list(range(len(attentions))) if layers is None else list(layers)
-    for layer in chosen:
-        if not 0 <= layer < len(attentions):
-            raise ValueError(f"layer {layer}: the model has layers 0 to {len(attentions) - 1}")
     if rounding_seed is None:
         rounding_seed = torch.zeros((), dtype=torch.int64, device=tokens_BT.device)
     kept: dict[int, dict[str, Tensor]] = {layer: {} for layer in chosen}
