@@ -145,7 +145,7 @@ class Checkpoints:
         where all are damaged.
         """
         damaged: list[str] = []
-        for _, path in sorted(self._found().items(), reverse=True):
+        for _, path in sorted(found_in(self.folder).items(), reverse=True):
             try:
                 loaded = Checkpoints.load(path)
             except DamagedCheckpointError as damage:
@@ -159,7 +159,7 @@ class Checkpoints:
         return None
 
     def how_to_resume(self) -> str:
-        if found := self._found():
+        if found := found_in(self.folder):
             return f"the newest checkpoint is {found[max(found)]}; the same command with --run.resume yes goes on from there"
         return "there is no checkpoint yet; the same command with --run.resume yes starts again"
 
@@ -185,9 +185,6 @@ class Checkpoints:
                 f"checkpoint {path} is damaged (its sums are right, and it cannot be read: {what})"
             ) from error
 
-    def _found(self) -> dict[int, Path]:
-        return found_in(self.folder)
-
     def clear(self) -> None:
         """Remove what a killed save or deletion left. Loading does not: the folder may be another, living process's."""
         for path in self.folder.glob(".step_*.tmp"):
@@ -195,7 +192,7 @@ class Checkpoints:
 
     def prune(self, newest: int) -> None:
         """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
-        found = {step: path for step, path in self._found().items() if _step_inside(path) in (step, None)}
+        found = {step: path for step, path in found_in(self.folder).items() if _step_inside(path) in (step, None)}
         kept = sorted(step for step in found if step <= newest)[-self.config.keep_last :]
         for step, path in found.items():
             for_good = self.config.keep_every > 0 and step % self.config.keep_every == 0
@@ -207,7 +204,7 @@ class Checkpoints:
 
     def _refused(self, step: int, needed: int, error: OSError) -> UserError:
         """The error for a save that ``error`` stopped; it names the last good checkpoint, which it verifies."""
-        intact = (path for _, path in sorted(self._found().items(), reverse=True) if _damage(path) is None)
+        intact = (path for _, path in sorted(found_in(self.folder).items(), reverse=True) if _damage(path) is None)
         existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         free = shutil.disk_usage(existing).free
         return UserError(
