@@ -31,10 +31,6 @@ class Switch:
     def option(self) -> str:
         return ":".join([str(self.step), str(self.layer), self.preset, *([self.backend] if self.backend else [])])
 
-    def applied(self, plan: LayerPlan) -> LayerPlan:
-        """``plan`` after it. Raises ``UserError`` where the preset does not exist or does not suit the base roundings."""
-        return switched(plan, self.preset, self.backend)
-
 
 def parse_switch(text: str) -> Switch:
     """``STEP:LAYER:PRESET[:BACKEND]``. Raises ``UserError`` for anything else."""
@@ -87,7 +83,7 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
             expected = f"a layer from 0 to {len(plans) - 1}"
             raise invalid("alarm.switches", switch.option(), expected)
         if switch.step <= step:
-            plans[switch.layer] = switch.applied(plans[switch.layer])
+            plans[switch.layer] = switched(plans[switch.layer], switch.preset, switch.backend)
     return tuple(plans)
 
 
