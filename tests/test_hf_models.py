@@ -196,13 +196,10 @@ def test_attention_sinks_are_what_eager_makes_of_them() -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
 
 
-GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 ATTENTIONS = {
     "Llama": lambda: transformers.LlamaConfig(**SIZES),
-    "OPT": lambda: transformers.OPTConfig(
-        **(SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0})
-    ),
-    "GPT2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, **GPT2),
+    "GPT2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT),
 }
 
 

@@ -81,14 +81,9 @@ def test_a_switch_that_cannot_be_fails_before_the_run_starts(place: Place, text:
 # ---- runs
 
 
-@pytest.fixture(scope="module")
-def switched_run(place: Place) -> Path:
-    return place.train("switched", {**BF16, **SWITCH})
-
-
-def test_the_switch_acts_from_its_step_on(place: Place, switched_run: Path) -> None:
-    without = place.train("without", BF16)
-    before, after = (column(run, "train_loss") for run in (without, switched_run))
+def test_the_switch_acts_from_its_step_on(place: Place) -> None:
+    runs = (place.train("without", BF16), place.train("switched", {**BF16, **SWITCH}))
+    before, after = (column(run, "train_loss") for run in runs)
     # delta takes part in the backward pass alone: step 7's loss is still the same, the weights behind it are not.
     assert before[:8] == after[:8]
     assert before[8] != after[8]
