@@ -72,7 +72,11 @@ def train(options: Sequence[str], folder: Path, name: str, cpu: bool) -> None:
     if code == 130:
         raise KeyboardInterrupt
     if code and not (folder / name / METRICS_FILE).is_file():
-        raise UserError(f"the run {name} did not start (exit code {code})")
+        error = f"the run {name} did not start (exit code {code})"
+        if name == "kernel":  # the recipe's settings were read before
+            print(f"verdict: unverified: {error}")
+            raise SystemExit(UNVERIFIED)
+        raise UserError(error)
 
 
 def how_ended(folder: Path, table: Path) -> dict[str, str]:
@@ -116,7 +120,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     tested = attention_options(kernel) if unaliased(kernel) in PRESETS else attention_options("external", kernel)
     of_arms = {"kernel": tested, "control": attention_options("external", "plain"), "recipe": []}
     for name, attention in of_arms.items():
-        train([*recipe, *attention], folder, name, device == "cpu")
+        try:
+            train([*recipe, *attention], folder, name, device == "cpu")
+        except KeyboardInterrupt:
+            print(f"interrupted: compare_runs.py reads what is in {folder}; remove it to begin again", file=sys.stderr)
+            raise
     table = folder / "compare.csv"
     patience = options.patience or ("50" if tiny else "200")
     compare = [sys.executable, str(ROOT / "scripts/compare_runs.py"), *(str(folder / name) for name in of_arms)]

@@ -324,9 +324,9 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     command = re.search(r"^again: python -m attention.check (.*)$", text, re.MULTILINE)
     assert command
     assert main(command[1].split()) == 1
-    inputs = re.search(r"^its q, k, v, do: (.*?);", text, re.MULTILINE)
+    inputs = re.search(r"^its q, k, v, do, scale, causal: (.*?);", text, re.MULTILINE)
     assert inputs
-    p = eval(inputs[1], {"attention": attention, "Shape": Shape, "torch": torch})
+    p = eval(inputs[1], {"attention": attention, "torch": torch})
     q, k, v = (x.requires_grad_() for x in (p.q, p.k, p.v))
     attention.scaled_dot_product_attention(q, k, v, is_causal=p.causal, scale=p.scale, numerics="flash").backward(p.do)
     rows = (q.grad[..., -1].double().square().mean() / exact(p)[2].square().mean()).sqrt().item()

@@ -27,6 +27,9 @@ FMA_LIMIT = 1e5
 """Kernels with the FMA exponent lose O = V between 45,426 and this, by head dim."""
 
 
+_LEAKS = {"hidden": "dK or dV of keys that are masked is not 0", "idle": "dQ of rows without dO is not 0"}
+
+
 def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
     """Verdict and its reason, "" where it is safe, of the measures of one class."""
     if name == "one_hot":
@@ -39,10 +42,10 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
         if found["signed"] <= ROWS_AT_RISK:
             return SAFE, ""
         return AT_RISK, f"dS: sums with random signs are off by {found['signed']:.1e} of its rows"
-    leaks = [what for what in ("hidden", "idle") if found.get(what, 0) != 0]
-    leaks += ["first_row"] * (not found.get("first_row", 0) < SIZE_WRONG)
+    leaks = [text for what, text in _LEAKS.items() if found.get(what, 0) != 0]
+    leaks += ["query 0 sees more than key 0"] * (not found.get("first_row", 0) < SIZE_WRONG)
     if leaks:
-        return WRONG, "mask: leaks at " + ", ".join(leaks)
+        return WRONG, "mask: " + ", ".join(leaks)
     if name == "mask_edges":
         return SAFE, ""
     if name == "last_key":

@@ -28,6 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
 """What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
+LEGEND = "  rows: of dS, their sums over their size; dq x: the error of dQ over that of plain attention in this dtype"
 LIMITS = (
     "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
     "the absence of the patterns that we know."
@@ -82,25 +83,38 @@ class Report:
         reasons = {case.reason for case in self.cases}
         if self.verdict == judge.UNVERIFIED and len(reasons) == 1:
             return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {reasons.pop()}"])
+        lines.append(LEGEND)
         lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
         lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
         found = "; ".join(f"{site} in {', '.join(names)}" for site, names in self.found.items())
         tried = sum(case.name in KNOWN_CLASSES for case in self.cases)
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried)" if tried < len(KNOWN_CLASSES) else ""
         lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{found}")
-        lines += [f"{site}: {judge.CURES[site]}" for site in self.found if site in judge.CURES]
+        if wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
+            lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
+        else:
+            lines += [f"{site}: {judge.CURES[site]}" for site in self.found if site in judge.CURES]
         if self.verdict != judge.SAFE and self.cases:
             lines += self._again()
         return "\n".join([*lines, LIMITS])
 
     def _again(self) -> list[str]:
         """How to see its worst case again, and its tensors."""
-        case = max(self.cases, key=lambda case: (judge.ORDER.index(case.verdict), case.measures.get("rows", 0)))
+        case = max(
+            self.cases,
+            key=lambda case: (
+                judge.ORDER.index(case.verdict),
+                case.verdict == judge.WRONG and case.name in measures.OWN,  # these name what is wrong
+                case.measures.get("rows", 0),
+            ),
+        )
         option = "--inputs" if case.name.endswith(".zip") else "--class"
         sizes = " ".join(f"--{name} {size}" for name, size in asdict(self.shape).items())
         command = f"python -m {__package__} {self.kernel} {option} {case.name} --device {self.device} --dtype {self.dtype} {sizes}"
-        inputs = f'{__package__}.make("{case.name}", {self.shape!r}, {DTYPES[self.dtype]}, "{self.device}")'
-        how = f"its q, k, v, do: {inputs}; the last column of dQ is scale * rowsum(dS)"
+        inputs = (
+            f'{__package__}.make("{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}")'
+        )
+        how = f"its q, k, v, do, scale, causal: {inputs}; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|))"
         if case.name in measures.OWN:
             how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}"
         return [f"again: {command}", how]
@@ -233,7 +247,8 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
     except measures.OutOfRangeError:
         raise
     except Exception as error:  # whatever a foreign kernel raises: it could not be looked at
-        return Case(name, used, judge.UNVERIFIED, told(error), {})
+        fewer = f" (k and v have {used.G} heads, q {used.H})" if used.G != used.H else ""
+        return Case(name, used, judge.UNVERIFIED, told(error) + fewer, {})
     return Case(name, used, *judge.judge(name, found), found)
 
 
