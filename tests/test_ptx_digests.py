@@ -1,4 +1,7 @@
-"""Kernels compile to the PTX that is recorded (ptx_digests.py names what differs). Interpreted, this module has nothing to say."""
+"""Kernels compile to the PTX that is recorded (ptx_digests.py names what differs); the site ``exponent`` as compilers leave it, for sm_90.
+
+A plain product may become part of a multiply-add. The kernel is interpreted under TRITON_INTERPRET=1: this module has nothing to say there.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,99 @@ def test_all_ptx_is_that_recorded() -> None:
     _holds()
 
 
+PTX = """
+.version 8.6
+.target sm_90a
+.entry name(
+.param .u64 name_param_0,
+.param .u32 name_param_1,
+.param .u32 name_param_2
+)
+{
+.loc 1 2 3
+ld.param.u64 %rd1, [name_param_0]; // a comment
+ld.param.u32 %r1, [name_param_2];
+}
+.section .debug_abbrev
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("8.6", "8.7"), ("name", "other"), (".loc 1 2 3", ".loc 4 5 6"), ("a comment", ""), ("_param_2", "_param_1")],
+)
+def test_a_digest_leaves_out_what_does_not_count(old: str, new: str) -> None:
+    assert ptx_digests.digest(PTX.replace(old, new)) == ptx_digests.digest(PTX)
+
+
 triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 compiler = pytest.importorskip("triton.compiler")
 sites = pytest.importorskip("attention.triton.codes")
 layout = pytest.importorskip("attention.triton.layout")
+softmax = pytest.importorskip("attention.triton.softmax")
 
+probabilities, rescaling, row_normalizer = softmax.probabilities, softmax.rescaling, softmax.row_normalizer
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled, though not run")
+PLAIN = tl.constexpr(-1)
+NEAREST, FP32 = sites.NEAREST, sites.FP32
+N = 128
+
+
+@triton.jit
+def exponent_kernel(p_s, p_p, unit, FOLD: tl.constexpr, APART: tl.constexpr, N: tl.constexpr):
+    """P of a row [N] of S from its own maximum, and exp(m - m') of m and its last score, in the unit of m."""
+    o_s = tl.arange(0, N)
+    b_s = tl.load(p_s + o_s)
+    if FOLD == PLAIN:
+        tl.store(p_p + o_s, tl.exp2(b_s * unit - tl.load(p_s + N)))
+    else:
+        b_m = row_normalizer(tl.max(b_s, 0, keep_dims=True), unit, FOLD, NEAREST)
+        b_last = row_normalizer(tl.load(p_s + tl.arange(0, 1)), unit, FOLD, NEAREST)
+        tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, FOLD, APART, False, FP32))
+        tl.store(p_p + N + tl.arange(0, 1), rescaling(b_m, b_last, unit, FOLD))
+
+
+def exponents(fold: int, *, apart: bool = False) -> list[str]:
+    """What makes the operands of each exp2, innermost first, as PTX has it: the operation and that of its first operand."""
+    signature = dict.fromkeys(("p_s", "p_p"), "*fp32") | {"unit": "fp32"}
+    values = {(3,): fold, (4,): apart, (5,): N}
+    source = compiler.ASTSource(exponent_kernel, signature | dict.fromkeys(("FOLD", "APART", "N"), "constexpr"), values)
+    options = {"enable_fp_fusion": sites.FP_FUSION}
+    made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
+    written = {
+        register: (operation, operands)
+        for operation, register, operands in re.findall(r"^\s*([a-z][\w.]*f32)\s+(%\w+), (.*);", made.asm["ptx"], re.M)
+    }
+    return [
+        " of ".join(_chain(written, operands))
+        for operation, operands in written.values()
+        if operation.startswith("ex2")
+    ]
+
+
+def _chain(written: dict[str, tuple[str, str]], operands: str) -> list[str]:
+    """The operations behind the first operand, back to what is loaded or a maximum."""
+    found = written.get(operands.split(", ")[0])
+    if found is None or found[0].startswith(("ld", "max")):
+        return []
+    return [found[0], *_chain(written, found[1])]
+
+
+def test_a_plain_product_becomes_part_of_a_multiply_add() -> None:
+    assert exponents(PLAIN.value) == ["fma.rn.f32"]
+
+
+def test_the_fma_is_named() -> None:
+    assert exponents(sites.FMA.value)[0] == "fma.rn.f32"
+
+
+@pytest.mark.parametrize(
+    ("apart", "expected"), [(False, "sub.f32 of mul.rn.f32"), (True, "sub.f32 of sub.f32 of mul.rn.f32")]
+)
+def test_separate_multiply_rounds_it_and_then_subtracts(apart: bool, expected: str) -> None:
+    found = exponents(sites.SEPARATE_MULTIPLY.value, apart=apart)
+    assert found == [expected, "sub.f32 of mul.rn.f32"]
 
 
 def test_tensor_cores_sum_p_bar_from_the_registers_that_they_multiply() -> None:
