@@ -589,6 +589,13 @@ def test_a_causal_bias_means_what_torch_means_by_it_whatever_its_storage_holds(
     assert_as_torch(inputs, eager_or_compiled(how), attn_mask=bias)
 
 
+def test_queries_that_a_lower_right_bias_shows_no_key_are_zero() -> None:
+    with pytest.warns(UserWarning, match="Lower right causal bias"):
+        bias = causal_lower_right(8, 6)
+    o = scaled_dot_product_attention(*drawn((1, 1, 8, 16), (1, 1, 6, 16), (1, 1, 6, 16)), attn_mask=bias)
+    assert (o == 0).all(dim=-1).flatten().tolist() == [True] * 2 + [False] * 6
+
+
 class Unread(Tensor):
     """A subclass whose meaning is not its storage: to read anything of it is an error."""
 
