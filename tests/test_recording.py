@@ -179,3 +179,11 @@ def test_of_several_that_begin_at_once_one_records(tmp_path):
         winners = [str(i) for i, process in enumerate(processes) if process.exitcode == 0]
         found = Recording.open(folder)
         assert (winners, found.steps) == ([found.header.source_run], 20)
+
+
+def test_a_kill_after_the_first_new_row_of_a_resume_leaves_a_valid_recording(tmp_path: Path) -> None:
+    header = write(tmp_path / "r", 6)
+    recorder = Recorder.resume(tmp_path / "r", header, 3)
+    recorder.append(make_rows(1, seed=1)[0])  # another row than the fourth was
+    recorder._file.close()  # neither flushed nor marked
+    assert Recording.open(tmp_path / "r").steps in (3, 4)
