@@ -79,7 +79,7 @@ class Report:
 
     def text(self) -> str:
         width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
-        lines = [f"{self.kernel}, {self.dtype}, {', '.join(filter(None, self.environment.values()))}"]
+        lines = [f"{self.kernel}, {self.dtype}, {', '.join(dict.fromkeys(filter(None, self.environment.values())))}"]
         reasons = {case.reason for case in self.cases}
         if self.verdict == judge.UNVERIFIED and len(reasons) == 1:
             return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {reasons.pop()}"])
