@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json == "-":
         print(documents, end="")
     else:
-        texts = [] if options.markdown else [report.text() for report in reports]
+        texts = [] if options.markdown else [report.text() for report in tested]
         if against and not options.markdown:
             texts += map(side_by_side, tested, against)
         elif options.markdown or len(reports) > 1:

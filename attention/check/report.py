@@ -80,9 +80,8 @@ class Report:
     def text(self) -> str:
         width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
         lines = [f"{self.kernel}, {self.dtype}, {', '.join(dict.fromkeys(filter(None, self.environment.values())))}"]
-        reasons = {case.reason for case in self.cases}
-        if self.verdict == judge.UNVERIFIED and len(reasons) == 1:
-            return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {reasons.pop()}"])
+        if {case.verdict for case in self.cases} == {judge.UNVERIFIED}:
+            return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}"])
         lines.append(LEGEND)
         lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
         lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
@@ -131,6 +130,7 @@ def side_by_side(a: Report, b: Report) -> str:
     others = {case.name: case for case in b.cases}
     both = [(case, others.get(case.name)) for case in a.cases]
     lines = [f"  {case.name:20}  {_seen(case)}  {_seen(other) if other else ''}".rstrip() for case, other in both]
+    lines.append(f"  {'verdict':20}  {a.verdict:36}  {b.verdict}")
     return "\n".join([f"  {'':20}  {a.kernel:36}  {b.kernel}", *lines])
 
 
