@@ -82,7 +82,7 @@ def main() -> None:
     raw = Llama(ours).to(device)
     optimizer, autocast = optim.build_optimizer(raw, config.optim, device), config.precision.autocast
     model: Any = torch.compile(raw) if config.precision.compile else raw
-    record.make_folder(folder)
+    _lock = record.make_folder(folder)  # held to the end
     content = {"config": configuration.to_json(config), **record.environment(device, 1), "batches": batches.identity}
     content["versions"]["transformers"] = record.version("transformers")
     content["attention_name"] = f"transformers, {own.transformers or attention.label()}"
