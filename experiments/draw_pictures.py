@@ -11,7 +11,7 @@ from PIL import Image
 
 EXPERIMENTS = Path(__file__).resolve().parent
 # Okabe and Ito, "Color Universal Design" (2008).
-ORANGE, BLUE, GREEN, GRAY = "#D55E00", "#0072B2", "#009E73", "#6F6F6F"
+ORANGE, BLUE, GREEN, PURPLE, SKY, GRAY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#6F6F6F"
 FMA_THRESHOLD = 2**16 * np.log(2)
 """Logit from which the FMA exponent is off by more than O's rounding hides: docs/results.md."""
 
@@ -52,7 +52,7 @@ def loss_and_logits(colors: dict[str, str], logits: str) -> tuple[Figure, Any, A
         axis.set_xticks(range(0, 6001, 2000), [f"{step:,}" for step in range(0, 6001, 2000)])
         axis.set_xlabel("step", fontsize=11)
     for name, color in colors.items():
-        for run in sorted((EXPERIMENTS / "one_wheel" / "runs").glob(f"{name}_*")):
+        for run in sorted((EXPERIMENTS / "one_wheel" / "runs").glob(f"{name}*")):
             loss, rows = smooth_loss(run), pd.read_csv(run / "probes.csv")
             left.plot(loss.index, loss, color=color, linewidth=1.3)
             right.plot(rows["step"], rows[logits], color=color, linewidth=1.3)
@@ -67,26 +67,16 @@ def front() -> Figure:
     return figure
 
 
-def torchs_kernels() -> Figure:
-    colors = {"torch_flash": ORANGE, "torch_flex": GREEN, "plain": BLUE}
-    figure, left, right = loss_and_logits(colors, "max_logit_1")
-    write(
-        left,
-        (3000, 6.2, "FlashAttention-2,\nin torch's SDPA", ORANGE),
-        (900, 3.2, "FlexAttention", GREEN),
-        (800, 1.7, "plain attention", BLUE),
-    )
-    write(
-        right,
-        (4150, 2e5, "FlashAttention-2", ORANGE),
-        (100, 3e5, "FlexAttention", GREEN),
-        (3600, 20, "plain attention", BLUE),
-    )
+def public_kernels() -> Figure:
+    colors = {"torch_flex": GREEN, "torch_flash": ORANGE, "fa4": PURPLE, "torch_cudnn": SKY, "plain": BLUE, "from_p_4": BLUE}
+    figure, left, _ = loss_and_logits(colors, "max_logit_1")
+    names = ("FlexAttention", "FlashAttention-2, in torch's SDPA", "FlashAttention-4", "cuDNN", "controls")
+    write(left, *((900, 7.9 - 0.6 * i, name, list(colors.values())[i]) for i, name in enumerate(names)))
     return figure
 
 
 def main() -> None:
-    for draw in (front, torchs_kernels):
+    for draw in (front, public_kernels):
         save(draw(), EXPERIMENTS.parent / "docs" / "pictures" / f"{draw.__name__}.png")
 
 
