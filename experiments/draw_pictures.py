@@ -68,7 +68,14 @@ def front() -> Figure:
 
 
 def public_kernels() -> Figure:
-    colors = {"torch_flex": GREEN, "torch_flash": ORANGE, "fa4": PURPLE, "torch_cudnn": SKY, "plain": BLUE, "from_p_4": BLUE}
+    colors = {
+        "torch_flex": GREEN,
+        "torch_flash": ORANGE,
+        "fa4": PURPLE,
+        "torch_cudnn": SKY,
+        "plain": BLUE,
+        "from_p_4": BLUE,
+    }
     figure, left, _ = loss_and_logits(colors, "max_logit_1")
     names = ("FlexAttention", "FlashAttention-2, in torch's SDPA", "FlashAttention-4", "cuDNN", "controls")
     write(left, *((900, 7.9 - 0.6 * i, name, list(colors.values())[i]) for i, name in enumerate(names)))
