@@ -11,6 +11,8 @@ from .plan import AttentionSpec
 from .presets import PRESETS
 
 README = Path(__file__).parent / "README.md"
+LONGEST = 5
+"""Most sites of a preset that the list shows: longer ones hide what the preset is for, and ``presets.py`` has them."""
 
 
 def _sites() -> Iterator[str]:
@@ -27,7 +29,8 @@ def _bases() -> Iterator[str]:
 
 def _presets() -> Iterator[str]:
     for name, preset in PRESETS.items():
-        yield f"- `{name}`{_listed(AttentionSpec(preset=name).resolve().differences(HARDWARE))}: {preset.doc}"
+        sites = AttentionSpec(preset=name).resolve().differences(HARDWARE)
+        yield f"- `{name}`{_listed(sites) if len(sites) <= LONGEST else ''}: {preset.doc}"
 
 
 def _listed(sites: tuple[str, ...]) -> str:
