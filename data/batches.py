@@ -62,11 +62,6 @@ def random_offsets(seed: int, position: int, count: int, sequence_length: int, g
     return generator.integers(0, count - sequence_length, size=global_batch, dtype=np.uint64)
 
 
-def validation_offsets(count: int, sequence_length: int, windows: int) -> np.ndarray:
-    """Offsets [W], int64, spread evenly from the first to the last place where T + 1 of ``count`` tokens fit."""
-    return np.arange(windows, dtype=np.int64) * (count - sequence_length - 1) // max(windows - 1, 1)
-
-
 def _inputs_and_targets(block_BT: np.ndarray) -> tuple[Tensor, Tensor]:
     """[B, T + 1] of any integer type -> inputs and targets, int64 [B, T] each, one token apart, contiguous."""
     # Copied by NumPy, in one thread: beyond 32,768 elements torch's copy wakes all its threads, which costs far more than it gains
@@ -123,33 +118,25 @@ class Batches:
         self.recording_name = Path(folder).resolve().name if folder else ""
         self.steps_available = None if recording is None else recording.steps
         self._config, self._rank, self._world_size, self._contiguous = config, rank, world_size, contiguous
-        self._offsets_at: Callable[[int], np.ndarray] = self._drawn if recording is None else recording.row
+        shape = self.header.data_tokens, config.sequence_length, config.global_batch
+        self._offsets_at: Callable[[int], np.ndarray] = (
+            recording.row if recording else lambda position: random_offsets(config.seed, position, *shape)
+        )
         facts = {name: getattr(self.header, name) for name in ("data_sha256", "sequence_length", "global_batch")}
         self._digest = checksum_of_facts(facts)
         for earlier in range(self.position):
             self._digest = next_checksum(self._digest, self._offsets_at(earlier))
 
-    def _drawn(self, position: int) -> np.ndarray:
-        header, config = self.header, self._config
-        return random_offsets(config.seed, position, header.data_tokens, config.sequence_length, config.global_batch)
-
     @property
     def identity(self) -> dict[str, Any]:
         """Facts of the data as JSON values. ``recording_start`` is the digest that the recording's chain starts from."""
-        names = (
-            "data_sha256",
-            "data_tokens",
-            "validation_sha256",
-            "sequence_length",
-            "global_batch",
-            "seed",
-            "vocabulary",
-        )
-        facts: dict[str, Any] = {name: getattr(self.header, name) for name in names}
-        facts["validation_sequences"] = self._config.validation_sequences
-        facts["recording"] = self.recording_name
-        facts["recording_start"] = self.header.chain_start().hex() if self.recording_name else ""
-        return facts
+        names = ("data_sha256", "data_tokens", "validation_sha256", "sequence_length", "global_batch", "seed")
+        return {
+            **{name: getattr(self.header, name) for name in (*names, "vocabulary")},
+            "validation_sequences": self._config.validation_sequences,
+            "recording": self.recording_name,
+            "recording_start": self.header.chain_start().hex() if self.recording_name else "",
+        }
 
     def accumulation(self) -> int:
         return self._config.global_batch // (self._config.micro_batch * self._world_size)
@@ -189,13 +176,15 @@ class Batches:
             yield self._validation_windows(first, min(first + size, windows))
 
     def first_validation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """The first ``sequences`` of the validation set, or as many as there are, for any rank."""
-        return self._validation_windows(0, min(sequences, self._config.validation_sequences))
+        """The first ``sequences`` of the validation set, for any rank."""
+        return self._validation_windows(0, sequences)
 
     def _validation_windows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        T = self._config.sequence_length
-        starts_W = validation_offsets(self._validation.header.count, T, self._config.validation_sequences)
-        return _inputs_and_targets(self._validation.sequences(starts_W[first:last], T + 1))
+        T, windows = self._config.sequence_length, self._config.validation_sequences
+        # Spread evenly from the first to the last place where T + 1 tokens fit.
+        furthest = self._validation.header.count - T - 1
+        starts_W = np.arange(first, last, dtype=np.int64) * furthest // max(windows - 1, 1)
+        return _inputs_and_targets(self._validation.sequences(starts_W, T + 1))
 
     def digest(self) -> str:
         """16 hexadecimal digits of everything drawn so far: equal for two runs at one position just when their data was equal.
@@ -226,19 +215,6 @@ class Batches:
 
 def _ended(folder: str, steps: int) -> UserError:
     return UserError(f"{folder} ends at step {steps}: set --run.steps {steps} or record a longer one")
-
-
-def _check_replay(config: DataConfig, header: RecordingHeader) -> None:
-    """A replay takes the settings that the recording was made with: other ones are refused, not bent."""
-    for name, what in (("sequence_length", "sequences of {} tokens"), ("global_batch", "a global batch of {}")):
-        recorded, asked = getattr(header, name), getattr(config, name)
-        if recorded != asked:
-            flag = f"--data.{name.replace('_', '-')}"
-            raise UserError(
-                f"{config.replay} was recorded with {what.format(recorded)}, data.{name} is {asked}: set {flag} {recorded}"
-            )
-    if config.seed not in (DataConfig.seed, header.seed):
-        raise invalid("data.seed", config.seed, f"the default with data.replay = {config.replay}, which has its order")
 
 
 def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFile, validation: TokenFile) -> None:
@@ -273,12 +249,21 @@ def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tupl
 
 
 def _open_recording(config: DataConfig) -> Recording:
+    """Raises ``UserError`` for other settings than the recording was made with: they are refused, not bent."""
     folder = Path(config.replay)
     if not (folder / "header.json").is_file():
         expected = "the folder of a recording, with a header.json, e.g. replay_batches/NAME"
         raise invalid("data.replay", config.replay, expected)
     recording = Recording.open(folder)
-    _check_replay(config, recording.header)
+    for name, what in (("sequence_length", "sequences of {} tokens"), ("global_batch", "a global batch of {}")):
+        recorded, asked = getattr(recording.header, name), getattr(config, name)
+        if recorded != asked:
+            flag = f"--data.{name.replace('_', '-')}"
+            raise UserError(
+                f"{config.replay} was recorded with {what.format(recorded)}, data.{name} is {asked}: set {flag} {recorded}"
+            )
+    if config.seed not in (DataConfig.seed, recording.header.seed):
+        raise invalid("data.seed", config.seed, f"the default with data.replay = {config.replay}, which has its order")
     return recording
 
 

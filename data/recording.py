@@ -316,14 +316,11 @@ class Recording:
 
     def check(self) -> None:
         """Raise ``UserError`` where the rows are not those any more that were opened. A run may go on with it meanwhile."""
-        if self.file.changed() and not self._is_same():
+        if self.file.changed():
+            with contextlib.suppress(UserError):
+                if _check_chain(self.folder, self.header, self.file, self.steps) == self.checksum:
+                    return
             self.file.check()
-
-    def _is_same(self) -> bool:
-        try:
-            return _check_chain(self.folder, self.header, self.file, self.steps) == self.checksum
-        except UserError:
-            return False
 
     def row(self, step: int) -> np.ndarray:
         """uint64 [G]: the offsets of one step. Raises ``UserError`` where the file was cut short meanwhile."""

@@ -86,35 +86,29 @@ def write_dataset(
 
     Nothing is left where ``batches`` raises, or ``check``, which is given the tokens of each split at the end.
     """
-    facts = {"dtype": tokenizer.dtype, "vocabulary": tokenizer.vocabulary}
-    documents = dict.fromkeys(sources, 0)
-    with new_dataset(folder, force=force) as staging:
-        with ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(
-                    TokenWriter(staging, split, **facts, vocabulary_size=tokenizer.vocabulary_size, source=made_from)
-                )
-                for split, made_from in sources.items()
-            }
-            for split, pieces in batches:
-                writers[split].write(encode(tokenizer, pieces))
-                documents[split] += sum(piece.ends_document for piece in pieces)
-            check({split: writer.count for split, writer in writers.items()})
-        headers = {split: writer.header for split, writer in writers.items() if writer.header}
-    return Prepared(headers=headers, documents=documents)
+    facts = {name: getattr(tokenizer, name) for name in ("dtype", "vocabulary", "vocabulary_size")}
+    documents, writers = dict.fromkeys(sources, 0), {}
+    with new_dataset(folder, force=force) as staging, ExitStack() as stack:
+        for split, made_from in sources.items():
+            writers[split] = stack.enter_context(TokenWriter(staging, split, **facts, source=made_from))
+        for split, pieces in batches:
+            writers[split].write(encode(tokenizer, pieces))
+            documents[split] += sum(piece.ends_document for piece in pieces)
+        check({split: writer.count for split, writer in writers.items()})
+    return Prepared(headers={split: writer.header for split, writer in writers.items()}, documents=documents)
 
 
 def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
-    if documents["train"] == 0:
+    training = documents["train"]
+    if training == 0:
         raise UserError("the source holds no document for training")
-    if documents["val"] == 0 and val:
+    if documents["val"]:
+        return
+    if val:
         raise UserError(f"{val}: holds no document")
-    if documents["val"] == 0 and documents["train"] == 1:
+    if training == 1:
         raise UserError(f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between, or name --val")
-    if documents["val"] == 0:
-        raise UserError(
-            f"none of {documents['train']} documents fell to the held-out split: raise --val-fraction or name --val"
-        )
+    raise UserError(f"none of {training} documents fell to the held-out split: raise --val-fraction or name --val")
 
 
 def text_files(source: Path) -> list[Path]:
@@ -131,11 +125,7 @@ def text_files(source: Path) -> list[Path]:
 
 
 def _batches(
-    source: Path,
-    train_files: list[Path],
-    val: Path | None,
-    val_files: list[Path],
-    val_fraction: float,
+    source: Path, train_files: list[Path], val: Path | None, val_files: list[Path], val_fraction: float
 ) -> Iterator[tuple[str, list[Piece]]]:
     """Batches of about ``BATCH_BYTES`` in the order of the text; at its end it warns of what is odd, and raises ``UserError`` for an
     empty split."""

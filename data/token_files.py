@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 
@@ -39,8 +39,9 @@ class TokenHeader:
     source: str  # what it was made from, for people
 
     def __post_init__(self) -> None:
-        if name := mistyped(self):
-            raise ValueError(f"{name} is of another type")
+        for name, kind in get_type_hints(TokenHeader).items():
+            if type(getattr(self, name)) is not kind:
+                raise ValueError(f"{name} is of another type")
         if self.format_version != FORMAT_VERSION:
             raise ValueError(f"format_version {self.format_version}, this program reads {FORMAT_VERSION}")
         if self.dtype not in DTYPES:
@@ -115,12 +116,6 @@ def _verify(file: files.InUse, header: TokenHeader, folder: Path) -> None:
         raise UserError(f"{file.path}: token {largest} in a vocabulary of {header.vocabulary_size}")
 
 
-def mistyped(facts: Any) -> str | None:
-    """The first field of a dataclass whose value is not of the field's type."""
-    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(type(facts)).items()}
-    return next((name for name, kind in kinds.items() if type(getattr(facts, name)) not in kind), None)
-
-
 def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
         if (old := _old(folder)).is_dir():
@@ -153,57 +148,45 @@ def _remedy(folder: Path, force: bool = False) -> str:
 class TokenWriter:
     """Streams tokens to ``folder/split.bin``; a context manager, for a folder of ``new_dataset``.
 
-    Leaving it normally writes the header beside the file (``header`` then says what was written); without one nothing reads the file.
+    ``facts``: dtype, vocabulary, vocabulary_size and source of its ``TokenHeader``. Leaving it normally writes the header beside the file
+    (``header`` then says what was written); without one nothing reads the file.
     """
 
-    def __init__(self, folder: Path, split: str, *, dtype: str, vocabulary: str, vocabulary_size: int, source: str):
+    def __init__(self, folder: Path, split: str, **facts: Any):
         self.count = 0
-        self.header: TokenHeader | None = None
-        self._path = Path(folder) / f"{split}.bin"
-        self._facts: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "dtype": dtype,
-            "vocabulary": vocabulary,
-            "vocabulary_size": vocabulary_size,
-            "source": source,
-        }
         # Made here for its checks; the true count and digest come at the end.
-        self._stored_dtype = TokenHeader(**self._facts, count=1, sha256="0" * 64).stored_dtype
-        self._hash = hashlib.sha256()
-        self._file: IO[bytes] | None = None
+        self.header = TokenHeader(format_version=FORMAT_VERSION, **facts, count=1, sha256="0" * 64)
+        self._path, self._hash = folder / f"{split}.bin", hashlib.sha256()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "wb")  # noqa: SIM115  (closed by __exit__)
 
     def __enter__(self) -> "TokenWriter":
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "wb")
         return self
 
     def write(self, tokens: np.ndarray) -> None:
         """Append integer tokens, 1-D; ``ValueError`` for one outside the vocabulary."""
-        assert self._file is not None
         if tokens.size == 0:
             return
         low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._facts["vocabulary_size"]:
-            raise ValueError(f"tokens {low} to {high} in a vocabulary of {self._facts['vocabulary_size']}")
-        raw = tokens.astype(self._stored_dtype).tobytes()
+        if low < 0 or high >= self.header.vocabulary_size:
+            raise ValueError(f"tokens {low} to {high} in a vocabulary of {self.header.vocabulary_size}")
+        raw = tokens.astype(self.header.stored_dtype).tobytes()
         self._file.write(raw)
         self._hash.update(raw)
         self.count += tokens.size
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._file is not None
-        file, self._file = self._file, None
         if kind is not None:
             # Closing flushes, which fails once more on a full disk; what is thrown away needs no flush.
             with contextlib.suppress(OSError):
-                file.close()
+                self._file.close()
             return
-        with file:
+        with self._file:
             if self.count == 0:
                 raise UserError(f"{self._path}: no tokens to write, the source has no text for this split")
-            file.flush()
-            os.fsync(file.fileno())
-        self.header = TokenHeader(**self._facts, count=self.count, sha256=self._hash.hexdigest())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self.header = dataclasses.replace(self.header, count=self.count, sha256=self._hash.hexdigest())
         files.write_json(self._path.with_suffix(".json"), dataclasses.asdict(self.header))
 
 

@@ -94,6 +94,9 @@ class TrainConfig:
             # The process that has the smaller batch would compile other graphs.
             expected = f"a multiple of micro_batch = {data.micro_batch} with compile, or --precision.no-fixed-sum-order"
             raise invalid("data.validation_sequences", data.validation_sequences, expected)
+        if self.telemetry.every and self.telemetry.sequences > data.validation_sequences:
+            expected = f"at most data.validation_sequences = {data.validation_sequences}"
+            raise invalid("telemetry.sequences", self.telemetry.sequences, expected)
         # Layers and heads named by rules must exist; the error names the rule.
         plans = self.attention.resolve(self.model.n_layer, self.model.n_head)
         share = self.model.n_head // self.model.kv_heads

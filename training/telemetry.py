@@ -23,7 +23,7 @@ from attention.plan import HeadGroup
 from attention.reference.tiles import FORMAT_OF, Sites
 from attention.watching.measure import attention_statistics
 from data.batches import Batches
-from errors import check_size, invalid
+from errors import check_size
 from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, over_groups, row_residuals, summarize
@@ -86,14 +86,15 @@ class Telemetry:
     Each probe has stochastic roundings of its own: with the same ones an element is rounded the same way more often than not, probe after
     probe, and errors of delta, summed over probes, look like a bias.
 
-    Raises ``UserError`` when the validation data have fewer sequences than asked for, or the file is damaged.
+    Raises ``UserError`` where the file is damaged.
     """
 
     def __init__(self, config: "TrainConfig", model: GPT, batches: Batches, folder: Path, device: torch.device):
         self._config, self._model, self._device = config, model, device
         rates = (learning_rate(step, config.optim) for step in range(config.run.steps))
         self._lr_sums = list(itertools.accumulate(rates, initial=0.0))
-        self._tokens_BT, self._targets_BT = (x.to(device) for x in probe_batch(batches, config.telemetry.sequences))
+        batch = batches.first_validation(config.telemetry.sequences)
+        self._tokens_BT, self._targets_BT = (x.to(device) for x in batch)
         self.file = JsonLines(folder / TELEMETRY_FILE)
 
     def probe(self, step: int, batch: int) -> dict[str, Any]:
@@ -108,14 +109,6 @@ class Telemetry:
         record |= {"probe_seconds": time.perf_counter() - began, "delta_units": units} | columns
         self.file.append(record)
         return record
-
-
-def probe_batch(batches: Batches, sequences: int) -> tuple[Tensor, Tensor]:
-    """The first ``sequences`` validation sequences, (tokens_BT, targets_BT), int64 on the CPU, for any number of processes."""
-    tokens_BT, targets_BT = batches.first_validation(sequences)
-    if len(tokens_BT) < sequences:
-        raise invalid("telemetry.sequences", sequences, f"at most data.validation_sequences = {len(tokens_BT)}")
-    return tokens_BT, targets_BT
 
 
 @torch.no_grad()
