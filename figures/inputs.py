@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import attention
 import config as configuration
 import files
 from attention import LayerPlan
@@ -23,6 +22,7 @@ from probes.capture import LayerCapture, capture
 from probes.spectral import spectral_norm
 from training.checkpoint import Loaded
 from training.intervention import Switch, plans_at
+from training.run import check_plans
 from training.telemetry import FP16_LOSS_SCALE
 from training.weights import load_weights, read_checkpoint
 
@@ -75,10 +75,8 @@ def open_checkpoint(folder: Path, device: torch.device) -> Opened:
 
 def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPlan:
     """The plan; where its backend cannot run here, with ``flash_reference`` at the same numerics."""
-    model, dtype = config.model, config.precision.torch_dtype
-    shape: dict[str, Any] = {"head_dim": model.head_width, "softcap": model.attention_softcap}
     try:
-        attention.check_plans([plan], device=device, dtype=dtype, **shape, features=model.features)
+        check_plans(config, device, (plan,))
     except UserError:
         groups = tuple(dataclasses.replace(group, backend="flash_reference") for group in plan.groups)
         return dataclasses.replace(plan, groups=groups)

@@ -25,7 +25,8 @@ from training.throughput import peak_flops
 def make(folder: Path, *, mode: str = "disabled", **others: Any) -> Metrics:
     record = {"run_id": "0123abcd", "attention_name": "flash (hardware)", "batches": {"recording": "night"}}
     config = WandbConfig(mode=mode, **others.pop("wandb", {}))
-    wandb_run = start_wandb(folder, config, record, enabled=others.get("enabled", True))
+    folder.mkdir(exist_ok=True)
+    wandb_run = start_wandb(folder, config, record)
     return Metrics(folder, wandb_run, **others)
 
 

@@ -185,16 +185,15 @@ def import_wandb(config: WandbConfig) -> Any:
     return wandb
 
 
-def start_wandb(folder: Path, config: WandbConfig, record: dict[str, Any], *, enabled: bool = True) -> Any:
-    """Start the W&B run of the run in ``folder``, which is made when missing; None where none is asked for, or not ``enabled``.
+def start_wandb(folder: Path, config: WandbConfig, record: dict[str, Any]) -> Any:
+    """Start the W&B run of the run in ``folder``; None where none is asked for.
 
     ``record``: its config.json. A resumed run goes on under its ``run_id``; runs of one recording are a group.
     Raises ``UserError``: W&B is missing or cannot start.
     """
-    if config.mode == "disabled" or not enabled:
+    if config.mode == "disabled":
         return None
     wandb = import_wandb(config)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         run = wandb.init(
             project=config.project,

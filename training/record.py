@@ -1,6 +1,5 @@
 """The record of a run: its resolved configuration and everything else that decides its numbers, in runs/NAME/config.json."""
 
-import collections
 import contextlib
 import hashlib
 import importlib.metadata
@@ -160,7 +159,7 @@ def check_logs(folder: Path) -> None:
     for path in (folder / name for name in ("config.json", *LOGS)):
         if path.exists():
             if path.name in LOGS:
-                collections.deque(read_lines(path), maxlen=0)
+                list(read_lines(path))
             check_writable(path)
 
 
@@ -318,14 +317,14 @@ def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterato
         yield where, saved, now
 
 
-def write_record(folder: Path, record: dict[str, Any], logs: dict[str, bytes] | None = None) -> None:
-    """Write ``folder``/config.json and replace the logs by ``logs``, all at once; None leaves the logs.
+def write_record(folder: Path, record: dict[str, Any], logs: dict[str, bytes]) -> None:
+    """Write ``folder``/config.json and replace the logs by ``logs``, all at once.
 
     Raises ``UserError`` when the disk refuses; everything is then unchanged.
     """
     try:
-        write_all(folder, {"config.json": json_text(record).encode(), **(logs or {})})
-        for name in set(LOGS) - set(LOGS if logs is None else logs):
+        write_all(folder, {"config.json": json_text(record).encode(), **logs})
+        for name in set(LOGS) - set(logs):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"run.folder: cannot write {error.filename or folder} ({error.strerror})") from error

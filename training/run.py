@@ -32,7 +32,7 @@ from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer
 from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
-from training.telemetry import TELEMETRY_FILE, Telemetry, probe_batch
+from training.telemetry import TELEMETRY_FILE, Telemetry
 from training.tree_sum import TreeSum, check_processes
 from training.weights import is_checkpoint, load_nanogpt, load_weights, read_checkpoint
 
@@ -147,7 +147,9 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         if dist.is_main and not resumes:
             lock = undo.enter_context(record.make_folder(folder))
             undo.callback(record.remove_folder, folder)
-        wandb_run = open_folder(config, dist, checkpoints, interventions, batches, origin)
+        wandb_run = None
+        if dist.is_main:
+            wandb_run = open_folder(config, dist, checkpoints, interventions, batches, origin)
         run = Run(
             config=config,
             dist=dist,
@@ -235,8 +237,6 @@ def open_data(config: TrainConfig, dist: DistContext, origin: Origin, undo: cont
         raise invalid("data.dataset", config.data.dataset, expected)
     if batches.vocabulary_size > config.model.vocab_size:
         raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
-    if dist.is_main and config.telemetry.every:
-        probe_batch(batches, config.telemetry.sequences)
     if start is not None and batches.digest() != start.extra["data_digest"]:
         source = "replay" if config.data.replay else "dataset"
         expected = f"the data that {start.path} was trained on: this gives other batches"
@@ -286,36 +286,31 @@ def open_folder(
     batches: Batches,
     origin: Origin,
 ) -> Any:
-    """Write the run's config.json into its folder; the W&B run where one is asked for, else None."""
+    """Rank 0: write the run's config.json into its folder; the W&B run where one is asked for, else None."""
     folder, loaded, plans = checkpoints.folder.parent, origin.loaded, interventions.base
     made_with = record.environment(dist.device, dist.world_size)
     groups = [group for plan in plans for group in plan.groups]
     if kernels := sorted({group.numerics for group in groups if group.backend == EXTERNAL}):
         made_with["kernels"] = {name: identity(name) for name in kernels}
-    if config.run.init_from and loaded is None and dist.is_main:
+    if config.run.init_from and loaded is None:
         source = Path(config.run.init_from) if origin.start is None else origin.start.path / MODEL_FILE
         made_with["init_sha256"] = files.sha256_file(source)
     content = {"run_id": origin.run_id, "config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
-    content["switches"] = interventions.options()
-    if dist.is_main:
-        content["sessions"] = record.sessions(folder, origin.step, made_with)
-        if loaded is not None and (changed := record.what_changed(content["sessions"])):
-            dist.print0(f"{folder}: {changed}")
+    content |= {"switches": interventions.options(), "sessions": record.sessions(folder, origin.step, made_with)}
+    if loaded is not None and (changed := record.what_changed(content["sessions"])):
+        dist.print0(f"{folder}: {changed}")
     # W&B may fail to start, so it comes before any existing file is changed.
-    wandb_run = start_wandb(folder, config.wandb, content, enabled=dist.is_main)
-    if dist.is_main and not origin.resumes:
-        record.write_record(folder, content)
-    elif dist.is_main:
-        record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
-        checkpoints.clear()
-        # A kill may have come before the save deleted old checkpoints.
-        if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
-            checkpoints.prune(loaded.step)
-        if loaded is None:
-            dist.print0(f"{folder}: no checkpoint yet; starting from step {origin.step}")
-        elif loaded.step == config.run.steps:
-            dist.print0(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
+    wandb_run = start_wandb(folder, config.wandb, content)
+    record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
+    checkpoints.clear()
+    # A kill may have come before the save deleted old checkpoints.
+    if loaded is not None and not loaded.extra["guard"].get("skips_in_a_row"):
+        checkpoints.prune(loaded.step)
+    if origin.resumes and loaded is None:
+        dist.print0(f"{folder}: no checkpoint yet; starting from step {origin.step}")
+    elif loaded is not None and loaded.step == config.run.steps:
+        dist.print0(f"{folder}: finished, at step {loaded.step} of as many; --run.steps goes on from there")
     return wandb_run
 
 
