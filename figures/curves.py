@@ -1,7 +1,7 @@
 """Runs as tables by step, and where one explodes."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,7 @@ def first_difference(a: pd.Series, b: pd.Series) -> int | None:
     return int(different.min()) if len(different) else None
 
 
-def explosion_step(losses: pd.Series | Sequence[float], margin: float = 0.5, patience: int = 200) -> int | None:
-    """First step of the explosion, as ``excursion`` has it."""
-    start, is_explosion = excursion(losses, margin, patience)
-    return start if is_explosion else None
-
-
-def excursion(losses: pd.Series | Sequence[float], margin: float, patience: int) -> tuple[int | None, bool]:
+def excursion(losses: pd.Series, margin: float = 0.5, patience: int = 200) -> tuple[int | None, bool]:
     """First step from which the loss stays above its best so far + ``margin`` for ``patience`` consecutive steps, and True; or else the
     first step of the excursion that the run's end cuts short, or None, and False.
 
@@ -98,7 +92,7 @@ def excursion(losses: pd.Series | Sequence[float], margin: float, patience: int)
     an excursion above the margin, the step is the excursion's first.
     """
     lowest, start = math.inf, None
-    for step, loss in pd.Series(losses, dtype=float).items():
+    for step, loss in losses.items():
         if math.isfinite(loss) and loss <= lowest + margin:
             lowest, start = min(lowest, loss), None
             continue

@@ -49,9 +49,9 @@ def load_run(folder: Path) -> DrawnRun:
         label = str(files.read_json(path)["attention_name"]) if path.exists() else "?"
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the record of a run") from None
-    exploded, name = curves.explosion_step(curves.column(metrics, "train_loss")), folder.resolve().name
-    end = "" if exploded is None else f", explodes at {exploded:,}"
-    return DrawnRun(f"{name}: {label}{end}", metrics, exploded, telemetry, name)
+    name, (start, is_explosion) = folder.resolve().name, curves.excursion(curves.column(metrics, "train_loss"))
+    end = f", explodes at {start:,}" if is_explosion else ""
+    return DrawnRun(f"{name}: {label}{end}", metrics, start if is_explosion else None, telemetry, name)
 
 
 def open_checkpoint(folder: Path, device: torch.device) -> Opened:

@@ -58,12 +58,6 @@ def draw_norms(runs: Sequence[DrawnRun]) -> Drawn:
     return Drawn(figure, pd.concat(tables))
 
 
-def tie_rates(run: DrawnRun) -> pd.DataFrame:
-    """Share of rows with a repeated maximum by step: mean over all layers and heads, and the largest of any head."""
-    grids = np.array(run.telemetry[TIES].tolist(), dtype=float).reshape(len(run.telemetry), -1)
-    return pd.DataFrame({f"{TIES}_mean": grids.mean(axis=1), f"{TIES}_max": grids.max(axis=1)}, run.telemetry.index)
-
-
 def draw_ties(runs: Sequence[DrawnRun]) -> Drawn:
     """Figure 13: loss (of validation where all runs have it), and how many rows fulfill the stabilizer's condition, a repeated maximum.
 
@@ -78,7 +72,10 @@ def draw_ties(runs: Sequence[DrawnRun]) -> Drawn:
     upper, lower = figure.subplots(2, 1, sharex=True)
     top, tables = 0.0, []
     for index, run in enumerate(runs):
-        losses, ties = curves.column(run.metrics, column), tie_rates(run)
+        losses = curves.column(run.metrics, column)
+        grids = np.array(run.telemetry[TIES].tolist(), dtype=float).reshape(len(run.telemetry), -1)
+        shares = {f"{TIES}_mean": grids.mean(axis=1), f"{TIES}_max": grids.max(axis=1)}
+        ties = pd.DataFrame(shares, run.telemetry.index)
         top = max(top, 1.1 * losses.iloc[0])
         upper.plot(losses.where(np.isfinite(losses)), **_look(index))
         lower.plot(ties[f"{TIES}_mean"], **_look(index))
@@ -92,7 +89,6 @@ def draw_ties(runs: Sequence[DrawnRun]) -> Drawn:
     lower.set_ylim(bottom=0)
     canvas.style_axes(upper, y=f"{name}\n(nats/token)")
     canvas.style_axes(lower, x="optimizer step", y="share of rows with\na repeated maximum")
-    lines = [Line2D([], [], **_look(index)) for index in range(len(runs))]
-    labels = [canvas.wrapped(run.label, COLUMN - 0.5) for run in runs]
-    figure.legend(lines, labels, loc="outside upper left", frameon=False, fontsize=SMALL, borderpad=0)
+    lines = [Line2D([], [], label=canvas.wrapped(run.label, COLUMN - 0.5), **_look(i)) for i, run in enumerate(runs)]
+    figure.legend(handles=lines, loc="outside upper left", frameon=False, fontsize=SMALL, borderpad=0)
     return Drawn(figure, pd.concat(tables).reset_index(names="step"))

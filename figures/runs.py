@@ -56,16 +56,11 @@ PANELS = (
 
 
 def draw_runs(runs: Sequence[DrawnRun], path: Path, of_layer: str = "") -> None:
-    """``run_figure`` into ``path`` (png, pdf or svg, by its ending), written aside and renamed."""
-    canvas.save(run_figure(runs, of_layer), path, dpi=DPI)
+    """A picture of the runs in ``path`` (png, pdf or svg, by its ending), written aside and renamed. Raises ``OSError``.
 
-
-def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
-    """A matplotlib ``Figure`` of the runs; a panel appears when some run has a value that it can show, that of the loss where none does.
-
-    ``of_layer``: added to the title of the logits, as in " of layer 1".
-    Thin lines are as logged, thick ones the mean of the last few; a dotted line is an explosion, a cross the first value that is
-    not finite.
+    A panel appears when some run has a value that it can show, that of the loss where none does. Thin lines are as logged, thick ones the
+    mean of the last few; a dotted line is an explosion, a cross the first value that is not finite. ``of_layer``: added to the title of
+    the logits, as in " of layer 1".
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -78,11 +73,9 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
     # Values to average: a sixtieth of the width, which blurs nothing that the eye would see.
     window = min(200, max(1, max(len(curves.column(run.metrics, PANELS[0].key)) for run in runs) // 60))
     rows = -(-len(panels) // 2)
-    height = rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(runs)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    lines = [Line2D([], [], **style(index)) for index in range(len(runs))]
-    labels = [run.label for run in runs]
-    figure.legend(lines, labels, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
+    figure = Figure((WIDTH, rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(runs)), DPI, layout="constrained")
+    lines = [Line2D([], [], label=run.label, **style(index)) for index, run in enumerate(runs)]
+    figure.legend(handles=lines, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
     all_axes = list(figure.subplots(rows, min(2, len(panels)), sharex=True, squeeze=False).flat)
     for unused in all_axes[len(panels) :]:
         unused.remove()
@@ -93,8 +86,15 @@ def run_figure(runs: Sequence[DrawnRun], of_layer: str = "") -> Any:
         axes.tick_params(which="both", labelsize=TEXT - 1, labelbottom=True)
     for axes in all_axes[-2:]:
         axes.set_xlabel("step", fontsize=TEXT)
-    _mark_explosions(all_axes, runs)
-    return figure
+    first = min(run.metrics.index.min() for run in runs)
+    last = max(run.metrics.index.max() for run in runs)
+    span = max(last - first, 1)
+    all_axes[0].set_xlim(first - 0.01 * span, last + 0.01 * span)
+    for index, run in enumerate(runs):
+        if run.exploded_at is not None:
+            for axes in all_axes:
+                axes.axvline(run.exploded_at, color=style(index)["color"], linestyle=":", linewidth=1.1, zorder=1)
+    canvas.save(figure, path, dpi=DPI)
 
 
 def style(index: int) -> dict[str, Any]:
@@ -153,14 +153,3 @@ def _scale(axes: Any, panel: Panel, seen: Sequence[np.ndarray]) -> None:
         high = min(high, 1.1 * max(float(shown[0]) for shown in seen))
     pad = 0.05 * (high - low) or 0.1
     axes.set_ylim(low - pad, high + pad)
-
-
-def _mark_explosions(all_axes: Sequence[Any], runs: Sequence[DrawnRun]) -> None:
-    first = min(run.metrics.index.min() for run in runs)
-    last = max(run.metrics.index.max() for run in runs)
-    span = max(last - first, 1)
-    all_axes[0].set_xlim(first - 0.01 * span, last + 0.01 * span)
-    for index, run in enumerate(runs):
-        if run.exploded_at is not None:
-            for axes in all_axes:
-                axes.axvline(run.exploded_at, color=style(index)["color"], linestyle=":", linewidth=1.1, zorder=1)

@@ -108,27 +108,25 @@ def capture(
 @contextlib.contextmanager
 def _recording(attentions: list[CausalSelfAttention], kept: dict[int, dict[str, Tensor]]) -> Iterator[None]:
     """Keep what the layers named by ``kept`` read and give in the block, O with its graph."""
-    # Eval mode keeps QK-clip's running maxima as they are; nothing else in these modules asks for the mode.
-    modes = [attention.training for attention in attentions]
     with contextlib.ExitStack() as undo:
-        for attention, mode in zip(attentions, modes, strict=True):
-            undo.callback(setattr, attention, "training", mode)
+        # Eval mode keeps QK-clip's running maxima as they are; nothing else in these modules asks for the mode.
+        for attention in attentions:
+            undo.callback(setattr, attention, "training", attention.training)
             attention.training = False
         for layer, tensors in kept.items():
             attention = attentions[layer]
             keep_input = functools.partial(lambda kept, _, inputs: kept.update(x_BTC=inputs[0]), tensors)
             undo.callback(attention.c_attn.register_forward_pre_hook(keep_input).remove)
             # In the instance, where it hides the class's method until it is deleted.
-            attention.attend = _keeping(attention.attend, tensors)  # type: ignore[method-assign]
+            attention.attend = functools.partial(_attend, attention.attend, tensors)  # type: ignore[method-assign]
             undo.callback(delattr, attention, "attend")
         yield
 
 
-def _keeping(attend: Callable[..., Tensor], kept: dict[str, Tensor]) -> Callable[..., Tensor]:
-    def kept_too(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, rounding_seed: Tensor) -> Tensor:
-        o_BTHD = attend(q_BTHD, k_BTHD, v_BTHD, rounding_seed)
-        k_BTHD, v_BTHD = (x.repeat_interleave(q_BTHD.shape[2] // x.shape[2], dim=2) for x in (k_BTHD, v_BTHD))
-        kept.update(q_BTHD=q_BTHD, k_BTHD=k_BTHD, v_BTHD=v_BTHD, o_BTHD=o_BTHD)
-        return o_BTHD
-
-    return kept_too
+def _attend(
+    attend: Callable[..., Tensor], kept: dict[str, Tensor], q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, seed: Tensor
+) -> Tensor:
+    o_BTHD = attend(q_BTHD, k_BTHD, v_BTHD, seed)
+    k_BTHD, v_BTHD = (x.repeat_interleave(q_BTHD.shape[2] // x.shape[2], dim=2) for x in (k_BTHD, v_BTHD))
+    kept.update(q_BTHD=q_BTHD, k_BTHD=k_BTHD, v_BTHD=v_BTHD, o_BTHD=o_BTHD)
+    return o_BTHD

@@ -70,6 +70,10 @@ class Run:
     switched: str = ""
     """Which layers moved to another attention, and when."""
 
+    @property
+    def batches(self) -> dict[str, Any]:
+        return self.config.get("batches") or {}
+
     def column(self, name: str) -> pd.Series:
         return curves.column(self.metrics if name in self.metrics else self.probes, name)
 
@@ -91,15 +95,8 @@ def load(folder: Path) -> Run:
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     kept = folder / "probes.csv"
     probes = curves.read_csv(kept).astype(float) if kept.is_file() else _by_layer(curves.telemetry(folder))
-    return Run(
-        folder.resolve().name,
-        folder,
-        content,
-        metrics,
-        probes,
-        (folder / METRICS_FILE).is_file(),
-        _switched(content, int(metrics.index.max())),
-    )
+    complete, switched = (folder / METRICS_FILE).is_file(), _switched(content, int(metrics.index.max()))
+    return Run(folder.resolve().name, folder, content, metrics, probes, complete, switched)
 
 
 def _switched(content: dict[str, Any], last: int) -> str:
@@ -310,7 +307,7 @@ def against(first: Run, run: Run) -> str:
 
 def where_bits_part(first: Run, run: Run) -> str:
     """The first step, and what is not the same bits there, of all that both runs logged. Raises ``UserError`` where no step is in both."""
-    if not len(first.column("train_loss").index.intersection(run.column("train_loss").index)):
+    if first.column("train_loss").index.intersection(run.column("train_loss").index).empty:
         raise UserError(f"{run.name} and {first.name} have no step in common, so there is nothing to compare")
     names = ["train_loss", "grad_norm", "val_loss", *(name for name in first.probes if name in run.probes)]
     found = {name: curves.first_difference(first.column(name), run.column(name)) for name in names}
@@ -348,22 +345,17 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def data_sentence(runs: Sequence[Run]) -> str:
     """Whether all runs drew the same batches. A logged digest stands for the data set and all batches up to its step."""
     first, *others = runs
-    batches = {run.name: run.config.get("batches") or {} for run in runs}
-    digests = {
-        run.name: run.metrics["data_digest"].dropna() if "data_digest" in run.metrics else pd.Series(dtype=object)
-        for run in runs
-    }
     untold, parted, through = [], [], []
     for run in others:
-        common = digests[first.name].index.intersection(digests[run.name].index)
-        step = curves.first_difference(digests[first.name], digests[run.name])
+        ours, theirs = (one.metrics.get("data_digest", pd.Series(dtype=object)).dropna() for one in (first, run))
+        common, step = ours.index.intersection(theirs.index), curves.first_difference(ours, theirs)
         if common.empty:
             untold.append(run.name)
         elif step is None:
             through.append(int(common.max()))
         else:
             names = ("data_sha256", "sequence_length", "global_batch", "seed", "recording")
-            odd = [name for name in names if batches[first.name].get(name) != batches[run.name].get(name)]
+            odd = [name for name in names if first.batches.get(name) != run.batches.get(name)]
             parted.append(f"{run.name} from step {step} on" + (f" ({', '.join(odd)} differ)" if odd else ""))
     if parted:
         return f"Data: NOT identical: other batches than {first.name}: " + "; ".join(parted) + "."
@@ -371,10 +363,8 @@ def data_sentence(runs: Sequence[Run]) -> str:
         recordings = {run.config["config"].get("data", {}).get("replay") for run in runs}
         same = f" All replay {recordings.pop()}." if len(recordings) == 1 and all(recordings) else ""
         return f"Data: unknown: no data_digest at a step in common with {first.name}: " + ", ".join(untold) + f".{same}"
-    reach = f"through step {through[0]}"
-    if len(set(through)) > 1:
-        reach = f"to the last step that each shares with {first.name} ({', '.join(map(str, sorted(set(through))))})"
-    recordings = {batches[run.name].get("recording") for run in runs}
+    reach = f"through step {min(through)}" + ", where the shortest ends" * (len(set(through)) > 1)
+    recordings = {run.batches.get("recording") for run in runs}
     source = f" (recording {recordings.pop()})" if len(recordings) == 1 and all(recordings) else ""
     return f"Data: identical: all {len(runs)} runs saw the same batches in the same order {reach}{source}."
 
@@ -382,9 +372,9 @@ def data_sentence(runs: Sequence[Run]) -> str:
 def validation_sentence(runs: Sequence[Run]) -> list[str]:
     """A warning when validation losses were measured on different sequences; empty when they are known to compare."""
     names = ("validation_sha256", "validation_sequences", "sequence_length")
-    first, *others = [(run.name, [(run.config.get("batches") or {}).get(name) for name in names]) for run in runs]
-    odd = [name for name, measured in others if measured != first[1]]
-    return [f"Validation losses do not compare with {first[0]}'s (other sequences): {', '.join(odd)}."] if odd else []
+    first, *others = runs
+    odd = [run.name for run in others if any(run.batches.get(name) != first.batches.get(name) for name in names)]
+    return [f"Validation losses do not compare with {first.name}'s (other sequences): {', '.join(odd)}."] if odd else []
 
 
 def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], layer: int | None, path: Path) -> None:
