@@ -23,7 +23,6 @@ import pytest
 from tiny_runs import Place, lines, tree
 
 import train
-import training.checkpoint
 from config import TrainConfig
 from training.intervention import AlarmConfig
 
@@ -53,8 +52,6 @@ class Doom:
         sys.addaudithook(self._hook)
         os.fsync = self._fsync
         builtins.open = functools.partial(self._open, open)
-        write = training.checkpoint.save_file
-        training.checkpoint.save_file = lambda tensors, path: (path.touch(), write(tensors, path))
 
     def _files(self) -> list[Path]:
         return [path for path in self.folder.rglob("*") if path.is_file()]

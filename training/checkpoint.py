@@ -9,7 +9,7 @@
 A name that begins with a dot is work in progress (``.tmp``).
 """
 
-import json
+import hashlib
 import os
 import platform
 import re
@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
 from errors import UserError, check_size
-from files import open_file, read_json, sha256_file, sync_folder
+from files import json_text, open_file, read_json, sha256_file, sync_folder
 
 FORMAT_VERSION = 1
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -108,19 +109,16 @@ class Checkpoints:
             "extra": extra,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        contents: dict[str, bytes | dict[str, Tensor]] = {
-            MODEL_FILE: model,
-            OPTIMIZER_FILE: tensors,
-            "rng.safetensors": {f"rank.{rank}": value for rank, value in enumerate(rng)},
-            "state.json": json.dumps(state, indent=2).encode() + b"\n",
-        }
+        generators = {f"rank.{rank}": value for rank, value in enumerate(rng)}
+        parts = {MODEL_FILE: model, OPTIMIZER_FILE: tensors, "rng.safetensors": generators}
         aside = self.folder / f".{_name(step)}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             sync_folder(self.folder.parent)
             self.clear()
             aside.mkdir()
-            sums = {name: _write(aside / name, content) for name, content in contents.items()}
+            sums = {name: _write(aside / name, _serialized(part)) for name, part in parts.items()}
+            sums["state.json"] = _write(aside / "state.json", json_text(state).encode())
             _write(aside / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
             sync_folder(aside)
             path = self.folder / _name(step)
@@ -131,7 +129,7 @@ class Checkpoints:
         except BaseException as error:
             shutil.rmtree(aside, ignore_errors=True)
             if isinstance(error, OSError):
-                needed = sum(tensor.nbytes for tensor in (*model.values(), *tensors.values(), *rng))
+                needed = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
                 raise self._refused(step, needed, error) from error
             raise
         if prune:
@@ -231,25 +229,18 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _write(path: Path, content: bytes | dict[str, Tensor]) -> str:
-    """Write text, or tensors as a safetensors file, and flush it; returns its SHA-256. Raises ``OSError`` when the disk refuses."""
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        path.touch()
-        mode = path.stat().st_mode  # by the umask, of which safetensors knows nothing: a group can read its checkpoints
-        try:
-            save_file({name: tensor.detach().contiguous() for name, tensor in content.items()}, path)
-        except SafetensorError as error:
-            # It has the system's error in words only: "... No space left on device (os error 28)".
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-        os.chmod(path, mode)
-    with open(path, "rb") as file:
+def _serialized(tensors: dict[str, Tensor]) -> bytes:
+    # Not safetensors' own file: that knows no umask, and has an error of the disk in words only.
+    return serialize({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+
+
+def _write(path: Path, content: bytes) -> str:
+    """Write and flush a file; returns its SHA-256. Raises ``OSError`` when the disk refuses."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
         os.fsync(file.fileno())
-    return sha256_file(path)
+    return hashlib.sha256(content).hexdigest()
 
 
 def _untied(model_state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
