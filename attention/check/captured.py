@@ -82,17 +82,15 @@ class Inputs:
         """Raises ``UserError`` where the file cannot be written, or there is a mask."""
         self._without_mask()
         shapes = {name: list(getattr(self, name).shape) for name in NAMES}
-        dtype = str(self.q.dtype).removeprefix("torch.")
-        about = {
-            "dtype": dtype,
-            "scale": self.scale,
-            "causal": self.causal,
-            "shapes": shapes,
-            "about": dict(self.about),
-        }
+        about = {"dtype": str(self.q.dtype).removeprefix("torch."), "scale": self.scale, "causal": self.causal}
+        about |= {"shapes": shapes, "about": dict(self.about)}
+        contents = {"about.json": json.dumps(about, indent=1).encode()}
+        for name in NAMES:
+            x = getattr(self, name).cpu().contiguous()
+            contents[name] = x.view(torch.uint8).view(-1, x.element_size()).T.contiguous().numpy().tobytes()
         try:
             with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-                for name, content in (("about.json", json.dumps(about, indent=1).encode()), *self._planes()):
+                for name, content in contents.items():
                     # A date of its own would give each copy other bytes.
                     archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
         except OSError as error:
@@ -101,15 +99,6 @@ class Inputs:
     def _without_mask(self) -> None:
         if self.mask is not None:
             raise invalid("mask", "a mask", "none, as captured inputs have")
-
-    def _planes(self) -> Iterator[tuple[str, bytes]]:
-        for name in NAMES:
-            x = getattr(self, name).contiguous()
-            content = bytearray(x.nbytes)
-            torch.frombuffer(content, dtype=torch.uint8).view(x.element_size(), -1).copy_(
-                x.view(torch.uint8).view(-1, x.element_size()).T
-            )
-            yield name, bytes(content)
 
 
 def load(file: str | Path | IO[bytes]) -> Inputs:

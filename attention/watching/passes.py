@@ -160,11 +160,11 @@ def kernel_of(run: Callable[..., Any]) -> Callable[..., Tensor] | None:
     """What computed a call of torch's function or ours, with the choices in force now; None for another."""
     if not isinstance(run, functools.partial) or run.keywords.get("sinks") is not None:
         return None
-    if run.func not in (TORCHS, scaled_dot_product_attention):
-        return None
     if run.func is scaled_dot_product_attention:
         own = {name: run.keywords[name] for name in ("numerics", "rounding_seed") if name in run.keywords}
         return functools.partial(scaled_dot_product_attention, **own)
+    if run.func is not TORCHS:
+        return None
     backends = _cur_sdpa_kernel_backends(with_priority=True)
 
     def call(*qkv: Any, **settings: Any) -> Tensor:
@@ -178,10 +178,10 @@ _SIGNATURE = inspect.signature(scaled_dot_product_attention)
 
 
 def named(*args: Any, **more: Any) -> dict[str, Any]:
-    """The arguments of a call by name, without what ours has beyond torch's but the soft-cap."""
+    """The arguments of a call of torch's function or ours, by name."""
     bound = _SIGNATURE.bind(*args, **more)
     bound.apply_defaults()
-    return {name: value for name, value in bound.arguments.items() if name not in ("numerics", "rounding_seed")}
+    return bound.arguments
 
 
 def plain_mask(mask: Any, device: torch.device) -> Tensor | None:

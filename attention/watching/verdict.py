@@ -59,9 +59,13 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     largest = f"The largest logit of {span} is {top:.4g}, in layer {layers[tops.index(top)]}."
     often = Counter(layer for record in finite for layer in _rounded(record))
     rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(finite) or layer in _rounded(finite[-1]))
-    gone = [f"Layer {layer} ran away at step {step}." for layer, step in _ran_away(finite).items()]
+    alarm = GrowthAlarm()
+    for record in finite:
+        alarm.update(record["step"], record["clock"], dict(zip(layers, record["max_logit"], strict=True)))
+    gone = [f"Layer {layer} ran away at step {step}." for layer, step in alarm.left.items()]
     if gone or rounded:
-        errors = [f"The error of dQ's sum is at least the sum in layers {_names(rounded)}."] if rounded else []
+        names = ", ".join(map(str, rounded))
+        errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
         control = "Run the control. If this is the control, look at the recipe."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
     measured = [record for record in finite if all(record.get("dq_error", [None]))]
@@ -97,10 +101,6 @@ def _tops(record: dict[str, Any]) -> list[float]:
     return [math.nan if any(map(math.isnan, heads)) else max(heads) for heads in record["max_logit"]]
 
 
-def _names(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
-
-
 def _heads(record: dict[str, Any]) -> dict[int, int]:
     return dict(zip(layers_of(record), map(len, record["max_logit"]), strict=True))
 
@@ -112,8 +112,7 @@ def _rounded(record: dict[str, Any]) -> list[int]:
     must have an error, too.
     """
     layers = layers_of(record)
-    errors = record.get("dq_error", [None] * len(layers))
-    deltas = record.get("delta_error", [None] * len(layers))
+    errors, deltas = (record.get(name, [None] * len(layers)) for name in ("dq_error", "delta_error"))
     return [
         layer
         for layer, heads, delta in zip(layers, errors, deltas, strict=True)
@@ -121,13 +120,6 @@ def _rounded(record: dict[str, Any]) -> list[int]:
         and math.hypot(*map(_size, heads)) >= MADE_BY_ROUNDING
         and (delta is None or max(map(_size, delta)) >= HARMLESS)
     ]
-
-
-def _ran_away(records: Sequence[dict[str, Any]]) -> dict[int, int]:
-    alarm = GrowthAlarm()
-    for record in records:
-        alarm.update(record["step"], record["clock"], dict(zip(layers_of(record), record["max_logit"], strict=True)))
-    return alarm.left
 
 
 def _size(value: float) -> float:

@@ -121,10 +121,8 @@ class Watch:
         if not self._passes:
             warnings.warn("watch: no forward pass in training mode: expected what the loop calls", stacklevel=2)
         if self._passes > 1 and not self._counts and self._step == self._first:
-            warnings.warn(
-                f"watch: the optimizer made no step in {self._passes} forward passes: expected the one that the loop steps",
-                stacklevel=2,
-            )
+            none = f"watch: the optimizer made no step in {self._passes} forward passes"
+            warnings.warn(f"{none}: expected the one that the loop steps", stacklevel=2)
 
     def _leave(self) -> None:
         while self._hooks:
@@ -232,7 +230,9 @@ class Watch:
                 self._step, self._clock = self._step + 1, self._clock + 1
 
     def _saw(self, seeing: Pass) -> None:
-        names = ", ".join(self._kinds(seeing.hidden)) if seeing.hidden else "no module looks like it"
+        kinds = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in seeing.hidden[:SHOWN]]
+        kinds += [f"{len(seeing.hidden) - SHOWN} more"] * (len(seeing.hidden) > SHOWN)
+        names = ", ".join(kinds) or "no module looks like it"
         if not seeing.seen:
             self._refuse(
                 "nothing seen",
@@ -249,10 +249,6 @@ class Watch:
                 )
         if not seeing.look.awaited:  # as in reentrant checkpointing
             self._complete(seeing.look)
-
-    def _kinds(self, names: Sequence[str]) -> list[str]:
-        shown = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in names[:SHOWN]]
-        return shown + ([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])
 
     # ---- what
 
@@ -369,11 +365,8 @@ class Watch:
             self._wandb.log(table_of(self.record), commit=False)
         except Exception as error:
             self._wandb = None
-            step = self.record["step"]
-            self._warn(
-                "W&B",
-                f"W&B gets no table from step {step} on, and the training goes on: {type(error).__name__}: {error}",
-            )
+            goes_on = f"from step {self.record['step']} on, and the training goes on"
+            self._warn("W&B", f"W&B gets no table {goes_on}: {type(error).__name__}: {error}")
 
     def _recall(self, earlier: Sequence[dict[str, Any]]) -> None:
         """Go on from a file's records: which layers ran away, and what growth is measured from."""
@@ -479,12 +472,8 @@ def watch(
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
     Warns at the end where the model made no training pass.
     """
-    for name, value, least in (
-        ("every", every, 1),
-        ("sequences", sequences, 1),
-        ("warm_up", warm_up, 0),
-        ("start", start, 0),
-    ):
+    counts = ("every", every, 1), ("sequences", sequences, 1), ("warm_up", warm_up, 0), ("start", start, 0)
+    for name, value, least in counts:
         _require(type(value) is int and value >= least, name, value, f"a whole number of {least} or more")
     _require(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
     _require(callable(say), "say", say, "a function of one line")
