@@ -4,6 +4,7 @@ The text is the parquet set ``Skylion007/openwebtext`` (about 8 million document
 gives the split (0.0005 held out, seed 2357, shuffled), the separator after each document and the counts checked here.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,27 +34,19 @@ def prepare_openwebtext(folder: Path, *, source: Path | None = None, force: bool
     def batches() -> Iterator[tuple[str, list[Piece]]]:
         splits = split_as_nanogpt(load(source))
         documents = {name: len(rows) for name, rows in splits.items()}
-        check_counts("documents", documents, EXPECTED_DOCUMENTS)
+        check_counts("documents", EXPECTED_DOCUMENTS, documents)
         total = sum(documents.values())
         with tqdm(total=total, unit=" texts", unit_scale=True, desc="tokens", disable=None) as bar:
             for name, rows in splits.items():
                 for first in range(0, len(rows), DOCUMENTS_AT_ONCE):
                     texts = rows[first : first + DOCUMENTS_AT_ONCE]["text"]
-                    yield (
-                        name,
-                        [Piece(text.encode(), True, f"{name} document {n}") for n, text in enumerate(texts, first)],
-                    )
+                    places = (f"{name} document {number}" for number in range(first, first + len(texts)))
+                    yield name, [Piece(text.encode(), True, place) for text, place in zip(texts, places, strict=True)]
                     bar.update(len(texts))
 
     sources = dict.fromkeys(("train", "val"), f"{source.name if source else HUB_NAME}, nanoGPT's split")
-    return write_dataset(
-        folder,
-        tokenizer,
-        sources,
-        batches(),
-        force=force,
-        check=lambda tokens: check_counts("tokens", tokens, EXPECTED_TOKENS),
-    )
+    check = functools.partial(check_counts, "tokens", EXPECTED_TOKENS)
+    return write_dataset(folder, tokenizer, sources, batches(), force=force, check=check)
 
 
 def load(source: Path | None) -> "Dataset":
@@ -87,7 +80,7 @@ def split_as_nanogpt(rows: "Dataset") -> "dict[str, Dataset]":
     return {"train": split["train"], "val": split["test"]}
 
 
-def check_counts(what: str, found: dict[Any, int], expected: dict[str, int]) -> None:
+def check_counts(what: str, expected: dict[str, int], found: dict[Any, int]) -> None:
     """``UserError`` unless ``found`` is as ``expected``."""
     if found != expected:
         one, other = (", ".join(f"{counts[name]:,} {name}" for name in expected) for counts in (found, expected))

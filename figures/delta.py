@@ -100,17 +100,11 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
     axes.plot(places, total, color=canvas.ORANGE, linewidth=1.2)
     axes.axhline(0, color="0.3", linewidth=0.5)
     axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-    mean, standard_error, positive = (
-        float(getattr(error.summary, f"{x}_H")) for x in ("mean", "standard_error", "positive")
-    )
-    z = mean / standard_error if standard_error else float("nan")
-    title = (
-        f"{error.label}\nmean {mean:.2g}, {z:.1f} standard errors; {positive:.0%} positive\n"
-        "gray: two deviations of random signs"
-    )
+    mean, positive = error.summary.mean_H.item(), error.summary.positive_H.item()
+    z = (error.summary.mean_H / error.summary.standard_error_H).item()
+    told = f"mean {mean:.2g}, {z:.1f} standard errors; {positive:.0%} positive"
+    title = f"{error.label}\n{told}\ngray: two deviations of random signs"
     canvas.style_axes(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
     step = max(1, len(total) // 2000)
-    return [
-        ("sum_over_tokens", int(place), float(value))
-        for place, value in zip(places[::step], total[::step], strict=True)
-    ]
+    shown = zip(places[::step], total[::step], strict=True)
+    return [("sum_over_tokens", int(place), float(value)) for place, value in shown]

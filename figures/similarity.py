@@ -60,19 +60,14 @@ def cosine(a_DC: Tensor, b_DC: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a_DC.flatten().double(), b_DC.flatten().double(), dim=0))
 
 
-def shown_features(rows: Sequence[RankOne]) -> list[int]:
-    """The input features with the largest mean |X| over all ``rows``, increasing; all where there are no more than ``FEATURES``."""
-    mean_C = torch.stack([row.x_TC.abs().mean(dim=0) for row in rows]).mean(dim=0)
-    return mean_C.topk(min(FEATURES, len(mean_C))).indices.sort().values.tolist()
-
-
 def draw_similarity(rows: Sequence[RankOne]) -> Drawn:
     """Figure 4: (P K), X and (P K)[T]^T X[T] at two tokens, of two sequences or two checkpoints, a column each.
 
     32 tokens and the 32 input features of largest mean |X| are shown; cosines are of the whole matrices. The table has P K and X at the
     tokens shown and at T: the factors of the outer product are its rows T.
     """
-    features = shown_features(rows)
+    mean_C = torch.stack([row.x_TC.abs().mean(dim=0) for row in rows]).mean(dim=0)
+    features = mean_C.topk(min(FEATURES, len(mean_C))).indices.sort().values.tolist()
     figure = canvas.sheet(4.3)
     grid = figure.subplots(3, len(rows), squeeze=False)
     tables = []
@@ -96,14 +91,8 @@ def draw_similarity(rows: Sequence[RankOne]) -> Drawn:
                 axes.set_xticks(places := [0, len(features) // 2], [features[place] for place in places])
         told = sorted({*tokens, row.token})
         for name, matrix, shown in (("P K", row.pk_TD, list(range(row.pk_TD.shape[1]))), ("X", row.x_TC, features)):
-            table = pd.DataFrame(matrix[told][:, shown].numpy(), columns=shown)
-            places_of = {
-                "of": row.label,
-                "matrix": name,
-                "token": told,
-                "outer_product": [t == row.token for t in told],
-            }
-            tables.append(pd.DataFrame(places_of).join(table))
+            of = {"of": row.label, "matrix": name, "token": told, "outer_product": [t == row.token for t in told]}
+            tables.append(pd.DataFrame(of).join(pd.DataFrame(matrix[told][:, shown].numpy(), columns=shown)))
     figure.supxlabel(canvas.wrapped(_similarities(rows)), fontsize=canvas.SMALL)
     return Drawn(figure, pd.concat(tables))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _root  # noqa: F401
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -163,11 +164,8 @@ def measure(shape: Shape, peers: dict[str, Callable[[], Attention]], rounds: int
         row: dict[str, Any] = {"shape": shape, "name": name, **sensors}
         for kind, factor in (("forward", 1.0), ("backward", 2.5)):
             median = statistics.median(kinds[kind])
-            row |= {
-                f"{kind}_ms": median,
-                f"{kind}_tflops": factor * flops / median / 1e9,
-                f"{kind}_all_ms": kinds[kind],
-            }
+            row |= {f"{kind}_ms": median, f"{kind}_tflops": factor * flops / median / 1e9}
+            row[f"{kind}_all_ms"] = kinds[kind]
         rows.append(row)
     return rows
 
@@ -181,26 +179,17 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def spread(ratios: list[float]) -> str:
-    """Median (10th to 90th percentile)."""
-    ordered = sorted(ratios)
-    low, high = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
-    return f"{statistics.median(ordered):.2f} ({low:.2f} to {high:.2f})"
-
-
 def ratios(rows: list[dict], ours: Iterable[str]) -> str:
-    """A peer's time over ours, round by round: above 1, ours is the faster."""
+    """A peer's time over ours, round by round, median (10th to 90th percentile): above 1, ours is the faster."""
     lines = [f"{'B, T, H, HK, D':22} {'peer over ours':46} " + " ".join(f"{kind:>21}" for kind in (*KINDS, "both"))]
     timed = [row for row in rows if "absent" not in row]
     for our in (row for row in timed if row["name"] in ours):
         for peer in (row for row in timed if row["shape"] == our["shape"] and row["name"] not in ours):
             columns = []
             for kinds in (["forward"], ["backward"], KINDS):
-                theirs, own = (
-                    [sum(times) for times in zip(*(row[f"{k}_all_ms"] for k in kinds), strict=True)]
-                    for row in (peer, our)
-                )
-                columns.append(f"{spread([a / b for a, b in zip(theirs, own, strict=True)]):>21}")
+                theirs, own = (sum(np.array(row[f"{kind}_all_ms"]) for kind in kinds) for row in (peer, our))
+                low, median, high = np.percentile(theirs / own, (10, 50, 90))
+                columns.append(f"{f'{median:.2f} ({low:.2f} to {high:.2f})':>21}")
             head = f"{', '.join(map(str, our['shape'])):22} {peer['name'] + ' / ' + our['name']:46} "
             lines.append(head + " ".join(columns))
     return "\n".join(lines)

@@ -76,24 +76,23 @@ class Variant:
             print(f"{self.name} failed: {self.failed}", file=sys.stderr)
 
 
+def device_of(config: TrainConfig) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def write_tokens(folder: Path, vocabulary: int, count: int) -> None:
     """A data set of random tokens, as unequal in frequency as words are: probability 1 / (rank + 2.7)."""
     generator = np.random.default_rng(0)
     weights = 1 / (np.arange(vocabulary) + 2.7)
+    facts = {"dtype": "uint16", "vocabulary": "random", "vocabulary_size": vocabulary, "source": "bench"}
     for split, size in (("train", count), ("val", count // 10)):
-        tokens = generator.choice(vocabulary, size=size, p=weights / weights.sum()).astype(np.uint16)
-        about: dict[str, Any] = {"dtype": "uint16", "vocabulary": "random", "vocabulary_size": vocabulary}
-        with TokenWriter(folder, split, source="bench", **about) as out:
-            out.write(tokens)
+        with TokenWriter(folder, split, **facts) as out:
+            out.write(generator.choice(vocabulary, size=size, p=weights / weights.sum()))
 
 
 def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainConfig, str]:
@@ -109,11 +108,11 @@ def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, Tr
 
 def prepare(variant: Variant, build: Callable[[], Callable[[int], None]]) -> None:
     variant.enter()
-    before, began = allocated(), time.perf_counter()
+    before, began = torch.cuda.memory_allocated(), time.perf_counter()
     variant.run = build()
     variant.run(WARM_UP)
     synchronize()
-    variant.own_bytes = allocated() - before
+    variant.own_bytes = torch.cuda.memory_allocated() - before
     print(f"{variant.name}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -152,8 +151,7 @@ def of_variant(recipe: TrainConfig, text: str, folder: Path) -> Variant:
 
 def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Variant:
     """nanoGPT's model and optimizer, stepped as in its bench.py, of the recipe's shape; ready to train or failed."""
-    device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
-    B, T, shape = config.data.micro_batch, config.data.sequence_length, config.model
+    device, B, T, shape = device_of(config), config.data.micro_batch, config.data.sequence_length, config.model
 
     def enter() -> None:
         torch.use_deterministic_algorithms(False)
@@ -166,12 +164,12 @@ def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Variant:
         assert spec is not None
         assert spec.loader is not None
         module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
-        sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd}
-        sizes |= {"block_size": shape.block_size, "vocab_size": shape.padded_vocab_size}
+        sizes = {name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd", "block_size")}
         torch.manual_seed(1337)
         with contextlib.redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
-            model = module.GPT(module.GPTConfig(**sizes, dropout=0, bias=False)).to(device)
+            settings = module.GPTConfig(**sizes, vocab_size=shape.padded_vocab_size, dropout=0, bias=False)
+            model = module.GPT(settings).to(device)
             of_adamw = {"weight_decay": 1e-2, "learning_rate": 1e-4, "betas": (0.9, 0.95), "device_type": device.type}
             optimizer = model.configure_optimizers(**of_adamw)
         compiled = torch.compile(model) if config.precision.compile else model
@@ -194,7 +192,7 @@ def of_nanogpt(folder: Path, config: TrainConfig, data: Path) -> Variant:
 
 def one_round(variant: Variant, steps: int) -> None:
     variant.enter()
-    others = allocated() - variant.own_bytes
+    others = torch.cuda.memory_allocated() - variant.own_bytes
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     synchronize()
@@ -203,8 +201,7 @@ def one_round(variant: Variant, steps: int) -> None:
     synchronize()
     variant.times.append((time.perf_counter() - began) / steps)
     variant.sensors.append(throughput.clock_and_power())
-    if torch.cuda.is_available():
-        variant.peak_bytes = max(variant.peak_bytes, torch.cuda.max_memory_allocated() - others)
+    variant.peak_bytes = max(variant.peak_bytes, torch.cuda.max_memory_allocated() - others)
 
 
 def row_of(variant: Variant, nanogpt: Variant | None) -> dict[str, Any]:
@@ -236,14 +233,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "failed" in row:
             lines.append(f"{row['name']:28} failed: {row['failed']}")
             continue
-        low, high = min(row["ms_all_rounds"]), max(row["ms_all_rounds"])
+        times, ratios = row["ms_all_rounds"], row["of_nanogpt_all_rounds"]
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
-        ratios = row["of_nanogpt_all_rounds"]
         of_nanogpt = f"{statistics.median(ratios):.3f} {min(ratios):.3f}-{max(ratios):.3f}" if ratios else "-"
-        lines.append(
-            f"{row['name']:28} {row['ms_per_step']:8.2f} {low:7.2f}-{high:7.2f} {row['tokens_per_second']:10.0f} "
-            f"{of_nanogpt:>19} {mfu:>6} {row['peak_gib']:6.2f}"
-        )
+        of_steps = f"{row['ms_per_step']:8.2f} {min(times):7.2f}-{max(times):7.2f} {row['tokens_per_second']:10.0f}"
+        lines.append(f"{row['name']:28} {of_steps} {of_nanogpt:>19} {mfu:>6} {row['peak_gib']:6.2f}")
     sensors = [reading for row in rows for reading in row.get("clock_and_power_all_rounds", ())]
     return "\n".join([*lines, throughput.explain_clock_and_power(sensors)])
 
@@ -254,8 +248,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     torch._dynamo.config.recompile_limit = 256  # the variants share the code of one class
     variants = [of_variant(recipe, text, folder) for text in args.variants]
     nanogpt = of_nanogpt(args.nanogpt, recipe, folder / "data") if args.nanogpt else None
-    device = torch.device("cuda" if torch.cuda.is_available() and recipe.run.device != "cpu" else "cpu")
-    peak = throughput.peak_flops(device)
+    peak = throughput.peak_flops(device := device_of(recipe))
     with torch.device("meta"):
         plans = recipe.attention.resolve(recipe.model.n_layer, recipe.model.n_head)
         flops = GPT(recipe.model, plans).flops_per_token(recipe.data.sequence_length)

@@ -151,8 +151,7 @@ def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 def first_large_norm(norms: pd.Series) -> int | None:
     """First step with a gradient norm above ``LARGE_NORM``, or one that is not a number."""
-    late = norms[norms.index >= LARGE_NORM_FROM]
-    large = late[~(late <= LARGE_NORM)]
+    large = norms[(norms.index >= LARGE_NORM_FROM) & ~(norms <= LARGE_NORM)]
     return None if large.empty else int(large.index[0])
 
 
@@ -237,9 +236,9 @@ def cell(name: str, value: Any) -> str:
         return f"{value:.3f}"
     if name == "tokens_per_second" or ("logit" in name and abs(value) >= 1000):
         return f"{value:,.0f}"
-    return (
-        f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if name.endswith(("step", "_at")) else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if name.endswith(("step", "_at")) else str(value)
 
 
 def heading(name: str) -> str:
@@ -256,17 +255,13 @@ def markdown(table: pd.DataFrame) -> str:
     """The table in Markdown, without columns that ``ended`` repeats."""
     unshown = ("exploded_at", "last_step", "val_loss_end", "grad_norm_largest_at")
     names = [name for name in table if name not in unshown]
-    text = [name in ("run", "attention", "ended") for name in names]
-    lines = [
-        "| " + " | ".join(heading(name) for name in names) + " |",
-        "| " + " | ".join("---" if is_text else "---:" for is_text in text) + " |",
-    ]
+    rows = [[heading(name) for name in names]]
+    rows += [["---" if name in ("run", "attention", "ended") else "---:" for name in names]]
     for _, row in table.iterrows():
-        cells = [cell(name, row[name]) for name in names]
+        rows.append([cell(name, row[name]) for name in names])
         if "grad_norm_largest" in names and pd.notna(row["grad_norm_largest_at"]):
-            cells[names.index("grad_norm_largest")] += f" at {row['grad_norm_largest_at']:,}"
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            rows[-1][names.index("grad_norm_largest")] += f" at {row['grad_norm_largest_at']:,}"
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -404,13 +399,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="compare.png", help="picture: .png, .pdf, .svg, or none (compare.png)")
     parser.add_argument("--table", type=Path, help="also write the table to this file: .md or .csv")
     parser.add_argument("--layer", type=int, help="from 0: logits and W_Q of this layer alone (the largest of all)")
-    parser.add_argument(
-        "--at",
-        type=int,
-        nargs="+",
-        default=[],
-        help="steps at which to show validation loss, logits and W_Q; they must have been measured",
-    )
+    at = "steps at which to show validation loss, logits and W_Q; they must have been measured"
+    parser.add_argument("--at", type=int, nargs="+", default=[], help=at)
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     args = parser.parse_args(argv)

@@ -24,12 +24,8 @@ def parser() -> argparse.ArgumentParser:
     text.description = "Documents end at a line holding only <|endoftext|> and at the end of a file."
     text.add_argument("source", type=Path, help="file, .xz file or folder")
     text.add_argument("--val", type=Path, default=None, help="held-out text, of the same kinds")
-    text.add_argument(
-        "--val-fraction",
-        type=float,
-        default=0.005,
-        help="without --val: part of the documents held out (default: %(default)s)",
-    )
+    held_out = "without --val: part of the documents held out (default: %(default)s)"
+    text.add_argument("--val-fraction", type=float, default=0.005, help=held_out)
     text.add_argument("--vocabulary", choices=("gpt2", "bytes"), default="gpt2", help="default: %(default)s")
 
     web = kinds.add_parser("openwebtext", parents=[common], help="OpenWebText, nanoGPT's split (54 GB on disk)")
@@ -78,10 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     seconds = time.monotonic() - started
     print(f"{folder}: ready after {seconds:.1f} s")
     for split, header in prepared.headers.items():
-        print(
-            f"  {split:5} {header.count:,} tokens ({header.vocabulary}, {header.dtype}) of {prepared.documents[split]:,} "
-            f"documents, sha256 {header.sha256[:16]}"
-        )
+        tokens = f"{header.count:,} tokens ({header.vocabulary}, {header.dtype})"
+        print(f"  {split:5} {tokens} of {prepared.documents[split]:,} documents, sha256 {header.sha256[:16]}")
 
 
 if __name__ == "__main__":

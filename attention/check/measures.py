@@ -75,13 +75,8 @@ def exact(p: Inputs) -> tuple[Results, Results, Tensor]:
     dp, delta = do @ v_H.mT, (do * o).sum(-1, keepdim=True)
     ds = weights * (dp - delta).abs() * p.scale
     uncancelled = weights * (do.abs() @ v_H.abs().mT + (do * o).abs().sum(-1, keepdim=True)) * p.scale
-    to_groups = lambda x: x.unflatten(1, (-1, n)).sum(2)  # noqa: E731
-    sizes = (
-        weights @ v_H.abs(),
-        uncancelled @ k_H.abs(),
-        to_groups(uncancelled.mT @ q.detach().abs()),
-        to_groups(weights.mT @ do.abs()),
-    )
+    of_heads = uncancelled.mT @ q.detach().abs(), weights.mT @ do.abs()
+    sizes = weights @ v_H.abs(), uncancelled @ k_H.abs(), *(x.unflatten(1, (-1, n)).sum(2) for x in of_heads)
     return (o, *gradients), sizes, torch.maximum(ds.sum(-1), 2.0**-15 * uncancelled.sum(-1))
 
 

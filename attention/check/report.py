@@ -99,21 +99,18 @@ class Report:
 
     def _again(self) -> list[str]:
         """How to see its worst case again, and its tensors."""
-        case = max(
-            self.cases,
-            key=lambda case: (
-                judge.ORDER.index(case.verdict),
-                case.verdict == judge.WRONG and case.name in measures.OWN,  # these name what is wrong
-                case.measures.get("rows", 0),
-            ),
-        )
+
+        def badness(case: Case) -> tuple[int, bool, float]:
+            names_it = case.verdict == judge.WRONG and case.name in measures.OWN  # these name what is wrong
+            return judge.ORDER.index(case.verdict), names_it, case.measures.get("rows", 0)
+
+        case = max(self.cases, key=badness)
         option = "--inputs" if case.name.endswith(".zip") else "--class"
         sizes = " ".join(f"--{name} {size}" for name, size in asdict(self.shape).items())
         command = f"python -m {__package__} {self.kernel} {option} {case.name} --device {self.device} --dtype {self.dtype} {sizes}"
-        inputs = (
-            f'{__package__}.make("{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}")'
-        )
-        how = f"its q, k, v, do, scale, causal: {inputs}; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|))"
+        given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"'
+        inputs = f"q, k, v, do, scale, causal: {__package__}.make({given})"
+        how = f"its {inputs}; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|))"
         if case.name in measures.OWN:
             how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}"
         return [f"again: {command}", how]

@@ -187,11 +187,8 @@ def measure(call: Call) -> dict[str, Tensor]:
     def mean(x: Tensor) -> Tensor:
         return x.sum(dim=(0, 2)) / seen
 
-    columns = {
-        "max_logit": whole["max"].amax(dim=(0, 2)),
-        "entropy": mean(whole["entropy"]),
-        "one_hot": mean(whole["one"]),
-    }
+    columns = {"max_logit": whole["max"].amax(dim=(0, 2)), "entropy": mean(whole["entropy"])}
+    columns["one_hot"] = mean(whole["one"])
     if do is not None:
         size = mean(whole["delta"].square()).sqrt()
         columns["delta_error"] = _over(mean(whole["error"].square()).sqrt(), size)
