@@ -1,4 +1,4 @@
-"""Reads configurations: presets as Python files, overrides from the command line, the JSON that a run has written."""
+"""Reads configurations: recipes as Python files, overrides from the command line, the JSON that a run has written."""
 
 import contextlib
 import dataclasses
@@ -14,9 +14,9 @@ from attention.plan import AttentionConfig
 from errors import UserError, invalid
 from training.settings import RunConfig, TrainConfig, to_json
 
-__all__ = ["PRESETS", "RunConfig", "TrainConfig", "from_json", "load", "override", "to_json"]
+__all__ = ["RECIPES", "RunConfig", "TrainConfig", "from_json", "load", "override", "to_json"]
 
-PRESETS = Path(__file__).parent / "configs"
+RECIPES = Path(__file__).parent / "configs"
 
 
 def from_json(kind: Any, content: Any, where: str = "") -> Any:
@@ -50,8 +50,8 @@ def _exported(path: str, name: str, kind: Any, what: str) -> Any:
     """
     file = Path(path)
     if not file.is_file():
-        folder = Path("configs") if Path("configs").resolve() == PRESETS.resolve() else PRESETS
-        known = sorted(str(folder / p.relative_to(PRESETS)) for p in PRESETS.rglob("*.py") if "__" not in str(p))
+        folder = Path("configs") if Path("configs").resolve() == RECIPES.resolve() else RECIPES
+        known = sorted(str(folder / p.relative_to(RECIPES)) for p in RECIPES.rglob("*.py") if "__" not in str(p))
         raise invalid("config file", path, known)
     if file.suffix != ".py":
         raise invalid("config file", path, "a Python file, ending in .py")

@@ -20,8 +20,8 @@ SETTINGS = (
     "str numerics, float scale, bool causal, float softcap, Tensor? sinks, Tensor? keys, Tensor? ranges, Tensor? padded"
 )
 FORWARD_TENSORS = "q k v seed"
-BACKWARD_TENSORS = "do q k v seed o counts saved"
-"""Tensors of the passes of flash attention; ``o`` and ``counts`` are ``tiles.delta_operands``."""
+BACKWARD_TENSORS = "do q k v seed o low_bits saved"
+"""Tensors of the passes of flash attention; ``o`` and ``low_bits`` are ``tiles.delta_operands``."""
 
 
 def operator(

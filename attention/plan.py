@@ -109,8 +109,8 @@ class HeadGroup:
     numerics: str
     """Key of the resolved ``Numerics``; of an external kernel, whose roundings are its own, its name."""
     seed_offset: int = 0
-    """Layers and groups get seeds far apart; Philox mixes the rest. Made with the plan: a layer's number may be a variable to a compiler,
-    and the product does not fit 64 bits."""
+    """Makes the seeds of layers and groups differ; Philox makes unrelated streams of any two. Made with the plan: a layer's number may be a
+    variable to a compiler, and the product does not fit 64 bits."""
 
 
 @dataclass(frozen=True)

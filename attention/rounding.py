@@ -83,9 +83,9 @@ def low_bits(exact: Tensor, rounded: Tensor, fmt: str) -> Tensor:
     return ((difference + (1 << shift >> 1)) >> shift).clamp(-(2**15), 2**15 - 1).to(torch.int16)
 
 
-def with_low_bits(rounded: Tensor, counts: Tensor, fmt: str) -> Tensor:
+def with_low_bits(rounded: Tensor, low_bits: Tensor, fmt: str) -> Tensor:
     """``exact`` from ``rounded`` (float32) and its ``low_bits``."""
-    return (rounded.contiguous().view(torch.int32) + (counts.int() << _low_shift(fmt))).view(torch.float32)
+    return (rounded.contiguous().view(torch.int32) + (low_bits.int() << _low_shift(fmt))).view(torch.float32)
 
 
 def _low_shift(fmt: str) -> int:

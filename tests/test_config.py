@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from attention import AttentionRule, AttentionSpec
-from config import PRESETS, TrainConfig, from_json, load, to_json
+from config import RECIPES, TrainConfig, from_json, load, to_json
 from data.batches import DataConfig
 from errors import UserError
 
-RECIPES = sorted(PRESETS.glob("*.py"))
-ABLATIONS = sorted((PRESETS / "ablations").glob("*.py"))
-DEBUG = str(PRESETS / "debug.py")
+FILES = sorted(RECIPES.glob("*.py"))
+ABLATIONS = sorted((RECIPES / "ablations").glob("*.py"))
+DEBUG = str(RECIPES / "debug.py")
 
 
 def test_a_file_of_ones_own_is_read_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_a_file_of_ones_own_is_read_and_nothing_is_left(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     "ablation", [[], *([path] for path in ABLATIONS)], ids=lambda paths: "".join(path.stem for path in paths)
 )
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", FILES, ids=lambda path: path.stem)
 def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: list[Path]) -> None:
     files = [str(path) for path in (recipe, *ablation)]
     if "outlier_heads" in files[-1] and load(files[:1]).model.n_head < 12:
@@ -44,17 +44,17 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: list
 
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)
 def test_ablation_changes_attention_only(ablation: Path) -> None:
-    recipe = str(PRESETS / "gpt2_paper.py")
+    recipe = str(RECIPES / "gpt2_paper.py")
     plain, changed = load([recipe]), load([recipe, str(ablation)])
     assert changed.attention != plain.attention
     assert dataclasses.replace(changed, attention=plain.attention) == plain
 
 
 def test_every_run_of_the_reproduction_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(PRESETS.parent)
-    lines = (PRESETS / "reproduction.txt").read_text().splitlines()
+    monkeypatch.chdir(RECIPES.parent)
+    lines = (RECIPES / "reproduction.txt").read_text().splitlines()
     runs = dict(line.partition(":")[::2] for line in lines if not line.startswith("#"))
-    loaded = {name: load([str(PRESETS / "fast_failure.py"), *flags.split()]) for name, flags in runs.items()}
+    loaded = {name: load([str(RECIPES / "fast_failure.py"), *flags.split()]) for name, flags in runs.items()}
     assert len(loaded) > 30
     assert len({str(config.attention) for config in loaded.values()}) > 15
 

@@ -137,7 +137,7 @@ def launch_backward(do, q, k, v, seed, o, low_bits, saved, n: Numerics, scale: f
     tile = _backward_tile(D, causal, consistent)
     blocks, key_blocks = -(-T // tile.m_block_size), -(-S // tile.n_block_size)
     do, q, k, v = _readable(do, q, k, v)
-    gradients = empty_gradients(q, k, v)
+    gradients = empty_gradients(q, v)
     dq, dk, dv = split_gradients(gradients, q, k, v)
     # Whose turn it is to add: these make the order of sums, and so their bits, always the same.
     counts = [(H, blocks, 1)] + [(HK, key_blocks, 2)] * (2 if group > 1 else 0)

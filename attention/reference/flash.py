@@ -265,14 +265,22 @@ def _add_gradients(
 
 
 def _backward_pass(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, seed: Tensor, o: Tensor, counts: Tensor, saved: Tensor, *settings: Any
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor,
+    o: Tensor,
+    low_bits: Tensor,
+    saved: Tensor,
+    *settings: Any,
 ) -> tuple[Tensor, ...]:
-    """(dQ, dK, dV), each [B, T, H, D] in q's dtype, and the gradient of the sinks, float32. ``o`` and ``counts`` are
+    """(dQ, dK, dV), each [B, T, H, D] in q's dtype, and the gradient of the sinks, float32. ``o`` and ``low_bits`` are
     ``tiles.delta_operands``; ``saved``: ``saved_shape``."""
     with exact_float32(q.device):
         problem = make_problem(q, k, v, *settings, seed=seed)
         do_BHTD = problem.sites.output_gradient(problem.visible_rows(do.transpose(1, 2).float()))
-        o_BHTD = o_for_delta(o, counts, problem.sites.numerics).transpose(1, 2)
+        o_BHTD = o_for_delta(o, low_bits, problem.sites.numerics).transpose(1, 2)
         delta, error = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
         if error is not None and problem.sites.numerics.delta_error == "zero_sum":
             do, noisy_v = with_zero_sum_noise(do, v, error.squeeze(-1), seed)

@@ -239,9 +239,9 @@ def delta_operands(o: Tensor, delta_output: Tensor) -> tuple[Tensor, Tensor]:
     return o, delta_output
 
 
-def o_for_delta(o: Tensor, counts: Tensor, n: Numerics) -> Tensor:
+def o_for_delta(o: Tensor, low_bits: Tensor, n: Numerics) -> Tensor:
     """The O inside delta, float32, from ``delta_operands``; ``n`` is concrete."""
-    return with_low_bits(o.float(), counts, n.output) if counts.numel() else o.float()
+    return with_low_bits(o.float(), low_bits, n.output) if low_bits.numel() else o.float()
 
 
 def round_output(o_BTHD: Tensor, fmt: str, rounding: str, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:

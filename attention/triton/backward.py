@@ -30,16 +30,16 @@ from .codes import (
     CORRECTED_ROWS,
     FMA,
     FP_FUSION,
-    LATER,
+    FROM_FORWARD,
     LOADED,
     LOW_BITS,
     MAX_AND_SUM,
     NO_ERROR,
-    REUSED,
     ROWSUM_DO_O,
     ROWSUM_P_DP,
     ROWSUM_P_DP_NORMALIZED,
-    SCALED,
+    S_IS_SCALED,
+    SUBTRACT_FIRST,
     Keys,
     Queries,
     Scalars,
@@ -107,7 +107,7 @@ def query_kernel(
     WIDTH: tl.constexpr = SHAPE.WIDTH
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
-    REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
+    REUSE: tl.constexpr = SITES.backward_probabilities == FROM_FORWARD
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
@@ -257,7 +257,7 @@ def key_kernel(
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     FOLD: tl.constexpr = SITES.exponent
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
-    REUSE: tl.constexpr = SITES.backward_probabilities == REUSED
+    REUSE: tl.constexpr = SITES.backward_probabilities == FROM_FORWARD
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     blocks = tl.cdiv(S, BS)
     i_group, i_s = place(blocks, SHAPE.HEADS)
@@ -340,7 +340,7 @@ def key_kernel(
     store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE.DV, WIDTH_V)
 
 
-def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def empty_gradients(q: Tensor, v: Tensor) -> Tensor:
     """Room for dQ, dK and dV, [B, max(T, S), H + 2 HK, D] in q's dtype, HK the heads of keys: the layout of a fused projection, whose
     gradient then needs no copy. Where V has another head dim DV, [B, max(T, S), (H + HK) D + HK DV]."""
     B, T, H, D = q.shape
@@ -382,7 +382,7 @@ def launch_backward(
     v: Tensor,
     seed: Tensor,
     o: Tensor,
-    counts: Tensor,
+    low_bits: Tensor,
     saved: Tensor,
     n: Numerics,
     blocks: tuple[Blocks, Blocks],
@@ -394,7 +394,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """dQ, dK, dV side by side (``empty_gradients``), and the gradient of the sinks.
 
-    ``n`` is concrete; ``o`` and ``counts`` are ``tiles.delta_operands``; ``saved`` is L, or m and log2 l, as the forward kernel left
+    ``n`` is concrete; ``o`` and ``low_bits`` are ``tiles.delta_operands``; ``saved`` is L, or m and log2 l, as the forward kernel left
     them; ``blocks`` are those of dK/dV and of dQ.
     """
     (B, T, H, D), (_, S, HK, _) = q.shape, k.shape
@@ -404,7 +404,7 @@ def launch_backward(
     largest_p = torch.empty((B, H, 2, T), device=q.device, dtype=torch.float32) if classes else None
     ranges = mask.key_ranges(B, T, S, causal, q.device)
     center = mean_key(k, n, ranges) if n.row_residual == "centered_keys" else delta
-    gradients = empty_gradients(q, k, v)
+    gradients = empty_gradients(q, v)
     dq, dk, dv = _split(gradients, q, k, v)
     by_columns = of_queries.descriptors and takes_descriptor(k, v) and not mask.hides()
     by_rows = of_keys.descriptors and takes_descriptor(q, do) and not mask.hides()
@@ -413,11 +413,11 @@ def launch_backward(
         "output_gradient": stored_code(n.output_gradient, do.dtype),
     }
     sites = kernel_sites(n, (BACKWARD,), scale, softcap, causal, **known)
-    if sites.exponent == LATER.value and n.saved_statistics == "logsumexp":
-        # The rounding of L, which comes first, is as large and common to a row, with either exponent.
+    if sites.exponent == SUBTRACT_FIRST.value and n.saved_statistics == "logsumexp":
+        # P is made from L here, whose rounding is as large as the error of the FMA exponent and common to a row, too.
         known["exponent"] = FMA.value
         sites = sites._replace(**known)
-    scalars = Scalars(scale, log2_scale(scale) if sites.exponent != SCALED.value else 1.0, softcap)
+    scalars = Scalars(scale, log2_scale(scale) if sites.exponent != S_IS_SCALED.value else 1.0, softcap)
     of_sinks = None
     if sinks is not None:
         of_sinks = sink_probabilities(sinks.float()[:, None], saved, n, scalars, sites.exponent)
@@ -448,7 +448,7 @@ def launch_backward(
             p_v=rows_source(v, of_queries.columns, by_columns),
             p_do=do,
             p_o=o,
-            p_low_bits=counts,
+            p_low_bits=low_bits,
             p_saved=saved,
             p_delta=delta,
             p_of_sinks=of_sinks,
@@ -481,14 +481,14 @@ def launch_backward(
         do_read = round_tensor(do.float(), n.output_gradient)
         if ranges is not None:
             do_read = do_read.masked_fill(ranges.empty()[:, :, None, None], 0.0)
-        error = delta_errors(delta, do_read, o_for_delta(o, counts, n), largest_p, seed, n)
+        error = delta_errors(delta, do_read, o_for_delta(o, low_bits, n), largest_p, seed, n)
         if n.delta_error == "zero_sum":
             exact = n.with_sites({"delta_error": "none"})
             more = v.shape[3] + NOISE_COLUMNS
             wide = backward_blocks(exact, FORMAT_OF[q.dtype], max(D, more), T, S)
             noisy_do, noisy_v = with_zero_sum_noise(do, v, error, seed)
             settings = scale, causal, softcap, sinks, mask
-            found, dsinks = launch_backward(noisy_do, q, k, noisy_v, seed, o, counts, saved, exact, wide, *settings)
+            found, dsinks = launch_backward(noisy_do, q, k, noisy_v, seed, o, low_bits, saved, exact, wide, *settings)
             for to, x in zip(split_gradients(gradients, q, k, v), split_gradients(found, q, k, noisy_v), strict=True):
                 to.copy_(x[..., : to.shape[3]])
             return gradients, dsinks
@@ -531,11 +531,11 @@ def sink_probabilities(sinks_H1: Tensor, saved: Tensor, n: Numerics, scalars: Sc
     """The weight of the sink in each row, [B, H, T], from what the forward kernel saved: L, or m and log2 l or 1 / d."""
     in_log2 = sinks_H1 * math.log2(math.e)
     if n.saved_statistics == "logsumexp":
-        return torch.exp(sinks_H1 - saved) if exponent == SCALED.value else torch.exp2(in_log2 - saved)
+        return torch.exp(sinks_H1 - saved) if exponent == S_IS_SCALED.value else torch.exp2(in_log2 - saved)
     m, second = saved.unbind(2)
-    if exponent == SCALED.value:
+    if exponent == S_IS_SCALED.value:
         difference = (sinks_H1 - m) * math.log2(math.e)
-    elif exponent == LATER.value:
+    elif exponent == SUBTRACT_FIRST.value:
         difference = (sinks_H1 / scalars.scale - m) * scalars.unit
     else:
         difference = in_log2 - m

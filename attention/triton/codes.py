@@ -40,11 +40,11 @@ def _codes(values: Iterable[str]) -> list[tl.constexpr]:
 
 
 NEAREST, TOWARD_ZERO, STOCHASTIC = _codes(ROUNDINGS)
-PLAIN, STABILIZED, STABILIZED_SAFE, SCALED_DOWN = _codes(SITES["row_max"].choices)
+PLAIN, STABILIZED, STABILIZED_SAFE, SCALED_ROW_MAX = _codes(SITES["row_max"].choices)
 LOGSUMEXP, MAX_AND_SUM = _codes(SITES["saved_statistics"].choices)
 UNROUNDED, ROUNDED = _codes(SITES["divisor"].choices)
 SKIPPED, VISITED = _codes(SITES["hidden_tiles"].choices)
-_, REUSED = _codes(SITES["backward_probabilities"].choices)
+_, FROM_FORWARD = _codes(SITES["backward_probabilities"].choices)
 _, UP = _codes(SITES["row_max_rounding"].choices)
 KEPT, CENTERED_KEYS, CORRECTED_ROWS = _codes(SITES["row_residual"].choices)
 ROWSUM_DO_O, ROWSUM_P_DP, ROWSUM_P_DP_NORMALIZED = _codes(SITES["delta"].choices)
@@ -52,7 +52,7 @@ NO_ERROR, *_ = _codes(SITES["delta_error"].choices)
 ALL_ROWS, *_ = _codes(SITES["delta_error_rows"].choices)
 LOADED = tl.constexpr(len(SITES["delta"].choices))
 """delta that an earlier launch made."""
-SCALED, FMA, LATER, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))
+S_IS_SCALED, FMA, SUBTRACT_FIRST, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))
 """Where the scale comes in exp(S - m): see ``exponential``."""
 
 
@@ -72,10 +72,10 @@ def stored_code(fmt: str, dtype: torch.dtype) -> int:
 
 
 def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
-    """Where the scale comes in exp(S - m), for ``exponential``; L counts in log2 but where S is SCALED. ``n`` is concrete."""
+    """Where the scale comes in exp(S - m), for ``exponential``; L counts in log2 but where S is S_IS_SCALED. ``n`` is concrete."""
     if not folds(n, scale, softcap):
-        return SCALED.value
-    return {"fma": FMA, "subtract_first": LATER, "separate_multiply": SEPARATE_MULTIPLY}[n.exponent].value
+        return S_IS_SCALED.value
+    return {"fma": FMA, "subtract_first": SUBTRACT_FIRST, "separate_multiply": SEPARATE_MULTIPLY}[n.exponent].value
 
 
 def _code(name: str, value: str) -> int:
@@ -218,7 +218,7 @@ class State(NamedTuple):
     b_d: Any
     """Sum of P_bar as rounded."""
     b_f: Any
-    """The m that STABILIZED would have, where rows are SCALED_DOWN."""
+    """The m that STABILIZED would have, where rows are SCALED_ROW_MAX."""
 
 
 class Scalars(NamedTuple):

@@ -19,15 +19,15 @@ from .codes import (
     FMA,
     FP32,
     FP_FUSION,
+    FROM_FORWARD,
     INTERPRETED,
     LOW_BITS,
     MAX_AND_SUM,
     NEAREST,
     OUTPUT_ITSELF,
     PLAIN,
-    REUSED,
     ROUNDED,
-    SCALED,
+    S_IS_SCALED,
     SEPARATE_MULTIPLY,
     STABILIZED,
     STABILIZED_SAFE,
@@ -72,7 +72,6 @@ from .round_blocks import (
 )
 from .softmax import (
     exponential,
-    hidden_row_max,
     least_row_sum,
     log_sum_exp,
     rescaling,
@@ -126,10 +125,10 @@ def forward_range(
         m_tied = False
         if SITES.row_max != PLAIN:
             m_tied = several_close(b_s, b_top, limits.tolerance)
-        if SHIFTS and FOLD != SCALED:
+        if SHIFTS and FOLD != S_IS_SCALED:
             # The exponentials need not wait for the count of ties: a factor a row makes up for the shift.
             b_m_plain = tl.maximum(b_m, b_r)
-            b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
+            b_r = shifted_row_max(b_r, m_tied, limits, SITES.row_max, SITES.hidden_tiles)
             b_m_new = tl.maximum(b_m, b_r)
             b_m_plain = safe_maximum(b_m_plain, SHAPE.RANGES)
             b_base = safe_maximum(b_m_new, SHAPE.RANGES)
@@ -137,15 +136,14 @@ def forward_range(
             b_p *= rescaling(b_m_plain, b_base, scalars.unit, FOLD)[:, None]
         else:
             if SHIFTS:
-                b_r = shifted_row_max(b_r, m_tied, limits, SITES.row_max)
-                b_r = hidden_row_max(b_r, SITES.row_max, SITES.hidden_tiles)
+                b_r = shifted_row_max(b_r, m_tied, limits, SITES.row_max, SITES.hidden_tiles)
             b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
             b_base = safe_maximum(b_m_new, SHAPE.RANGES)
             b_p = exponential(b_s, b_base[:, None], scalars.unit, FOLD)
         b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
         if SHAPE.FLOOR:
             b_f, b_least = least_row_sum(b_f, b_plain, m_tied, b_base, limits, scalars.unit, SITES)
-        if SITES.backward_probabilities != REUSED:
+        if SITES.backward_probabilities != FROM_FORWARD:
             b_sum = tl.sum(b_p, 1)
             if SHAPE.FLOOR:
                 b_sum = tl.maximum(b_sum, b_least)
@@ -286,7 +284,7 @@ def forward_kernel(
     if SITES.saved_statistics == MAX_AND_SUM:
         p_row = p_saved + i_bh.to(tl.int64) * (2 * T) + o_t
         tl.store(p_row, b_m, mask=o_t < T)
-        b_second = tl.div_rn(1.0, b_d) if SITES.backward_probabilities == REUSED else tl.log2(b_l)
+        b_second = tl.div_rn(1.0, b_d) if SITES.backward_probabilities == FROM_FORWARD else tl.log2(b_l)
         tl.store(p_row + T, b_second, mask=o_t < T)
     else:
         b_lse = round_to(log_sum_exp(b_m, b_l, scalars.unit, SITES.exponent), SITES.logsumexp)
@@ -328,13 +326,13 @@ def launch_forward(
     (B, T, H, D), S = q.shape, k.shape[1]
     o, delta_o, saved = empty_outputs(q, v, n)
     sites = kernel_sites(n, (FORWARD,), scale, softcap, causal, inputs=stored_code(n.inputs, q.dtype))
-    in_exponent = sites.exponent != SCALED.value  # the scale: the kernel compares S'
+    in_exponent = sites.exponent != S_IS_SCALED.value  # the scale: the kernel compares S'
     unit = log2_scale(scale) if in_exponent else 1.0
-    # S is so many times what the kernel compares; m counts as that does, or FMA and SEPARATE_MULTIPLY in log2.
+    # The cap and the tolerance are in units of S: divided by this they are in those of what the kernel compares.
     times = scale if in_exponent else 1.0
     ranges = mask.key_ranges(B, T, S, causal, q.device)
     tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
-    # Presets that have l have its sum beside d's, in an order that published runs fix.
+    # Presets that keep l sum it beside d, in an order that published runs fix.
     only_d = n.backward_probabilities == "forward" and n.probabilities == "bf16"
     mma_sums = only_d and (blocks.rows, blocks.columns, blocks.warps) == (64, 64, 4) and warpgroup_mma(q)
     if mma_sums:
@@ -388,7 +386,7 @@ def launch_forward(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         enable_fp_fusion=FP_FUSION,
-        # As many programs an SM, and what ranges need does not spill.
+        # Key ranges need more registers: 128 spill nothing and leave as many programs an SM.
         maxnreg=128 if ranges is not None and blocks.registers == 112 else blocks.registers,
     )
     return o, delta_o, saved

@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 
 from ..reference.tiles import PROBABILITIES_STREAM
-from .codes import FP32, LARGEST, OUTPUT_ITSELF, PLAIN, ROUNDED, SCALED_DOWN, STABILIZED, STABILIZED_SAFE, State
+from .codes import FP32, LARGEST, OUTPUT_ITSELF, PLAIN, ROUNDED, SCALED_ROW_MAX, STABILIZED, STABILIZED_SAFE, State
 from .loads import block_scores, load_keys
 from .round_blocks import dot, operand, round_to, weights
 from .softmax import (
     exponential,
-    hidden_row_max,
     least_row_sum,
     rescaling,
     row_normalizer,
@@ -69,7 +68,7 @@ def forward_tile(
             b_count += tl.sum((b_s >= (b_top - limits.tolerance)[:, None]).to(tl.int32), 1)
         m_tied = b_count > 1
     if SITES.row_max == STABILIZED or SITES.row_max == STABILIZED_SAFE:
-        b_r = hidden_row_max(shifted_row_max(b_r, m_tied, limits, SITES.row_max), SITES.row_max, SITES.hidden_tiles)
+        b_r = shifted_row_max(b_r, m_tied, limits, SITES.row_max, SITES.hidden_tiles)
     b_m_new = round_to(tl.maximum(b_m, b_r), SITES.statistics)
     b_base = safe_maximum(b_m_new, SHAPE.RANGES)
     b_alpha = rescaling(b_m, b_base, scalars.unit, FOLD)
@@ -104,13 +103,13 @@ def hidden_tile(state, limits, unit, SITES: tl.constexpr, FLOOR: tl.constexpr):
     b_m_new = b_m
     if SITES.row_max == STABILIZED:
         b_m_new = tl.maximum(b_m, 0.0)
-    if SITES.row_max == SCALED_DOWN:
+    if SITES.row_max == SCALED_ROW_MAX:
         b_f = tl.maximum(b_f, 0.0)
     b_alpha = rescaling(b_m, b_m_new, unit, SITES.exponent)
     b_least = tl.zeros(b_m.shape, tl.float32)
     if FLOOR:
         b_least += limits.floor
-        if SITES.row_max == SCALED_DOWN:
+        if SITES.row_max == SCALED_ROW_MAX:
             b_least *= tl.minimum(rescaling(b_f, b_m_new, unit, SITES.exponent), LARGEST)
     b_l = round_to(b_alpha * b_l + b_least, SITES.statistics)
     b_d = round_to(b_alpha * b_d + b_least, SITES.statistics)

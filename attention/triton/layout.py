@@ -28,7 +28,7 @@ def weighted_sum_kernel(p_q, p_k, p_v, p_o, p_d, N: tl.constexpr):
 
 @functools.cache
 def check_sums(device: torch.device) -> None:
-    """Raise ``UserError`` where a GPU's threads hold other elements than ``rounded_and_summed`` sums. KeyRanges once a process and device.
+    """Raise ``UserError`` where a GPU's threads hold other elements than ``rounded_and_summed`` sums. Runs once a process and device.
 
     Small whole numbers stand for P_bar: BF16 holds them, and FP32 their sums. So a sum is right, or has elements of other rows.
     """

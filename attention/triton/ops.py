@@ -26,7 +26,7 @@ from .low_blocks import emulated, operands, rounded_output_gradient, stored_outp
 
 
 def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    return empty_gradients(q, k, v), gradients_like(do, q, k, v, *more)[3]
+    return empty_gradients(q, v), gradients_like(do, q, k, v, *more)[3]
 
 
 def backend(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -34,7 +34,7 @@ def backend(name: str, forward: Callable[..., Any], backward: Callable[..., Any]
 
     ``forward(q, k, v, seed, ...)`` gives what ``empty_outputs`` has room for: O [B, T, H, D], O for delta or an empty tensor where it is
     O itself, and L [B, H, T] in log2 or, where S is rounded, natural; or m in the unit the kernel compares and log2 l or 1 / d
-    [B, H, 2, T]. ``backward(do, q, k, v, seed, o, counts, saved, ...)``, with ``tiles.delta_operands``, gives dQ, dK and dV in one tensor
+    [B, H, 2, T]. ``backward(do, q, k, v, seed, o, low_bits, saved, ...)``, with ``tiles.delta_operands``, gives dQ, dK and dV in one tensor
     (``empty_gradients``), and the gradient of the sinks.
     """
 
@@ -81,7 +81,7 @@ def _backward(
     v: Tensor,
     seed: Tensor,
     o: Tensor,
-    counts: Tensor,
+    low_bits: Tensor,
     saved: Tensor,
     n: Numerics,
     *settings: Any,
@@ -91,7 +91,7 @@ def _backward(
         of = operands(q, k, v, seed, n, *settings)
         do, q, k, v, n = rounded_output_gradient(of.problem, do), of.q, of.k, of.v_of_dp, of.n
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
-    gradients, dsinks = launch_backward(do, q, k, v, seed, o, counts, saved, n, blocks, *settings)
+    gradients, dsinks = launch_backward(do, q, k, v, seed, o, low_bits, saved, n, blocks, *settings)
     return gradients.to(dtype), dsinks
 
 

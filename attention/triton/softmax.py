@@ -9,15 +9,15 @@ from .codes import (
     FMA,
     INTERPRETED,
     LARGEST,
-    LATER,
     LN_2,
     LOG2_E,
-    SCALED,
-    SCALED_DOWN,
+    S_IS_SCALED,
+    SCALED_ROW_MAX,
     SEPARATE_MULTIPLY,
     SKIPPED,
     STABILIZED,
     STABILIZED_SAFE,
+    SUBTRACT_FIRST,
     UP,
     VISITED,
 )
@@ -26,8 +26,8 @@ from .round_blocks import round_each, round_to
 
 @triton.jit
 def round_scores(b_s, m_s, scalars, SITES: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    """S from Q K^T: scaled, soft-capped, rounded, masked. But for SCALED the scale is left to the exponential."""
-    if SITES.exponent == SCALED:
+    """S from Q K^T: scaled, soft-capped, rounded, masked. But for S_IS_SCALED the scale is left to the exponential."""
+    if SITES.exponent == S_IS_SCALED:
         b_s = scalars.scale * b_s
         if SOFTCAP:
             b_t = tl.exp2(tl.abs(b_s / scalars.softcap) * (-2 * LOG2_E))
@@ -86,21 +86,25 @@ def row_normalizer(b_top, unit, FOLD: tl.constexpr, ROUNDING: tl.constexpr):
         b_r = b_top * unit
     else:
         b_r = b_top
-    if ROUNDING == UP and FOLD == SCALED:
-        b_r = tl.ceil(b_r * LOG2_E) * LN_2
-    elif ROUNDING == UP:
-        b_r = tl.ceil(b_r)
-    return b_r
+    return rounded_up(b_r, FOLD) if ROUNDING == UP else b_r
+
+
+@triton.jit
+def rounded_up(b_m, FOLD: tl.constexpr):
+    """m up to a whole number of log2."""
+    return tl.ceil(b_m * LOG2_E) * LN_2 if FOLD == S_IS_SCALED else tl.ceil(b_m)
 
 
 @triton.jit
 def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
-    """exp(S - m) of a block [., .] and m that broadcasts to it (site ``exponent``). S lacks its scale but where it is SCALED;
-    unit = scale log2(e) makes up for it: FMA with the subtraction of m, SEPARATE_MULTIPLY before it, m counting in log2; LATER, m counting
-    as S does."""
+    """exp(S - m) of a block [., .] and m that broadcasts to it (site ``exponent``).
+
+    S_IS_SCALED: S and m in natural units. Else the block is S' = Q K^T without its scale, and unit = scale log2(e): FMA is
+    exp2(fma(S', unit, -m)), SEPARATE_MULTIPLY exp2(fp32(S' unit) - m), m in log2; SUBTRACT_FIRST exp2((S' - m) unit), m in units of S'.
+    """
     if FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD))
-    elif FOLD == LATER:
+    elif FOLD == SUBTRACT_FIRST:
         b_p = tl.exp2((b_s - b_m) * unit)
     else:
         b_p = tl.exp2((b_s - b_m) * LOG2_E)
@@ -128,7 +132,7 @@ def probabilities(
     elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_log_l)
     else:
-        b_unit = tl.full(b_s.shape, unit if FOLD == LATER else LOG2_E, tl.float32)
+        b_unit = tl.full(b_s.shape, unit if FOLD == SUBTRACT_FIRST else LOG2_E, tl.float32)
         b_p = tl.exp2(tl.fma(b_s - b_m, b_unit, -tl.broadcast_to(b_log_l, b_s.shape)))
     return b_p
 
@@ -157,13 +161,11 @@ def with_sink(p_sinks, i_h, scalars, BT: tl.constexpr, SITES: tl.constexpr):
     b_sink = tl.full([BT], tl.load(p_sinks + i_h), tl.float32)
     if SITES.exponent == FMA or SITES.exponent == SEPARATE_MULTIPLY:
         b_sink = rounded_product(b_sink, LOG2_E)
-    elif SITES.exponent == LATER:
+    elif SITES.exponent == SUBTRACT_FIRST:
         b_sink = tl.div_rn(b_sink, tl.full([BT], scalars.scale, tl.float32))
     b_m = b_sink
-    if SITES.row_max_rounding == UP and SITES.exponent == SCALED:
-        b_m = tl.ceil(b_m * LOG2_E) * LN_2
-    elif SITES.row_max_rounding == UP:
-        b_m = tl.ceil(b_m)
+    if SITES.row_max_rounding == UP:
+        b_m = rounded_up(b_m, SITES.exponent)
     b_m = round_to(b_m, SITES.statistics)
     b_l = round_to(rescaling(b_sink, b_m, scalars.unit, SITES.exponent), SITES.statistics)
     return b_m, b_l
@@ -171,10 +173,10 @@ def with_sink(p_sinks, i_h, scalars, BT: tl.constexpr, SITES: tl.constexpr):
 
 @triton.jit
 def log_sum_exp(b_m, b_l, unit, FOLD: tl.constexpr):
-    """L = m + log l, in log2 but where S is SCALED."""
-    if FOLD == SCALED:
+    """L = m + log l, in log2 but where S is S_IS_SCALED."""
+    if FOLD == S_IS_SCALED:
         b_lse = b_m + tl.log(b_l)
-    elif FOLD == LATER:
+    elif FOLD == SUBTRACT_FIRST:
         b_lse = tl.fma(b_m, tl.full(b_m.shape, unit, tl.float32), tl.log2(b_l))
     else:
         b_lse = b_m + tl.log2(b_l)
@@ -188,17 +190,12 @@ def several_close(b_s, b_top, tolerance):
 
 
 @triton.jit
-def shifted_row_max(b_r, m_tied, limits, ROW_MAX: tl.constexpr):
+def shifted_row_max(b_r, m_tied, limits, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
     """``stabilize.tile_row_max`` from the row maximum r and whether it is tied; any unit of S, if ``limits.cap`` is in it too."""
     b_shift = tl.where(b_r > 0, (limits.beta - 1) * b_r, -b_r)
     if ROW_MAX == STABILIZED_SAFE:
         b_shift = tl.minimum(b_shift, limits.cap)
-    return tl.where(m_tied & (b_r > -float("inf")), b_r + b_shift, b_r)
-
-
-@triton.jit
-def hidden_row_max(b_r, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
-    """The row normalizer [BT] of a tile, 0 where the row sees none of it, VISITED and STABILIZED (``stabilize.tile_row_max``)."""
+    b_r = tl.where(m_tied & (b_r > -float("inf")), b_r + b_shift, b_r)
     if HIDDEN_TILES == VISITED and ROW_MAX == STABILIZED:
         b_r = tl.where(b_r == -float("inf"), 0.0, b_r)
     return b_r
@@ -207,11 +204,10 @@ def hidden_row_max(b_r, ROW_MAX: tl.constexpr, HIDDEN_TILES: tl.constexpr):
 @triton.jit
 def least_row_sum(b_f, b_r, m_tied, b_m, limits, unit, SITES: tl.constexpr):
     """``flash._RowSumFloor.of_tile`` [BT] from the plain row maximum r, whether it is tied, and the new m; and the running m
-    that STABILIZED would have, b_f, which counts where rows are SCALED_DOWN."""
+    that STABILIZED would have, b_f, which counts where rows are SCALED_ROW_MAX."""
     b_least = tl.full(b_r.shape, limits.floor, tl.float32)
-    if SITES.row_max == SCALED_DOWN:
-        b_shifted = shifted_row_max(b_r, m_tied, limits, STABILIZED)
-        b_shifted = hidden_row_max(b_shifted, STABILIZED, SITES.hidden_tiles)
+    if SITES.row_max == SCALED_ROW_MAX:
+        b_shifted = shifted_row_max(b_r, m_tied, limits, STABILIZED, SITES.hidden_tiles)
         b_f = round_to(tl.maximum(b_f, b_shifted), SITES.statistics)
         b_least *= tl.minimum(rescaling(b_f, b_m, unit, SITES.exponent), LARGEST)
     if SITES.hidden_tiles == SKIPPED:
