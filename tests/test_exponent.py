@@ -134,12 +134,12 @@ def test_sites_that_fit_act_alike_and_others_are_refused(chosen: dict[str, str],
         return
     n = spec().resolve().concrete("bf16")
     rounded = {chosen[name] for name in ("scores", "statistics", "logsumexp")} != {"fp32"}
-    codes = {"fma": numerics.FMA, "subtract_first": numerics.LATER, "separate_multiply": numerics.SEPARATE_MULTIPLY}
+    codes = {"fma": numerics.FMA, "subtract_first": numerics.SUBTRACT_FIRST, "separate_multiply": numerics.SEPARATE_MULTIPLY}
     forms = {"fma": Fma, "subtract_first": SubtractFirst, "separate_multiply": SeparateMultiply}
     acts = not rounded and not softcap and scale > 0
     problem = make_problem(*torch.ones(3, 1, 1, 1, 1).bfloat16(), n.key(), scale, True, softcap)
     assert type(exponent_of(problem)) is (forms[chosen["exponent"]] if acts else SubtractFirst)
-    expected = codes[chosen["exponent"]] if acts else numerics.SCALED
+    expected = codes[chosen["exponent"]] if acts else numerics.S_IS_SCALED
     assert numerics.exponent_code(n, scale, softcap) == expected.value
 
 
