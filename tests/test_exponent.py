@@ -134,7 +134,11 @@ def test_sites_that_fit_act_alike_and_others_are_refused(chosen: dict[str, str],
         return
     n = spec().resolve().concrete("bf16")
     rounded = {chosen[name] for name in ("scores", "statistics", "logsumexp")} != {"fp32"}
-    codes = {"fma": numerics.FMA, "subtract_first": numerics.SUBTRACT_FIRST, "separate_multiply": numerics.SEPARATE_MULTIPLY}
+    codes = {
+        "fma": numerics.FMA,
+        "subtract_first": numerics.SUBTRACT_FIRST,
+        "separate_multiply": numerics.SEPARATE_MULTIPLY,
+    }
     forms = {"fma": Fma, "subtract_first": SubtractFirst, "separate_multiply": SeparateMultiply}
     acts = not rounded and not softcap and scale > 0
     problem = make_problem(*torch.ones(3, 1, 1, 1, 1).bfloat16(), n.key(), scale, True, softcap)
