@@ -85,6 +85,8 @@ class _Tiled(torch.autograd.Function):
         for tile in tiles:
             dq = dq + tile.to(dq.dtype)
         dk, dv = ds.float().mT @ q.float(), p.to(q.dtype).float().mT @ do.float()
+        if ctx.fault == "dK without scale":
+            dk = dk / ctx.scale
         if ctx.fault == "dK of the last tile is 0":
             dk[..., -TILE:, :] = 0
         dk, dv = (x.unflatten(1, (-1, ctx.n)).sum(2) for x in (dk, dv))
@@ -138,6 +140,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("last tile dropped"), "last_key", "wrong", ""),
     (tiled("mask off by one"), "mask_edges", "wrong", ""),
     (tiled("dK of the last tile is 0"), "full", "wrong", ""),
+    (tiled("dK without scale"), "common_part", "wrong", "dk is off by 466 % of its size"),
     (tiled("exponent rounded"), "one_hot", "at risk", ""),
     (tiled("P rounded down"), "common_part", "at risk", "rounded to one side"),
     (tiled("lse in BF16"), "peaked_100", "wrong", ""),
@@ -324,7 +327,7 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     command = re.search(r"^again: python -m attention.check (.*)$", text, re.MULTILINE)
     assert command
     assert main(command[1].split()) == 1
-    inputs = re.search(r"^its q, k, v, do, scale, causal: (.*?);", text, re.MULTILINE)
+    inputs = re.search(r"^p = (.*?) has q, ", text, re.MULTILINE)
     assert inputs
     p = eval(inputs[1], {"attention": attention, "torch": torch})
     q, k, v = (x.requires_grad_() for x in (p.q, p.k, p.v))

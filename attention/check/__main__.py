@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..presets import PRESETS
 from ..user_error import UserError, command_line
 from . import judge
@@ -48,8 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("KERNEL: expected one or more; --help says which")
     if options.against and len(options.kernels) > 1:
         raise UserError(f"--against {options.against}: expected one KERNEL, not {len(options.kernels)}")
-    if device_of(options.device).type == "cpu":
-        torch.set_num_threads(1)  # its tensors are small: more threads take up to six times as long on a busy machine
+    device_of(options.device)
     for name in options.kernels:
         find(name)  # a wrong name shows before the first kernel has run
     tested: list[Report] = []

@@ -21,6 +21,9 @@ SIZE_WRONG = 2.0**-5
 EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "scale")
 WELL_CONDITIONED = 50.0
 """Largest ratio of errors in the classes EASY, where nothing enlarges a rounding error. Flash kernels have 2."""
+LOST = 0.8
+"""An O, dK or dV that is this far off, over its own size, has no more to do with the right one, if its error is also WELL_CONDITIONED times
+plain attention's. In any class; not dQ, which an error of delta alone puts off by 27 times its size."""
 BIAS = 0.5
 """Largest bias of O, in 2^-9 of its elements. Rounding to one side gives 1.3, rounding to nearest 0.03 or less."""
 FMA_LIMIT = 1e5
@@ -70,10 +73,13 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
         return AT_RISK, f"scores: O is off by {found['error_o']:.1e}, as where S is rounded to 16 bits"
     beyond = [x for x in ("o", "dq", "dk", "dv") if found[f"size_{x}"] > SIZE_WRONG]
     if beyond:
-        return WRONG, "errors: " + ", ".join(f"{x} is off by {found[f'size_{x}']:.1e} of its size" for x in beyond)
+        return WRONG, "errors: " + ", ".join(f"{x} is off by {_off(x, found)}" for x in beyond)
     far = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > largest]
     if far:
         return WRONG, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.0f} x plain's" for x in far)
+    lost = [x for x in ("o", "dk", "dv") if found[f"error_{x}"] > LOST and found[f"ratio_{x}"] > WELL_CONDITIONED]
+    if lost:
+        return WRONG, "errors: " + ", ".join(f"{x} is off by {_off(x, found)}" for x in lost)
     if not math.isfinite(found["rows"]):  # where a multiple of dO overflows and dO does not
         return WRONG, "not finite: rows of dS"
     if found["rows"] > ROWS_AT_RISK:
@@ -84,6 +90,14 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     if coarse:
         return AT_RISK, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.1f} x plain's" for x in coarse)
     return SAFE, ""
+
+
+def _off(x: str, found: dict[str, float]) -> str:
+    """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels."""
+    error = found[f"error_{x}"]
+    return (
+        f"{100 * error:.0f} % of its size" if error < 100 else f"{found[f'size_{x}']:.1e} of the size of what cancels"
+    )
 
 
 def worst(verdicts: Iterable[str]) -> str:

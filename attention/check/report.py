@@ -8,7 +8,7 @@ import json
 import math
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -87,7 +87,8 @@ class Report:
         lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
         found = "; ".join(f"{site} in {', '.join(names)}" for site, names in self.found.items())
         tried = sum(case.name in KNOWN_CLASSES for case in self.cases)
-        among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried)" if tried < len(KNOWN_CLASSES) else ""
+        own = f", {len(self.cases) - tried} of your own" * (tried < len(self.cases))
+        among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own})" if tried < len(KNOWN_CLASSES) else ""
         lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{found}")
         if wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
             lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
@@ -100,19 +101,26 @@ class Report:
     def _again(self) -> list[str]:
         """How to see its worst case again, and its tensors."""
 
-        def badness(case: Case) -> tuple[int, bool, float]:
-            names_it = case.verdict == judge.WRONG and case.name in measures.OWN  # these name what is wrong
-            return judge.ORDER.index(case.verdict), names_it, case.measures.get("rows", 0)
+        def badness(case: Case) -> tuple[int, bool, float, float]:
+            wrong = case.verdict == judge.WRONG
+            furthest = max(case.measures.get(f"size_{x}", 0) for x in measures.NAMES) if wrong else 0
+            # Classes of its own name what is wrong.
+            return (
+                judge.ORDER.index(case.verdict),
+                wrong and case.name in measures.OWN,
+                furthest,
+                case.measures.get("rows", 0),
+            )
 
         case = max(self.cases, key=badness)
         option = "--inputs" if case.name.endswith(".zip") else "--class"
         sizes = " ".join(f"--{name} {size}" for name, size in asdict(self.shape).items())
         command = f"python -m {__package__} {self.kernel} {option} {case.name} --device {self.device} --dtype {self.dtype} {sizes}"
         given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"'
-        inputs = f"q, k, v, do, scale, causal: {__package__}.make({given})"
-        how = f"its {inputs}; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|))"
+        how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), "
+        how += f"dQ over multiples of dO: {__package__}.measures.row_sums"
         if case.name in measures.OWN:
-            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}"
+            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}(kernel, shape, dtype, device)"
         return [f"again: {command}", how]
 
 
@@ -209,20 +217,32 @@ def check_attention(
             for call in first_calls(kernel, p):
                 pool.submit(call)
     cases, not_tried = [], {}
-    for name in classes or KNOWN_CLASSES:
-        progress(name)
-        if not classes and name in CLASSES and CLASSES[name].mask and not found.masks:
-            not_tried[name] = "it has no argument attn_mask"
-            continue
-        if name in CLASSES and (used := shape_of(name, asked)).D != asked.D:
-            not_tried[name] = f"it has head dim {used.D}"
-            continue
-        try:
-            cases.append(_case(found, name, asked, DTYPES[dtype], there))
-        except measures.OutOfRangeError as error:
-            not_tried[name] = str(error)
-    seen = environment(there) | {"kernel": identity(found.name)}
+    with one_thread() if there.type == "cpu" else contextlib.nullcontext():
+        for name in classes or KNOWN_CLASSES:
+            progress(name)
+            if not classes and name in CLASSES and CLASSES[name].mask and not found.masks:
+                not_tried[name] = "it has no argument attn_mask"
+                continue
+            if name in CLASSES and (used := shape_of(name, asked)).D != asked.D:
+                not_tried[name] = f"it has head dim {used.D}"
+                continue
+            try:
+                cases.append(_case(found, name, asked, DTYPES[dtype], there))
+            except measures.OutOfRangeError as error:
+                not_tried[name] = str(error)
+        seen = environment(there) | {"kernel": identity(found.name)}
     return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """The tensors of a CPU run are small: more threads take up to six times as long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def device_of(name: str | None) -> torch.device:
