@@ -100,6 +100,10 @@ def relative_errors(
 Results = tuple[Tensor, ...]
 
 
+def same_bits(found: Results, expected: Results) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def assert_agree(
     found: Results,
     expected: Results,

@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from attention_cases import same_bits
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,27 +37,18 @@ from attention.reference.tiles import TORCHS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def tensors(
-    *,
-    heads: int = 4,
-    groups: int = 4,
-    queries: int = 40,
-    keys: int = 40,
-    width: int = 16,
-    value_width: int = 0,
-    dtype: Any = torch.bfloat16,
-    device: Any = "cpu",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and dO."""
+def drawn(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    of_values = value_width or width
-    shapes = (
-        (2, heads, queries, width),
-        (2, groups, keys, width),
-        (2, groups, keys, of_values),
-        (2, heads, queries, of_values),
-    )
-    return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def tensors(
+    *, groups: int = 4, queries: int = 40, keys: int = 40, width: int = 16, value_width: int = 0, **kind: Any
+) -> tuple[Tensor, ...]:
+    """q, k, v and dO, BF16 on a CPU if ``kind`` does not have another dtype or device."""
+    of_queries, of_keys, of_values = (2, 4, queries), (2, groups, keys), value_width or width
+    found = drawn((*of_queries, width), (*of_keys, width), (*of_keys, of_values), (*of_queries, of_values))
+    return tuple(x.to(**({"dtype": torch.bfloat16} | kind)) for x in found)
 
 
 def results(function: Any, inputs: tuple[Tensor, ...], do: Tensor, **settings: Any) -> tuple[Tensor, ...]:
@@ -140,15 +132,11 @@ def test_boolean_masks(mask: str, device: torch.device) -> None:
     assert all(x[~seen[..., 0].expand(2, 4, 40)].count_nonzero() == 0 for x in found[:2])
 
 
-@pytest.mark.parametrize("mask", ["padding", "padding on the left", "window"])
-def test_a_mask_and_causal_hide_both(mask: str) -> None:
+def test_a_mask_and_causal_hide_both() -> None:
     *inputs, do = tensors()
-    settings: list[dict[str, Any]] = [
-        {"attn_mask": MASKS[mask], "is_causal": True},
-        {"attn_mask": MASKS[mask] & (S <= T)},
-    ]
-    both, joined = (results(scaled_dot_product_attention, inputs, do, **x) for x in settings)
-    assert all(torch.equal(a, b) for a, b in zip(both, joined, strict=True))
+    for mask in MASKS.values():
+        joined = results(scaled_dot_product_attention, inputs, do, attn_mask=mask & (S <= T))
+        assert same_bits(results(scaled_dot_product_attention, inputs, do, attn_mask=mask, is_causal=True), joined)
 
 
 def test_autocast_casts_as_torchs_function_does() -> None:
@@ -164,8 +152,7 @@ def test_autocast_casts_as_torchs_function_does() -> None:
     leaves = [x.requires_grad_() for x in inputs]
     with torch.autocast("cpu", torch.bfloat16):
         o = scaled_dot_product_attention(*leaves, is_causal=True)
-    for gradient, of_rounded in zip(torch.autograd.grad(o, leaves, do.bfloat16()), expected[1:], strict=True):
-        assert torch.equal(gradient, of_rounded.float())
+    assert same_bits(torch.autograd.grad(o, leaves, do.bfloat16()), [x.float() for x in expected[1:]])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -180,25 +167,21 @@ def test_compiled_as_one_graph_gives_the_same_bits(autocast: bool, device: torch
                 results(function, inputs, do, enable_gqa=True, **settings)
                 for function in (scaled_dot_product_attention, compiled)
             )
-            assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+            assert same_bits(eager, found)
 
 
 @pytest.mark.parametrize("changes", [{"width": 24}, {"queries": 30, "keys": 30}, {"scale": 0.3}, {"softcap": 5.0}])
 def test_compiled_for_any_shape_and_number_gives_the_same_bits(changes: dict[str, Any]) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    numbers = {"scale": 0.2, "softcap": 3.0}
+    compiled, numbers = eager_or_compiled("compiled"), {"scale": 0.2, "softcap": 3.0}
     for case in ({}, changes):
         *inputs, do = tensors(**{name: size for name, size in case.items() if name not in numbers})
         settings = {name: case.get(name, number) for name, number in numbers.items()}
         eager, found = (results(f, inputs, do, **settings) for f in (scaled_dot_product_attention, compiled))
-        assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+        assert same_bits(eager, found)
 
 
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
-def test_a_mask_is_looked_at_once_for_all_layers_and_again_if_edited(
-    dimensions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_is_looked_at_once_and_again_if_edited(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=attention.attn_mask.split)
     monkeypatch.setattr(attention.attn_mask, "split", looks)
     mask = torch.ones((1, 1, 40, 40)[4 - dimensions :], dtype=torch.bool).tril()
@@ -216,14 +199,12 @@ def test_other_masks_hide_what_boolean_ones_hide(shape: tuple[int, ...], hidden:
     torch.compiler.reset()
     *inputs, do = tensors(device=device)
     seen = torch.ones(shape, dtype=torch.bool, device=device).tril(20 if shape[-2] == 1 else 0)
-    expected = results(
-        scaled_dot_product_attention, tuple(inputs), do, attn_mask=seen if seen.ndim == 2 else seen[:, :1]
-    )
+    of_one = seen if seen.ndim == 2 else seen[:, :1]
+    expected = results(scaled_dot_product_attention, inputs, do, attn_mask=of_one)
     floating = torch.zeros(shape, device=device).masked_fill(~seen, hidden)
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
-    for function, mask in ((f, m) for f in (scaled_dot_product_attention, compiled) for m in (seen, floating)):
-        found = results(function, tuple(inputs), do, attn_mask=mask)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for function, mask in itertools.product((scaled_dot_product_attention, compiled), (seen, floating)):
+        assert same_bits(results(function, inputs, do, attn_mask=mask), expected)
 
 
 @pytest.mark.parametrize("first", ["made", "seen"])
@@ -234,9 +215,8 @@ def test_a_mask_of_inference_mode_serves_training(shape: tuple[int, ...], first:
     with torch.inference_mode():
         mask = mask.clone() if first == "made" else mask
         scaled_dot_product_attention(*inputs, attn_mask=mask)
-    expected = results(scaled_dot_product_attention, tuple(inputs), do)
-    found = results(scaled_dot_product_attention, tuple(inputs), do, attn_mask=mask)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    expected = results(scaled_dot_product_attention, inputs, do)
+    assert same_bits(results(scaled_dot_product_attention, inputs, do, attn_mask=mask), expected)
 
 
 def test_stochastic_rounding_follows_its_seed() -> None:
@@ -266,7 +246,7 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
     for x in captured:
         x.detach().zero_()
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    assert same_bits(captured, expected)
 
 
 X = torch.zeros(2, 4, 8, 16)
@@ -300,10 +280,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a site with sinks": ({"sinks": torch.zeros(4), "numerics": "flash_corrected_rows"}, "row_residual"),
     "no masks in a kernel": ({"attn_mask": WINDOW, "numerics": "sdpa_math"}, "it has no mask of keys"),
     "a site with a mask": ({"attn_mask": WINDOW, "numerics": VISITED}, "expected skipped with a mask of keys"),
-    "a bias of other sizes": (
-        {"attn_mask": causal_lower_right(8, 9)},
-        "CausalBias of 8 queries, 9 keys: expected 8, 8",
-    ),
+    "a bias of other sizes": ({"attn_mask": causal_lower_right(8, 9)}, "of 8 queries, 9 keys: expected 8, 8"),
     "a bias and causal": ({"attn_mask": causal_lower_right(8, 8), "is_causal": True}, "expected one of both"),
     "a bias of no variant": ({"attn_mask": copy.copy(causal_upper_left(8, 8)).clone()}, "of no known variant"),
 }
@@ -312,9 +289,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_is_refused(case: str) -> None:
     changes, message = REFUSED[case]
-    arguments = {"query": X, "key": X, "value": X} | changes
     with pytest.raises(ValueError, match=message):
-        scaled_dot_product_attention(**arguments)
+        scaled_dot_product_attention(**({"query": X, "key": X, "value": X} | changes))
+
+
+COARSE, COARSER = (AttentionSpec(sites=(f"probabilities=m{bits}",)) for bits in (2, 1))
 
 
 class Attention(torch.nn.Module):
@@ -325,30 +304,27 @@ class Attention(torch.nn.Module):
         return o + functional.scaled_dot_product_attention(q, k, v, dropout_p=0.0, is_causal=True)
 
 
-def called(how: str) -> Any:
-    if how == "compiled":
-        return torch.compile(Attention(), fullgraph=True, backend="aot_eager")
-    if how == "checkpointed":
-        return lambda *qkv: checkpoint(Attention(), *qkv, use_reentrant=False)
-    return Attention()
+HOW: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda model: model,
+    "compiled": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
+    "checkpointed": lambda model: functools.partial(checkpoint, model, use_reentrant=False),
+}
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "checkpointed"])
+@pytest.mark.parametrize("how", HOW)
 def test_replaced_in_a_model_that_cannot_be_edited(how: str, device: torch.device) -> None:
     """On a GPU the checkpointed one attends again in a thread of autograd's."""
     torch.compiler.reset()
     *inputs, do = tensors(device=device)
-    model = called(how)
-    coarse = AttentionSpec(sites=("probabilities=m1",))
+    model = HOW[how](Attention())
 
     def ours(*qkv: Tensor) -> Tensor:
-        return sum(scaled_dot_product_attention(*qkv, is_causal=True, numerics=coarse) for _ in range(2))
+        return sum(scaled_dot_product_attention(*qkv, is_causal=True, numerics=COARSER) for _ in range(2))
 
     before, expected = results(model, inputs, do), results(ours, inputs, do)
-    with replace_sdpa(coarse):
-        found = results(model, inputs, do)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(results(model, inputs, do), before, strict=True))
+    with replace_sdpa(COARSER):
+        assert same_bits(results(model, inputs, do), expected)
+    assert same_bits(results(model, inputs, do), before)
 
 
 def test_a_module_imported_inside_the_block_has_torchs_function_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,22 +337,14 @@ def test_a_module_imported_inside_the_block_has_torchs_function_after_it(monkeyp
     assert late.attend is original
 
 
-def test_a_wrong_name_is_refused_before_the_block() -> None:
-    with pytest.raises(ValueError, match="numerics = 'nope'"):
-        replace_sdpa("nope")
-    with pytest.raises(ValueError, match="expected none that rounds stochastically"):
-        replace_sdpa("flash_stochastic_o")
-
-
-def test_replaced_calls_that_cannot_be_served_are_refused_and_none_at_all_is_said() -> None:
-    *inputs, _ = tensors()
+def test_what_no_block_can_serve_is_refused_and_a_block_without_a_call_is_said() -> None:
+    for name, message in (("nope", "numerics = 'nope'"), ("flash_stochastic_o", "none that rounds stochastically")):
+        with pytest.raises(ValueError, match=message):
+            replace_sdpa(name)
     with pytest.raises(ValueError, match="dropout_p"), replace_sdpa():
-        torchs(*inputs, dropout_p=0.1)
+        torchs(X, X, X, dropout_p=0.1)
     with pytest.warns(UserWarning, match="was not called"), replace_sdpa():
-        torch.softmax(inputs[0], dim=-1)
-
-
-COARSE, COARSER = (AttentionSpec(sites=(f"probabilities=m{bits}",)) for bits in (2, 1))
+        torch.softmax(X, dim=-1)
 
 
 def assert_attends(spec: AttentionSpec | None, attend: Any = None) -> None:
@@ -507,11 +475,6 @@ def assert_as_torch(inputs: tuple[Tensor, ...], function: Any, **settings: Any) 
 STANDARD = functools.partial(scaled_dot_product_attention, numerics="standard")
 
 
-def drawn(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
-
-
 AS_TORCH: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "two dimensions": (((8, 16), (6, 16), (6, 16)), {}),
     "three": (((4, 8, 16), (4, 6, 16), (4, 6, 16)), {}),
@@ -531,14 +494,7 @@ def test_shapes_are_read_as_torch_reads_them(case: str) -> None:
     assert_as_torch(drawn(*shapes), STANDARD, **settings)
 
 
-MASKED_AS_TORCH: list[tuple[str, tuple[int, ...]]] = [
-    ("three", (4, 1, 6)),
-    ("five", (3, 1, 8, 6)),
-    ("five", (2, 1, 1, 1, 6)),
-]
-
-
-@pytest.mark.parametrize(("case", "mask"), MASKED_AS_TORCH)
+@pytest.mark.parametrize(("case", "mask"), [("three", (4, 1, 6)), ("five", (3, 1, 8, 6)), ("five", (2, 1, 1, 1, 6))])
 def test_masks_of_other_dimensions_are_read_as_torch_reads_them(case: str, mask: tuple[int, ...]) -> None:
     """Another number of keys for each entry, so that none can be taken for another's."""
     entries = torch.arange(math.prod(mask[:-2])).view(*mask[:-2], 1, 1)
@@ -567,11 +523,10 @@ def test_the_output_is_laid_out_as_torchs(layout: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [np.float32(0.3), torch.tensor(0.3), 2])
-def test_a_scale_is_what_float_makes_a_number(scale: Any) -> None:
+def test_a_scale_is_what_float_makes_a_number_and_a_parameter_a_tensor(scale: Any) -> None:
     q, k, v = drawn(*((1, 2, 8, 16),) * 3)
-    assert torch.equal(
-        scaled_dot_product_attention(q, k, v, scale=scale), scaled_dot_product_attention(q, k, v, scale=float(scale))
-    )
+    expected = scaled_dot_product_attention(q, k, v, scale=float(scale))
+    assert torch.equal(scaled_dot_product_attention(torch.nn.Parameter(q), k, v, scale=scale), expected)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
@@ -615,17 +570,11 @@ def test_a_subclass_is_refused_unread(subclass: Tensor, name: str) -> None:
         scaled_dot_product_attention(**({"query": X, "key": X, "value": X} | {name: subclass}))
 
 
-def test_a_parameter_is_a_plain_tensor() -> None:
-    q, k, v = drawn(*((1, 2, 8, 16),) * 3)
-    assert torch.equal(scaled_dot_product_attention(torch.nn.Parameter(q), k, v), scaled_dot_product_attention(q, k, v))
-
-
 @pytest.mark.parametrize("numerics", ["flash", "standard"])
 def test_second_derivatives_are_refused_where_they_are_asked_for(numerics: str) -> None:
     x = drawn((1, 1, 4, 8))[0].requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        scaled_dot_product_attention(x, x, x, numerics=numerics).sum(), x, create_graph=True
-    )
+    o = scaled_dot_product_attention(x, x, x, numerics=numerics)
+    (gradient,) = torch.autograd.grad(o.sum(), x, create_graph=True)
     with pytest.raises(ValueError, match="no second derivatives"):
         gradient.sum().backward()
 
