@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -19,6 +20,7 @@ from typing import Any
 import kernel_tests
 import pytest
 import torch
+from attention_cases import same_bits
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
@@ -97,18 +99,12 @@ def tiled(fault: str = "") -> Callable[..., Tensor]:
     return lambda q, k, v, causal, scale: _Tiled.apply(q, k, v, causal, scale, fault)
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["torch:math", "flash_consistent", tiled(), tiled("P rounded before its sum")],
-    ids=["math", "consistent", "own", "P rounded before its sum"],
-)
+@pytest.mark.parametrize("kernel", ["torch:math", "flash_consistent", tiled(), tiled("P rounded before its sum")])
 def test_kernels_whose_rows_of_ds_sum_to_zero_are_safe(kernel: Any) -> None:
     assert_safe(kernel, device="cpu", shape=SMALL)
 
 
-@pytest.mark.parametrize(
-    "kernel", ["flash", "torch:flash", tiled("delta from a rounded O")], ids=["ours", "torch", "own"]
-)
+@pytest.mark.parametrize("kernel", ["flash", "torch:flash", tiled("delta from a rounded O")])
 def test_delta_from_a_rounded_o_is_at_risk_and_gaussian_inputs_do_not_tell(kernel: Any) -> None:
     report = check_attention(kernel, device="cpu", shape=SMALL, classes=("gaussian", "common_part", "shared_direction"))
     assert [case.verdict for case in report.cases] == ["safe", "at risk", "at risk"]
@@ -204,12 +200,10 @@ def test_layers_of_a_run_that_explodes_are_packaged_and_tell(kernel: str, verdic
 
 
 def test_the_column_of_ones_measures_row_sums_of_ds() -> None:
-    """Against sums taken inside: in exact arithmetic they are 0, and with dO * O off by a known part they are known."""
+    """In exact arithmetic they are 0, and with dO * O off by a known part they are known."""
     p = make("gaussian", SMALL, torch.float32, CPU)
-
     column = run(tiled("delta 1 % too large"), p)[1][..., -1]
-    o = exact(p)[0][0]
-    expected = -0.01 * (p.do.double() * o).sum(-1) * p.scale
+    expected = -0.01 * (p.do.double() * exact(p)[0][0]).sum(-1) * p.scale
     assert torch.allclose(column.double(), expected, rtol=1e-3, atol=1e-6)
 
 
@@ -303,22 +297,22 @@ def test_exit_codes() -> None:
     assert [main([*names, *RISKY]) for names in kernels] == [0, 1, 3, 1, 0]
 
 
-def test_one_command_makes_a_table_of_kernels_and_head_dims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["torch:math", "flash", "--D", "32", "--D", "64", *RISKY, "--markdown", "--csv", str(tmp_path / "rows.csv")])
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        rows = [(row["kernel"], row["head_dim"], row["verdict"]) for row in csv.DictReader(file)]
-    math_, flash = ("torch:math", "safe"), ("flash", "at risk")
-    assert rows == [(name, dim, verdict) for dim in ("32", "64") for name, verdict in (math_, flash)]
+def rows_of(path: Path, *arguments: str) -> list[tuple[str, ...]]:
+    with contextlib.suppress(KeyboardInterrupt):
+        main([*arguments, *RISKY, "--csv", str(path)])
+    with path.open(newline="") as file:
+        return [(row["kernel"], row["head_dim"], row["verdict"]) for row in csv.DictReader(file)]
+
+
+def test_one_command_makes_a_table_of_kernels_and_head_dims_and_keeps_what_it_has_when_it_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = [(name, dim, x) for dim in ("32", "64") for name, x in (("torch:math", "safe"), ("flash", "at risk"))]
+    assert rows_of(tmp_path / "two.csv", "torch:math", "flash", "--D", "32", "--D", "64", "--markdown") == two
     assert capsys.readouterr().out.count("| at risk: delta or P |") == 2
-
-
-def test_a_command_that_is_cut_off_keeps_the_kernels_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stopped.py").write_text("def kernel(q, k, v, causal, scale):\n    raise KeyboardInterrupt\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        main(["torch:math", "stopped:kernel", *RISKY, "--csv", str(tmp_path / "rows.csv")])
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        assert [row["kernel"] for row in csv.DictReader(file)] == ["torch:math"]
+    assert rows_of(tmp_path / "cut.csv", "torch:math", "stopped:kernel", "--D", "64") == [two[2]]
 
 
 def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,13 +322,13 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     assert command
     assert main(command[1].split()) == 1
     inputs = re.search(r"^p = (.*?) has q, ", text, re.MULTILINE)
+    told = re.search(r"common_part +at risk +rows (\S+)", text)
     assert inputs
+    assert told
     p = eval(inputs[1], {"attention": attention, "torch": torch})
     q, k, v = (x.requires_grad_() for x in (p.q, p.k, p.v))
     attention.scaled_dot_product_attention(q, k, v, is_causal=p.causal, scale=p.scale, numerics="flash").backward(p.do)
     rows = (q.grad[..., -1].double().square().mean() / exact(p)[2].square().mean()).sqrt().item()
-    told = re.search(r"common_part +at risk +rows (\S+)", text)
-    assert told
     assert rows == pytest.approx(float(told[1]), rel=0.05)  # one pass; the report has the mean of eight
 
 
@@ -357,9 +351,8 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
     ],
 )
 def test_a_wrong_name_is_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        main(arguments if "--device" in arguments else [*arguments, "--device", "cpu"])
-    assert message in str(error.value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        main([*arguments, "--device", "cpu"])
 
 
 class Model(nn.Module):
@@ -380,33 +373,20 @@ class Model(nn.Module):
         return x_BTC
 
 
-def captured() -> tuple[Inputs, tuple[Tensor, ...]]:
-    torch.manual_seed(0)
+def test_what_attention_read_and_its_gradient_are_captured_and_a_file_gives_back_a_part(tmp_path: Path) -> None:
     model = Model()
     with capture(model, [1], {"step": 7}) as calls:
         model(torch.randn(2, 24, 32)).square().sum().backward()
-    return calls[1], model.seen[1]
-
-
-def bits(call: Inputs) -> list[Tensor]:
-    return [call.q, call.k, call.v, call.do]
-
-
-def test_what_is_captured_is_what_attention_read_and_its_gradient() -> None:
-    call, (q, k, v, o) = captured()
-    assert all(torch.equal(x, y) for x, y in zip(bits(call), (q, k, v, o.grad), strict=True))
+    call, (q, k, v, o) = calls[1], model.seen[1]
+    assert same_bits((call.q, call.k, call.v, call.do), (q, k, v, o.grad))
     assert (call.scale, call.causal, call.about) == (0.5, True, {"step": 7, "layer": 1})
-
-
-def test_a_file_gives_back_a_part_to_the_bit(tmp_path: Path) -> None:
-    call, (q, k, v, o) = captured()
     part = call.part(heads=(3, 0), sequences=1, length=10)
-    part.save(tmp_path / "a.zip")
+    for name in "ab":
+        part.save(tmp_path / f"{name}.zip")
     back = load(tmp_path / "a.zip")
     expected = (q[:1, [3, 0], :10], k[:1, [1, 0], :10], v[:1, [1, 0], :10], o.grad[:1, [3, 0], :10])
-    assert all(torch.equal(x, y) for x, y in zip(bits(back), expected, strict=True))
+    assert same_bits((back.q, back.k, back.v, back.do), expected)
     assert back.about == {"step": 7, "layer": 1, "heads": [3, 0], "sequences": 1, "length": 10}
-    part.save(tmp_path / "b.zip")
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
 
 
