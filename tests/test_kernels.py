@@ -13,16 +13,7 @@ from unittest.mock import Mock
 import kernel_tests
 import pytest
 import torch
-from attention_cases import (
-    CASES,
-    Problem,
-    assert_agree,
-    assert_as_exact,
-    magnitudes,
-    make,
-    oracle,
-    run,
-)
+from attention_cases import CASES, Problem, assert_agree, assert_as_exact, magnitudes, make, oracle, run, same_bits
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from torch import Tensor
 
@@ -59,25 +50,17 @@ def spec(
     return AttentionSpec(preset=preset, numerics=numerics, sites=sites, backend=backend)
 
 
-def largest_score(p: Problem) -> float:
-    return (p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max()).item() * p.q.shape[-1] ** -0.5
-
-
-def kernels_agree(p: Problem, kernel: AttentionSpec, in_pytorch: AttentionSpec, **settings) -> None:
+def flash_agrees(p: Problem, preset: str, numerics: str, sites: tuple[str, ...] = TILES, **more) -> None:
     """They differ by less than a quarter of the rounding error of the PyTorch backend, or by FP32 noise."""
-    found, expected = (run(p, x, **settings) for x in (kernel, in_pytorch))
+    found, expected = (run(p, spec(preset, numerics, sites, x), **more) for x in ("flash", "flash_reference"))
     assert [x.dtype for x in found] == [expected[0].dtype, *[p.q.dtype] * 3]
-    exact = oracle(p, settings.get("softcap", 0.0))
-    assert_agree(found, expected, exact, magnitudes(p), lambda own: max(own / 4, 2.0**-21))
-
-
-def flash_agrees(p: Problem, preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, **more) -> None:
-    kernels_agree(p, spec(preset, numerics, sites), spec(preset, numerics, sites, "flash_reference"), **more)
+    assert_agree(found, expected, oracle(p), magnitudes(p))
 
 
 def kernels_are_as_exact(p: Problem, **settings) -> None:
     """Error against fp64 at most twice that of the PyTorch backend, the floor being the unit of the format and that of L in FP32."""
-    floor = max(2.0**-24 * max(largest_score(p), 16), 0 if p.q.dtype == torch.float32 else 2.0**-10)
+    largest_score = (p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max()).item() * p.q.shape[-1] ** -0.5
+    floor = max(2.0**-24 * max(largest_score, 16), 0 if p.q.dtype == torch.float32 else 2.0**-10)
     found, baseline = (run(p, spec("flash", backend=backend, **settings)) for backend in ("flash", "flash_reference"))
     assert_as_exact(found, baseline, oracle(p), magnitudes(p), floor)
 
@@ -146,10 +129,11 @@ def test_as_exact_as_in_pytorch_against_fp64(case: str, dtype: torch.dtype, devi
     kernels_are_as_exact(problem(case, device, dtype, (1, 33, 1, 16)))
 
 
+FETCHED = ("flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "flash_consistent")
+
+
 @in_interpreter
-@pytest.mark.parametrize(
-    "preset", ["flash", "flash_stable_safe", "flash_delta_from_p_subtract_first", "flash_consistent"]
-)
+@pytest.mark.parametrize("preset", FETCHED)
 def test_descriptors_fetch_the_same_blocks(preset: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of Hopper's copy engine, which the interpreter can walk: lengths that no block divides, and head dim 64."""
     from attention.triton import backward, forward
@@ -160,9 +144,8 @@ def test_descriptors_fetch_the_same_blocks(preset: str, device: torch.device, mo
     allowed = Mock(return_value=True)
     for module in (forward, backward):
         monkeypatch.setattr(module, "takes_descriptor", allowed)
-    through = run(p, asked)
+    assert same_bits(plain, run(p, asked))
     assert allowed.call_count > 1
-    assert all(torch.equal(a, b) for a, b in zip(plain, through, strict=True))
 
 
 @on_gpu
@@ -171,7 +154,7 @@ def test_repeats_are_equal_to_the_bit_on_a_gpu(preset: str) -> None:
     p = problem("random", torch.device("cuda"), shape=(2, 1000, 4, 64))
     first = run(p, spec(preset, sites=()), seed=3)
     for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(p, spec(preset, sites=()), seed=3), strict=True))
+        assert same_bits(first, run(p, spec(preset, sites=()), seed=3))
 
 
 @on_gpu
@@ -212,10 +195,8 @@ def test_sums_are_of_the_rows_that_a_gpu_multiplies() -> None:
 @pytest.mark.parametrize("preset", FLASH)
 @pytest.mark.parametrize("numerics", ["hardware", "rounded_forward"])
 def test_presets_at_real_sizes_on_a_gpu(preset: str, numerics: str) -> None:
-    p = problem("tied", torch.device("cuda"), shape=(1, 1100, 2, 64))
-    flash_agrees(
-        p, preset, numerics, sites=("tile_q=512", "tile_k=512") if numerics == "rounded_forward" else ("tile_k=64",)
-    )
+    sites = ("tile_q=512", "tile_k=512") if numerics == "rounded_forward" else ("tile_k=64",)
+    flash_agrees(problem("tied", torch.device("cuda"), shape=(1, 1100, 2, 64)), preset, numerics, sites)
 
 
 @on_gpu
