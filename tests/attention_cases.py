@@ -50,6 +50,13 @@ def make(case: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, 
     return Problem(*(x.to(device, dtype) for x in (q, k, v, do)))
 
 
+def causal_scores(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+    """S [..., T, T] of q and k [..., T, D], in their dtype, -inf where a key is hidden."""
+    s = q @ k.mT * scale
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+
+
 def oracle(p: Problem, softcap: float = 0.0) -> tuple[Tensor, ...]:
     """O, dQ, dK, dV in fp64 from the same (rounded) inputs."""
     q, k, v, o, _ = _fp64(p, softcap)
@@ -72,11 +79,7 @@ def magnitudes(p: Problem) -> tuple[Tensor, ...]:
 def _fp64(p: Problem, softcap: float) -> tuple[Tensor, ...]:
     """q, k, v [B, H, T, D] with gradients on, O and P."""
     q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (p.q, p.k, p.v))
-    s = q @ k.mT / math.sqrt(q.shape[-1])
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
-    probabilities = torch.softmax(s, dim=-1)
+    probabilities = torch.softmax(causal_scores(q, k, q.shape[-1] ** -0.5, softcap), dim=-1)
     return q, k, v, probabilities @ v, probabilities
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
+from typing import Any
 
 import pytest
 import torch
+from attention_cases import causal_scores
+from tiny_runs import tiny_model
 from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionSpec
 from attention.mask import NO_MASK
 from attention.reference.flash import row_deltas
-from model import GPT, ModelConfig, initialize
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, effective_numerics, output_errors, row_residuals, summarize
 from probes.low_rank import coherence, cross_coherence, weighted_keys
@@ -52,10 +52,7 @@ def test_high_is_the_gradient_of_a_scale_of_o(numerics: str, softcap: float) -> 
     """delta[T] = d/dc sum_d dO[T, d] (c O[T, d]), with plain softmax attention in FP64: off by FP32 noise, but for roundings of S and l."""
     layer = random_layer(spec=AttentionSpec(numerics=numerics), softcap=softcap)
     q, k, v, do = (x.double().transpose(1, 2) for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
-    s = q @ k.mT * layer.scale
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
-    exact = (do * (torch.softmax(s, dim=-1) @ v)).sum(dim=-1)
+    exact = (do * (causal_scores(q, k, layer.scale, softcap).softmax(dim=-1) @ v)).sum(dim=-1)
     error = (delta_errors(layer).high_BHT - exact).abs().max() / exact.abs().max()
     assert error > 1e-4 if numerics == "rounded_forward" else error < 1e-6
 
@@ -124,30 +121,20 @@ def test_weighted_keys_are_those_of_fp64(softcap: float) -> None:
     """Up to L in FP32, and probabilities in FP32."""
     layer = random_layer(softcap=softcap)
     q, k = (x.double().transpose(1, 2) for x in (layer.q_BTHD, layer.k_BTHD))
-    s = q @ k.mT * layer.scale
-    slope = torch.ones_like(s)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-        slope = 1 - (s / softcap).square()
-    p = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf).softmax(dim=-1)
+    p = (s := causal_scores(q, k, layer.scale, softcap)).softmax(dim=-1)
+    slope = 1 - (s.tril() / softcap).square() if softcap else 1
     torch.testing.assert_close(weighted_keys(layer).double(), (p * slope) @ k, rtol=1e-4, atol=1e-5)
 
 
 B, T = 2, 24
-BASE = ModelConfig(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=64, vocab_multiple=1)
-VARIANTS = {
-    "plain": BASE,
-    "qk_norm": dataclasses.replace(BASE, qk_norm=True),
-    "gated": dataclasses.replace(BASE, gated_attention=True),
-    "softcap": dataclasses.replace(BASE, attention_softcap=5.0),
-    "llama": dataclasses.replace(BASE, position="rotary", norm="rms", activation="swiglu"),
+SIZES: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": 64}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "qk_norm": {"qk_norm": True},
+    "gated": {"gated_attention": True},
+    "softcap": {"attention_softcap": 5.0},
+    "llama": {"position": "rotary", "norm": "rms", "activation": "swiglu"},
 }
-
-
-def make(config: ModelConfig) -> GPT:
-    model = GPT(config, AttentionConfig(flash_backend="flash_reference").resolve(config.n_layer, config.n_head))
-    initialize(model, seed=3)
-    return model
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -158,7 +145,7 @@ def batch() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_of_the_weights_follow_from_what_was_captured(variant: str) -> None:
     """dO through attention and ``c_attn`` gives the gradient of W_v that ``backward`` gives: dO is training's own."""
-    model = make(VARIANTS[variant])
+    model = tiny_model(seed=3, **SIZES, **VARIANTS[variant])
     model.train()
     layers = capture(model, *batch(), autocast=contextlib.nullcontext())
     model(*batch())[1].backward()
@@ -166,5 +153,5 @@ def test_gradients_of_the_weights_follow_from_what_was_captured(variant: str) ->
         q, k, v = (x.clone().requires_grad_() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD))
         o = attention.run(q, k, v, layer.plan, rounding_seed=torch.tensor(0), softcap=layer.softcap)
         (dv,) = torch.autograd.grad(o, v, layer.do_BTHD)
-        expected = module.c_attn.weight.grad[2 * BASE.n_embd :]
+        expected = module.c_attn.weight.grad[2 * 32 :]
         torch.testing.assert_close(dv.flatten(2).flatten(0, 1).T @ layer.x_BTC.flatten(0, 1), expected)

@@ -14,34 +14,20 @@ transformers = pytest.importorskip("transformers", minversion="4.54")
 
 LENGTH = 24
 WINDOW = 8
-SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 96, "max_position_embeddings": 64}
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 GROUPED = {"num_key_value_heads": 2}
+# Multi-head latent attention: V narrower than K. Without experts, which would switch on last bits.
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": GROUPED,
     "Mistral": GROUPED | {"sliding_window": WINDOW},
     "Qwen2": GROUPED,
     "Qwen3": GROUPED | {"head_dim": 32},
     "Gemma2": GROUPED | {"head_dim": 24, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
-    # Multi-head latent attention: V narrower than K. Without experts, which would switch on last bits.
-    "DeepseekV3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 2,
-    },
+    "DeepseekV3": LATENT,
     "GPT2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -56,23 +42,14 @@ def ours() -> str:
 
 
 def plain_formula(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: Any = None,
-    softcap: Any = None,
-    **_: Any,
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: Any = None, softcap: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Attention in the dtype of its inputs, all of it: transformers' eager attention has its softmax in float32."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     s = (scaling or q.shape[3] ** -0.5) * q @ k.transpose(-1, -2)
     s = softcap * torch.tanh(s / softcap) if softcap else s
-    seen = (
-        torch.ones_like(s, dtype=torch.bool).tril() if mask is None else mask if mask.dtype == torch.bool else mask == 0
-    )
+    mask = torch.ones_like(s, dtype=torch.bool).tril() if mask is None else mask
+    seen = mask if mask.dtype == torch.bool else mask == 0
     p = torch.softmax(s.masked_fill(~seen, -1e30), dim=-1) * seen
     return (p @ v).transpose(1, 2), None
 
@@ -84,7 +61,7 @@ def torchs(family: str) -> str:
 
 def make(family: str, attention: str, **changes: Any) -> Any:
     """A random model, with logits that are not all alike."""
-    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family] | changes))
+    config = getattr(transformers, f"{family}Config")(**(SIZES | NO_TOKENS | FAMILIES[family] | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
@@ -122,12 +99,10 @@ def assert_as_near(family: str, ours: str, case: str, device: torch.device, *, a
     """Loss and all gradients: 1.5 times the error of torch's attention at most."""
     inputs = batch(case)
     exact = loss_and_gradients(make(family, "plain_formula").double().to(device), inputs)
-    errors = [
-        (loss_and_gradients(make(family, name).to(device), inputs, autocast) - exact).norm().item()
-        for name in (ours, torchs(family))
-    ]
-    assert errors[0] <= 1.5 * errors[1]
-    assert errors[1] < 0.05 * exact.norm()
+    models = (make(family, name).to(device) for name in (ours, torchs(family)))
+    error, allowed = ((loss_and_gradients(model, inputs, autocast) - exact).norm() for model in models)
+    assert error <= 1.5 * allowed
+    assert allowed < 0.05 * exact.norm()
 
 
 @EACH_FAMILY
@@ -151,21 +126,10 @@ def test_generation_with_a_cache(family: str, cache: str, ours: str, device: tor
     if cache == "static" and device.type == "cuda" and family != "Llama":
         pytest.skip("transformers compiles it there, which one family shows")
     inputs = {name: x[:, :12].to(device) for name, x in batch("left").items() if name != "labels"}
-    found, expected = (
-        make(family, name)
-        .to(device)
-        .eval()
-        .generate(
-            **inputs,
-            max_new_tokens=16,
-            do_sample=False,
-            cache_implementation=cache if cache == "static" else None,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
-        for name in (ours, torchs(family))
-    )
+    settings = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    settings |= {"cache_implementation": cache if cache == "static" else None, "return_dict_in_generate": True}
+    models = (make(family, name).to(device).eval() for name in (ours, torchs(family)))
+    found, expected = (model.generate(**inputs, **settings) for model in models)
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

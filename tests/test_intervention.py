@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, column, lines, make_data, optimizer, preset, tree, weights
+from tiny_runs import Place, column, lines, make_data, optimizer, preset, tiny_model, tree, weights
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
 from errors import UserError
-from model import GPT, ModelConfig, initialize
 from training.intervention import AlarmConfig, Switch, parse_switch, plans_at
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -25,17 +24,11 @@ SWITCH = {"alarm.switches": ("7:1:flash_delta_from_p",)}
 
 
 def test_all_heads_move_and_keep_their_base_and_sites() -> None:
-    rule = AttentionRule(
-        heads=(1,), attention=AttentionSpec(preset="standard", numerics="rounded_forward", sites=("output=m7",))
-    )
-    (plan,) = AttentionConfig(
-        flash_backend="flash_reference", default=AttentionSpec(numerics="rounded_forward"), rules=(rule,)
-    ).resolve(1, 3)
-    moved = switched(plan, "flash_fp32_o")
-    assert [(group.heads, group.spec) for group in moved.groups] == [
-        ((0, 2), AttentionSpec(preset="flash_fp32_o", numerics="rounded_forward")),
-        ((1,), AttentionSpec(preset="flash_fp32_o", numerics="rounded_forward", sites=("output=m7",))),
-    ]
+    base, own = ({"numerics": "rounded_forward", "sites": sites} for sites in ((), ("output=m7",)))
+    rules = (AttentionRule(heads=(1,), attention=AttentionSpec(preset="standard", **own)),)
+    (plan,) = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(**base), rules=rules).resolve(1, 3)
+    moved = [(group.heads, group.spec) for group in switched(plan, "flash_fp32_o").groups]
+    assert moved == [(heads, AttentionSpec(preset="flash_fp32_o", **x)) for heads, x in (((0, 2), base), ((1,), own))]
 
 
 @pytest.mark.parametrize(
@@ -95,14 +88,12 @@ def test_the_switch_acts_from_its_step_on(place: Place) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_a_compiled_model_follows_a_switch() -> None:
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=32, vocab_multiple=1)
     base = preset("flash").resolve(2, 2)
-    tokens = torch.randint(32, (2, 17), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
     torch._dynamo.reset()
 
     def gradients(compiled: bool) -> list[torch.Tensor]:
-        model = GPT(config, base)
-        initialize(model, seed=0)
+        model = tiny_model()
         called = torch.compile(model) if compiled else model
         seen = []
         for plans in (base, plans_at(base, [Switch(0, 1, "flash", ""), Switch(0, 1, "flash_stochastic_o")], 0), base):

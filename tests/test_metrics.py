@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny_runs import tiny_model
 from torch import Tensor
 from torch.nn import functional
 
-from attention import AttentionConfig
-from model import GPT, ModelConfig, initialize
+from model import GPT
 from training import record
 from training.evaluate import evaluate
 from training.metrics import Metrics, WandbConfig, read_metrics, start_wandb
@@ -124,13 +124,11 @@ def test_a_peak_is_that_of_the_card_or_none(name: str, tflops: float | None) -> 
 
 
 CPU = torch.device("cpu")
-SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1)
 
 
 def model_of() -> GPT:
     """With weights of 1, so that losses of batches differ."""
-    model = GPT(SHAPE, AttentionConfig(flash_backend="flash_reference").resolve(SHAPE.n_layer, SHAPE.n_head))
-    initialize(model, 0)
+    model = tiny_model()
     with torch.no_grad():
         model.transformer.wte.weight *= 50
     return model
@@ -141,7 +139,7 @@ class Batches:
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         for size in (1, 2, 3):
-            tokens, targets = torch.randint(64, (2, size, 16), generator=torch.Generator().manual_seed(size))
+            tokens, targets = torch.randint(256, (2, size, 16), generator=torch.Generator().manual_seed(size))
             yield tokens, targets.index_fill(1, torch.arange(5 * size - 5), -1)
 
 

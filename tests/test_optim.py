@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import same_bits
 from torch import Tensor, nn
 from torch.optim import Muon
 
@@ -30,8 +31,10 @@ MUON_NAMES = {
 TINY = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, vocab_multiple=1, bias=True)
 
 
-def make_model() -> GPT:
-    model = GPT(TINY, AttentionConfig(default=AttentionSpec(preset="standard")).resolve(1, 1))
+def make_model(config: ModelConfig = TINY) -> GPT:
+    model = GPT(
+        config, AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
+    )
     initialize(model, 0)
     return model
 
@@ -71,11 +74,9 @@ def test_muon_pair_steps_as_torchs_muon_and_adamw_alone() -> None:
     ours, theirs = make_model(), make_model()
     matrices = [p for name, p in theirs.named_parameters() if name in MUON_NAMES]
     rest = [p for name, p in theirs.named_parameters() if name not in MUON_NAMES]
-    muon = torch.optim.Muon(matrices, lr=5e-4, weight_decay=0.01, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if p.ndim > 1]},
-        {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0},
-    ]
+    muon = Muon(matrices, lr=5e-4, weight_decay=0.01, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    decayed, plain = ([p for p in rest if (p.ndim > 1) == decays] for decays in (True, False))
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=5e-4, betas=(0.9, 0.95), weight_decay=0.01)
     optimizer = build_optimizer(ours, config, torch.device("cpu"))
     for step in range(3):
@@ -83,7 +84,7 @@ def test_muon_pair_steps_as_torchs_muon_and_adamw_alone() -> None:
         backward(theirs, step)
         for part in (optimizer, muon, adamw):
             part.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert same_bits([*ours.parameters()], [*theirs.parameters()])
 
 
 SHAPES = [(24, 8), (8, 8), (32, 8), (8, 32), (5, 7)] * 2
@@ -127,45 +128,35 @@ def stepped(
     return [tensor.detach() for p in parameters for tensor in (p, optimizer.state[p]["momentum_buffer"])]
 
 
-def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("more", [{}, {"weight_decay": 0.0}, {"nesterov": False}], ids=str)
 def test_replayed_muon_has_the_bits_of_torchs(more: dict[str, Any]) -> None:
     recorder = Replays()
-    assert_same_bits(stepped(GraphedMuon, recorder=recorder, **more), stepped(Muon, **more))
+    assert same_bits(stepped(GraphedMuon, recorder=recorder, **more), stepped(Muon, **more))
     assert (recorder.records, recorder.replays) == (1, 3)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_graph_has_the_bits_of_torchs_muon() -> None:
     recorder = CudaRecorder(torch.device("cuda", 0))
     graph = stepped(GraphedMuon, GPT2 * 2, "cuda", recorder=recorder)
-    assert_same_bits(graph, stepped(Muon, GPT2 * 2, "cuda"))
+    assert same_bits(graph, stepped(Muon, GPT2 * 2, "cuda"))
 
 
-CLIPPED = ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=50, vocab_multiple=1, qk_clip_tau=1.0)
+CLIPPED = replace(TINY, n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=50, qk_clip_tau=1.0)
 
 
-def make(**changes: Any) -> GPT:
+def make() -> GPT:
     """A model with biases that matter and heads whose logits differ in size."""
-    config = replace(CLIPPED, bias=True, **changes)
-    plans = AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
-    model = GPT(config, plans)
-    initialize(model, 3)
+    model = make_model(CLIPPED)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for attn in model.attentions():
             attn.c_attn.bias.normal_(0.0, 0.5, generator=generator)
-            for head in range(config.n_head):
-                attn.c_attn.weight[head * config.head_width :][: config.head_width] *= 10.0 * (head + 1)
+            attn.c_attn.weight[:32] *= torch.arange(10.0, 50.0, 10.0).repeat_interleave(8)[:, None]
     return model
 
 
-def tokens(seed: int = 5) -> Tensor:
-    return torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(seed))
+TOKENS = torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("T", [1, 16, QUERY_CHUNK, 2 * QUERY_CHUNK + 7])
@@ -180,19 +171,18 @@ def test_largest_logits_are_those_of_the_whole_causal_matrix(T: int) -> None:
 
 def test_after_the_clip_the_same_batch_has_its_largest_logit_at_tau() -> None:
     # The first layer's input does not depend on any attention.
-    model = make(qk_clip_tau=1.0)
-    model(tokens())
+    model = make()
+    model(TOKENS)
     first = model.attentions()[0].max_logit_H.clone()
     clip_qk(model)
-    model(tokens())
-    second = model.attentions()[0].max_logit_H
+    model(TOKENS)
     assert (first > 1.0).any()
-    torch.testing.assert_close(second, first.clamp(max=1.0))
+    torch.testing.assert_close(model.attentions()[0].max_logit_H, first.clamp(max=1.0))
 
 
 @pytest.mark.parametrize("start_over", [clip_qk, forget_logits])
 def test_the_next_step_starts_with_no_maxima(start_over: Any) -> None:
     model = make()
-    model(tokens())
+    model(TOKENS)
     start_over(model)
     assert model.attentions()[1].max_logit_H.tolist() == [-math.inf] * 4

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, column, optimizer, preset, weights
+from attention_cases import causal_scores
+from tiny_runs import Place, column, optimizer, preset, tiny_model, weights
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
-from model import GPT, ModelConfig, initialize
 from probes.capture import capture
 from probes.delta_error import delta_errors
 from training.telemetry import measure, read_telemetry
@@ -50,25 +49,12 @@ def test_weights_are_the_same_bits_with_a_probe_every_step_and_with_none(place: 
 # ---- what a probe says
 
 
-def tiny(attention: AttentionConfig, n_layer: int = 2, **model: Any) -> GPT:
-    config = ModelConfig(n_layer=n_layer, n_head=2, n_embd=16, block_size=16, vocab_size=64, vocab_multiple=1, **model)
-    model = GPT(config, attention.resolve(n_layer, 2))
-    initialize(model, seed=0)
-    return model
-
-
-def batch(sequences: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(64, (sequences, 17), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1], tokens[:, 1:], torch.tensor(5)
+TOKENS = torch.randint(256, (1, 17), generator=torch.Generator().manual_seed(0))
+BATCH = TOKENS[:, :-1], TOKENS[:, 1:], torch.tensor(5)
 
 
 def bf16() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def probe_of(model: GPT, sequences: int = 1, **settings: Any) -> dict[str, Any]:
-    measured, units = measure(model, *batch(sequences), bf16(), **settings)
-    return {"delta_units": units, **{name: x.tolist() for name, x in measured.items()}}
 
 
 PLANS = {
@@ -87,16 +73,16 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_each_layer_and_head_has_its_place(name: str) -> None:
-    model = tiny(PLANS[name], n_layer=3)
-    record = probe_of(model)
-    for layer in capture(model, *batch()[:2], autocast=bf16(), rounding_seed=batch()[2]):
+    model = tiny_model(PLANS[name], n_layer=3)
+    record, _ = measure(model, *BATCH, bf16())
+    for layer in capture(model, *BATCH[:2], autocast=bf16(), rounding_seed=BATCH[2]):
         error_BHT = delta_errors(layer).error_BHT
         for head in range(2):
             mean = error_BHT[:, head].double().mean().item()
-            assert record["delta_error_mean"][layer.layer][head] == pytest.approx(mean, rel=1e-4, abs=1e-12)
-            logits = (layer.q_BTHD[0, :, head].float() @ layer.k_BTHD[0, :, head].float().T) * layer.scale
-            largest = logits.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf).max().item()
-            assert record["max_logit"][layer.layer][head] == pytest.approx(largest, rel=2.0**-8, abs=1e-6)
+            assert record["delta_error_mean"][layer.layer][head].item() == pytest.approx(mean, rel=1e-4, abs=1e-12)
+            logits = causal_scores(layer.q_BTHD[0, :, head].float(), layer.k_BTHD[0, :, head].float(), layer.scale)
+            expected = pytest.approx(logits.max().item(), rel=2.0**-8, abs=1e-6)
+            assert record["max_logit"][layer.layer][head].item() == expected
 
 
 def test_a_measurement_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +95,5 @@ def test_a_measurement_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPa
             return _original(self, *args)
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    measure(tiny(preset("flash")), *batch(), bf16())
+    measure(tiny_model(), *BATCH, bf16())
     assert count == []

@@ -27,7 +27,7 @@ from data.batches import DataConfig
 from data.recording import RUN_ID
 from data.token_files import TokenWriter
 from files import sha256_file
-from model import ModelConfig
+from model import GPT, ModelConfig, initialize
 from training.checkpoint import CheckpointConfig
 from training.distributed import DistContext
 from training.evaluate import EvaluationConfig
@@ -93,6 +93,14 @@ def changed(config: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
 
 def preset(name: str, numerics: str = "hardware") -> AttentionConfig:
     return AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(preset=name, numerics=numerics))
+
+
+def tiny_model(attention: AttentionConfig = TINY.attention, *operators: Any, seed: int = 0, **changes: Any) -> GPT:
+    """An initialized model of the sizes of ``TINY`` but for ``changes``."""
+    config = dataclasses.replace(TINY.model, **changes)
+    model = GPT(config, attention.resolve(config.n_layer, config.n_head), *operators)
+    initialize(model, seed)
+    return model
 
 
 def before_each_step(patch: pytest.MonkeyPatch, action: Callable[[Run, int], object]) -> None:
