@@ -7,15 +7,16 @@ from typing import NamedTuple
 import kernel_tests
 import pytest
 import torch
+from attention_cases import same_bits
 from kernel_tests import INTERPRETED
+from tiny_runs import preset, tiny_model
 from torch import Tensor
 from torch.nn import functional
 
-from attention import AttentionConfig
 from fused.embedding import lookup
 from fused.gelu import gelu
 from fused.linear_cross_entropy import linear_cross_entropy, softmax_rows
-from model import GPT, ModelConfig, Operators, initialize
+from model import Operators
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -78,31 +79,20 @@ def test_errors_are_within_twice_those_of_autograds_path(dtype: torch.dtype, chu
 
 # ---- in the model
 
-TINY = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=61, vocab_multiple=8)
 
-
-def tiny(operators: Operators) -> GPT:
-    model = GPT(TINY, AttentionConfig(flash_backend="flash_reference").resolve(TINY.n_layer, TINY.n_head), operators)
-    initialize(model, 0)
-    return model
-
-
-def gradients(model, dtype: torch.dtype) -> dict[str, Tensor]:
+def loss_and_gradients(operators: Operators) -> list[Tensor]:
     tokens = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        _, loss = model(tokens[:, :-1], tokens[:, 1:].contiguous())
+    model = tiny_model(preset("flash"), operators, n_layer=1, vocab_size=61, vocab_multiple=8)
+    _, loss = model(tokens[:, :-1], tokens[:, 1:].contiguous())
     loss.backward()
-    found = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | found
+    return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton in it")
 def test_the_model_in_float32_agrees_with_its_plain_path() -> None:
-    plain, fast = gradients(tiny("torch"), torch.float32), gradients(tiny("own"), torch.float32)
-    assert plain.keys() == fast.keys()
-    for name in plain:
+    for plain, fast in zip(*map(loss_and_gradients, ("torch", "own")), strict=True):
         # Sums of 64 tokens and of 16 columns, in another order.
-        assert (plain[name] - fast[name]).norm() <= 64 * 2.0**-24 * plain[name].norm()
+        assert (plain - fast).norm() <= 64 * 2.0**-24 * plain.norm()
 
 
 # ---- the kernel
@@ -170,15 +160,11 @@ def test_gelu_of_zero_infinity_and_nan(device: torch.device) -> None:
 def test_the_look_up_and_its_gradient_are_torchs(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(37, 8, generator=generator).to(device)
-    # Half of all tokens are one.
-    tokens = (torch.randint(37, (4, 50), generator=generator) * (torch.rand(4, 50, generator=generator) < 0.5)).to(
-        device
-    )
+    half_are_0 = torch.rand(4, 50, generator=generator) < 0.5
+    tokens = (torch.randint(37, (4, 50), generator=generator) * half_are_0).to(device)
     results = []
     for function in (lookup, functional.embedding):
         weight = table.clone().requires_grad_()
         found = function(tokens, weight)
-        (gradient,) = torch.autograd.grad(found.square().sum(), weight)
-        results.append((found.detach(), gradient))
-    for ours, torchs in zip(*results, strict=True):
-        assert torch.equal(ours, torchs)
+        results.append((found.detach(), *torch.autograd.grad(found.square().sum(), weight)))
+    assert same_bits(*results)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import same_bits
+from attention_cases import causal_scores, same_bits
 from torch import Tensor, nn
 from torch.optim import Muon
 
@@ -164,9 +164,8 @@ def test_largest_logits_are_those_of_the_whole_causal_matrix(T: int) -> None:
     generator = torch.Generator().manual_seed(7)
     # Integers: every product and sum is exact, whatever the order.
     q, k = (torch.randint(-9, 10, (2, T, 3, 4), generator=generator).float() for _ in range(2))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
-    causal = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-    assert torch.equal(largest_logits(q, k, scale=0.5), causal.amax(dim=(0, 2, 3)))
+    expected = causal_scores(q.transpose(1, 2), k.transpose(1, 2), 0.5).amax(dim=(0, 2, 3))
+    assert torch.equal(largest_logits(q, k, scale=0.5), expected)
 
 
 def test_after_the_clip_the_same_batch_has_its_largest_logit_at_tau() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Problem, make, run
+from attention_cases import Problem, causal_scores, make, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -173,8 +173,8 @@ def test_rows_are_chosen_by_their_probabilities() -> None:
     p = make("random", torch.float32, torch.device("cpu"), SHAPE)
     p.k[:, 1::4] = p.k[:, ::4]  # of four keys two are equal
     p.q[:, 20:30] *= 40  # one key, or a pair, has all the weight
-    scores = (p.q.transpose(1, 2) @ p.k.permute(0, 2, 3, 1)).double() / 4
-    weights = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(dim=-1).sort(dim=-1).values
+    scores = causal_scores(*(x.transpose(1, 2).double() for x in (p.q, p.k)), 0.25)
+    weights = scores.softmax(dim=-1).sort(dim=-1).values
     tied = weights[..., -2] > 0.999 * weights[..., -1]
     one_hot = weights[..., -1] > 0.999
     assert 0.1 < tied.double().mean() < 0.9

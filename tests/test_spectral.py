@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from attention_cases import causal_scores
 from torch import Tensor
 
 from attention.rounding import round_to
@@ -38,12 +37,9 @@ def test_no_square_overflows_or_vanishes(size: float) -> None:
 def test_norms_are_those_of_the_matrices_and_of_the_heads_rows() -> None:
     w_q, w_k = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(7))
     norms = attention_norms(w_q, w_k, 2)
-    heads_q, heads_k = w_q.view(2, 2, 8, 16), w_k.view(2, 2, 8, 16)
-    torch.testing.assert_close(norms["w_q_norm"], torch.linalg.matrix_norm(w_q, ord=2), rtol=1e-3, atol=0)
-    torch.testing.assert_close(norms["w_k_norm"], torch.linalg.matrix_norm(w_k, ord=2), rtol=1e-3, atol=0)
-    torch.testing.assert_close(
-        norms["qk_head_norm"], torch.linalg.matrix_norm(heads_q.mT @ heads_k, ord=2), rtol=1e-3, atol=0
-    )
+    of_heads = w_q.view(2, 2, 8, 16).mT @ w_k.view(2, 2, 8, 16)
+    for name, matrices in (("w_q_norm", w_q), ("w_k_norm", w_k), ("qk_head_norm", of_heads)):
+        torch.testing.assert_close(norms[name], torch.linalg.matrix_norm(matrices, ord=2), rtol=1e-3, atol=0)
 
 
 def test_only_the_layer_that_is_not_finite_is_nan_() -> None:
@@ -56,27 +52,19 @@ B, T, H, D = 2, 37, 3, 8
 SCALE = D**-0.5
 
 
-def operands(seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(spread * torch.randn(3, B, T, H, D, generator=torch.Generator().manual_seed(seed)))
+def operands(seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+    return tuple(spread * torch.randn(2, B, T, H, D, generator=torch.Generator().manual_seed(seed)))
 
 
 def scores(q: Tensor, k: Tensor, softcap: float = 0.0) -> Tensor:
-    """S [B, H, T, T] in the operands' dtype, masked entries -inf."""
-    s = SCALE * q.transpose(1, 2) @ k.transpose(1, 2).mT
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    return s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-
-
-def along(direction: list[float]) -> Tensor:
-    """Keys [1, n, 1, 1]: with queries of 1 and scale 1 they are the scores."""
-    return torch.tensor(direction)[None, :, None, None]
+    """S [B, H, T, T]."""
+    return causal_scores(q.transpose(1, 2), k.transpose(1, 2), SCALE, softcap)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("chunk", [1, 16, 128])
 def test_statistics_are_those_of_the_whole_matrix(chunk: int, softcap: float) -> None:
-    q, k, _ = operands(spread=2.0)
+    q, k = operands(spread=2.0)
     measured = attention_statistics(q, k, scale=SCALE, softcap=softcap, chunk=chunk)
     s = scores(q.double(), k.double(), softcap)
     p = s.softmax(dim=-1)
@@ -94,13 +82,13 @@ def test_statistics_are_those_of_the_whole_matrix(chunk: int, softcap: float) ->
 
 def test_repeated_maxima_are_told_by_tolerance() -> None:
     # Row t sees the first t + 1 scores: alone; 2^-9 apart; less than 1e-3 apart; exactly tied.
-    k = along([1.0, 1.0 + 2.0**-9, 1.0 + 2.0**-9 + 0.0009, 1.0 + 2.0**-9 + 0.0009])
+    k = torch.tensor([1.0, 1.0 + 2.0**-9, 1.0 + 2.0**-9 + 0.0009, 1.0 + 2.0**-9 + 0.0009]).view(1, 4, 1, 1)
     ties = attention_statistics(torch.ones_like(k), k, scale=1.0)["ties"]
     torch.testing.assert_close(ties, torch.tensor([2 / 4]))
 
 
 def test_rounded_scores_are_counted_as_by_hand() -> None:
-    q, k, _ = operands(seed=3)
+    q, k = operands(seed=3)
     s = round_to(scores(q, k).contiguous(), "m2")
     expected = ((s >= s.amax(dim=-1, keepdim=True) - 1e-3).sum(dim=-1) > 1).float().mean(dim=(0, 2))
     measured = attention_statistics(q, k, scale=SCALE, scores_format="m2", chunk=T)["ties"]

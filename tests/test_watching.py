@@ -19,6 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from attention_cases import causal_scores
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -102,8 +103,7 @@ def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> 
         loss.backward()
     q, k, v, o, do, dq = (x.detach().to(torch.bfloat16).double().cpu() for x in (q, k, v, o, do, dq))
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
-    s = (q @ k.mT / D**0.5).masked_fill(hidden, -math.inf)
+    s = causal_scores(q, k, D**-0.5)
     p, dp = s.softmax(dim=-1), do @ v.mT
     delta, low = (p * dp).sum(-1), (do * o).sum(-1)
     size = delta.square().mean(dim=(0, 2)).sqrt()
