@@ -10,24 +10,21 @@ from typing import Any
 import pytest
 import torch
 from test_nanogpt import nanogpt
-from tiny_runs import Interruption, Place, assert_equals_straight
+from tiny_runs import Interruption, Place, assert_equals_straight, preset, tiny_model
 
-from attention import AttentionConfig, AttentionSpec
 from errors import UserError
-from model import GPT, ModelConfig, Rotary, initialize
+from model import GPT, ModelConfig, Rotary
 from training.optim import OptimConfig, build_optimizer
 from training.weights import load_nanogpt
 
 LLAMA: dict[str, Any] = {"position": "rotary", "norm": "rms", "activation": "swiglu", "n_kv_head": 2}
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=48, block_size=32, vocab_size=64, vocab_multiple=1)
-EXACT = AttentionSpec(preset="standard", numerics="fp32")
+EXACT = preset("standard", "fp32")
 
 
 def make(**changes: Any) -> GPT:
     """An initialized model with weights five times as large, so that logits are not all near zero."""
-    config = replace(TINY, **changes)
-    model = GPT(config, AttentionConfig(default=EXACT).resolve(config.n_layer, config.n_head))
-    initialize(model, seed=1)
+    model = tiny_model(EXACT, seed=1, **(vars(TINY) | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5.0 if parameter.dim() == 2 else torch.linspace(0.5, 1.5, len(parameter)))
@@ -133,9 +130,6 @@ def test_what_no_model_can_be_is_refused(name: str) -> None:
 @pytest.mark.parametrize("field", LLAMA)
 def test_weights_of_a_gpt2_are_refused_by_field(field: str, tmp_path: Path) -> None:
     torch.save(nanogpt(), tmp_path / "ckpt.pt")
-    args = nanogpt()["model_args"]
-    sizes = {name: args[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    config = ModelConfig(**sizes, vocab_multiple=1, **{field: 1 if field == "n_kv_head" else LLAMA[field]})
-    model = GPT(config, AttentionConfig(default=EXACT).resolve(config.n_layer, config.n_head))
+    model = tiny_model(EXACT, **{field: 1 if field == "n_kv_head" else LLAMA[field]})
     with pytest.raises(UserError, match=f"model.{field} = "):
         load_nanogpt(model, tmp_path / "ckpt.pt")

@@ -90,7 +90,7 @@ def test_stopped_run_resumes_with_another_policy(place: Place) -> None:
 
 
 def test_skip_leaves_the_weights_alone(place: Place) -> None:
-    run = place.train("skip", {"nonfinite.policy": "skip", "evaluation.every": 1})
+    run = place.train("skip", {"nonfinite.policy": "skip", "evaluation.every": 1, "model.qk_clip_tau": 0.1})
     validation = column(run, "val_loss")
     assert events(run) == [(BAD_BATCH, BAD_BATCH, "skip")]
     assert validation[BAD_BATCH + 1] == validation[BAD_BATCH]
@@ -195,3 +195,9 @@ def test_late_values_change_no_bit_and_no_line(place: Place, name: str) -> None:
 def test_an_overflow_is_a_scaled_gradient_alone(loss: float, norm: float, scale: float, overflow: float) -> None:
     found = FoundInf("stop", torch.device("cpu"))(torch.tensor(loss), torch.tensor(norm), torch.tensor(scale))
     assert [x.item() for x in found] == [overflow, 1.0]
+
+
+@pytest.mark.parametrize(("policy", "after"), [("stop", 1.0), ("skip", 0.0)])
+def test_steps_after_a_stop_that_is_not_read_yet_change_nothing(policy: Any, after: float) -> None:
+    found = FoundInf(policy, torch.device("cpu"))
+    assert [found(torch.tensor(x), torch.tensor(1.0), None)[1].item() for x in (1.0, math.nan, 1.0)] == [0, 1, after]
