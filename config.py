@@ -25,9 +25,8 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
         hints = get_type_hints(kind)
         if not isinstance(content, dict) or (unknown := sorted(content.keys() - hints.keys())):
             raise invalid(where or "config", content if not isinstance(content, dict) else unknown[0], hints)
-        return kind(
-            **{name: from_json(hints[name], one, f"{where}.{name}".strip(".")) for name, one in content.items()}
-        )
+        inside = {name: from_json(hints[name], one, f"{where}.{name}".strip(".")) for name, one in content.items()}
+        return kind(**inside)
     if get_origin(kind) is tuple and isinstance(content, list | tuple):
         return tuple(from_json(get_args(kind)[0], item, f"{where}.{i}") for i, item in enumerate(content))
     if get_origin(kind) is Literal and content in get_args(kind):
@@ -36,11 +35,8 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
         return float(content)
     if isinstance(kind, type) and type(content) is kind:
         return content
-    raise invalid(
-        where,
-        content,
-        get_args(kind) if get_origin(kind) is Literal else f"a value of type {getattr(kind, '__name__', kind)}",
-    )
+    choices = get_args(kind) if get_origin(kind) is Literal else None
+    raise invalid(where, content, choices or f"a value of type {getattr(kind, '__name__', kind)}")
 
 
 def _exported(path: str, name: str, kind: Any, what: str) -> Any:
@@ -136,12 +132,8 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
             if field_name not in known:
                 below = ".".join(parts[:depth])
                 rules = "a rule of a file after the recipe, as in configs/ablations"
-                return invalid(
-                    name,
-                    value or next_argument,
-                    known or (rules if below == "attention.rules" else f"nothing below {below}"),
-                    typed=part,
-                )
+                choices = known or (rules if below == "attention.rules" else f"nothing below {below}")
+                return invalid(name, value or next_argument, choices, typed=part)
             section = known[field_name]
         given = value or ("" if next_argument.startswith("-") else next_argument)
         if isinstance(section, bool) and given:

@@ -130,9 +130,8 @@ class Recorder:
         own = asdict(header) | {"run_id": run_id}
         for name, value in (asdict(written) | {"run_id": _run_id(folder)}).items():
             if value != own[name]:
-                raise UserError(
-                    f"{folder}: its {name} is {value!r}, this run's is {own[name]!r}: another run's recording"
-                )
+                differ = f"its {name} is {value!r}, this run's is {own[name]!r}"
+                raise UserError(f"{folder}: {differ}: another run's recording")
         files.check_writable(folder / HEADER)
         with on_disk(folder / OFFSETS, "be written"):
             file = files.lock(folder / OFFSETS, "r+b", _busy(folder))
@@ -286,9 +285,8 @@ def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format_version {version!r}: this program reads version {FORMAT_VERSION}")
     names = {field.name for field in fields(RecordingHeader)}
-    if set(content) != names | {"chain_start", "steps", "complete"}:
-        odd = sorted(set(content) ^ (names | {"chain_start", "steps", "complete"}))
-        raise UserError(f"{path}: altered: missing or unknown {', '.join(odd)}")
+    if odd := set(content) ^ (names | {"chain_start", "steps", "complete"}):
+        raise UserError(f"{path}: altered: missing or unknown {', '.join(sorted(odd))}")
     header = RecordingHeader(**{name: content[name] for name in names})
     if header.chain_start().hex() != content["chain_start"]:
         raise UserError(f"{path}: altered: its fixed fields do not give its chain_start")

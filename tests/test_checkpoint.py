@@ -14,7 +14,7 @@ import torch
 
 import training.checkpoint as checkpoint
 from errors import UserError
-from training.checkpoint import CheckpointConfig, Checkpoints, Loaded, rng_state, set_rng_state
+from training.checkpoint import CheckpointConfig, Checkpoints, Content, Loaded, rng_state, set_rng_state
 from training.weights import read_checkpoint
 
 FILES = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "SHA256SUMS"}
@@ -30,7 +30,7 @@ def save(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
         "config_json": {},
         "extra": {},
     }
-    return checkpoints.save(step, **(contents | changes))
+    return checkpoints.save(Content(step=step, **(contents | changes)))
 
 
 def make(folder: Path, *steps: int, **config: Any) -> Checkpoints:

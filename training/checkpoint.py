@@ -51,18 +51,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The content of a checkpoint, tensors on the CPU, as ``Checkpoints.save`` got it."""
+class Content:
+    """What a checkpoint holds. The dicts but those of tensors are plain JSON."""
 
-    path: Path
     step: int
     model_state: dict[str, Tensor]
     optimizer_state: dict[str, Any]
+    """A torch optimizer's ``state_dict()``."""
     scaler_state: dict[str, Any]
     rng: list[Tensor]
+    """One ``rng_state()`` a process."""
     position: int
     config_json: dict[str, Any]
     extra: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Content):
+    """As ``Checkpoints.save`` got it, tensors on the CPU."""
+
+    path: Path
 
 
 class DamagedCheckpointError(UserError):
@@ -76,40 +84,27 @@ class Checkpoints:
         self.folder = folder
         self.config = config
 
-    def save(
-        self,
-        step: int,
-        *,
-        model_state: dict[str, Tensor],
-        optimizer_state: dict[str, Any],
-        scaler_state: dict[str, Any],
-        rng: list[Tensor],
-        position: int,
-        config_json: dict[str, Any],
-        extra: dict[str, Any],
-        prune: bool = True,
-    ) -> Path:
-        """Write the checkpoint of ``step``, then (``prune``) delete what the policy no longer keeps; returns its folder.
+    def save(self, content: Content, *, prune: bool = True) -> Path:
+        """Write a checkpoint, then (``prune``) delete what the policy no longer keeps; returns its folder.
 
-        ``optimizer_state`` is a torch optimizer's ``state_dict()``; ``rng`` holds one ``rng_state()`` a process; the
-        other dicts must be plain JSON. One of the same step is replaced. Those of later steps are damaged ones that a resume
-        passed over; they are deleted. Raises ``UserError`` where the disk refuses; the half-written one is then gone.
+        One of the same step is replaced. Those of later steps are damaged ones that a resume passed over; they are deleted. Raises
+        ``UserError`` where the disk refuses; the half-written one is then gone.
         """
-        model, tied = _untied(model_state)
-        tensors, optimizer_rest = _split_optimizer(optimizer_state)
+        step, (model, tied) = content.step, _untied(content.model_state)
+        tensors, optimizer_rest = _split_optimizer(content.optimizer_state)
         state = {
             "format_version": FORMAT_VERSION,
             "step": step,
-            "position": position,
-            "processes": len(rng),
+            "position": content.position,
+            "processes": len(content.rng),
             "tied": tied,
             "optimizer": optimizer_rest,
-            "scaler": scaler_state,
-            "config": config_json,
-            "extra": extra,
+            "scaler": content.scaler_state,
+            "config": content.config_json,
+            "extra": content.extra,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        generators = {f"rank.{rank}": value for rank, value in enumerate(rng)}
+        generators = {f"rank.{rank}": value for rank, value in enumerate(content.rng)}
         parts = {MODEL_FILE: model, OPTIMIZER_FILE: tensors, "rng.safetensors": generators}
         aside = self.folder / f".{_name(step)}.tmp"
         try:

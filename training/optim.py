@@ -142,12 +142,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
 
 
 def _muon(parameters: list[nn.Parameter], config: OptimConfig, device: torch.device) -> Muon:
-    settings: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "momentum": config.muon_momentum,
-        "adjust_lr_fn": "match_rms_adamw",
-    }
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.muon_momentum}
+    settings["adjust_lr_fn"] = "match_rms_adamw"
     if device.type != "cuda":
         return Muon(parameters, **settings)
     return GraphedMuon(parameters, recorder=CudaRecorder(device), **settings)
@@ -159,14 +155,9 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig, device: torch.de
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups, betas = [group for group in groups if group["params"]], (config.beta1, config.beta2)
     # fused=None, unlike False, leaves torch its fast multi-tensor update on CUDA.
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True if fused else None,
-    )
+    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True if fused else None)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

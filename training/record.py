@@ -120,11 +120,8 @@ def run_id(folder: Path, loaded: Loaded | None) -> str:
     Raises ``UserError`` for a checkpoint of another run.
     """
     path = folder / "config.json"
-    ids = [
-        str(known["run_id"])
-        for known in (_read_record(path) if path.is_file() else {}, loaded.extra if loaded else {})
-        if "run_id" in known
-    ]
+    content = _read_record(path) if path.is_file() else {}
+    ids = [str(known["run_id"]) for known in (content, loaded.extra if loaded else {}) if "run_id" in known]
     if loaded is not None and len(set(ids)) > 1:
         raise UserError(
             f"{loaded.path}: its run_id is {ids[1]!r}, that of {path} is {ids[0]!r}: not this run's checkpoint"
@@ -136,10 +133,8 @@ def check_restart(folder: Path, checkpoints: Path, recording: str) -> None:
     """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start again."""
     path = folder / "config.json"
     if not path.is_file():
-        first = f"remove {folder} and " if folder.exists() else ""
-        raise invalid(
-            "run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {first}start the run again"
-        )
+        again = f"remove {folder} and start the run again" if folder.exists() else "start the run again"
+        raise invalid("run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {again}")
     content = _read_record(path)
     before = content["config"].get("data", {}).get("record", "")
     if before and not recording:
@@ -170,18 +165,15 @@ def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
         for name in LOGS
         if (folder / name).is_file()
     }
-    for name, written in loaded.extra.get("logs", {}).items():
-        _compare_log(folder / name, written.split(), line_digests(contents.get(name, b"")), loaded.path)
+    for name, digests in loaded.extra.get("logs", {}).items():
+        written, there = digests.split(), line_digests(contents.get(name, b""))
+        if written != there:
+            pairs = enumerate(itertools.zip_longest(written, there), start=1)
+            first = next(number for number, (old, new) in pairs if old != new)
+            gone, then = len(written) - len(there), loaded.path
+            what = f"{gone} lines from before {then} are gone, the first" if gone > 0 else f"changed since {then}"
+            print(f"warning: {folder / name}: {what}: line {first}; the weights do not depend on it", file=sys.stderr)
     return contents
-
-
-def _compare_log(path: Path, written: list[str], there: list[str], checkpoint: Path) -> None:
-    pairs = enumerate(itertools.zip_longest(written, there), start=1)
-    if (first := next((number for number, (old, new) in pairs if old != new), None)) is None:
-        return
-    gone = len(written) - len(there)
-    what = f"{gone} lines from before {checkpoint} are gone, the first" if gone > 0 else f"changed since {checkpoint}"
-    print(f"warning: {path}: {what}: line {first}; the weights do not depend on it", file=sys.stderr)
 
 
 def log_digests(folder: Path, written: dict[str, list[str]]) -> dict[str, str]:
@@ -294,16 +286,12 @@ def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any]
     free = _FREE_ON_RESUME + (_FREE_IN_A_BRANCH if branch else ())
     for name, before, value in differences(loaded.config_json, now, defaults):
         if not name.startswith(free):
-            switch = "; --alarm.switches STEP:LAYER:PRESET changes it on the way"
-            on_the_way = switch if name.startswith("attention") else ""
+            switch = "; --alarm.switches STEP:LAYER:PRESET changes it on the way" * name.startswith("attention")
             expected = "none" if before in ("", None) else repr(before)
             # An option that was given at the start and is missing now has its default value.
-            typed = (
-                f" (--{name.replace('_', '-')} {before})"
-                if isinstance(before, str | int | float) and before and before is not True
-                else ""
-            )
-            raise invalid(name, value, f"{expected}{typed}, as in the checkpoint {loaded.path}{on_the_way}")
+            if isinstance(before, str | int | float) and before and before is not True:
+                expected += f" (--{name.replace('_', '-')} {before})"
+            raise invalid(name, value, f"{expected}, as in the checkpoint {loaded.path}{switch}")
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -24,7 +24,7 @@ from data.batches import Batches
 from errors import UserError, invalid, reading
 from model import GPT, initialize
 from training import distributed, outcome, precision, record, throughput
-from training.checkpoint import MODEL_FILE, Checkpoints, Loaded, rng_state, set_rng_state
+from training.checkpoint import MODEL_FILE, Checkpoints, Content, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch, update_alarm
 from training.metrics import Metrics, import_wandb, read_lines, start_wandb
@@ -344,8 +344,8 @@ def save(run: Run, step: int) -> None:
         for log in logs:
             log.sync()
         if run.dist.is_main:
-            run.checkpoints.save(
-                step,
+            content = Content(
+                step=step,
                 model_state=run.network.raw.state_dict(),
                 optimizer_state=run.network.optimizer.state_dict(),
                 scaler_state=run.network.scaler.state_dict(),
@@ -360,9 +360,9 @@ def save(run: Run, step: int) -> None:
                     "switches": run.interventions.state(step),
                     "logs": record.log_digests(run.folder, {log.path.name: log.digests for log in logs}),
                 },
-                # While every step is skipped, the weights may be broken: keep the checkpoints from before.
-                prune=not run.guard.skips_in_a_row,
             )
+            # While every step is skipped, the weights may be broken: keep the checkpoints from before.
+            run.checkpoints.save(content, prune=not run.guard.skips_in_a_row)
 
 
 def restore(model: GPT, optimizer: Optimizer, scaler: torch.amp.GradScaler, loaded: Loaded, dist: DistContext) -> None:
