@@ -240,9 +240,7 @@ def validate(run: Run) -> float:
     """Validation loss on the fixed batches, nats a token."""
     device = run.dist.device
     seed = torch.tensor(rounding_seed(run.config.run.seed, 0, 0), device=device)
-    precision = run.config.precision
-    exact, autocast = precision.fixed_sum_order, precision.autocast(device)
-    return evaluate(run.network.evaluated, run.batches, device, autocast, seed, exact_sum=exact)
+    return evaluate(run.network.evaluated, run.batches, device, run.config.precision.autocast(device), seed)
 
 
 def probe(run: Run, step: int) -> dict[str, float | int]:

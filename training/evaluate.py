@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from data.batches import Batches
 from errors import check_size
-from training.distributed import all_reduce_sum, gather
+from training.distributed import gather
 
 IGNORED_TARGET = -1
 
@@ -32,17 +32,14 @@ def evaluate(
     device: torch.device,
     autocast_context: AbstractContextManager[object],
     rounding_seed: Tensor | None = None,
-    *,
-    exact_sum: bool = False,
 ) -> float:
     """Mean loss over the fixed validation batches of all processes, nats a token.
 
-    Every process must call this, and all get the value: the same for any number of processes up to the order of summation, and with
-    ``exact_sum``, which adds without any rounding, to the bit. Shares may differ in length, or be empty. ``model`` is not DDP's, whose
-    forward pass may wait for processes that have fewer batches; it runs in eval mode, and every module's own mode is put back, also after
-    an error. ``rounding_seed``, int64 [] on ``device``, serves each batch: stochastic rounding draws alike however batches are dealt out.
+    Every process must call this, and all get the value, the same bits for any number of processes, as sums are exact. Shares may differ in
+    length, or be empty. ``model`` is not DDP's, whose forward pass may wait for processes that have fewer batches; it runs in eval mode,
+    and every module's own mode is put back, also after an error. ``rounding_seed``, int64 [] on ``device``, serves each batch: stochastic
+    rounding draws alike however batches are dealt out.
     """
-    # In double, so that neither the order of summation nor the number of processes shows in float32.
     sums = [torch.zeros(2, dtype=torch.float64, device=device)]
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -56,8 +53,5 @@ def evaluate(
     finally:
         for module, training in modes:
             module.training = training
-    if exact_sum:
-        loss_sum, count_sum = map(math.fsum, torch.cat(gather(torch.stack(sums))).T.tolist())
-    else:
-        loss_sum, count_sum = all_reduce_sum(sum(sums[1:], start=sums[0])).tolist()
+    loss_sum, count_sum = map(math.fsum, torch.cat(gather(torch.stack(sums))).T.tolist())
     return loss_sum / count_sum
