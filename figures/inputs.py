@@ -84,7 +84,7 @@ def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPl
 
 
 def captured(
-    opened: Opened, sequences: int, data: Path | None, device: torch.device, layers: Sequence[int]
+    opened: Opened, sequences: int, data: Path | None, layers: Sequence[int]
 ) -> tuple[list[LayerCapture], float]:
     """Layers of a checkpoint over validation sequences, and the loss scale that their dO has.
 
@@ -95,6 +95,7 @@ def captured(
     if not set(layers) <= set(range(config.model.n_layer)):
         raise invalid("--layer", " ".join(map(str, layers)), f"0 to {config.model.n_layer - 1}")
     folder, length = data or Path(config.data.dataset), config.data.sequence_length
+    device = next(opened.model.parameters()).device
     batch = validation_tokens(folder, length, sequences, config.model.vocab_size, device)
 
     scale = FP16_LOSS_SCALE if config.precision.dtype == "float16" else 1.0
@@ -103,13 +104,12 @@ def captured(
         capture(opened.model, tokens_T[None], targets_T[None], layers, rounding_seed=seed, **settings)
         for tokens_T, targets_T, seed in zip(*batch, torch.arange(sequences, device=device), strict=True)
     ]
-    return [joined(of_layer) for of_layer in zip(*parts, strict=True)], scale
-
-
-def joined(parts: Sequence[LayerCapture]) -> LayerCapture:
-    names = ("x_BTC", "q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD")
-    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    return dataclasses.replace(parts[0], **whole)
+    whole = []
+    for of_layer in zip(*parts, strict=True):
+        names = ("x_BTC", "q_BTHD", "k_BTHD", "v_BTHD", "o_BTHD", "do_BTHD")
+        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in of_layer]) for name in names}
+        whole.append(dataclasses.replace(of_layer[0], **joined))
+    return whole, scale
 
 
 def head_of(w_q_CC: Tensor, n_head: int, head: int | None) -> int:

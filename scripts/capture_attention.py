@@ -21,7 +21,6 @@ with trainer_packages():
     import files
     from attention.check.captured import Inputs
     from figures.inputs import captured, open_checkpoint
-    from training.checkpoint import Loaded
     from training.record import environment
 
 CONFIG = ("model", "attention", "data", "optim", "precision")
@@ -46,8 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, loaded = opened.config, opened.loaded
     if config.model.attention_softcap:
         raise UserError("model.attention_softcap: expected 0, as the crash test has no soft-cap")
-    layers, scale = captured(opened, options.sequences, options.data, device, options.layers)
-    about = _about(loaded) | {"loss_scale": scale, "captured": environment(device, 1)}
+    layers, scale = captured(opened, options.sequences, options.data, options.layers)
+    recorded = loaded.config_json
+    about: dict[str, Any] = {"step": loaded.step, "seed": recorded["run"]["seed"], "loss_scale": scale}
+    about |= {"config": {name: recorded[name] for name in CONFIG}, "captured": environment(device, 1)}
+    if (record := loaded.path.parent.parent / "config.json").exists():
+        about["trained"] = files.read_json(record)["sessions"]
     if opened.replaced:
         about["computed_by"] = "flash_reference"
     options.out.mkdir(parents=True, exist_ok=True)
@@ -57,14 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = options.out / f"{config.run.name}_step_{loaded.step}_layer_{layer.layer}.zip"
         whole.part(heads=options.heads, length=options.length).save(path)
         print(path)
-
-
-def _about(loaded: Loaded) -> dict[str, Any]:
-    """Step and config of a checkpoint, and what its run was made with."""
-    config = loaded.config_json
-    about = {"step": loaded.step, "seed": config["run"]["seed"], "config": {name: config[name] for name in CONFIG}}
-    record = loaded.path.parent.parent / "config.json"
-    return about | ({"trained": files.read_json(record)["sessions"]} if record.exists() else {})
 
 
 if __name__ == "__main__":

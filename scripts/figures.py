@@ -31,14 +31,13 @@ with trainer_packages():
 
 
 def _figure_4(args: argparse.Namespace) -> Drawn:
-    device = _device()
-    checkpoints = [inputs.open_checkpoint(folder, device) for folder in args.checkpoint]
+    checkpoints = [inputs.open_checkpoint(folder, _device()) for folder in args.checkpoint]
     shapes = {(opened.config.model.n_embd, opened.config.model.n_head) for opened in checkpoints}
     if len(shapes) > 1:
         raise UserError(f"figure 4 compares checkpoints of one width and number of heads, not {sorted(shapes)}")
     rows, head = [], _head(checkpoints[0], args)
     for opened in checkpoints:
-        (layer,), _ = inputs.captured(opened, args.sequences, args.data, device, [args.layer])
+        (layer,), _ = inputs.captured(opened, args.sequences, args.data, [args.layer])
         # One checkpoint: two of its sequences. Several: the same sequence in each.
         for batch in (0,) if len(checkpoints) > 1 else (0, args.sequences - 1):
             _, token = delta.largest_error(layer, head, batch)
@@ -48,9 +47,8 @@ def _figure_4(args: argparse.Namespace) -> Drawn:
 
 
 def _figure_5(args: argparse.Namespace) -> Drawn:
-    device = _device()
-    opened = inputs.open_checkpoint(args.checkpoint[0], device)
-    (layer,), scale = inputs.captured(opened, args.sequences, args.data, device, [args.layer])
+    opened = inputs.open_checkpoint(args.checkpoint[0], _device())
+    (layer,), scale = inputs.captured(opened, args.sequences, args.data, [args.layer])
     head = _head(opened, args)
     batch, token = delta.largest_error(layer, head)
     label = f"{opened.label}, layer {args.layer} head {head}"
