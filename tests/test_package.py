@@ -131,7 +131,7 @@ def test_imports_go_down_only(path: Path, part: str) -> None:
             continue
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
         for top in (name.split(".")[0] for name in names):
-            assert top != "experiments", f"{path.name} imports experiments, which is frozen"
+            assert top != "experiments", f"{path.name} imports experiments, which holds studies"
             if top in ORDER:
                 assert ORDER.index(top) >= ORDER.index(part), f"{path.name} imports {top}, which stands above {part}"
 
