@@ -73,7 +73,7 @@ class Probe:
 def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] | None:
     """The rule at the last of a layer's probes: which heads run away, [H] bool, and the power of the clock that each grows like, [H].
 
-    None where no probe is far enough before it.
+    None where no probe is far enough before it to tell.
     """
     leaves, exponent, start = torch.tensor(len(probes) > rule.probes), torch.tensor(0.0), None
     for end in range(max(0, len(probes) - rule.probes), len(probes)):
@@ -84,10 +84,14 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
         exponent = _exponent(probes[start], probes[end])
         large = large_logits(probes[end].logit_H, rule)
         leaves = leaves & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
-    if start is None:
+    last, begun = probes[-1], [probe for probe in probes[:-1] if probe.clock > 0]
+    if not begun:
         return None
-    sudden = _exponent(probes[start], probes[end], "logit_H") >= rule.sudden_exponent
-    return leaves | (sudden & ~(probes[end].logit_H < rule.sudden_logit)), exponent
+    # Before a whole window has passed, as in a log that begins late, logits must have grown as much as in one.
+    first = begun[0] if start is None else probes[start]
+    sudden = ~(last.logit_H / first.logit_H < max(last.clock / first.clock, rule.window) ** rule.sudden_exponent)
+    leaves = leaves | (sudden & ~(last.logit_H < rule.sudden_logit))
+    return (leaves, _exponent(first, last)) if start is not None or leaves.any() else None
 
 
 def large_logits(logit_H: Tensor, rule: GrowthRule) -> Tensor:
@@ -102,9 +106,9 @@ def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None
     return earlier[-1] if earlier else None
 
 
-def _exponent(before: Probe, after: Probe, of: str = "norm_H") -> Tensor:
-    """d ln norm / d ln clock between two probes, [H], or that of the logits; +inf where norm or logit is no longer finite."""
-    exponent = (getattr(after, of) / getattr(before, of)).log() / math.log(after.clock / before.clock)
+def _exponent(before: Probe, after: Probe) -> Tensor:
+    """d ln norm / d ln clock between two probes, [H]; +inf where norm or logit is no longer finite."""
+    exponent = (after.norm_H / before.norm_H).log() / math.log(after.clock / before.clock)
     return torch.where(after.norm_H.isfinite() & after.logit_H.isfinite(), exponent, math.inf)
 
 

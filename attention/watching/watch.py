@@ -381,7 +381,7 @@ class Watch:
             say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
         if self._first > self._warm_up and not self._alarm.has_begun:
             from_step = math.ceil(self._first * self._alarm.rule.window)
-            say(f"watch: started at step {self._first}, it can judge from about step {from_step:,} on")
+            say(f"watch: started at step {self._first}: until about step {from_step:,} it sees sudden growth only")
 
     def _judge(self, step: int, clock: float, logits: dict[int, list[float]]) -> None:
         if step < self._warm_up:
@@ -465,7 +465,7 @@ def watch(
         warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
         sequences: how many of the batch are looked at, from the first.
         start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes today's learning rate for
-            them, and the alarm can judge from about 1.3 times ``start`` on.
+            them, and until about 1.3 times ``start`` the alarm sees sudden growth only.
         rule: the alarm's thresholds.
         say: called with a line when a layer runs away or a kernel made a NaN, and at the end with the largest logit.
 
