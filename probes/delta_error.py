@@ -137,19 +137,18 @@ def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
     B, T = error_HBT.shape[1:]
     unit = min(unit, T)
     blocks = T // unit
-    mean_HU = error_HBT[:, :, : blocks * unit].reshape(-1, B * blocks, unit).mean(dim=-1)
+    units = B * blocks
+    mean_HU = error_HBT[:, :, : blocks * unit].reshape(-1, units, unit).mean(dim=-1)
     error_HN = error_HBT.flatten(1)
-    signed_H = (error_HN != 0).sum(dim=-1)
-    positive_H = (error_HN > 0).sum(dim=-1) / signed_H.clamp(min=1)
+    mean_H, signed_H = error_HN.mean(dim=-1), (error_HN != 0).sum(dim=-1)
+    positive_H = torch.where(signed_H > 0, (error_HN > 0).sum(dim=-1) / signed_H, 0.5).double()
     return Summary(
-        mean_H=error_HN.mean(dim=-1),
-        # One unit has no spread: NaN, and no warning.
-        standard_error_H=mean_HU.std(dim=-1, correction=min(1, mean_HU.shape[1] - 1)) / math.sqrt(mean_HU.shape[1])
-        if mean_HU.shape[1] > 1
-        else torch.full_like(error_HN[:, 0], math.nan),
+        mean_H=mean_H,
+        # One unit has no spread, and torch would warn.
+        standard_error_H=mean_HU.std(dim=-1) / math.sqrt(units) if units > 1 else torch.full_like(mean_H, math.nan),
         rms_H=error_HN.square().mean(dim=-1).sqrt(),
-        positive_H=torch.where(signed_H > 0, positive_H, 0.5).double().where(~error_HN.isnan().any(-1), math.nan),
-        units=mean_HU.shape[1],
+        positive_H=positive_H.where(~error_HN.isnan().any(-1), math.nan),
+        units=units,
     )
 
 

@@ -16,12 +16,6 @@ from model import GPT
 from training.distributed import all_reduce_max
 
 
-def clip_factors(max_logit_LH: Tensor, tau: float) -> Tensor:
-    """gamma = min(1, tau / max logit), 1 for maxima that are not finite, which the nonfinite policy handles."""
-    exceeds_LH = torch.isfinite(max_logit_LH) & (max_logit_LH > tau)
-    return torch.where(exceeds_LH, tau / max_logit_LH, 1.0)
-
-
 def forget_logits(model: GPT) -> None:
     """Reset the maxima for the next step; ``clip_qk`` does so itself."""
     for attention in model.attentions():
@@ -35,9 +29,10 @@ def clip_qk(model: GPT, found_inf: Tensor | None = None) -> None:
     Every process must call it: each saw other sequences, and all clip by the maximum over processes. The maxima are then
     forgotten. Nothing is read back to the CPU. Where ``found_inf``, a scalar on the device, is not 0 the weights stay as they are.
     """
-    C, D = model.config.n_embd, model.config.head_width
+    C, D, tau = model.config.n_embd, model.config.head_width, model.config.qk_clip_tau
     max_logit_LH = all_reduce_max(torch.stack([attention.max_logit_H for attention in model.attentions()]))
-    gamma_LH = clip_factors(max_logit_LH, model.config.qk_clip_tau)
+    # Maxima that are not finite are left to the nonfinite policy.
+    gamma_LH = torch.where(max_logit_LH.isfinite() & (max_logit_LH > tau), tau / max_logit_LH, 1.0)
     if found_inf is not None:
         gamma_LH = torch.where(found_inf > 0, 1.0, gamma_LH)
     for attention, gamma_H in zip(model.attentions(), gamma_LH, strict=True):

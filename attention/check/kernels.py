@@ -115,14 +115,13 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
     except (TypeError, ValueError):  # a builtin
         names = {"is_causal", "enable_gqa", "attn_mask"}
 
-    masks = {"attn_mask", "is_causal"} <= names
+    masks, as_torchs = {"attn_mask", "is_causal"} <= names, _as_torchs(function, names)
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
         if mask is not None and not masks:
             raise NotImplementedError("it has no argument attn_mask")
-        if "is_causal" in names:
-            return _as_torchs(function, names)(q, k, v, causal, scale, mask)
-        return _first(function(q, k, v, causal, scale))
+        own = "is_causal" not in names
+        return _first(function(q, k, v, causal, scale)) if own else as_torchs(q, k, v, causal, scale, mask)
 
     return Kernel(name, call, masks=masks)
 
