@@ -218,10 +218,8 @@ def _ended(folder: str, steps: int) -> UserError:
 
 
 def _check_same_data(config: DataConfig, header: RecordingHeader, train: TokenFile, validation: TokenFile) -> None:
-    for name, recorded, file in (
-        ("training", header.data_sha256, train),
-        ("validation", header.validation_sha256, validation),
-    ):
+    pairs = {"training": (header.data_sha256, train), "validation": (header.validation_sha256, validation)}
+    for name, (recorded, file) in pairs.items():
         if file.header.sha256 != recorded:
             way_out = "set --data.dataset to the folder with the former; or record again with scripts/make_recording.py"
             raise UserError(
@@ -235,16 +233,14 @@ def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tupl
         raise invalid("data.dataset", config.dataset, "the folder of a data set")
     folder = Path(config.dataset)
     train, validation = (TokenFile.open(folder, split, verify=verify) for split in ("train", "val"))
-    if train.header.vocabulary != validation.header.vocabulary:
-        raise UserError(
-            f"{folder}: train.bin has {train.header.vocabulary} tokens, val.bin {validation.header.vocabulary}: prepare both again"
-        )
+    of_train, of_val = train.header.vocabulary, validation.header.vocabulary
+    if of_train != of_val:
+        raise UserError(f"{folder}: train.bin has {of_train} tokens, val.bin {of_val}: prepare both again")
     for file in (train, validation):
-        if file.header.count <= config.sequence_length:
-            raise UserError(
-                f"{file.path}: {file.header.count} tokens are less than one sequence of data.sequence_length + 1 = "
-                f"{config.sequence_length + 1}: set --data.sequence-length below {file.header.count} or use more data"
-            )
+        count, needed = file.header.count, config.sequence_length + 1
+        if count < needed:
+            few = f"{count} tokens are less than one sequence of data.sequence_length + 1 = {needed}"
+            raise UserError(f"{file.path}: {few}: set --data.sequence-length below {count} or use more data")
     return train, validation
 
 
@@ -258,10 +254,8 @@ def _open_recording(config: DataConfig) -> Recording:
     for name, what in (("sequence_length", "sequences of {} tokens"), ("global_batch", "a global batch of {}")):
         recorded, asked = getattr(recording.header, name), getattr(config, name)
         if recorded != asked:
-            flag = f"--data.{name.replace('_', '-')}"
-            raise UserError(
-                f"{config.replay} was recorded with {what.format(recorded)}, data.{name} is {asked}: set {flag} {recorded}"
-            )
+            differ, flag = f"{what.format(recorded)}, data.{name} is {asked}", f"--data.{name.replace('_', '-')}"
+            raise UserError(f"{config.replay} was recorded with {differ}: set {flag} {recorded}")
     if config.seed not in (DataConfig.seed, recording.header.seed):
         raise invalid("data.seed", config.seed, f"the default with data.replay = {config.replay}, which has its order")
     return recording

@@ -200,9 +200,8 @@ class Recorder:
             self._refuse(error)
 
     def _refuse(self, error: OSError) -> NoReturn:
-        raise UserError(
-            f"{self.folder}: cannot write step {self.steps}: {error.strerror}; those before it stay"
-        ) from error
+        what = f"cannot write step {self.steps}: {error.strerror}; those before it stay"
+        raise UserError(f"{self.folder}: {what}") from error
 
 
 @contextlib.contextmanager
@@ -345,11 +344,11 @@ def _open_rows(path: Path, numbers: int, exactly: int | None) -> tuple[files.InU
     with on_disk(path, "be read"):
         file = files.InUse(path)
     size = file.size
-    head = file.read(0, min(size, HEAD_BYTES))
+    if size < HEAD_BYTES:
+        raise UserError(f"{path}: truncated: {size} bytes")
+    head = file.read(0, HEAD_BYTES)
     counted = re.search(rb"'shape': \((\d+),", head)
     rows, width = int(counted[1]) if counted else 0, 8 * numbers
-    if len(head) < HEAD_BYTES:
-        raise UserError(f"{path}: truncated: {size} bytes")
     if head != npy_head(rows, numbers):
         raise UserError(f"{path}: altered: its first {HEAD_BYTES} bytes do not fit header.json")
     if exactly is None:

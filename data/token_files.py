@@ -94,9 +94,8 @@ class TokenFile:
         with on_disk(path, "be read"):
             file = files.InUse(path)
         if file.size != expected:
-            raise UserError(
-                f"{path}: {file.size} bytes, its header says {expected}: damaged; {_remedy(folder, force=True)}"
-            )
+            again = _remedy(folder, force=True)
+            raise UserError(f"{path}: {file.size} bytes, its header says {expected}: damaged; {again}")
         if verify == "sha256":
             _verify(file, header, folder)
         return cls(header=header, file=file)
@@ -108,10 +107,9 @@ def _verify(file: files.InUse, header: TokenHeader, folder: Path) -> None:
     for block in file.blocks():
         digest.update(block)
         largest = max(largest, int(np.frombuffer(block, header.stored_dtype).max()))
-    if digest.hexdigest() != header.sha256:
-        raise UserError(
-            f"{file.path}: SHA-256 {digest.hexdigest()} where its header says {header.sha256}: damaged; {_remedy(folder, force=True)}"
-        )
+    if (found := digest.hexdigest()) != header.sha256:
+        differ = f"SHA-256 {found} where its header says {header.sha256}"
+        raise UserError(f"{file.path}: {differ}: damaged; {_remedy(folder, force=True)}")
     if largest >= header.vocabulary_size:
         raise UserError(f"{file.path}: token {largest} in a vocabulary of {header.vocabulary_size}")
 
@@ -119,9 +117,8 @@ def _verify(file: files.InUse, header: TokenHeader, folder: Path) -> None:
 def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
         if (old := _old(folder)).is_dir():
-            raise UserError(
-                f"{folder}: its replacement was cut off; go on with {old}, or {_remedy(folder, force=True)}"
-            )
+            again = _remedy(folder, force=True)
+            raise UserError(f"{folder}: its replacement was cut off; go on with {old}, or {again}")
         named = DATASETS / folder.name
         meant = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else ""
         raise UserError(f"{folder}: no such data set; {meant or _remedy(folder)}")
@@ -136,10 +133,8 @@ def _read_header(folder: Path, split: str) -> TokenHeader:
 
 def _remedy(folder: Path, force: bool = False) -> str:
     name = folder.name
-    known = name in ("stdlib", "openwebtext")
-    command = f"python scripts/prepare_data.py {name}" if known else "python scripts/prepare_data.py text FILE"
-    if not known:
-        command += f" --name {name}"
+    kind = name if name in ("stdlib", "openwebtext") else f"text FILE --name {name}"
+    command = f"python scripts/prepare_data.py {kind}"
     if folder.parent != DATASETS:
         command += f" --out {folder.parent}"
     return f"make it with: {command}{' --force' if force else ''}"
@@ -233,9 +228,8 @@ def _check_replaceable(folder: Path, force: bool) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"{folder}: exists and is not a folder; --name picks another place")
-    found = sorted(entry.name for entry in folder.iterdir())
-    foreign = [name for name in found if name not in _FILE_NAMES]
-    if foreign:
+    found = {entry.name for entry in folder.iterdir()}
+    if foreign := sorted(found - _FILE_NAMES):
         raise UserError(f"{folder}: holds {foreign[0]!r}, no token file: not replaced; --name picks another place")
     if found and not force:
         raise UserError(f"{folder}: exists; --force replaces it, --name picks another place")

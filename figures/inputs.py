@@ -21,7 +21,7 @@ from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.spectral import spectral_norm
 from training.checkpoint import Loaded
-from training.intervention import Switch, plans_at
+from training.intervention import made_by, plans_at
 from training.run import check_plans
 from training.telemetry import FP16_LOSS_SCALE
 from training.weights import load_weights, read_checkpoint
@@ -61,8 +61,8 @@ def open_checkpoint(folder: Path, device: torch.device) -> Opened:
     """
     loaded = read_checkpoint(folder)
     config = configuration.from_json(TrainConfig, loaded.config_json)
-    switches = [Switch(**entry) for entry in loaded.extra.get("switches", ())]
-    plans = plans_at(config.attention.resolve(config.model.n_layer, config.model.n_head), switches, loaded.step)
+    base = config.attention.resolve(config.model.n_layer, config.model.n_head)
+    plans = plans_at(base, made_by(loaded), loaded.step)
     served = tuple(serve(plan, config, device) for plan in plans)
     model = GPT(config.model, served)
     load_weights(model, loaded.model_state, f"checkpoint {loaded.path}")

@@ -159,24 +159,19 @@ class Checkpoints:
     @staticmethod
     def load(path: Path) -> Loaded:
         """The checkpoint in folder ``path``. Raises ``UserError`` where it is damaged, or of a format that this code does not know."""
-        damage = _damage(path)
-        if damage is not None:
+        if (damage := _damage(path)) is not None:
             raise DamagedCheckpointError(f"checkpoint {path} is damaged ({damage})")
         try:
             loaded = _read(path)
-            match = _FOLDER.fullmatch(path.name)
-            if match and int(match[1]) != loaded.step:
-                raise DamagedCheckpointError(
-                    f"checkpoint {path} is of step {loaded.step} by its contents: it was renamed"
-                )
-            return loaded
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
-            what = f"{type(error).__name__}: {error}"[:200]
-            raise DamagedCheckpointError(
-                f"checkpoint {path} is damaged (its sums are right, and it cannot be read: {what})"
-            ) from error
+            what = f"its sums are right, and it cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            raise DamagedCheckpointError(f"checkpoint {path} is damaged ({what})") from error
+        match = _FOLDER.fullmatch(path.name)
+        if match and int(match[1]) != loaded.step:
+            raise DamagedCheckpointError(f"checkpoint {path} is of step {loaded.step} by its contents: it was renamed")
+        return loaded
 
     def clear(self) -> None:
         """Remove what a killed save or deletion left. Loading does not: the folder may be another, living process's."""

@@ -15,6 +15,7 @@ from typing import Any
 from attention.plan import LayerPlan, switched
 from attention.watching.growth import GrowthAlarm, GrowthRule, RunsAway
 from errors import invalid
+from training.checkpoint import Loaded
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,14 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
     return tuple(plans)
 
 
+def made_by(start: Loaded) -> list[Switch]:
+    """The switches that a run had made at its checkpoint."""
+    return [Switch(**entry) for entry in start.extra.get("switches", ())]
+
+
 class Interventions:
-    """The switches of one run, on the plans ``base``. ``check`` is asked about every state to come; ``resumed`` and ``known`` are step and
-    ``state()`` of the checkpoint that the run goes on from.
+    """The switches of one run, on the plans ``base``. ``check`` is asked about every state to come; ``start`` is the checkpoint that the
+    run goes on from.
 
     Raises ``UserError`` for a switch that cannot be, and for one scheduled before that step which the checkpoint does not know.
     """
@@ -99,19 +105,16 @@ class Interventions:
         base: tuple[LayerPlan, ...],
         scheduled: Sequence[Switch],
         check: Callable[[tuple[LayerPlan, ...]], None],
-        *,
-        resumed: int | None = None,
-        known: Sequence[dict[str, Any]] = (),
+        start: Loaded | None,
     ):
-        self.base = base
-        self._switches = [Switch(**entry) for entry in known]
-        self.plans = base if resumed is None else plans_at(base, self._switches, resumed)
-        made = {switch.option() for switch in self._switches}
+        self.base, self._switches, step = base, made_by(start) if start else [], start.step if start else 0
+        self.plans = plans_at(base, self._switches, step)
+        made = set(self.options())
         for switch in scheduled:
             if switch.option() in made:
                 continue
-            if resumed is not None and switch.step < resumed:
-                expected = f"a step from {resumed} on, where the run goes on, or a switch that its checkpoint has made"
+            if switch.step < step:
+                expected = f"a step from {step} on, where the run goes on, or a switch that its checkpoint has made"
                 raise invalid("alarm.switches", switch.option(), expected)
             self._switches.append(switch)
         for switch in self._switches:

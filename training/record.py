@@ -123,9 +123,8 @@ def run_id(folder: Path, loaded: Loaded | None) -> str:
     content = _read_record(path) if path.is_file() else {}
     ids = [str(known["run_id"]) for known in (content, loaded.extra if loaded else {}) if "run_id" in known]
     if loaded is not None and len(set(ids)) > 1:
-        raise UserError(
-            f"{loaded.path}: its run_id is {ids[1]!r}, that of {path} is {ids[0]!r}: not this run's checkpoint"
-        )
+        differ = f"its run_id is {ids[1]!r}, that of {path} is {ids[0]!r}"
+        raise UserError(f"{loaded.path}: {differ}: not this run's checkpoint")
     return ids[0] if ids else ""
 
 

@@ -132,14 +132,9 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         start = loaded or checkpoint_to_branch_from(config, dist)
         run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
         origin = Origin(run_id, resumes, loaded, start)
-        interventions = Interventions(
-            plans,
-            [parse_switch(text) for text in config.alarm.switches],
-            check,
-            resumed=None if start is None else start.step,
-            known=() if start is None else start.extra.get("switches", ()),
-        )
-        for switch in map(parse_switch, config.alarm.switches):
+        switches = [parse_switch(text) for text in config.alarm.switches]
+        interventions = Interventions(plans, switches, check, start)
+        for switch in switches:
             if switch.step >= config.run.steps:
                 dist.print0(f"alarm.switches: {switch.option()} acts on no step: the run ends at {config.run.steps}")
         batches = open_data(config, dist, origin, undo)

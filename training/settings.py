@@ -81,15 +81,13 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:
-        if self.data.sequence_length > self.model.block_size:
-            raise invalid(
-                "data.sequence_length", self.data.sequence_length, f"at most block_size = {self.model.block_size}"
-            )
+        data, precision, block_size = self.data, self.precision, self.model.block_size
+        if data.sequence_length > block_size:
+            raise invalid("data.sequence_length", data.sequence_length, f"at most block_size = {block_size}")
         own = Path(self.run.folder, self.run.name)
-        if self.data.record and Path(self.data.record).resolve().is_relative_to(own.resolve()):
+        if data.record and Path(data.record).resolve().is_relative_to(own.resolve()):
             # It is made before the run's folder, which must not exist yet.
-            raise invalid("data.record", self.data.record, f"a folder outside of the run's own, {own}")
-        data, precision = self.data, self.precision
+            raise invalid("data.record", data.record, f"a folder outside of the run's own, {own}")
         if precision.fixed_sum_order and precision.compile and data.validation_sequences % data.micro_batch:
             # The process that has the smaller batch would compile other graphs.
             expected = f"a multiple of micro_batch = {data.micro_batch} with compile, or --precision.no-fixed-sum-order"
