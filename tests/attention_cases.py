@@ -83,13 +83,11 @@ def _fp64(p: Problem, softcap: float) -> tuple[Tensor, ...]:
     return q, k, v, probabilities @ v, probabilities
 
 
-def run(
-    p: Problem, spec: AttentionSpec, *, seed: int = 0, softcap: float = 0.0, call=attention.run
-) -> tuple[Tensor, ...]:
+def run(p: Problem, spec: AttentionSpec, *, seed: int = 0, call=attention.run, **settings) -> tuple[Tensor, ...]:
     """O, dQ, dK, dV through the library."""
     plan = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(1, p.q.shape[2])[0]
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
-    o = call(q, k, v, plan, rounding_seed=torch.tensor(seed, device=q.device), softcap=softcap)
+    o = call(q, k, v, plan, rounding_seed=torch.tensor(seed, device=q.device), **settings)
     return o.detach(), *torch.autograd.grad(o, (q, k, v), p.do.to(o.dtype))
 
 

@@ -61,9 +61,8 @@ def rows(sign: float, others: float, seed: int = 0) -> Rows:
 
 def forward(problem: Rows, preset: str, numerics: str, sites: tuple[str, ...] = ()) -> Tensor:
     """O [N, D] as fp64."""
-    plan = AttentionConfig(
-        flash_backend="flash_reference", default=AttentionSpec(preset=preset, numerics=numerics, sites=sites)
-    ).resolve(1, 1)[0]
+    spec = AttentionSpec(preset=preset, numerics=numerics, sites=sites)
+    (plan,) = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(1, 1)
     o = attention.run(problem.q, problem.k, problem.v, plan, rounding_seed=torch.tensor(11), causal=False, scale=1.0)
     return o[:, 0, 0].double()
 
@@ -89,25 +88,25 @@ def test_paper_numerics_push_o_away_from_zero(sign: float) -> None:
     assert sign * mean == pytest.approx(2.0**-5 / 8, rel=0.15)
 
 
+FIXES = [("rounded_forward", preset, ()) for preset in ("flash_stable", "flash_fp32_pv", "flash_stochastic_o")]
+# experiments/published_fix trained with both.
+BOUNDED = [("published", "flash_stable_safe", sites) for sites in ((), ("row_max_beta=7", "row_max_tolerance=0"))]
+
+
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("preset", ["flash_stable", "flash_stable_safe", "flash_fp32_pv", "flash_stochastic_o"])
-def test_the_fixes_of_the_forward_pass_remove_the_bias(preset: str, sign: float) -> None:
+@pytest.mark.parametrize(
+    ("numerics", "preset", "sites"), [*FIXES, ("rounded_forward", "flash_stable_safe", ()), *BOUNDED], ids=str
+)
+def test_the_fixes_of_the_forward_pass_remove_the_bias(
+    numerics: str, preset: str, sites: tuple[str, ...], sign: float
+) -> None:
     """|mean| within four standard errors of 0, which is itself small against the bias removed: the test can see a quarter of it."""
     problem = rows(sign, others=1.0)
     statistics = ("statistics=fp32",)  # l in BF16 adds an error of its own, which these presets do not touch
-    broken, _ = bias(problem, "flash", "rounded_forward", statistics)
-    mean, standard_error = bias(problem, preset, "rounded_forward", statistics)
+    broken, _ = bias(problem, "flash", numerics, statistics)
+    mean, standard_error = bias(problem, preset, numerics, (*statistics, *sites))
+    assert sign * broken == pytest.approx(2.0**-5 / 8, rel=0.15)
     assert abs(mean) < 4 * standard_error < abs(broken) / 4
-
-
-@pytest.mark.parametrize("sites", [(), ("row_max_beta=7", "row_max_tolerance=0")], ids=["beta_2", "beta_7"])
-def test_the_bounded_shift_removes_the_bias_of_the_published_numerics(sites: tuple[str, ...]) -> None:
-    """Within four standard errors of 0, which are small against the bias removed; experiments/published_fix trained with both."""
-    problem = rows(1.0, others=1.0)
-    broken, _ = bias(problem, "flash", "published", ("statistics=fp32",))
-    mean, standard_error = bias(problem, "flash_stable_safe", "published", ("statistics=fp32", *sites))
-    assert broken == pytest.approx(2.0**-5 / 8, rel=0.15)
-    assert abs(mean) < 4 * standard_error < broken / 4
 
 
 def near_rows(sign: float, gap: float) -> Rows:

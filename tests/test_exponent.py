@@ -15,14 +15,13 @@ from functools import partial
 import kernel_tests
 import pytest
 import torch
-from attention_cases import Problem
+from attention_cases import Problem, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_tests import INTERPRETED, Runner
 from torch import Tensor
 
-import attention
-from attention import AttentionConfig, AttentionSpec
+from attention import AttentionSpec
 from attention.numerics import SITES
 from attention.reference.exponent import Fma, SeparateMultiply, SubtractFirst, exponent_of
 from attention.reference.tiles import make_problem
@@ -54,12 +53,7 @@ class OneHot:
 
     def run(self, *sites: str, backend: str = "flash_reference", preset: str = "flash") -> tuple[Tensor, ...]:
         """O, dQ, dK, dV."""
-        spec = AttentionSpec(preset=preset, sites=sites, backend=backend)
-        plan = AttentionConfig(default=spec).resolve(1, self.p.q.shape[2])[0]
-        q, k, v = (x.detach().clone().requires_grad_() for x in (self.p.q, self.p.k, self.p.v))
-        seed = torch.tensor(0, device=q.device)
-        o = attention.run(q, k, v, plan, rounding_seed=seed, scale=self.scale)
-        return o.detach(), *torch.autograd.grad(o, (q, k, v), self.p.do)
+        return run(self.p, AttentionSpec(preset=preset, sites=sites, backend=backend), scale=self.scale)
 
 
 def one_hot(*, high: float, shape: tuple[int, ...], device: torch.device | str = "cpu") -> OneHot:
@@ -182,11 +176,9 @@ def test_the_shift_of_tied_maxima_is_held_to_the_cap_in_any_unit(exponent: str, 
     p = kernel_rows(1.0, runner.device).p
     q, k = (torch.zeros_like(p.q[:1, :16]) for _ in range(2))
     q[..., 0], k[..., 0] = 20.0, 10.0
-    v = torch.ones_like(q)
     form = ("row_max=stabilized_safe", "row_max_cap=1", f"exponent={exponent}")
     spec = AttentionSpec(sites=(*form, *BLOCKS, "output=fp32"), backend=runner.backend)
-    plan = AttentionConfig(default=spec).resolve(1, q.shape[2])[0]
-    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0, device=runner.device), scale=0.5)
+    o = run(Problem(q, k, torch.ones_like(q), q), spec, scale=0.5)[0]
     p_bar = torch.tensor(-1.0).exp()
     assert (o[:, 0] - 1).abs().max() < 1e-4
     assert (o[:, 1:] - (p_bar.bfloat16().float() / p_bar).to(runner.device)).abs().max() < 1e-4

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import causal_scores
 from safetensors.torch import load_file, save_file
 from test_delta_error import random_layer
 from tiny_runs import Place, new_place
+from torch import Tensor
 
 from attention import AttentionConfig
 from attention.check.captured import load
@@ -86,12 +88,9 @@ def test_the_outer_products_of_a_llama_sum_to_the_gradient_of_its_w_q(llama: Pat
     row = pretrained.Llama(llama, torch.device("cpu")).rank_one(TEXT, layer=1, head=2)
     losses = []
 
-    def attend(
-        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **_: Any
-    ) -> Any:
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
-        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-        p = (q @ k.mT * scaling).masked_fill(hidden, -math.inf).softmax(dim=-1)
+        p = causal_scores(q, k, scaling).softmax(dim=-1)
         losses.append(((p @ k).detach() * q)[:, 2].sum())
         return (p @ v).transpose(1, 2), None
 
@@ -131,9 +130,8 @@ def test_a_llama_without_all_its_safetensors_is_refused(llama: Path, tmp_path: P
 
 def test_a_checkpoint_gives_a_file_of_captured_attention(place: Place, tmp_path: Path) -> None:
     """Its q, k, v and dO are those that ``probes.capture`` takes of the same weights and tokens, whose tests hold them to training."""
-    capture_attention.main(
-        [str(checkpoint(place)), "--layers", "1", "--heads", "1", "--length", "6", "--out", str(tmp_path)]
-    )
+    part = ["--layers", "1", "--heads", "1", "--length", "6"]
+    capture_attention.main([str(checkpoint(place)), *part, "--out", str(tmp_path)])
     (file,) = tmp_path.iterdir()
     found = load(file)
     opened = open_checkpoint(checkpoint(place), torch.device("cpu"))
@@ -163,15 +161,11 @@ def test_a_loss_scale_does_not_show_in_the_error_of_delta() -> None:
     )
     assert torch.equal(one.error_BT, two.error_BT)
     assert torch.equal(one.do_D, two.do_D)
-    for of_one, of_two in ((one.summary.mean_H, two.summary.mean_H), (one.summary.rms_H, two.summary.rms_H)):
-        assert of_one == of_two != 0
+    assert one.summary.mean_H == two.summary.mean_H != 0
+    assert one.summary.rms_H == two.summary.rms_H != 0
 
 
 NAN = math.nan
-
-
-def steps_of(losses: list[float], first: int = 0) -> list[dict[str, float]]:
-    return [{"step": step, "train_loss": loss} for step, loss in enumerate(losses, start=first)]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +180,8 @@ def steps_of(losses: list[float], first: int = 0) -> list[dict[str, float]]:
     ],
 )
 def test_first_divergence_is_bitwise(a: list[float], b: list[float], step: int | None) -> None:
-    first, second = (curves.column(curves.by_step(steps_of(losses)), "train_loss") for losses in (a, b))
+    rows = ([{"step": step, "train_loss": loss} for step, loss in enumerate(losses)] for losses in (a, b))
+    first, second = (curves.column(curves.by_step(run), "train_loss") for run in rows)
     assert curves.first_difference(first, second) == step
 
 

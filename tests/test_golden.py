@@ -28,8 +28,6 @@ def test_what_changes_products_changes_the_fingerprint() -> None:
         command = [sys.executable, "-c", "import runpy; print(runpy.run_path('tests/golden.py')['machine']())"]
         return subprocess.check_output(command, cwd=golden.ROOT, env={**os.environ, **variables}, text=True)
 
-    assert (
-        len({fingerprint(OPENBLAS_CORETYPE=core, ATEN_CPU_CAPABILITY="default") for core in ("Nehalem", "Haswell")})
-        == 2
-    )
-    assert fingerprint(ATEN_CPU_CAPABILITY="default") != fingerprint(ATEN_CPU_CAPABILITY="avx2")
+    plain = {"ATEN_CPU_CAPABILITY": "default"}
+    assert fingerprint(OPENBLAS_CORETYPE="Nehalem", **plain) != fingerprint(OPENBLAS_CORETYPE="Haswell", **plain)
+    assert fingerprint(**plain) != fingerprint(ATEN_CPU_CAPABILITY="avx2")

@@ -20,9 +20,7 @@ OWN: dict[str, Callable[[], Any]] = {
     "bloom": lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
     "falcon": lambda: transformers.FalconConfig(**SMALL),
     "mpnet": lambda: transformers.MPNetConfig(**SIZES),
-    "rwkv, no attention in its sense": lambda: transformers.RwkvConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2
-    ),
+    "rwkv, no attention in its sense": lambda: transformers.RwkvConfig(**SMALL),
 }
 
 
@@ -43,10 +41,8 @@ def randomized(model: Any) -> Any:
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_model_with_attention_of_its_own_is_neither_made_nor_switched(family: str) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"^low-precision attention: \w+: its .*(of its own, which never calls|attention classes has no).*'eager'",
-    ):
+    reason = r"^low-precision attention: \w+: its .*(its own, which never calls|attention classes has no).*'eager'"
+    with pytest.raises(ValueError, match=reason):
         transformers.AutoModel.from_config(OWN[family](), attn_implementation=OURS)
     model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
     with pytest.raises(ValueError, match=rf"^low-precision attention: {type(model).__name__}: "):
@@ -95,10 +91,14 @@ def remote(part: Callable[[int], nn.Module]) -> Any:
 
 @pytest.mark.parametrize("part", [OwnAttention, FusedAttention])
 def test_code_that_transformers_does_not_have_is_refused_too(part: type[nn.Module]) -> None:
-    with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
-        remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation=OURS)
-    model = remote(part)._from_config(transformers.LlamaConfig(**SIZES), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match=f"RemoteModel: its {part.__name__} has attention code of its own"):
+    config, reason = (
+        transformers.LlamaConfig(**SIZES),
+        f"RemoteModel: its {part.__name__} has attention code of its own",
+    )
+    with pytest.raises(ValueError, match=reason):
+        remote(part)._from_config(config, attn_implementation=OURS)
+    model = remote(part)._from_config(config, attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=reason):
         model.set_attn_implementation(OURS)
     assert model.config._attn_implementation == "sdpa"
 
@@ -122,9 +122,7 @@ def llava(vision: Any, **settings: Any) -> Any:
 
 
 def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -> None:
-    own = transformers.VitDetConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
-    )
+    own = transformers.VitDetConfig(**(SMALL | {"num_hidden_layers": 1}), image_size=16, patch_size=8)
     with pytest.raises(ValueError, match=r"VitDetModel: its VitDetAttention .* 'KEY_OF_ITS_CONFIG': 'eager'"):
         llava(own, attn_implementation=OURS)
     use = {"": OURS, "text_config": OURS, "vision_config": "eager"}
@@ -207,8 +205,8 @@ ATTENTIONS = {
 def test_output_attentions_is_refused_also_where_the_model_hides_it(family: str) -> None:
     """transformers' "sdpa" gives an empty tuple."""
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    made = transformers.AutoModelForCausalLM.from_config(ATTENTIONS[family](), attn_implementation=OURS)
-    switched = transformers.AutoModelForCausalLM.from_config(ATTENTIONS[family](), attn_implementation="eager")
+    make = transformers.AutoModelForCausalLM.from_config
+    made, switched = (make(ATTENTIONS[family](), attn_implementation=name) for name in (OURS, "eager"))
     switched.set_attn_implementation(OURS)
     for model in (made, switched):
         with pytest.raises(ValueError, match=f"{family}.*: output_attentions: expected False"):

@@ -120,12 +120,8 @@ def parts() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize(("path", "part"), parts(), ids=lambda x: x.name if isinstance(x, Path) else "")
 def test_imports_go_down_only(path: Path, part: str) -> None:
     tree = ast.parse(path.read_text())
-    typing_only = {
-        id(n)
-        for b in ast.walk(tree)
-        if isinstance(b, ast.If) and "TYPE_CHECKING" in ast.dump(b.test)
-        for n in ast.walk(b)
-    }
+    checks = (b for b in ast.walk(tree) if isinstance(b, ast.If) and "TYPE_CHECKING" in ast.dump(b.test))
+    typing_only = {id(n) for b in checks for n in ast.walk(b)}
     for node in ast.walk(tree):
         if id(node) in typing_only or not isinstance(node, ast.Import | ast.ImportFrom):
             continue

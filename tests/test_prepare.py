@@ -7,9 +7,7 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -258,25 +256,6 @@ def test_split_and_order_of_openwebtext_are_nanogpts(tmp_path, monkeypatch):
     openwebtext.prepare_openwebtext(tmp_path / "out", source=source)
     for split, tokens in expected.items():
         assert TokenFile.open(tmp_path / "out", split).tokens.tolist() == tokens
-
-
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
-
-
-def test_an_interrupted_command_clears_what_it_began(tmp_path):
-    """It has written tokens and waits for more text: its source is a pipe kept open."""
-    os.mkfifo(tmp_path / "pipe")
-    command = [sys.executable, str(SCRIPT), "text", "pipe", "--vocabulary", "bytes", "--name", "a"]
-    process = subprocess.Popen(command, cwd=tmp_path)
-    with open(tmp_path / "pipe", "wb", buffering=0) as feed:
-        feed.write((b"word " * 1000 + b"\n<|endoftext|>\n") * 2000)  # more than is encoded at once
-        written, end = tmp_path / "data/tokens/.a.partial/a/train.bin", time.monotonic() + 30
-        while not (written.exists() and written.stat().st_size):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 128 + signal.SIGTERM
-    assert list((tmp_path / "data/tokens").iterdir()) == []
 
 
 LINE = "x = 'a line of a source that is long enough'\n"

@@ -8,6 +8,7 @@ import multiprocessing
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,10 @@ def make_rows(steps, *, batch=3, length=4, seed=0):
     return np.random.default_rng(seed).integers(0, 10_000 - length, size=(steps, batch), dtype=np.uint64)
 
 
-def write(folder: Path, steps: int, *, finish: bool = True, flush_at: int | None = None) -> RecordingHeader:
-    header = make_header()
+def write(
+    folder: Path, steps: int, *, finish: bool = True, flush_at: int | None = None, **changes: Any
+) -> RecordingHeader:
+    header = make_header(**changes)
     recorder = Recorder.create(folder, header)
     for step, offsets in enumerate(make_rows(steps)):
         recorder.append(offsets)
@@ -141,21 +144,8 @@ def test_what_a_killed_start_left_is_begun_again_by_its_own_run_alone(tmp_path):
     Recorder.create(tmp_path / "r", make_header()).close(complete=False)
     with pytest.raises(UserError, match="exists: record under another name"):
         Recorder.create(tmp_path / "r", make_header(source_run="another"))
-    again = Recorder.create(tmp_path / "r", make_header())
-    again.append(make_rows(1)[0])
-    again.close()
+    write(tmp_path / "r", 1)
     assert Recording.open(tmp_path / "r").steps == 1
-
-
-def begin_at_once(folder: Path, name: str) -> None:
-    """One of several processes that begin a recording at one moment; exit code 0 for the one that has it."""
-    try:
-        recorder = Recorder.create(folder, make_header(source_run=name))
-    except UserError:
-        raise SystemExit(1) from None
-    for offsets in make_rows(20):
-        recorder.append(offsets)
-    recorder.close()
 
 
 def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
@@ -165,6 +155,14 @@ def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
         Recorder.create(tmp_path / "r", make_header())
     Recorder.resume(tmp_path / "r", make_header(), 0).discard()
     assert contents(tmp_path / "r") == {"notes.txt": b"mine"}
+
+
+def begin_at_once(folder: Path, name: str) -> None:
+    """In one of several processes; exit code 0 for the one that has it."""
+    try:
+        write(folder, 20, source_run=name)
+    except UserError:
+        raise SystemExit(1) from None
 
 
 def test_of_several_that_begin_at_once_one_records(tmp_path):

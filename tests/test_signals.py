@@ -120,33 +120,30 @@ with signals.PreemptionHandler() as preemption:
 # ---- two processes under torchrun
 
 HELD = """
-import os, sys, time
+import os, pytest, sys, time, train
 from pathlib import Path
-import train
+from tiny_runs import before_each_step
 
-phase, marks = os.environ["PHASE"], Path(os.environ["MARKS"])
-open_run = train.open_run
+marks = Path(os.environ["MARKS"])
 
 def mark(rank):
     (marks / f"{rank}.tmp").write_text(str(os.getpid()))
     os.rename(marks / f"{rank}.tmp", marks / str(rank))
 
-def held(config, dist):
-    if phase == "start":
-        mark(dist.rank)
-        for _ in range(3000):
-            time.sleep(0.02)
-    run = open_run(config, dist)
-    draw = run.batches.next
-    def slowly():
-        if run.batches.position == 2:
-            mark(dist.rank)
+def at_the_start(config, dist):
+    mark(dist.rank)
+    for _ in range(3000):
         time.sleep(0.02)
-        return draw()
-    run.batches.next = slowly
-    return run
 
-train.open_run = held
+def slowly(run, step):
+    if step == 2:
+        mark(run.dist.rank)
+    time.sleep(0.02)
+
+if os.environ["PHASE"] == "start":
+    train.open_run = at_the_start
+else:
+    before_each_step(pytest.MonkeyPatch(), slowly)
 train.main()
 """
 

@@ -101,26 +101,19 @@ def test_two_processes_then_one_give_the_bits_of_one(place: Place) -> None:
 
 
 FAULTY = """
-import errno, os, signal, sys, time
-import train, training.checkpoint
+import errno, os, pytest, signal, sys, time, train, training.checkpoint
+from tiny_runs import before_each_step
 
 rank, action = int(sys.argv.pop()), sys.argv.pop()
-open_run = train.open_run
 
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-def opened(config, dist):
-    run = open_run(config, dist)
-    draw = run.batches.next
-    def draw_after_the_fault():
-        if run.batches.position == 23 and dist.rank == rank:
-            exec(action)
-        return draw()
-    run.batches.next = draw_after_the_fault
-    return run
+def fault(run, step):
+    if step == 23 and run.dist.rank == rank:
+        exec(action)
 
-train.open_run = opened
+before_each_step(pytest.MonkeyPatch(), fault)
 train.main()
 """
 FAULTS = {

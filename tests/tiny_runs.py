@@ -250,7 +250,7 @@ def recorded(folder: Path) -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """One thread, as in the tests' own process: sums come out in the same order. Packages may lie on PYTHONPATH already."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
