@@ -91,17 +91,15 @@ def run(p: Problem, spec: AttentionSpec, *, seed: int = 0, call=attention.run, *
     return o.detach(), *torch.autograd.grad(o, (q, k, v), p.do.to(o.dtype))
 
 
-def relative_errors(
-    found: tuple[Tensor, ...], exact: tuple[Tensor, ...], unit: tuple[Tensor, ...] | None = None
-) -> list[float]:
+Results = tuple[Tensor, ...]
+
+
+def relative_errors(found: Results, exact: Results, unit: Results | None = None) -> list[float]:
     """||found - exact|| / ||unit|| of O, dQ, dK, dV; the unit is ``exact`` itself unless given."""
     return [((a.double() - b).norm() / u.norm()).item() for a, b, u in zip(found, exact, unit or exact, strict=True)]
 
 
-Results = tuple[Tensor, ...]
-
-
-def same_bits(found: Results, expected: Results) -> bool:
+def same(found: Results, expected: Results) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -165,13 +165,10 @@ def compile_case(case: str, fp_fusion: bool | None = None) -> list[str] | None:
     try:
         for change in (*recorders, *fusions, capability, checked):
             change.start()
-        o, *rest = forward.launch_forward(
-            q, k, v, torch.tensor(0), n, forward_blocks(n, dtype, max(D, DV), T, T), *settings
-        )
-        blocks = backward_blocks(n, dtype, max(D, DV), T, T)
-        backward.launch_backward(
-            torch.zeros_like(o), q, k, v, *kept_of(torch.tensor(0), o, *rest), n, blocks, *settings
-        )
+        seed, shape = torch.tensor(0), (n, dtype, max(D, DV), T, T)
+        o, *rest = forward.launch_forward(q, k, v, seed, n, forward_blocks(*shape), *settings)
+        kept = kept_of(seed, o, *rest)
+        backward.launch_backward(torch.zeros_like(o), q, k, v, *kept, n, backward_blocks(*shape), *settings)
     finally:
         patch.stopall()
     return found
@@ -216,9 +213,7 @@ def check(quick: bool) -> tuple[list[str], str]:
     asked = QUICK if quick else tuple(cases())
     wanted = {case: known[case] for case in asked if case in known}
     found = record(list(wanted))
-    lines = [
-        f"{case}: {wanted[case]} was recorded, {found[case]} now" for case in wanted if wanted[case] != found[case]
-    ]
+    lines = [f"{case}: {was} was recorded, {found[case]} now" for case, was in wanted.items() if was != found[case]]
     lines += [f"{case}: not recorded" for case in QUICK if case not in known]
     return lines, f"Triton {triton.__version__}: digests of {len(wanted)} of {len(asked)} cases compared"
 

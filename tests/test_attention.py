@@ -11,17 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import (
-    CASES,
-    assert_as_exact,
-    causal_scores,
-    magnitudes,
-    make,
-    oracle,
-    relative_errors,
-    run,
-    same_bits,
-)
+from attention_cases import CASES, assert_as_exact, causal_scores, magnitudes, make, oracle, relative_errors, run, same
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -136,7 +126,7 @@ def test_compiled_equals_eager_to_the_bit(preset: str, device: torch.device) -> 
 
     torch.compiler.reset()
     compiled = run(p, spec, seed=3, call=torch.compile(through_float32))
-    assert same_bits(eager, compiled)
+    assert same(eager, compiled)
 
 
 @pytest.mark.parametrize("preset", ["standard", "flash"])
@@ -151,7 +141,7 @@ def test_autocast_and_tf32_settings_do_not_reach_inside(preset: str, device: tor
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert same_bits(plain, inside)
+    assert same(plain, inside)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 import kernel_tests
 import pytest
 import torch
-from attention_cases import same_bits
+from attention_cases import same
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
@@ -378,14 +378,14 @@ def test_what_attention_read_and_its_gradient_are_captured_and_a_file_gives_back
     with capture(model, [1], {"step": 7}) as calls:
         model(torch.randn(2, 24, 32)).square().sum().backward()
     call, (q, k, v, o) = calls[1], model.seen[1]
-    assert same_bits((call.q, call.k, call.v, call.do), (q, k, v, o.grad))
+    assert same((call.q, call.k, call.v, call.do), (q, k, v, o.grad))
     assert (call.scale, call.causal, call.about) == (0.5, True, {"step": 7, "layer": 1})
     part = call.part(heads=(2, 0), sequences=1, length=10)
     for name in "ab":
         part.save(tmp_path / f"{name}.zip")
     back = load(tmp_path / "a.zip")
     expected = (q[:1, [2, 0], :10], k[:1, [1, 0], :10], v[:1, [1, 0], :10], o.grad[:1, [2, 0], :10])
-    assert same_bits((back.q, back.k, back.v, back.do), expected)
+    assert same((back.q, back.k, back.v, back.do), expected)
     assert back.about == {"step": 7, "layer": 1, "heads": [2, 0], "sequences": 1, "length": 10}
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import make
-from tiny_runs import Place, column, lines
+from tiny_runs import Place, column, lines, preset
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec, check_plans
 from attention.check.classes import Shape
@@ -63,47 +63,37 @@ def place(place: Place) -> Any:
         yield place
 
 
-def external(kernel: str, *rules: AttentionRule) -> dict[str, Any]:
-    spec = AttentionSpec(preset="external", kernel=kernel)
-    return {"attention": AttentionConfig(flash_backend="flash_reference", default=spec, rules=rules)}
+def external(kernel: str) -> dict[str, Any]:
+    return {"attention": AttentionConfig(default=AttentionSpec(preset="external", kernel=kernel))}
 
 
 def test_a_run_is_to_the_bit_that_of_the_same_kernel_under_its_own_preset(place: Place) -> None:
     named = place.train("by_name", external("torch:math"))
-    preset = place.train("by_preset", {"attention": AttentionConfig(default=AttentionSpec(preset="sdpa_math"))})
+    own = place.train("by_preset", {"attention": preset("sdpa_math")})
     for name in ("train_loss", "grad_norm", "val_loss", "max_logit_max"):
-        assert column(named, name) == column(preset, name), name
-    written = json.loads((named / "config.json").read_text())
+        assert column(named, name) == column(own, name), name
+    written, heads = json.loads((named / "config.json").read_text()), {"0": [0, 1], "1": [0, 1]}
     assert written["config"]["attention"]["default"]["kernel"] == written["attention_name"] == "torch:math"
-    assert written["attention"] == [
-        {"backend": "external", "kernel": "torch:math", "heads_of_layer": {"0": [0, 1], "1": [0, 1]}}
-    ]
+    assert written["attention"] == [{"backend": "external", "kernel": "torch:math", "heads_of_layer": heads}]
 
 
 def test_a_resumed_run_has_the_same_bits_and_takes_no_other_kernel(place: Place) -> None:
     fields = external("kernels_of_a_test:coarse")
     whole, resumed = place.train("whole", fields), place.train_until(15, "resumed", fields)
-    with pytest.raises(
-        UserError, match=r"attention.default.kernel = 'torch:math': expected .*kernels_of_a_test:coarse"
-    ):
+    with pytest.raises(UserError, match=r"default.kernel = 'torch:math': expected .*kernels_of_a_test:coarse"):
         place.train("resumed", {**external("torch:math"), "run.resume": "yes"})
     place.train("resumed", {**fields, "run.resume": "yes"})
     assert column(resumed, "train_loss") == column(whole, "train_loss")
 
 
 def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place: Place) -> None:
-    rule = AttentionRule(
-        layers=(1,), heads=(0,), attention=AttentionSpec(preset="external", kernel="kernels_of_a_test:coarse")
-    )
-    default = AttentionSpec(preset="flash_consistent")
-    run = place.train(
-        "mixed", {"attention": AttentionConfig(flash_backend="flash_reference", default=default, rules=(rule,))}
-    )
+    coarse = AttentionSpec(preset="external", kernel="kernels_of_a_test:coarse")
+    rules = (AttentionRule(layers=(1,), heads=(0,), attention=coarse),)
+    run = place.train("mixed", {"attention": replace(preset("flash_consistent"), rules=rules)})
     for probe in lines(run, name="telemetry.jsonl"):
         for name in ("delta_error_mean", "delta_error_rms"):
-            assert [[value == "nan" for value in heads] for heads in probe[name]] == [[False, False], [True, False]], (
-                name
-            )
+            unknown = [[value == "nan" for value in heads] for heads in probe[name]]
+            assert unknown == [[False, False], [True, False]], name
         for name in ("max_logit", "delta_rms", "row_residual_rms"):
             assert torch.tensor(probe[name]).isfinite().all(), name
 
@@ -117,10 +107,7 @@ def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place
         ("kernels_of_a_test:other_order", "O is off by"),
         ("kernels_of_a_test:forgets_strides", "O is off by"),
         ("kernels_of_a_test:no_backward", "it raises RuntimeError: "),
-        (
-            "kernels_of_a_test:only_fp32",
-            "it raises NotImplementedError: FP32 alone in two lines BF16 is not deterministic.",
-        ),
+        ("kernels_of_a_test:only_fp32", "NotImplementedError: FP32 alone in two lines BF16 is not deterministic."),
     ],
 )
 def test_what_cannot_serve_is_refused_before_the_run(kernel: str, reason: str, place: Place) -> None:
@@ -140,9 +127,7 @@ def test_a_soft_cap_is_refused_and_grouped_heads_are_tried() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize(
-    "beside", [None, AttentionSpec(preset="flash_stochastic_o")], ids=["alone", "beside a seeded one"]
-)
+@pytest.mark.parametrize("beside", [None, AttentionSpec(preset="flash_stochastic_o")], ids=["alone", "seeded"])
 def test_one_compiled_function_serves_all_layers(beside: AttentionSpec | None) -> None:
     """At the break, a layer's number is a variable to the compiler, and so is what becomes of it."""
     from attention import run as attend

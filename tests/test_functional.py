@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from attention_cases import same_bits
+from attention_cases import same
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -136,7 +136,7 @@ def test_a_mask_and_causal_hide_both() -> None:
     *inputs, do = tensors()
     for mask in MASKS.values():
         joined = results(scaled_dot_product_attention, inputs, do, attn_mask=mask & (S <= T))
-        assert same_bits(results(scaled_dot_product_attention, inputs, do, attn_mask=mask, is_causal=True), joined)
+        assert same(results(scaled_dot_product_attention, inputs, do, attn_mask=mask, is_causal=True), joined)
 
 
 def test_autocast_casts_as_torchs_function_does() -> None:
@@ -152,7 +152,7 @@ def test_autocast_casts_as_torchs_function_does() -> None:
     leaves = [x.requires_grad_() for x in inputs]
     with torch.autocast("cpu", torch.bfloat16):
         o = scaled_dot_product_attention(*leaves, is_causal=True)
-    assert same_bits(torch.autograd.grad(o, leaves, do.bfloat16()), [x.float() for x in expected[1:]])
+    assert same(torch.autograd.grad(o, leaves, do.bfloat16()), [x.float() for x in expected[1:]])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -167,7 +167,7 @@ def test_compiled_as_one_graph_gives_the_same_bits(autocast: bool, device: torch
                 results(function, inputs, do, enable_gqa=True, **settings)
                 for function in (scaled_dot_product_attention, compiled)
             )
-            assert same_bits(eager, found)
+            assert same(eager, found)
 
 
 @pytest.mark.parametrize("changes", [{"width": 24}, {"queries": 30, "keys": 30}, {"scale": 0.3}, {"softcap": 5.0}])
@@ -177,7 +177,7 @@ def test_compiled_for_any_shape_and_number_gives_the_same_bits(changes: dict[str
         *inputs, do = tensors(**{name: size for name, size in case.items() if name not in numbers})
         settings = {name: case.get(name, number) for name, number in numbers.items()}
         eager, found = (results(f, inputs, do, **settings) for f in (scaled_dot_product_attention, compiled))
-        assert same_bits(eager, found)
+        assert same(eager, found)
 
 
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
@@ -204,7 +204,7 @@ def test_other_masks_hide_what_boolean_ones_hide(shape: tuple[int, ...], hidden:
     floating = torch.zeros(shape, device=device).masked_fill(~seen, hidden)
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     for function, mask in itertools.product((scaled_dot_product_attention, compiled), (seen, floating)):
-        assert same_bits(results(function, inputs, do, attn_mask=mask), expected)
+        assert same(results(function, inputs, do, attn_mask=mask), expected)
 
 
 @pytest.mark.parametrize("first", ["made", "seen"])
@@ -216,7 +216,7 @@ def test_a_mask_of_inference_mode_serves_training(shape: tuple[int, ...], first:
         mask = mask.clone() if first == "made" else mask
         scaled_dot_product_attention(*inputs, attn_mask=mask)
     expected = results(scaled_dot_product_attention, inputs, do)
-    assert same_bits(results(scaled_dot_product_attention, inputs, do, attn_mask=mask), expected)
+    assert same(results(scaled_dot_product_attention, inputs, do, attn_mask=mask), expected)
 
 
 def test_stochastic_rounding_follows_its_seed() -> None:
@@ -246,7 +246,7 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
     for x in captured:
         x.detach().zero_()
     graph.replay()
-    assert same_bits(captured, expected)
+    assert same(captured, expected)
 
 
 X = torch.zeros(2, 4, 8, 16)
@@ -323,8 +323,8 @@ def test_replaced_in_a_model_that_cannot_be_edited(how: str, device: torch.devic
 
     before, expected = results(model, inputs, do), results(ours, inputs, do)
     with replace_sdpa(COARSER):
-        assert same_bits(results(model, inputs, do), expected)
-    assert same_bits(results(model, inputs, do), before)
+        assert same(results(model, inputs, do), expected)
+    assert same(results(model, inputs, do), before)
 
 
 def test_a_module_imported_inside_the_block_has_torchs_function_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

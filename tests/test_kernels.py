@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import kernel_tests
 import pytest
 import torch
-from attention_cases import CASES, Problem, assert_agree, assert_as_exact, magnitudes, make, oracle, run, same_bits
+from attention_cases import CASES, Problem, assert_agree, assert_as_exact, magnitudes, make, oracle, run, same
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from torch import Tensor
 
@@ -144,7 +144,7 @@ def test_descriptors_fetch_the_same_blocks(preset: str, device: torch.device, mo
     allowed = Mock(return_value=True)
     for module in (forward, backward):
         monkeypatch.setattr(module, "takes_descriptor", allowed)
-    assert same_bits(plain, run(p, asked))
+    assert same(plain, run(p, asked))
     assert allowed.call_count > 1
 
 
@@ -154,7 +154,7 @@ def test_repeats_are_equal_to_the_bit_on_a_gpu(preset: str) -> None:
     p = problem("random", torch.device("cuda"), shape=(2, 1000, 4, 64))
     first = run(p, spec(preset, sites=()), seed=3)
     for _ in range(50):
-        assert same_bits(first, run(p, spec(preset, sites=()), seed=3))
+        assert same(first, run(p, spec(preset, sites=()), seed=3))
 
 
 @on_gpu

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import kernel_tests
 import pytest
 import torch
-from attention_cases import same_bits
+from attention_cases import same
 from kernel_tests import INTERPRETED
 from tiny_runs import preset, tiny_model
 from torch import Tensor
@@ -143,10 +143,8 @@ def value_and_slope(function, h: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gelu_and_its_slope_are_as_near_to_fp64_as_torchs(dtype: torch.dtype, device: torch.device) -> None:
     h = (3 * torch.randn(50_000, generator=torch.Generator().manual_seed(0))).to(dtype).to(device)
-    exact, by_torch, ours = (
-        value_and_slope(f, x) for f, x in ((functional.gelu, h.double()), (functional.gelu, h), (gelu, h))
-    )
-    for true, theirs, found in zip(exact, by_torch, ours, strict=True):
+    calls = (functional.gelu, h.double()), (functional.gelu, h), (gelu, h)
+    for true, theirs, found in zip(*(value_and_slope(*call) for call in calls), strict=True):
         assert (found - true).abs().max() <= 1.5 * (theirs - true).abs().max()
         assert (found - true).square().mean() <= 1.1 * (theirs - true).square().mean()
 
@@ -167,4 +165,4 @@ def test_the_look_up_and_its_gradient_are_torchs(device: torch.device) -> None:
         weight = table.clone().requires_grad_()
         found = function(tokens, weight)
         results.append((found.detach(), *torch.autograd.grad(found.square().sum(), weight)))
-    assert same_bits(*results)
+    assert same(*results)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import kernel_tests
 import pytest
 import torch
-from attention_cases import assert_agree, assert_as_exact, in_small_tiles, same_bits
+from attention_cases import assert_agree, assert_as_exact, in_small_tiles, same
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from torch import Tensor
 
@@ -250,7 +250,7 @@ def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.
     hidden = (blind, hidden_keys, hidden_keys, blind)
     poisoned = tuple(x.masked_fill(where, torch.nan) for x, where in zip(tensors, hidden, strict=True))
     plain, found = (computed(case, x, spec_of(backend)) for x in (tensors, poisoned))
-    assert same_bits(plain, found)
+    assert same(plain, found)
     for x, where in zip(found, (blind, blind, hidden_keys, hidden_keys), strict=True):
         assert torch.all(x.masked_select(where) == 0)
 
@@ -315,7 +315,7 @@ def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
     exact, first = formula(case, tensors, torch.float64), computed(case, tensors, spec_of("flash", preset))
     assert_as_exact(first, formula(case, tensors, torch.bfloat16), exact)
     for _ in range(10):
-        assert same_bits(first, computed(case, tensors, spec_of("flash", preset)))
+        assert same(first, computed(case, tensors, spec_of("flash", preset)))
 
 
 def test_rules_for_heads_hold_where_heads_share_keys_and_part_no_group_of_them() -> None:

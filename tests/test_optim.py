@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import causal_scores, same_bits
+from attention_cases import causal_scores, same
+from tiny_runs import preset, tiny_model
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from attention import AttentionConfig, AttentionSpec
 from attention.watching.measure import QUERY_CHUNK, largest_logits
-from model import GPT, ModelConfig, initialize
+from model import GPT, ModelConfig
 from training.muon import CudaRecorder, GraphedMuon
 from training.optim import OptimConfig, build_optimizer, learning_rate
 from training.qk_clip import clip_qk, forget_logits
@@ -32,11 +32,7 @@ TINY = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, v
 
 
 def make_model(config: ModelConfig = TINY) -> GPT:
-    model = GPT(
-        config, AttentionConfig(default=AttentionSpec(preset="standard")).resolve(config.n_layer, config.n_head)
-    )
-    initialize(model, 0)
-    return model
+    return tiny_model(preset("standard"), **vars(config))
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -84,7 +80,7 @@ def test_muon_pair_steps_as_torchs_muon_and_adamw_alone() -> None:
         backward(theirs, step)
         for part in (optimizer, muon, adamw):
             part.step()
-    assert same_bits([*ours.parameters()], [*theirs.parameters()])
+    assert same([*ours.parameters()], [*theirs.parameters()])
 
 
 SHAPES = [(24, 8), (8, 8), (32, 8), (8, 32), (5, 7)] * 2
@@ -114,9 +110,7 @@ def matrices(shapes: Iterable[tuple[int, int]], seed: int, device: str = "cpu") 
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
-def stepped(
-    optimizer_of: Any, shapes: list[tuple[int, int]] = SHAPES, device: str = "cpu", **more: Any
-) -> list[Tensor]:
+def stepped(optimizer_of: Any, shapes: list[Any] = SHAPES, device: str = "cpu", **more: Any) -> list[Tensor]:
     """Weights and momenta after four steps of an optimizer on given gradients."""
     parameters = [nn.Parameter(weight) for weight in matrices(shapes, 0, device)]
     settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
@@ -131,7 +125,7 @@ def stepped(
 @pytest.mark.parametrize("more", [{}, {"weight_decay": 0.0}, {"nesterov": False}], ids=str)
 def test_replayed_muon_has_the_bits_of_torchs(more: dict[str, Any]) -> None:
     recorder = Replays()
-    assert same_bits(stepped(GraphedMuon, recorder=recorder, **more), stepped(Muon, **more))
+    assert same(stepped(GraphedMuon, recorder=recorder, **more), stepped(Muon, **more))
     assert (recorder.records, recorder.replays) == (1, 3)
 
 
@@ -139,7 +133,7 @@ def test_replayed_muon_has_the_bits_of_torchs(more: dict[str, Any]) -> None:
 def test_a_cuda_graph_has_the_bits_of_torchs_muon() -> None:
     recorder = CudaRecorder(torch.device("cuda", 0))
     graph = stepped(GraphedMuon, GPT2 * 2, "cuda", recorder=recorder)
-    assert same_bits(graph, stepped(Muon, GPT2 * 2, "cuda"))
+    assert same(graph, stepped(Muon, GPT2 * 2, "cuda"))
 
 
 CLIPPED = replace(TINY, n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=50, qk_clip_tau=1.0)

@@ -89,9 +89,8 @@ def test_the_package_needs_nothing_but_torch_and_triton(path: Path) -> None:
             names = [node.module or ""]
         if isinstance(node, ast.ImportFrom) and node.level and "hopper" in (node.module or ""):
             assert node not in tree.body
-        assert {name.partition(".")[0] for name in names} <= allowed | (
-            set() if node in tree.body else {"transformers", "wandb"}
-        )
+        optional = set() if node in tree.body else {"transformers", "wandb"}
+        assert {name.partition(".")[0] for name in names} <= allowed | optional
 
 
 # Each part may import itself and what stands to its right.

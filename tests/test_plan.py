@@ -23,10 +23,8 @@ def test_single_sites_override_the_preset() -> None:
 
 
 def test_the_record_spells_out_every_site_and_every_head() -> None:
-    config = AttentionConfig(
-        rules=(AttentionRule(layers=(1,), heads=(2,), attention=AttentionSpec(preset="standard")),)
-    )
-    flash, standard = describe(config.resolve(2, 3))
+    rule = AttentionRule(layers=(1,), heads=(2,), attention=AttentionSpec(preset="standard"))
+    flash, standard = describe(AttentionConfig(rules=(rule,)).resolve(2, 3))
     assert flash["numerics"] == asdict(HARDWARE)
     assert flash["heads_of_layer"] == {"0": [0, 1, 2], "1": [0, 1]}
     assert (standard["backend"], standard["heads_of_layer"]) == ("standard", {"1": [2]})
@@ -52,10 +50,7 @@ def test_rules_that_cannot_be_are_refused(rules: list[dict], message: str) -> No
         ({"backend": "cuda"}, "attention backend = 'cuda'"),
         ({"sites": ("output",)}, "attention sites = 'output'"),
         ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
-        (
-            {"preset": "flash_fp32_pv", "sites": ("probabilities_rounding=stochastic",)},
-            "attention numerics probabilities_",
-        ),
+        ({"preset": "flash_fp32_pv", "sites": ("probabilities_rounding=stochastic",)}, "attention numerics prob"),
         ({"preset": "sdpa_flash", "sites": ("tile_q=16",)}, "attention numerics of sdpa_flash = 'hardware tile_q=16'"),
     ],
 )

@@ -38,9 +38,7 @@ def make_rows(steps, *, batch=3, length=4, seed=0):
     return np.random.default_rng(seed).integers(0, 10_000 - length, size=(steps, batch), dtype=np.uint64)
 
 
-def write(
-    folder: Path, steps: int, *, finish: bool = True, flush_at: int | None = None, **changes: Any
-) -> RecordingHeader:
+def write(folder: Path, steps: int, *, finish: bool = True, flush_at: int = 0, **changes: Any) -> RecordingHeader:
     header = make_header(**changes)
     recorder = Recorder.create(folder, header)
     for step, offsets in enumerate(make_rows(steps)):

@@ -96,9 +96,8 @@ def test_stochastic_rounding_is_unbiased_at_every_width(bits_kept: int) -> None:
     error = (rounded.double() - x.double()) * 2**bits_kept
     assert error.abs().max() < 1
     assert error.mean().abs() < 4 * error.std() / n**0.5
-    assert torch.equal(
-        round_mantissa(rounded, bits_kept, "stochastic", random_bits(torch.tensor(2), 0, x.shape)), rounded
-    )
+    words = random_bits(torch.tensor(2), 0, x.shape)
+    assert torch.equal(round_mantissa(rounded, bits_kept, "stochastic", words), rounded)
 
 
 def test_philox_gives_the_published_words() -> None:
