@@ -205,17 +205,16 @@ CANNOT: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "reason", "can"), CANNOT, ids=str)
-def test_what_cannot_run_here_is_refused(
-    asked: dict[str, Any], reason: str, can: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interprets = asked.get("interprets", asked.get("backend") == "flash")
-    monkeypatch.setattr(attention.backends, "_interprets", lambda: interprets)
+@pytest.mark.parametrize(("spec", "reason", "can"), CANNOT, ids=str)
+def test_what_cannot_run_here_is_refused(spec: dict[str, Any], reason: str, can: str, monkeypatch: Any) -> None:
     call = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 16, "softcap": 0.0}
-    spec = AttentionSpec(**{name: asked[name] for name in ("preset", "backend", "sites") if name in asked})
-    plans = AttentionConfig(flash_backend="flash_reference", default=spec).resolve(2, 2)
+    call |= {name: spec[name] for name in call if name in spec}
+    spec = {name: value for name, value in spec.items() if name not in call}
+    interprets = spec.pop("interprets", spec.get("backend") == "flash")
+    monkeypatch.setattr(attention.backends, "_interprets", lambda: interprets)
+    plans = AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(**spec)).resolve(2, 2)
     with pytest.raises(UserError) as error:
-        attention.check_plans(plans, **{name: asked.get(name, value) for name, value in call.items()})
+        attention.check_plans(plans, **call)
     assert reason in str(error.value)
     able = str(error.value).partition("backends that can: ")[2].split(", ")
     assert set(can.split(", ")) <= {*able, ""}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_watching import llama
 from torch.nn import functional
 
 import attention
@@ -76,16 +77,9 @@ def test_examples_of_the_diagnosis_measure_it(handed: bool, monkeypatch: pytest.
     assert max(record["dq_error"][0]) < 1e-5
 
 
-def llama(attention: str | None = None) -> Any:
-    transformers = pytest.importorskip("transformers")
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.LlamaConfig(vocab_size=8, **shape)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-
-
 def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> None:
     """A second preset goes by another name than the first."""
-    model = llama(low_precision_attention.huggingface.register())
+    model = llama(low_precision_attention.huggingface.register(), 1)
     tokens, losses = torch.arange(8)[None], []
 
     def train() -> None:
@@ -112,9 +106,8 @@ def test_watch_in_a_trainer_counts_its_steps(tmp_path: Path, monkeypatch: pytest
     settings = {"max_steps": 101, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "warmup_steps": 100}
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
-    trainer = transformers.Trainer(
-        llama(), transformers.TrainingArguments(str(tmp_path), **settings, **quiet), train_dataset=[row] * 8
-    )
+    arguments = transformers.TrainingArguments(str(tmp_path), **settings, **quiet)
+    trainer = transformers.Trainer(llama("sdpa", 1), arguments, train_dataset=[row] * 8)
     (example,) = (text for text in blocks(PAGE, "python") if "trainer." in text)
     exec(compile(example, "huggingface.md", "exec"), {"trainer": trainer})
     looks = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]

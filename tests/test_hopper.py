@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import kernel_tests
 import pytest
 import torch
-from attention_cases import make, oracle, relative_errors, run
+from attention_cases import make, oracle, relative_errors, run, same
 from torch import Tensor
 
 from attention import AttentionSpec, backends, scaled_dot_product_attention
@@ -112,7 +112,7 @@ def test_it_is_as_exact_as_the_triton_kernels(
     for own, other in zip(relative_errors(found, exact), relative_errors(run(p, triton), exact), strict=True):
         assert own <= 1.1 * other + 2.0**-17
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(found, run(p, hopper), strict=True))
+        assert same(found, run(p, hopper))
 
 
 @pytest.mark.gpu
@@ -143,8 +143,5 @@ def test_grouped_queries_of_any_layout_and_compiled(preset: str, group: int) -> 
         assert own <= 1.1 * other + 2.0**-17
     odd = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape).copy_(q)
     strided = torch.empty(2, 2, 300, 132, device="cuda", dtype=q.dtype)[..., :128].copy_(k)
-    for found in (
-        results(attend, odd, strided, v.transpose(1, 2).contiguous().transpose(1, 2), do),
-        results(torch.compile(attend, fullgraph=True), q, k, v, do),
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert same(results(attend, odd, strided, v.transpose(1, 2).contiguous().transpose(1, 2), do), plain)
+    assert same(results(torch.compile(attend, fullgraph=True), q, k, v, do), plain)

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from test_checkpoint import flip_a_byte
 from tiny_runs import ROOT, Place, completed, make_data, new_place, start_train, tree
 
 import train
@@ -34,9 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         make_data(place.folder / "other", seed=1)
         make_data(place.folder / "large_vocabulary", vocabulary=50257)
         shutil.copytree(place.data, place.folder / "damaged")
-        content = bytearray((place.folder / "damaged/train.bin").read_bytes())
-        content[7] ^= 1
-        (place.folder / "damaged/train.bin").write_bytes(content)
+        flip_a_byte(place.folder / "damaged/train.bin")
         place.preset_file(place.config("new"))
         yield place
 

@@ -263,11 +263,11 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
 
 
 class Growing(nn.Module):
-    """One head of two, whose logits grow as the power ``power`` of the step."""
+    """One layer whose logits grow as the power ``power`` of the step."""
 
-    def __init__(self, power: float) -> None:
+    def __init__(self, power: float, step: int = 0) -> None:
         super().__init__()
-        self.power, self.step, self.weight = power, 0, nn.Parameter(torch.ones(()))
+        self.power, self.step, self.weight = power, step, nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.step += 1
@@ -278,9 +278,7 @@ class Growing(nn.Module):
 def growing(steps: range, log: Path | None = None, power: float = 4.0) -> tuple[Any, list[str]]:
     """What has watched some steps of a run of ``Growing``, and what was said."""
     said: list[str] = []
-    model = Growing(power)
-    model.step = steps.start
-    with watch(model, every=1, log=log, start=steps.start, say=said.append) as seen:
+    with watch(model := Growing(power, steps.start), log=log, every=1, start=steps.start, say=said.append) as seen:
         for _ in steps:
             model(data().view(B, T, H, D).transpose(1, 2)).backward()
     return seen, said
@@ -557,8 +555,8 @@ def test_attention_that_is_handed_over_is_measured_as_torchs(layout: str, compil
 
 def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     """And the model's file never answers NO."""
-    layers = Block(), nn.Sequential(Own(1)), TorchsLayer(weights=True), TorchsLayer(weights=False)
-    model, file, said = nn.Sequential(*layers), tmp_path / "log", []
+    file, said = tmp_path / "log", []
+    model = nn.Sequential(Block(), nn.Sequential(Own(1)), TorchsLayer(weights=True), TorchsLayer(weights=False))
     with watch(model, every=1, say=said.append, log=file) as seen:
         for _ in range(4):
             model(data()).square().mean().backward()
