@@ -44,9 +44,10 @@ class Runner(NamedTuple):
     device: torch.device
 
 
-@pytest.fixture(
-    params=["flash cpu"] if INTERPRETED else ["flash_reference cpu", pytest.param("flash cuda", marks=pytest.mark.gpu)]
-)
+COMPILED = ["flash_reference cpu", pytest.param("flash cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=["flash cpu"] if INTERPRETED else COMPILED)
 def runner(request: pytest.FixtureRequest) -> Runner:
     backend, name = request.param.split()
     return Runner(backend, there(name))

@@ -147,9 +147,8 @@ def delta_error(problem: Rows, preset: str, numerics: str) -> tuple[float, float
     """Mean and standard error of delta - exact delta, for dO = +1 on every feature: delta is then the row's sum of O."""
     spec = AttentionSpec(preset=preset, numerics=numerics)
     do = torch.ones(N, 1, 1, D, dtype=torch.bfloat16)
-    delta = row_deltas(
-        problem.q, problem.k, problem.v, do, spec.resolve(), seed=torch.tensor(11), scale=1.0, causal=False
-    )
+    operands = (problem.q, problem.k, problem.v, do)
+    delta = row_deltas(*operands, spec.resolve(), seed=torch.tensor(11), scale=1.0, causal=False)
     return mean_and_standard_error(delta.flatten().double() - problem.exact().sum(dim=-1))
 
 

@@ -43,16 +43,14 @@ def problem(
     return Problem(p.q * 300, p.k * 300, p.v, p.do) if case == "huge" else p
 
 
-def spec(
-    preset: str, numerics: str = "hardware", sites: tuple[str, ...] = TILES, backend: str = "flash"
-) -> AttentionSpec:
-    sites = () if preset == "flash_untiled" else sites
-    return AttentionSpec(preset=preset, numerics=numerics, sites=sites, backend=backend)
+def spec(preset: str, sites: tuple[str, ...] = TILES, backend: str = "flash", **base: str) -> AttentionSpec:
+    return AttentionSpec(preset=preset, sites=() if preset == "flash_untiled" else sites, backend=backend, **base)
 
 
 def flash_agrees(p: Problem, preset: str, numerics: str, sites: tuple[str, ...] = TILES, **more) -> None:
     """They differ by less than a quarter of the rounding error of the PyTorch backend, or by FP32 noise."""
-    found, expected = (run(p, spec(preset, numerics, sites, x), **more) for x in ("flash", "flash_reference"))
+    specs = (spec(preset, sites, backend, numerics=numerics) for backend in ("flash", "flash_reference"))
+    found, expected = (run(p, asked, **more) for asked in specs)
     assert [x.dtype for x in found] == [expected[0].dtype, *[p.q.dtype] * 3]
     assert_agree(found, expected, oracle(p), magnitudes(p))
 
@@ -113,9 +111,7 @@ def test_a_format_below_bf16_is_the_references_to_the_bit(fmt: str, scale: str, 
         assert same.all()
 
 
-@pytest.mark.parametrize(
-    "numerics", ["hardware", pytest.param("rounded_forward", marks=slow), pytest.param("fp32", marks=slow)]
-)
+@pytest.mark.parametrize("numerics", ["hardware", *(pytest.param(x, marks=slow) for x in ("rounded_forward", "fp32"))])
 @pytest.mark.parametrize("preset", FLASH)
 def test_every_preset_agrees_with_the_reference(preset: str, numerics: str, device: torch.device) -> None:
     shape = (1, 40, 2 if "stochastic" in preset else 1, 16)

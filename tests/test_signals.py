@@ -64,11 +64,9 @@ def test_exit_json_has_the_code_and_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_asked_to_exit_unbuilt_it_says_start_again(
-    place: Place, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asked_to_exit_unbuilt_it_says_start_again(place: Place, number: signal.Signals) -> None:
     name = f"start_{number.name}"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "open_run", lambda *_: signal.raise_signal(number))
         with pytest.raises(SystemExit) as exit_:
             place.train(name, AUTO)
@@ -250,7 +248,7 @@ def refused(*arguments):
         raise UserError("no GPU of its own")
     return start(*arguments)
 
-if sys.argv.pop() == "refused":
+if sys.argv.pop() == "no GPU of its own":
     distributed.start = refused
 elif os.environ["RANK"] == "1":
     sys.argv += ["--data.dataset", sys.argv[1].replace("told.py", "other")]
@@ -259,20 +257,15 @@ train.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [("refused", "no GPU of its own"), ("other data", "the same data and checkpoint for every process")],
-)
-def test_a_mistake_that_another_rank_finds_is_not_start_me_again(
-    place: Place, tmp_path: Path, case: str, reason: str
-) -> None:
+@pytest.mark.parametrize("case", ["no GPU of its own", "the same data and checkpoint for every process"])
+def test_a_mistake_that_another_rank_finds_is_not_start_me_again(place: Place, tmp_path: Path, case: str) -> None:
     make_data(place.folder / "other", seed=1)
     (tmp_path / "otherwise.py").write_text(OTHERWISE)
     preset = place.preset_file(place.config("told", {**AUTO, "data.micro_batch": 2}))
     assert completed(command(tmp_path / "otherwise.py", [str(preset), case], 2)).returncode == 1
     left = outcome_of(place.runs / "told")
     assert left["code"] == 2
-    assert reason in left["reason"]
+    assert case in left["reason"]
 
 
 @pytest.mark.slow
