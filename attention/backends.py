@@ -100,10 +100,8 @@ def _flash_needs(call: Call) -> str | None:
     elif call.device != "cuda" and not _interprets():
         reason = "it needs a CUDA device (or TRITON_INTERPRET=1)"
     else:
-        reason = head_dim_obstacle(call.head_dim) or head_dim_obstacle(
-            (call.value_dim or call.head_dim) + (8 if call.numerics.delta_error == "zero_sum" else 0)
-        )
-        reason = reason or tile_obstacle(call.numerics)
+        of_v = (call.value_dim or call.head_dim) + (8 if call.numerics.delta_error == "zero_sum" else 0)
+        reason = head_dim_obstacle(call.head_dim) or head_dim_obstacle(of_v) or tile_obstacle(call.numerics)
     instead = "flash_reference runs anywhere (backend='flash_reference', in train.py --attention.flash-backend flash_reference)"
     return reason and f"{reason}; {instead}"
 
@@ -164,9 +162,7 @@ BACKENDS: dict[str, Backend] = {
     "sdpa_math": _sdpa("sdpa_math"),
     "flash": Backend(_flash, _flash_needs),
     "flash_reference": Backend(_flash_reference),
-    "flash_hopper": Backend(
-        _flash_hopper, _flash_hopper_needs, features=("grouped",), presets=("flash", "flash_consistent")
-    ),
+    "flash_hopper": Backend(_flash_hopper, _flash_hopper_needs, True, ("grouped",), ("flash", "flash_consistent")),
     EXTERNAL: Backend(_external, has_sites=False, features=("grouped",)),
 }
 
@@ -191,9 +187,8 @@ def _other_site(name: str, numerics: Numerics) -> str | None:
 
 def lacking(name: str, features: Iterable[str]) -> str | None:
     """The first of these features that a backend does not have, in words, or None."""
-    return next(
-        (f"it has no {FEATURES[feature]}" for feature in features if feature not in BACKENDS[name].features), None
-    )
+    absent = [feature for feature in features if feature not in BACKENDS[name].features]
+    return f"it has no {FEATURES[absent[0]]}" if absent else None
 
 
 def obstacle(name: str, call: Call) -> str | None:

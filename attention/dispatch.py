@@ -78,11 +78,9 @@ def run(
         if reason is not None:
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
-    def call(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seed = rounding_seed ^ group.seed_offset
-        return BACKENDS[group.backend].run(
-            q, k, v, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap
-        )
+    def call(group: HeadGroup, *qkv: Tensor) -> Tensor:
+        seed, backend = rounding_seed ^ group.seed_offset, BACKENDS[group.backend]
+        return backend.run(*qkv, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap)
 
     if len(plan.groups) == 1:
         return call(plan.groups[0], q_BTHD, k_BTHD, v_BTHD)
@@ -90,10 +88,8 @@ def run(
     for g in plan.groups:
         shared = tuple(head // group for head in g.heads[::group])
         if [head // group for head in g.heads] != [key for key in shared for _ in range(group)]:
-            raise UserError(
-                f"attention of layer {plan.layer}: heads {g.heads} have rules of their own: expected whole groups of {group} heads, "
-                "which share keys"
-            )
+            expected = f"expected whole groups of {group} heads, which share keys"
+            raise UserError(f"attention of layer {plan.layer}: heads {g.heads} have rules of their own: {expected}")
         parts.append(call(g, _chosen(q_BTHD, g.heads), *(_chosen(x, shared) for x in (k_BTHD, v_BTHD))))
     order = [head for group in plan.groups for head in group.heads]
     back = tuple(order.index(head) for head in range(plan.n_head))

@@ -52,9 +52,8 @@ class AttentionSpec:
             raise invalid("attention preset", self.preset, ("robust", *PRESETS, EXTERNAL))
         if (self.preset == EXTERNAL) != bool(self.kernel):
             expected = "MODULE:FUNCTION or a public kernel, as torch:flash, with preset = 'external'"
-            raise invalid(
-                "attention kernel", self.kernel, "none without preset = 'external'" if self.kernel else expected
-            )
+            expected = "none without preset = 'external'" if self.kernel else expected
+            raise invalid("attention kernel", self.kernel, expected)
         if self.kernel and self.backend:
             raise invalid("attention backend", self.backend, "empty with preset = 'external'")
         if self.numerics not in BASES:
@@ -79,11 +78,8 @@ class AttentionSpec:
 
     def label(self) -> str:
         """Short name for curves and tables, for example ``flash_delta_from_p (published)``."""
-        extra = ", ".join(
-            part
-            for part in (*([] if self.numerics == "hardware" else [self.numerics]), *self.sites, self.backend)
-            if part
-        )
+        base = "" if self.numerics == "hardware" else self.numerics
+        extra = ", ".join(filter(None, (base, *self.sites, self.backend)))
         return f"{self.preset} ({extra})" if extra else self.kernel or self.preset
 
 
@@ -172,7 +168,6 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
     A backend in place of the preset's own stays where old and new preset are made for the same one, unless ``backend`` names one.
     Raises ``UserError`` for an unknown preset or backend, and where the base does not suit them.
     """
-
     preset = unaliased(preset)
 
     def moved(spec: AttentionSpec) -> AttentionSpec:
@@ -194,14 +189,11 @@ def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:
             # Specs of different names can come to the same roundings.
             heads = places.setdefault((group.backend, group.numerics), {}).setdefault(str(plan.layer), [])
             heads[:] = sorted([*heads, *group.heads])
-    return [
-        {
-            "backend": backend,
-            **({"kernel": numerics} if backend == EXTERNAL else {"numerics": json.loads(numerics)}),
-            "heads_of_layer": where,
-        }
-        for (backend, numerics), where in places.items()
-    ]
+    told = []
+    for (backend, numerics), where in places.items():
+        rounds = {"kernel": numerics} if backend == EXTERNAL else {"numerics": json.loads(numerics)}
+        told.append({"backend": backend, **rounds, "heads_of_layer": where})
+    return told
 
 
 def _members(name: str, chosen: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -265,8 +257,6 @@ def check_plans(
             if reason is None:
                 continue
             able = [name for name, backend in BACKENDS.items() if backend.has_sites and not obstacle(name, call)]
-            what = f"cannot do this on {kind} with {str(dtype).removeprefix('torch.')}"
+            what = f"backend {group.backend} cannot do this on {kind} with {str(dtype).removeprefix('torch.')}"
             others = f"; backends that can: {', '.join(able)}" if able else ""
-            raise UserError(
-                f"attention of layer {plan.layer} = {group.spec.label()!r}: backend {group.backend} {what}: {reason}{others}"
-            )
+            raise UserError(f"attention of layer {plan.layer} = {group.spec.label()!r}: {what}: {reason}{others}")

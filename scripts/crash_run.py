@@ -93,14 +93,13 @@ def how_ended(folder: Path, table: Path) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
-    parser = OneLineParser(
-        description=__doc__, usage="crash_run.py KERNEL [CONFIG] [--out FOLDER] [options of train.py]"
-    )
+    usage = "crash_run.py KERNEL [CONFIG] [--out FOLDER] [options of train.py]"
+    parser = OneLineParser(description=__doc__, usage=usage)
     parser.add_argument("--out", type=Path, help="folder of runs and picture (runs/crash_run/KERNEL)")
     parser.add_argument("--patience", help="steps above the margin that make an explosion: see compare_runs.py")
     options, rest = parser.parse_known_args(argv[len(names) :])
     if len(names) not in (1, 2):
-        raise UserError("usage: crash_run.py KERNEL [CONFIG] [options of train.py]; --help says more")
+        raise UserError(f"usage: {usage}; --help says more")
     kernel, tiny = names[0], len(names) == 1
     replaced = {option.partition("=")[0] for option in rest}
     tiny_options = [option for option in TINY if option.partition("=")[0] not in replaced]

@@ -61,9 +61,8 @@ def flash_attn_func(
         mask &= distance <= right if right >= 0 else mask
         mask &= distance >= -left if left >= 0 else mask
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    o = scaled_dot_product_attention(
-        *heads_first, mask, dropout_p, False, softmax_scale, enable_gqa=True, softcap=softcap
-    ).transpose(1, 2)
+    settings: dict[str, Any] = {"scale": softmax_scale, "enable_gqa": True, "softcap": softcap}
+    o = scaled_dot_product_attention(*heads_first, mask, dropout_p, **settings).transpose(1, 2)
     return (o, None, None) if return_attn_probs else o
 
 
@@ -120,23 +119,21 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2048, help="flash-attention: of cases up to this length")
     options = parser.parse_args()
     plugins: list[Any] = []
-    named = ["-k", "not fsdp2 and not test_tp and not test_ep"]  # these start processes that do not know of ours
     if options.suite == "transformers":
         attention_by_default()
         tests = [f"tests/models/{family}/test_modeling_{family}.py" for family in options.families]
+        tests += ["-k", "not fsdp2 and not test_tp and not test_ep"]  # these start processes that do not know of ours
     else:
         put_in_place_of_flash_attn()
         if not torch.cuda.is_available():
             torch.cuda.get_device_capability = lambda device=None: (9, 0)
             torch.cuda.get_device_properties = lambda device=None: argparse.Namespace(total_memory=2**40)  # type: ignore[assignment,return-value]
-        named = []
-        plugins.append(Grid(options.every, options.longest))
+        plugins = [Grid(options.every, options.longest)]
         tests = ["tests/test_flash_attn.py"]
     os.chdir(options.checkout)
     os.environ["COLUMNS"] = "240"  # room for the reasons in pytest's summary
-    code = pytest.main(
-        ["-q", "--tb=short", "-rfE", "--no-header", "-p", "no:cacheprovider", *named, *tests], plugins=plugins
-    )
+    quiet = ["-q", "--tb=short", "-rfE", "--no-header", "-p", "no:cacheprovider"]
+    code = pytest.main([*quiet, *tests], plugins=plugins)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # nothing was tested
         sys.exit(int(code))
 
