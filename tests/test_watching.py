@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
+import attention
 from attention import replace_sdpa, watch
 from attention.watching import passes
 from attention.watching.log import read_log
@@ -247,11 +248,12 @@ def llama(implementation: str, layers: int = 2) -> nn.Module:
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "mine", "local"])
+@pytest.mark.parametrize("implementation", ["sdpa", "mine", "local", "ours"])
 def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library = pytest.importorskip("transformers.modeling_utils")
     functions = library.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(functions, "local", lambda *args, **more: functions["sdpa"](*args, **more))
+    attention.huggingface.register("flash", "ours")
     torch.manual_seed(0)
     model = llama(implementation)
     before = dict(functions)
@@ -259,7 +261,8 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     assert dict(functions) == before
     assert [len(heads) for heads in seen.record["max_logit"]] == [4, 4]
-    assert all(0 < error < 1e-3 for heads in seen.record["dq_error"] for error in heads)
+    for column in ("dq_error", "row_residual"):
+        assert all(0 < error < 1e-3 for heads in seen.record[column] for error in heads)
 
 
 class Growing(nn.Module):

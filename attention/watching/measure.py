@@ -126,7 +126,7 @@ COLUMNS = {
     "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
 }
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown); and ``row_residual`` of what is no
-call of torch's ``scaled_dot_product_attention`` or ours, or has a soft-cap or sinks.
+call of torch's ``scaled_dot_product_attention``, ours or a Hugging Face model's, or has a soft-cap, sinks or a mask of another form.
 
 ``delta_*`` are of that formula, whatever the kernel does: of one with another delta, as torch's math formula or ``flash_delta_from_p``,
 ``row_residual`` is about 0. It is of q and k without one feature, and without the rounding of dS.
@@ -219,7 +219,9 @@ def _row_sums(call: Call) -> Tensor | None:
     try:
         with torch.enable_grad(), torch.autocast(call.q_BHTD.device.type, enabled=False):
             return rows_from_outside(call.kernel, inputs)
-    except (RuntimeError, ValueError):  # it takes no call of a few sequences, or has no backward pass
+    except (
+        Exception
+    ):  # whatever a foreign attention raises that takes no call of a few sequences, or has no backward pass
         return None
 
 

@@ -296,6 +296,15 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
         causal = mask is None and q.shape[2] > 1 and named_too.get("is_causal", getattr(module, "is_causal", True))
         dropout, scale = named_too.get("dropout", 0.0), named_too.get("scaling")
         call = named(q, k, v, padding, dropout, bool(causal), scale, True)
+        if mask is None or mask.ndim == 4:
+
+            def kernel(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, scale: float, **_: Any) -> Tensor:
+                shown = None if mask is None else shown
+                return function(module, q, k, v, shown, **(named_too | {"scaling": scale, "dropout": 0.0}))[
+                    0
+                ].transpose(1, 2)
+
+            call["kernel"] = kernel
         window, call["softcap"] = named_too.get("sliding_window"), named_too.get("softcap") or 0.0
         if causal and window and window < k.shape[2]:
             visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)

@@ -310,7 +310,7 @@ class Watch:
             q, k, v = (named[name] for name in ("query", "key", "value"))
             causal, mask = bool(named["is_causal"]), plain_mask(named["attn_mask"], q.device)
             flags = {name: named[name] for name in ("scale", "softcap")}
-            flags |= {"causal": causal, "dropout": named["dropout_p"], "kernel": kernel_of(run)}
+            flags |= {"causal": causal, "dropout": named["dropout_p"], "kernel": named.get("kernel") or kernel_of(run)}
             look.keep(layer, q, k, v, o, mask=mask, **flags)
 
         self._guard(keep)
