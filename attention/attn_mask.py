@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .mask import Mask, split
-from .reference.tiles import NAMESPACE
+from .operators import NAMESPACE
 from .user_error import refuse
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .backends import BACKENDS, Call, lacking, numerics_of, obstacle
 from .plan import HeadGroup, LayerPlan
-from .reference.tiles import FORMAT_OF
+from .rounding import FORMAT_OF
 from .user_error import UserError
 
 

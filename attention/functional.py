@@ -23,7 +23,7 @@ from .mask import NO_MASK
 from .numerics import BASES
 from .plan import AttentionConfig, AttentionSpec
 from .presets import PRESETS, RECOMMENDED, unaliased
-from .reference.tiles import FORMAT_OF
+from .rounding import FORMAT_OF
 from .triton.block_sizes import head_dim_above
 from .user_error import invalid
 from .user_error import refuse as refuse

@@ -11,10 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
+from torch.nn import functional
 
 from .mask import NO_MASK, Mask
-from .reference.tiles import NAMESPACE
 
+NAMESPACE = __name__.partition(".")[0]
+"""Namespace of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's
+``attention`` and as the installed ``low_precision_attention``."""
+TORCHS = functional.scaled_dot_product_attention
+"""torch's own, whatever ``replace_sdpa`` puts in its place: nothing can call that before this module is imported."""
 # No defaults: torch leaves them out of the graphs by which it finds code that it has compiled before, by another schema.
 SETTINGS = (
     "str numerics, float scale, bool causal, float softcap, Tensor? sinks, Tensor? keys, Tensor? ranges, Tensor? padded"

@@ -1,4 +1,4 @@
-"""Which attention each layer and head uses: names a user types -> (backend, Numerics) -> groups of heads. Plain Python, no torch.
+"""Which attention each layer and head uses: names a user types -> (backend, Numerics) -> groups of heads. No torch before ``check_plans``.
 
 Layers and heads count from 0; the paper counts from 1, so its "layer 2" is layer 1 here.
 """
@@ -241,7 +241,7 @@ def check_plans(
     """
     import torch
 
-    from .reference.tiles import FORMAT_OF
+    from .rounding import FORMAT_OF
 
     if dtype not in FORMAT_OF:
         raise invalid("dtype", dtype, "float32, bfloat16 or float16")

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
+from .operators import NAMESPACE, TORCHS
 from .plan import AttentionSpec
 from .presets import RECOMMENDED
-from .reference.tiles import NAMESPACE, TORCHS
 
 
 def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContextManager[None]:

@@ -17,6 +17,14 @@ RANDOM_BITS = 16
 ROUNDS = 7
 """Rounds of Philox in ``random_bits``."""
 
+OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
+ROW_SIGN_STREAM, ROW_CHOICE_STREAM, COLUMN_SIGN_STREAM = 3, 4, 5
+"""Streams of random bits, independent of each other: the O passed on, the O inside delta and P_bar; and what ``delta_error`` draws."""
+SITE_STREAMS = 2**16
+"""Number of streams of random bits for each site with a stochastic cast: a site's begin at this times 1 + its number."""
+
+FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 def round_mantissa(x: Tensor, bits: int, rounding: str = "nearest", random_bits: Tensor | None = None) -> Tensor:
     """``x`` with ``bits`` explicit mantissa bits (7 is BF16, 10 is TF32), FP32's exponent range, subnormals included.

@@ -31,7 +31,8 @@ from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of, probabilities, saved_rows
 from attention.reference.flash import row_deltas
 from attention.reference.flash import row_residuals as reference_row_residuals
-from attention.reference.tiles import FORMAT_OF, Sites, make_problem, o_for_delta
+from attention.reference.tiles import Sites, make_problem, o_for_delta
+from attention.rounding import FORMAT_OF
 from probes.capture import LayerCapture
 
 HIGH = FP32.with_sites({"output": "fp32", "inputs": "fp32", "tile_q": 0, "tile_k": 0})

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from attention.plan import HeadGroup
-from attention.reference.tiles import FORMAT_OF, Sites
+from attention.reference.tiles import Sites
+from attention.rounding import FORMAT_OF
 from attention.watching.measure import attention_statistics
 from data.batches import Batches
 from errors import check_size

@@ -20,12 +20,14 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from ..functional import scaled_dot_product_attention as ours
 from ..mask import NO_MASK
+from ..operators import NAMESPACE
 from ..packages import add_cutlass
 from ..plan import AttentionSpec
 from ..presets import ALIASES, PRESETS
 from ..reference.flash import kept_of
 from ..reference.sdpa import KERNELS
-from ..reference.tiles import FORMAT_OF, NAMESPACE, empty_outputs
+from ..reference.tiles import empty_outputs
+from ..rounding import FORMAT_OF
 from ..user_error import UserError, invalid
 from .captured import Inputs, Mask
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import Numerics
-from ..rounding import random_bits
-from .tiles import COLUMN_SIGN_STREAM, ROW_CHOICE_STREAM, ROW_SIGN_STREAM
+from ..rounding import COLUMN_SIGN_STREAM, ROW_CHOICE_STREAM, ROW_SIGN_STREAM, random_bits
 
 NEAR_ONE = 1 - 2.0**-9
 """A probability from here to 1 rounds to 1 in BF16."""

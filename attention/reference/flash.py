@@ -16,13 +16,11 @@ from torch import Tensor
 from ..mask import NO_MASK
 from ..numerics import LARGEST_SCALE, LOW_FORMATS, Numerics
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
-from ..rounding import low_bits
+from ..rounding import DELTA_STREAM, OUTPUT_STREAM, low_bits
 from .dose import delta_errors, with_zero_sum_noise
 from .exact import exact_float32
 from .exponent import Exponent, exponent_of, probabilities, saved_rows, sink_probabilities, statistics_to_save
 from .tiles import (
-    DELTA_STREAM,
-    OUTPUT_STREAM,
     Problem,
     Sites,
     delta_operands,

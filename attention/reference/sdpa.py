@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .tiles import TORCHS
+from ..operators import TORCHS
 
 KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..numerics import numerics_from_key
 from ..operators import FORWARD_TENSORS, differentiable, gradients_like, operator
-from ..rounding import storage_dtype
+from ..rounding import FORMAT_OF, OUTPUT_STREAM, storage_dtype
 from .exact import exact_float32
-from .tiles import FORMAT_OF, OUTPUT_STREAM, Problem, make_problem, round_output
+from .tiles import Problem, make_problem, round_output
 
 
 def _probabilities(problem: Problem) -> tuple[Tensor, Tensor]:

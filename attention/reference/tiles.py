@@ -10,25 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..low_formats import round_low
 from ..mask import NO_MASK, KeyRanges, Mask
 from ..numerics import LOW_FORMATS, SITES, Numerics, numerics_from_key
-from ..rounding import random_bits, round_to, storage_dtype, tile_random_bits, with_low_bits
-
-NAMESPACE = __name__.partition(".")[0]
-"""Namespace of the custom operators: the name this package is imported by. One process may hold it twice, as the trainer's
-``attention`` and as the installed ``low_precision_attention``."""
-TORCHS = functional.scaled_dot_product_attention
-"""torch's own, whatever ``replace_sdpa`` puts in its place: ``functional.py`` imports this module before anything can call that."""
-OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
-ROW_SIGN_STREAM, ROW_CHOICE_STREAM, COLUMN_SIGN_STREAM = 3, 4, 5
-"""Streams of random bits, independent of each other: the O passed on, the O inside delta and P_bar; and what ``delta_error`` draws."""
-SITE_STREAMS = 2**16
-"""Number of streams of random bits for each site with a stochastic cast: a site's begin at this times 1 + its number."""
-
-FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from ..rounding import (
+    FORMAT_OF,
+    PROBABILITIES_STREAM,
+    SITE_STREAMS,
+    random_bits,
+    round_to,
+    storage_dtype,
+    tile_random_bits,
+    with_low_bits,
+)
 
 
 class Sites:

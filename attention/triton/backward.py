@@ -21,7 +21,8 @@ from ..numerics import BACKWARD, DELTA, Numerics
 from ..operators import empty_sinks
 from ..reference.dose import NOISE_COLUMNS, delta_errors, with_zero_sum_noise
 from ..reference.exponent import log2_scale
-from ..reference.tiles import FORMAT_OF, o_for_delta
+from ..reference.tiles import o_for_delta
+from ..rounding import FORMAT_OF
 from ..rounding import round_to as round_tensor
 from .block_sizes import Blocks, backward_blocks, width
 from .codes import (

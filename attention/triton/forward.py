@@ -13,7 +13,8 @@ from torch import Tensor
 from ..mask import Mask
 from ..numerics import FORWARD, Numerics
 from ..reference.exponent import log2_scale
-from ..reference.tiles import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM, empty_outputs
+from ..reference.tiles import empty_outputs
+from ..rounding import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM
 from .block_sizes import Blocks, walks_tiles, width
 from .codes import (
     FMA,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..reference.tiles import PROBABILITIES_STREAM
+from ..rounding import PROBABILITIES_STREAM
 from .codes import FP32, LARGEST, OUTPUT_ITSELF, PLAIN, ROUNDED, SCALED_ROW_MAX, STABILIZED, STABILIZED_SAFE, State
 from .loads import block_scores, load_keys
 from .round_blocks import dot, operand, round_to, weights

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..numerics import Numerics, numerics_from_key
 from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradients_like, operator
 from ..reference.flash import kept_of
-from ..reference.tiles import FORMAT_OF, outputs_like
+from ..reference.tiles import outputs_like
+from ..rounding import FORMAT_OF
 from .backward import empty_gradients, launch_backward, split_gradients
 from .block_sizes import backward_blocks, forward_blocks
 from .forward import launch_forward

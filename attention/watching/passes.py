@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..functional import scaled_dot_product_attention
 from ..huggingface import HARMLESS
-from ..reference.tiles import TORCHS
+from ..operators import TORCHS
 from .look import Look
 
 COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
