@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 from torch.utils.checkpoint import checkpoint
 
 import attention.attn_mask
-from attention import AttentionSpec, replace_sdpa, scaled_dot_product_attention
+from attention import AttentionSpec, operators, replace_sdpa, scaled_dot_product_attention
 from attention.mask import split
 from attention.operators import TORCHS
 
