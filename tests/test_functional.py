@@ -349,7 +349,10 @@ def test_what_no_block_can_serve_is_refused_and_a_block_without_a_call_is_said()
 def assert_attends(spec: AttentionSpec | None, attend: Any = None) -> None:
     """The function that stands for torch's gives the bits of ``spec``, and torch's own without one."""
     *inputs, _ = tensors()
-    outputs = [TORCHS(*inputs), *(scaled_dot_product_attention(*inputs, numerics=x) for x in (COARSE, COARSER))]
+    outputs = [
+        operators.TORCHS(*inputs),
+        *(scaled_dot_product_attention(*inputs, numerics=x) for x in (COARSE, COARSER)),
+    ]
     found = (attend or (lambda *qkv: functional.scaled_dot_product_attention(*qkv)))(*inputs)
     assert [torch.equal(found, x) for x in outputs] == [spec is x for x in (None, COARSE, COARSER)]
 
