@@ -72,6 +72,7 @@ def _consistent(base: Numerics) -> Sites:
 
 
 _FP32_ACCUMULATION: Sites = {"tile_product": "fp32", "accumulator": "fp32"}
+_NEAREST_O: Sites = {**_FP32_ACCUMULATION, "output_rounding": "nearest"}
 
 
 def _stable(**sites: Any) -> Callable[[Numerics], Sites]:
@@ -174,10 +175,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ", row_residual="corrected_rows"),
     "flash_centered_keys": _flash("the same with the mean key", row_residual="centered_keys"),
-    "flash_consistent": _flash(
-        "the fix: the backward pass uses the forward pass's own P and O",
-        _consistent,
-    ),
+    "flash_consistent": _flash("the fix: the backward pass uses the forward pass's own P and O", _consistent),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
     "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),
     "flash_stochastic_p_o": _flash("both", lambda base: {**_stochastic_p(base), **_STOCHASTIC_O}),
@@ -190,26 +188,17 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_o_nearest_delta_stochastic": _flash(
         "independently rounded O in delta, stochastic",
-        lambda base: {
-            **_FP32_ACCUMULATION,
-            "output_rounding": "nearest",
-            "delta_output": base.output,
-            "delta_rounding": "stochastic",
-        },
+        lambda base: {**_NEAREST_O, "delta_output": base.output, "delta_rounding": "stochastic"},
     ),
     "fp8": Preset("flash_reference", "FP8 operands; P and O of the two passes differ", _FP8),
     "fp8_consistent": Preset(
         "flash_reference", "the same with one P and one O, as `flash_consistent`", _fp8_consistent
     ),
     "attn_qat": Preset(
-        "flash_reference",
-        "FP4, as the code of [Attn-QAT](https://arxiv.org/abs/2603.00040)",
-        _ATTN_QAT,
+        "flash_reference", "FP4, as the code of [Attn-QAT](https://arxiv.org/abs/2603.00040)", _ATTN_QAT
     ),
     "sage_bwd": Preset(
-        "flash_reference",
-        "INT8, as the paper's algorithms of [SageBwd](https://arxiv.org/abs/2603.02170)",
-        _SAGE_BWD,
+        "flash_reference", "INT8, as the paper's algorithms of [SageBwd](https://arxiv.org/abs/2603.02170)", _SAGE_BWD
     ),
 }
 
