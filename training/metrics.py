@@ -176,15 +176,6 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(strict(record), allow_nan=False) + "\n"
 
 
-def import_wandb(config: WandbConfig) -> Any:
-    """The wandb module. Raises ``UserError`` where it is not installed (call it before the run writes anything)."""
-    try:
-        import wandb
-    except ImportError:
-        raise invalid("wandb.mode", config.mode, "disabled, as wandb is not installed (pip install wandb)") from None
-    return wandb
-
-
 def start_wandb(folder: Path, config: WandbConfig, record: dict[str, Any]) -> Any:
     """Start the W&B run of the run in ``folder``; None where none is asked for.
 
@@ -193,7 +184,10 @@ def start_wandb(folder: Path, config: WandbConfig, record: dict[str, Any]) -> An
     """
     if config.mode == "disabled":
         return None
-    wandb = import_wandb(config)
+    try:
+        import wandb
+    except ImportError:
+        raise invalid("wandb.mode", config.mode, "disabled, as wandb is not installed (pip install wandb)") from None
     try:
         run = wandb.init(
             project=config.project,

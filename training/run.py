@@ -27,7 +27,7 @@ from training import distributed, outcome, precision, record, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Content, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch, update_alarm
-from training.metrics import Metrics, import_wandb, read_lines, start_wandb
+from training.metrics import Metrics, read_lines, start_wandb
 from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer
 from training.qk_clip import forget_logits
@@ -117,8 +117,6 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
     plans = config.attention.resolve(config.model.n_layer, config.model.n_head)
     check = functools.partial(check_plans, config, dist.device)
     check(plans)
-    if config.wandb.mode != "disabled":
-        import_wandb(config.wandb)  # its absence must show before anything is written
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     resume = config.run.resume
     there = resume != "yes" and record.exists(folder, dist.is_main)
