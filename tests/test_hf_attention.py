@@ -95,26 +95,18 @@ def loss_and_gradients(model: Any, inputs: dict[str, Tensor], autocast: bool = F
     return torch.cat([loss.detach().flatten(), *(x.grad.flatten() for x in model.parameters())]).double()
 
 
-def assert_as_near(family: str, ours: str, case: str, device: torch.device, *, autocast: bool = False) -> None:
-    """Loss and all gradients: 1.5 times the error of torch's attention at most."""
+@EACH_FAMILY
+@pytest.mark.parametrize(
+    ("case", "autocast"), [("full", True), *((case, False) for case in ("full", "left", "middle", "right", "packed"))]
+)
+def test_loss_and_gradients(family: str, case: str, autocast: bool, ours: str, device: torch.device) -> None:
+    """1.5 times the error of torch's attention at most."""
     inputs = batch(case)
     exact = loss_and_gradients(make(family, "plain_formula").double().to(device), inputs)
     models = (make(family, name).to(device) for name in (ours, torchs(family)))
     error, allowed = ((loss_and_gradients(model, inputs, autocast) - exact).norm() for model in models)
     assert error <= 1.5 * allowed
     assert allowed < 0.05 * exact.norm()
-
-
-@EACH_FAMILY
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_loss_and_gradients(family: str, autocast: bool, ours: str, device: torch.device) -> None:
-    assert_as_near(family, ours, "full", device, autocast=autocast)
-
-
-@EACH_FAMILY
-@pytest.mark.parametrize("case", ["left", "middle", "right", "packed"])
-def test_padding_and_packing(family: str, case: str, ours: str, device: torch.device) -> None:
-    assert_as_near(family, ours, case, device)
 
 
 @EACH_FAMILY

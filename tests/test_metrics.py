@@ -22,19 +22,10 @@ from training.metrics import Metrics, WandbConfig, read_metrics, start_wandb
 from training.throughput import peak_flops
 
 
-def make(folder: Path, *, mode: str = "disabled", **others: Any) -> Metrics:
+def make(folder: Path, mode: Any = "disabled") -> Metrics:
     record = {"run_id": "0123abcd", "attention_name": "flash (hardware)", "batches": {"recording": "night"}}
-    config = WandbConfig(mode=mode, **others.pop("wandb", {}))
     folder.mkdir(exist_ok=True)
-    wandb_run = start_wandb(folder, config, record)
-    return Metrics(folder, wandb_run, **others)
-
-
-def log_steps(folder: Path, steps: range, **options: Any) -> None:
-    metrics = make(folder, **options)
-    for step in steps:
-        metrics.log(step, train_loss=10.0 - step)
-    metrics.close()
+    return Metrics(folder, start_wandb(folder, WandbConfig(mode=mode), record))
 
 
 def test_a_broken_wandb_does_not_end_the_run(tmp_path: Path) -> None:
@@ -52,48 +43,32 @@ def test_a_broken_wandb_does_not_end_the_run(tmp_path: Path) -> None:
         metrics.close()
 
 
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+def test_wandb_has_numbers_by_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: Any) -> None:
     """What an offline W&B is given: the options of each run that is started, and the rows of all."""
-    wandb, seen = pytest.importorskip("wandb"), {"options": [], "rows": []}
+    wandb, options, rows = pytest.importorskip("wandb"), [], []
     init = wandb.init
 
-    def watched(**options: Any) -> Any:
-        run = init(**options)
+    def watched(**given: Any) -> Any:
+        run = init(**given)
         log = run.log
-        monkeypatch.setattr(run, "log", lambda row: (seen["rows"].append(row), log(row)))
-        seen["options"].append(options)
+        monkeypatch.setattr(run, "log", lambda row: (rows.append(row), log(row)))
+        options.append(given)
         return run
 
     monkeypatch.setattr(wandb, "init", watched)
-    return seen
-
-
-def test_wandb_has_numbers_by_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, given: dict[str, list[Any]]) -> None:
-    metrics = make(tmp_path / "run", mode="offline")
-    metrics.log(0, val_loss=10.25)
-    metrics.log(0, train_loss=9.0, data_digest="0123456789abcdef")
-    metrics.close()
-    log_steps(tmp_path / "run", range(1, 2), mode="offline")
-    assert given["rows"] == [
-        {"step": 0, "val_loss": 10.25},
-        {"step": 0, "train_loss": 9.0},
-        {"step": 1, "train_loss": 9.0},
-    ]
-    first, second = given["options"]
-    assert first["id"] == second["id"]
+    first, second, third = {"val_loss": 10.25}, {"train_loss": 9.0}, {"train_loss": 8.0}
+    for session in ([(0, first), (0, second | {"data_digest": "0123456789abcdef"})], [(1, third)]):
+        metrics = make(tmp_path / "run", "offline")
+        for step, values in session:
+            metrics.log(step, **values)
+        metrics.close()
+    assert rows == [{"step": 0} | first, {"step": 0} | second, {"step": 1} | third]
+    started, resumed = options
+    assert started["id"] == resumed["id"]
     # Runs of one recording are a group; names tell seeds of one attention apart.
     expected = {"group": "night", "name": "run: flash (hardware)", "project": "low-precision-attention"}
-    assert expected.items() <= first.items()
+    assert expected.items() <= started.items()
     assert list(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    for name in ("train.py", "attention/plan.py", "data/text/words.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}")
-    return tmp_path
 
 
 SOURCES = ("train.py", "attention/plan.py", "data/text/words.py")
@@ -101,11 +76,13 @@ OTHERS = ("runs/a/x.py", ".venv/x.py", "tests/x.py", "attention/notes.md", "data
 
 
 @pytest.mark.parametrize("name", [*SOURCES, *OTHERS])
-def test_a_changed_source_of_the_project_changes_the_digest_and_nothing_else_does(checkout: Path, name: str) -> None:
-    before = record.source_sha256(checkout)
-    (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-    (checkout / name).write_text("# other")
-    assert (record.source_sha256(checkout) != before) == (name in SOURCES)
+def test_a_changed_source_of_the_project_changes_the_digest_and_nothing_else_does(tmp_path: Path, name: str) -> None:
+    digests = []
+    for changed in (*SOURCES, name):
+        (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / changed).write_text("# one" if len(digests) < 3 else "# other")
+        digests.append(record.source_sha256(tmp_path))
+    assert (digests[3] != digests[2]) == (name in SOURCES)
 
 
 @pytest.mark.parametrize(
