@@ -68,19 +68,6 @@ def one_hot(*, high: float, shape: tuple[int, ...], device: torch.device | str =
     return OneHot(p, scale, scale * products.max().item())
 
 
-def exponents(x: OneHot, *sites: str) -> tuple[Tensor, SubtractFirst | Fma | SeparateMultiply]:
-    """S of all rows in the unit of the form, and the form."""
-    numerics = AttentionSpec(sites=sites).resolve()
-    form = exponent_of(make_problem(x.p.q, x.p.k, x.p.v, numerics.key(), x.scale, True, 0.0))
-    return form.scores(WHOLE, WHOLE), form
-
-
-def float32(x: OneHot) -> OneHot:
-    """The same numbers in FP32, so that gradients are stored unrounded; dO = 1."""
-    q, k, v, _ = (a.float() for a in (x.p.q, x.p.k, x.p.v, x.p.do))
-    return dataclasses.replace(x, p=Problem(q, k, v, torch.ones_like(q)))
-
-
 def half_a_unit(x: OneHot) -> float:
     """Of m in log2, in FP32."""
     return 2.0 ** (math.floor(math.log2(x.high / math.log(2))) - 24)
@@ -95,7 +82,9 @@ def kernel_rows(logit: float, device: torch.device) -> OneHot:
 @pytest.mark.parametrize("exponent", SITES["exponent"].choices)
 def test_p_bar_of_the_maximum_is_one_or_of_an_fma_off_by_up_to_half_a_unit_of_m(exponent: str, logit: float) -> None:
     x = one_hot(high=logit, shape=(8, 64, 2, 64))
-    s, form = exponents(x, f"exponent={exponent}")
+    numerics = AttentionSpec(sites=(f"exponent={exponent}",)).resolve()
+    form = exponent_of(make_problem(x.p.q, x.p.k, x.p.v, numerics.key(), x.scale, True, 0.0))
+    s = form.scores(WHOLE, WHOLE)
     off = form.exp(s, form.row_max(s)).amax(dim=-1).double().log2().abs().max().item()
     half = half_a_unit(x) if exponent == "fma" else 0.0
     assert half / 2 <= off <= half * 1.01 + (2.0**-23 if half else 0.0)
@@ -162,7 +151,9 @@ def test_o_of_a_single_key_is_v_but_of_an_fma_at_large_logits(preset: str, logit
 def test_p_of_a_single_key_is_one_but_of_an_fma_from_l(exponent: str, saved: str, runner: Runner) -> None:
     """As P^T dO with dO = 1 has it: off by up to half a unit of L. From m and l apart it is P_bar = 1 + x over l = 1 + x."""
     x = kernel_rows(2e5, runner.device)
-    dv = float32(x).run(f"exponent={exponent}", f"saved_statistics={saved}", backend=runner.backend)[3]
+    q, k, v = (a.float() for a in (x.p.q, x.p.k, x.p.v))  # so that gradients are stored unrounded
+    x = dataclasses.replace(x, p=Problem(q, k, v, torch.ones_like(q)))
+    dv = x.run(f"exponent={exponent}", f"saved_statistics={saved}", backend=runner.backend)[3]
     off = dv.double().log2().abs().max().item()
     # The kernels keep L in the unit of log2, in which m of a plain S has a rounding of its own.
     rounded = exponent == "fma" or (exponent, runner.backend) == ("subtract_first", "flash")

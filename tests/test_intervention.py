@@ -17,7 +17,6 @@ from errors import UserError
 from training.intervention import AlarmConfig, Switch, parse_switch, plans_at
 
 BF16 = {"precision.dtype": "bfloat16"}
-SWITCH = {"alarm.switches": ("7:1:flash_delta_from_p",)}
 
 
 # ---- plans
@@ -75,7 +74,8 @@ def test_a_switch_that_cannot_be_fails_before_the_run_starts(place: Place, text:
 
 
 def test_the_switch_acts_from_its_step_on(place: Place) -> None:
-    runs = (place.train("without", BF16), place.train("switched", {**BF16, **SWITCH}))
+    switch = {"alarm.switches": ("7:1:flash_delta_from_p",)}
+    runs = (place.train("without", BF16), place.train("switched", {**BF16, **switch}))
     before, after = (column(run, "train_loss") for run in runs)
     # delta takes part in the backward pass alone: step 7's loss is still the same, the weights behind it are not.
     assert before[:8] == after[:8]

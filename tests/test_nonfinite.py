@@ -31,12 +31,6 @@ BAD_BATCH = 14
 RESUME = {"run.resume": "yes"}
 
 
-def place_of(batch: int) -> int:
-    """A token that batch number ``batch`` reads."""
-    data = TINY.data
-    return int(random_offsets(data.seed, batch, TRAIN_TOKENS, data.sequence_length, data.global_batch)[0]) + 3
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     sound = GPT.loss
@@ -45,8 +39,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         value = sound(self, logits_BTV, targets_BT)
         return value * math.nan if bool((targets_BT == ODD).any()) else value
 
-    plant = {place_of(BAD_BATCH): ODD}
-    with new_place(tmp_path_factory, plant=plant) as place, pytest.MonkeyPatch.context() as patch:
+    data = TINY.data
+    offsets = random_offsets(data.seed, BAD_BATCH, TRAIN_TOKENS, data.sequence_length, data.global_batch)
+    with new_place(tmp_path_factory, plant={int(offsets[0]) + 3: ODD}) as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(GPT, "loss", loss)
         yield place
 

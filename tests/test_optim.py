@@ -41,11 +41,6 @@ def backward(model: nn.Module, step: int) -> None:
     model(tokens_BT[:, :-1], tokens_BT[:, 1:])[1].backward()
 
 
-def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
-
-
 COSINE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=14)
 
 
@@ -59,9 +54,10 @@ def test_cosine_schedule_at_its_corners(step: int, expected: float) -> None:
 def test_adamw_decays_matrices_and_embeddings_only() -> None:
     model = make_model()
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), torch.device("cpu"))
-    decayed, plain = named_groups(model, optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, plain = ({names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups)
     assert decayed == MUON_NAMES | {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert plain == {name for name, _ in model.named_parameters()} - decayed
+    assert plain == {*names.values()} - decayed
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 

@@ -99,18 +99,15 @@ def numerics(preset: str, **sites: Any) -> Numerics:
     return HARDWARE.with_sites(PRESETS[preset].of(HARDWARE) | sites)
 
 
-def tensors(logits: float, time: int = 200) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k with a part that all keys have in common, v of one sign, dO: [1, time, 2, 32], BF16."""
-    draw = torch.Generator().manual_seed(3)
-    q, k, v, do = (torch.randn(1, time, 2, 32, generator=draw) for _ in range(4))
-    q = logits * q / q.norm(dim=-1, keepdim=True)
-    k = k + 2 * torch.randn(1, 1, 2, 32, generator=draw)
-    return tuple(x.bfloat16() for x in (q, k, -v.abs(), do))
-
-
 def largest_residual(preset: str, logits: float, softcap: float = 0.0, **sites: Any) -> float:
-    """The largest |rowsum(dS)|, dS unrounded, over the root mean square of dO V^T: what FP32 sums leave is near 1e-6."""
-    q, k, v, do = tensors(logits)
+    """The largest |rowsum(dS)|, dS unrounded, over the root mean square of dO V^T: what FP32 sums leave is near 1e-6.
+
+    All keys have a part in common, and V is of one sign.
+    """
+    draw = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, 200, 2, 32, generator=draw) for _ in range(4))
+    q, k = logits * q / q.norm(dim=-1, keepdim=True), k + 2 * torch.randn(1, 1, 2, 32, generator=draw)
+    q, k, v, do = (x.bfloat16() for x in (q, k, -v.abs(), do))
     n = numerics(preset, score_gradients="fp32", tile_k=16, tile_q=32, **sites)
     r = row_residuals(q, k, v, do, n, seed=SEED, scale=1.0, softcap=softcap)
     dp = torch.einsum("bthd,bshd->bhts", do.float(), v.float())
