@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -103,17 +102,11 @@ def same(found: Results, expected: Results) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def assert_agree(
-    found: Results,
-    expected: Results,
-    exact: Results,
-    unit: Results | None = None,
-    allowed: Callable[[float], float] = lambda own: max(own / 4, 2.0**-21),
-) -> None:
+def assert_agree(found: Results, expected: Results, exact: Results, unit: Results | None = None) -> None:
     """They are apart by a quarter of the error of ``expected`` against FP64 at the most, or by FP32 noise; see ``relative_errors``."""
     apart = relative_errors(found, tuple(x.double() for x in expected), unit or exact)
     for name, distance, own in zip(NAMES, apart, relative_errors(expected, exact, unit), strict=True):
-        assert distance <= allowed(own), f"{name}: {distance:.2e} apart, own error {own:.2e}"
+        assert distance <= max(own / 4, 2.0**-21), f"{name}: {distance:.2e} apart, own error {own:.2e}"
 
 
 def assert_as_exact(

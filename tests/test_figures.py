@@ -45,8 +45,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield place
 
 
-def checkpoint(place: Place, name: str = "failing", step: int = 8) -> Path:
-    return place.runs / f"{name}/checkpoints/step_{step:08d}"
+def checkpoint(place: Place) -> Path:
+    return place.runs / "failing/checkpoints/step_00000008"
 
 
 TEXT = "the quick brown fox jumps over the lazy dog"

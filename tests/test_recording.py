@@ -17,25 +17,15 @@ from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader
 from errors import UserError
 
 
-def make_header(*, batch=3, length=4, dtype="uint8", **changes) -> RecordingHeader:
-    facts = {
-        "data_sha256": "ab" * 32,
-        "data_tokens": 10_000,
-        "validation_sha256": "cd" * 32,
-        "sequence_length": length,
-        "global_batch": batch,
-        "seed": 5,
-        "source_run": "läuft",
-        "vocabulary": "bytes",
-        "vocabulary_size": np.iinfo(dtype).max + 1,
-        "dtype": dtype,
-    }
-    return RecordingHeader(**(facts | changes))
+def make_header(**changes) -> RecordingHeader:
+    sizes = {"data_tokens": 10_000, "sequence_length": 4, "global_batch": 3, "vocabulary_size": 256, "seed": 5}
+    names = {"source_run": "läuft", "vocabulary": "bytes", "dtype": "uint8"}
+    return RecordingHeader(data_sha256="ab" * 32, validation_sha256="cd" * 32, **(sizes | names | changes))
 
 
-def make_rows(steps, *, batch=3, length=4, seed=0):
+def make_rows(steps, *, seed=0):
     """Offsets [S, G] of no particular meaning."""
-    return np.random.default_rng(seed).integers(0, 10_000 - length, size=(steps, batch), dtype=np.uint64)
+    return np.random.default_rng(seed).integers(0, 9_996, size=(steps, 3), dtype=np.uint64)
 
 
 def write(folder: Path, steps: int, *, finish: bool = True, flush_at: int = 0, **changes: Any) -> RecordingHeader:
@@ -110,7 +100,7 @@ def test_a_changed_byte_anywhere_is_found_and_one_of_a_step_names_it(tmp_path, f
 
 
 def test_a_foreign_recording_that_points_beyond_the_data_is_refused(tmp_path):
-    recorder = Recorder.create(tmp_path / "r", make_header(batch=1, length=4, data_tokens=100))
+    recorder = Recorder.create(tmp_path / "r", make_header(global_batch=1, data_tokens=100))
     for offset in (95, 96):
         recorder.append(np.array([offset], dtype=np.uint64))
     recorder.close()

@@ -14,13 +14,13 @@ from probes.spectral import attention_norms, spectral_norm
 # ---- what a probe measures
 
 
-def planted(*singular_values: float, rows: int = 24, columns: int = 40, seed: int = 0) -> torch.Tensor:
+def planted(*singular_values: float) -> torch.Tensor:
     """A float32 matrix with the given leading singular values (zeros follow)."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(singular_values)
-    left = torch.linalg.qr(torch.randn(rows, count, dtype=torch.float64, generator=generator)).Q
-    right = torch.linalg.qr(torch.randn(columns, count, dtype=torch.float64, generator=generator)).Q
-    return (left @ torch.diag(torch.tensor(singular_values, dtype=torch.float64)) @ right.T).float()
+    generator, values = torch.Generator().manual_seed(0), torch.tensor(singular_values).double()
+    left, right = (
+        torch.linalg.qr(torch.randn(rows, len(values), dtype=torch.float64, generator=generator)).Q for rows in (24, 40)
+    )
+    return (left * values @ right.T).float()
 
 
 @pytest.mark.parametrize("gap", [0.5, 0.9, 0.99])
