@@ -93,9 +93,8 @@ def check_in_place(file: IO[bytes], path: Path) -> None:
     with contextlib.suppress(OSError):
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return
-    raise UserError(
-        f"{path.parent}: somebody has removed, moved or replaced it, or {path.name} in it, while it was in use"
-    )
+    what = f"somebody has removed, moved or replaced it, or {path.name} in it, while it was in use"
+    raise UserError(f"{path.parent}: {what}")
 
 
 def check_writable(path: Path) -> None:

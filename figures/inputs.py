@@ -129,9 +129,8 @@ def validation_tokens(
     data = TokenFile.open(folder, "val", verify="sha256")
     if data.header.vocabulary_size > vocabulary:
         raise invalid("--data", str(folder), f"tokens of at most the model's vocabulary, {vocabulary}")
-    if data.header.count < count * (length + 1):
-        expected = f"at least {count * (length + 1)} tokens, {count} sequences of {length}"
-        raise invalid("--data", str(folder), expected)
+    if data.header.count < (least := count * (length + 1)):
+        raise invalid("--data", str(folder), f"at least {least} tokens, {count} sequences of {length}")
     starts = torch.linspace(0, data.header.count - length - 1, count, dtype=torch.float64).long()
     rows = torch.from_numpy(data.sequences(starts, length + 1).astype("int64")).to(device)
     return rows[:, :-1], rows[:, 1:]

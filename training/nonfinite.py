@@ -66,12 +66,11 @@ def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
 
 
 class NonFiniteGuard:
-    """Counts the steps of a run that were not finite; its state is saved in checkpoints."""
+    """Counts the steps of a run that were not finite; ``saved``: its ``state`` in the checkpoint that the run goes on from."""
 
-    def __init__(self, config: NonFiniteConfig):
+    def __init__(self, config: NonFiniteConfig, saved: dict[str, Any]):
         self.config = config
-        self.overflow_steps = 0
-        self.skips_in_a_row = 0
+        self.overflow_steps, self.skips_in_a_row = (saved.get(n, 0) for n in ("overflow_steps", "skips_in_a_row"))
 
     def decide(self, overflow: bool) -> Action:
         """Count a step that was not finite (``overflow``: merely a float16 gradient); what is done about it."""
@@ -87,6 +86,3 @@ class NonFiniteGuard:
 
     def state(self) -> dict[str, int]:
         return {"overflow_steps": self.overflow_steps, "skips_in_a_row": self.skips_in_a_row}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.overflow_steps, self.skips_in_a_row = state["overflow_steps"], state["skips_in_a_row"]

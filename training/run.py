@@ -150,20 +150,18 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
             batches=batches,
             network=network,
             interventions=interventions,
-            guard=NonFiniteGuard(config.nonfinite),
+            guard=NonFiniteGuard(config.nonfinite, start.extra["guard"] if start else {}),
             found_inf=FoundInf(config.nonfinite.policy, dist.device),
             checkpoints=checkpoints,
             metrics=Metrics(folder, wandb_run, enabled=dist.is_main),
             telemetry=None,
             alarm=config.alarm.open(config.optim.warmup_steps),
             start_step=origin.step,
-            began=time.monotonic() - (0.0 if start is None else start.extra["seconds"]),
+            began=time.monotonic() - (start.extra["seconds"] if start else 0.0),
             peak_flops=throughput.peak_flops(dist.device),
             lock=lock,
             id=run_id,
         )
-        if start is not None:
-            run.guard.load_state(start.extra["guard"])
         open_telemetry(run)
         undo.pop_all()
     return run
