@@ -110,9 +110,7 @@ def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, va
         GrowthRule(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("logit", "exponent", "leaves"), [(2500.0, 9.0, True), (1900.0, 9.0, False), (2500.0, 7.0, False)]
-)
+@pytest.mark.parametrize(("logit", "exponent", "leaves"), [(2500, 9, True), (1900, 9, False), (2500, 7, False)])
 def test_a_head_whose_logits_grow_far_too_fast_leaves_at_once(logit: float, exponent: float, leaves: bool) -> None:
     """One head of twelve, at the first probe, where half of the heads would be late."""
     logits = torch.full((2, 12), 50.0, dtype=torch.float64)

@@ -68,13 +68,7 @@ def test_inputs_are_the_tokens_at_the_offsets_and_targets_one_token_ahead(datase
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    micro=st.integers(1, 4),
-    world=st.integers(1, 4),
-    accumulation=st.integers(1, 3),
-    seed=st.integers(0, 2**63 - 1),
-    contiguous=st.booleans(),
-)
+@given(*(st.integers(1, most) for most in (4, 4, 3)), st.integers(0, 2**63 - 1), st.booleans())
 def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulation, seed, contiguous):
     sizes = {"global_batch": micro * world * accumulation, "micro_batch": micro, "seed": seed}
     with tempfile.TemporaryDirectory() as parent:

@@ -28,9 +28,7 @@ runner, poisoned_memory = kernel_tests.runner, kernel_tests.poisoned_memory
 
 
 @functools.cache
-def common_keys(
-    shape: tuple[int, ...], *, logit: float, ones: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> Problem:
+def common_keys(shape: tuple[int, ...], logit: float, dtype: torch.dtype, *, ones: bool = False) -> Problem:
     """Keys with a part in common, and logits whose largest is ``logit``; by the CPU's generator, so that devices share it."""
     generator = torch.Generator().manual_seed(11)
     q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
@@ -52,7 +50,7 @@ def row_sums(p: Problem, *sites: str, preset: str = "flash", backend: str = "fla
 
 
 def test_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(runner: Runner) -> None:
-    p = moved(common_keys((1, 48, 2, 16), logit=20.0, ones=True, dtype=torch.float32), runner.device)
+    p = moved(common_keys((1, 48, 2, 16), 20.0, torch.float32, ones=True), runner.device)
     coarse = ("logsumexp=m4", "score_gradients=fp32")
     left = [
         row_sums(p, f"delta={delta}", *coarse, backend=runner.backend).square().mean().sqrt()
@@ -64,7 +62,7 @@ def test_the_normalized_delta_keeps_them_at_zero_where_l_is_coarse(runner: Runne
 @pytest.mark.parametrize(("rounded", "saved"), [("input", "m4"), ("m3", "fp32")])
 def test_taken_out_they_are_zero(rounded: str, saved: str, runner: Runner) -> None:
     """To the rounding of P in P K for corrected rows, exactly but for FP32's sums with the mean key; also where P does not sum to 1."""
-    p = moved(common_keys((1, 48, 2, 16), logit=60.0, ones=True, dtype=torch.float32), runner.device)
+    p = moved(common_keys((1, 48, 2, 16), 60.0, torch.float32, ones=True), runner.device)
     sites = ("output=bf16", "probabilities=bf16", f"score_gradients={rounded}", f"logsumexp={saved}")
     left = {
         name: row_sums(p, *sites, f"row_residual={name}", backend=runner.backend).square().mean().sqrt()
@@ -77,7 +75,7 @@ def test_taken_out_they_are_zero(rounded: str, saved: str, runner: Runner) -> No
 
 def test_beside_flash_consistent_the_mean_key_takes_out_what_the_rounding_of_ds_leaves(runner: Runner) -> None:
     """Of dQ, against FP64; dK and dV stay as they are."""
-    p = moved(common_keys((1, 64, 2, 16), logit=5.0), runner.device)
+    p = moved(common_keys((1, 64, 2, 16), 5.0, torch.bfloat16), runner.device)
     q, k, v, do = (x.transpose(1, 2) for x in (p.q, p.k, p.v, p.do))
     exact_dq = exact(Inputs(q, k, v, do, scale=0.25))[0][1].transpose(1, 2)
 
@@ -93,7 +91,7 @@ def test_beside_flash_consistent_the_mean_key_takes_out_what_the_rounding_of_ds_
 
 def test_rows_whose_p_is_zero_throughout_have_no_gradient(runner: Runner) -> None:
     """L of logits of 641 is 768 with one mantissa bit: exp(-127) is 0 in FP32, and 0 / 0 must not come of it."""
-    p = moved(common_keys((1, 20, 1, 16), logit=1.0, dtype=torch.float32), runner.device)
+    p = moved(common_keys((1, 20, 1, 16), 1.0, torch.float32), runner.device)
     p.q.zero_()[..., 0], p.k.zero_()[..., 0] = 4 * 641.0, 1.0
     for sites in (("delta=rowsum_p_dp_normalized",), ("row_residual=corrected_rows",)):
         coarse = (*BLOCKS, "logsumexp=m1", "exponent=subtract_first", *sites)

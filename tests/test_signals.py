@@ -32,20 +32,17 @@ def outcome_of(run: Path) -> dict[str, Any]:
 # ---- one process
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "step", "checkpoint"),
-    [
-        (signal.SIGTERM, EXIT_RESUME, 14, 14),
-        (KeyboardInterrupt, 130, 13, 10),
-        (RuntimeError, 1, 13, 10),
-        (None, 0, 20, 20),
-    ],
-    ids=["SIGTERM", "Ctrl-C", "crash", "finished"],
-)
-def test_exit_json_has_the_code_and_the_last_checkpoint(
-    place: Place, end: Any, code: int, step: int, checkpoint: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"ends_with_{code}"
+ENDS: dict[str, tuple[Any, int, int, int]] = {
+    "SIGTERM": (signal.SIGTERM, EXIT_RESUME, 14, 14),
+    "Ctrl-C": (KeyboardInterrupt, 130, 13, 10),
+    "crash": (RuntimeError, 1, 13, 10),
+    "finished": (None, 0, 20, 20),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_exit_json_has_the_code_and_the_last_checkpoint(place: Place, name: str, monkeypatch: Any) -> None:
+    end, code, step, checkpoint = ENDS[name]
 
     def at_13(run: Run, at: int) -> None:
         assert not (run.folder / "exit.json").exists()
