@@ -18,6 +18,7 @@ import _root  # noqa: F401
 from errors import OneLineParser, UserError, exit_on_user_error, on_disk, trainer_packages
 
 with trainer_packages():
+    import files
     from data.text import BYTE_ORDER_MARK, SEPARATOR_LINE
 
 LEAST = 200
@@ -49,18 +50,6 @@ def is_wanted(content: bytes) -> bool:
     return True
 
 
-def write(found: dict[str, bytes], path: Path) -> str:
-    """Write the text; its SHA-256."""
-    digest = hashlib.sha256()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        for key in sorted(found):
-            entry = found[key] + b"\n" + SEPARATOR_LINE + b"\n"
-            digest.update(entry)
-            file.write(entry)
-    return digest.hexdigest()
-
-
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(description=__doc__)
@@ -70,9 +59,12 @@ def main(argv: list[str] | None = None) -> None:
     found = documents(arguments.wheels)
     if not found:
         raise UserError(f"no Python source in {', '.join(map(str, arguments.wheels))}")
+    text = b"".join(found[key] + b"\n" + SEPARATOR_LINE + b"\n" for key in sorted(found))
     with on_disk(f"--out {arguments.out}", "be written"):
-        digest = write(found, arguments.out)
-    print(f"{arguments.out}: {len(found):,} documents, {arguments.out.stat().st_size:,} bytes, sha256 {digest}")
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(arguments.out, text)
+    digest = hashlib.sha256(text).hexdigest()
+    print(f"{arguments.out}: {len(found):,} documents, {len(text):,} bytes, sha256 {digest}")
 
 
 if __name__ == "__main__":
