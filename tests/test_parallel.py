@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import multiprocessing
@@ -40,6 +41,7 @@ def weights_after_three_steps(model: nn.Module, halves: list[Tensor]) -> list[Te
 
 
 def join(rank: int, world_size: int, port: int) -> None:
+    faulthandler.dump_traceback_later(120, exit=True)  # a process that waits for ever says where
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
 

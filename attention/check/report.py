@@ -103,7 +103,10 @@ class Report:
 
         def badness(case: Case) -> tuple[int, bool, float, float]:
             wrong = case.verdict == judge.WRONG
-            furthest = max(case.measures.get(f"size_{x}", 0) for x in measures.NAMES) if wrong else 0
+            endless = math.inf in case.measures.values()
+            furthest = (
+                max(math.inf if endless else case.measures.get(f"size_{x}", 0) for x in measures.NAMES) if wrong else 0
+            )
             # Classes of its own name what is wrong.
             return (
                 judge.ORDER.index(case.verdict),
