@@ -219,8 +219,8 @@ def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.dev
         model.checkpointed = kind == "blocks checkpointed"
         called: Any = model
         if kind == "compiled":
-            called = torch.compile(model, backend="eager" if device.type == "cpu" else "inductor")
-            with warnings.catch_warnings(action="ignore"):  # said by the first compiled call of a process on a GPU
+            with warnings.catch_warnings(action="ignore"):  # said by the first compilation of a process on a GPU
+                called = torch.compile(model, backend="eager" if device.type == "cpu" else "inductor")
                 called(x).backward()
             model.zero_grad()
         with watch(called, every=1, log=tmp_path / kind, say=lambda line: None):
