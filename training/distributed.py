@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -198,28 +199,86 @@ def differ(text: str) -> bool:
     return not torch.equal(all_reduce_max(codes), -all_reduce_max(-codes))
 
 
-def all_reduce_in_pairs(tensors: list[Tensor]) -> None:
-    """Add up each tensor over processes, in place: ranks 0 and 1, ranks 2 and 3 ..., then pairs of pairs.
+class PairSum:
+    """Add up tensors over processes: ranks 0 and 1, ranks 2 and 3 ..., then pairs of pairs. A power of two of processes.
 
-    Tensors of one dtype and device; a power of two of processes. Each process adds a share of all elements, so that as much is sent as by
-    a ring all-reduce.
+    Each process adds a share of all elements, so that as much is sent as by a ring all-reduce. The GPUs of one host read and write each
+    other's memory, if all of them can; else collectives send the shares. The bits are the same. ``timeout``: seconds to wait for the others.
     """
-    if world_size() == 1:
-        return
-    lengths = [tensor.numel() for tensor in tensors]
-    share = -(-sum(lengths) // world_size())
-    padding = tensors[0].new_zeros(share * world_size() - sum(lengths))
-    flat = torch.cat([*(tensor.flatten() for tensor in tensors), padding])
-    received = torch.empty_like(flat)
-    dist.all_to_all_single(received, flat)
-    of_ranks = received.view(world_size(), share)
-    while len(of_ranks) > 1:
-        of_ranks = of_ranks[0::2] + of_ranks[1::2]
-    # torch 2.13 renamed it and warns at the old name; 2.11 knows the old one only.
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, of_ranks[0])
-    # Copied back, not kept as views: kernels choose by alignment, which is to be that of one process.
-    for tensor, summed in zip(tensors, flat.split([*lengths, len(padding)])[:-1], strict=True):
-        tensor.copy_(summed.view_as(tensor))
+
+    def __init__(self, timeout: float = 600.0):
+        self._milliseconds = int(1000 * timeout)
+        self._flat: Tensor | None = None
+        self._peers: Any = None
+        """Of ``_flat``, where the processes reach each other's."""
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The sums, views of a buffer that the next call overwrites; with one process the tensors themselves.
+
+        ``tensors`` are of one dtype and device, and of the same shapes in each call.
+        """
+        if world_size() == 1:
+            return tensors
+        # Aligned as torch's own allocations are: kernels choose by alignment, which is to be that of one process.
+        aligned = 512 // tensors[0].element_size()
+        lengths = [-(-tensor.numel() // aligned) * aligned for tensor in tensors]
+        share = -(-sum(lengths) // (aligned * world_size())) * aligned
+        if self._flat is None:
+            self._flat, self._peers = _shared_zeros(tensors[0], share * world_size())
+        flat = self._flat
+        pieces = flat.split([*lengths, len(flat) - sum(lengths)])[:-1]
+        views = [piece[: tensor.numel()].view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+        torch._foreach_copy_(views, tensors)
+        if self._peers is None:
+            self._by_collectives(flat, share)
+        else:
+            self._in_place(share)
+        return views
+
+    def _by_collectives(self, flat: Tensor, share: int) -> None:
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        # torch 2.13 renamed it and warns at the old name; 2.11 knows the old one only.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(flat, _add_in_pairs(list(received.view(world_size(), share))))
+
+    def _in_place(self, share: int) -> None:
+        """Read this rank's share of all buffers and write the sum into all of them. Ranks begin at different ones: links stay even."""
+        peers, rank, dtype = self._peers, dist.get_rank(), self._flat.dtype
+        shares = [peers.get_buffer(of, (share,), dtype, rank * share) for of in range(world_size())]
+        peers.barrier(channel=0, timeout_ms=self._milliseconds)
+        total = _add_in_pairs(shares, first=rank)
+        for turn in range(world_size()):
+            shares[(rank + turn) % world_size()].copy_(total)
+        peers.barrier(channel=1, timeout_ms=self._milliseconds)
+
+
+def _add_in_pairs(terms: list[Tensor], first: int = 0) -> Tensor:
+    """The sum of 2^k tensors as a tree; at each level the pair number ``first`` is added before the others."""
+    while len(terms) > 1:
+        pairs, sums = len(terms) // 2, [*terms[::2]]
+        for index in ((first + turn) % pairs for turn in range(pairs)):
+            sums[index] = terms[2 * index] + terms[2 * index + 1]
+        terms = sums
+    return terms[0]
+
+
+def _shared_zeros(like: Tensor, length: int) -> tuple[Tensor, Any]:
+    """Zeros, and the handle by which processes reach each other's; None where they cannot."""
+    apart = int(os.environ["LOCAL_WORLD_SIZE"]) < world_size()
+    if like.device.type != "cuda" or any_rank(apart or not _reaches_all(like.device)):
+        return like.new_zeros(length), None
+    flat = symmetric_memory.empty(length, dtype=like.dtype, device=like.device)
+    peers = symmetric_memory.rendezvous(flat, dist.group.WORLD)
+    return flat.zero_(), peers
+
+
+def _reaches_all(device: torch.device) -> bool:
+    """Whether this process's GPU can address the memory of those of all ranks of this host, rank r's being GPU r."""
+    others = [rank for rank in range(world_size()) if rank != device.index]
+    return torch.cuda.device_count() >= world_size() and all(
+        torch.cuda.can_device_access_peer(device, rank) for rank in others
+    )
 
 
 def set_deterministic(on: bool) -> None:

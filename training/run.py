@@ -265,7 +265,7 @@ def build_network(
     distributed.settle(model, throwaway_backward)
     forget_logits(raw)
     micro_batches = config.data.global_batch // config.data.micro_batch
-    tree = TreeSum(raw, micro_batches) if config.precision.fixed_sum_order else None
+    tree = TreeSum(raw, micro_batches, config.run.timeout) if config.precision.fixed_sum_order else None
     return Network(raw, model, evaluated, optimizer, scaler, raw.flops_per_token(config.data.sequence_length), tree)
 
 

@@ -27,13 +27,15 @@ class TreeSum:
     """The gradients of ``model`` and the loss of a step, over all processes. Call ``add`` after each backward pass, then ``total``.
 
     ``micro_batches``: N, of all processes. Each loss is to be divided by N before its backward pass. Memory: log2 of this process's leaves
-    copies of the gradients, and with several processes two more.
+    copies of the gradients, and with several processes one more, two where GPUs do not reach each other's memory. ``timeout``: seconds to
+    wait for other processes.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int):
+    def __init__(self, model: nn.Module, micro_batches: int, timeout: float = 600.0):
         self.micro_batches = micro_batches
         self._leaf = micro_batches // (micro_batches & -micro_batches)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._over_processes = distributed.PairSum(timeout)
         self._losses: list[Tensor] = []
         self._partial: list[tuple[int, list[Tensor]]] = []
         """(leaves, their sum: gradients and loss), larger ones first."""
@@ -59,8 +61,7 @@ class TreeSum:
         """The sum of all losses; the gradients are then those of all processes, too."""
         ((_, node),) = self._partial
         self._partial = []
-        distributed.all_reduce_in_pairs(node)
-        *gradients, loss = node
+        *gradients, loss = self._over_processes(node)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         return loss
