@@ -203,7 +203,8 @@ class PairSum:
     """Add up tensors over processes: ranks 0 and 1, ranks 2 and 3 ..., then pairs of pairs. A power of two of processes.
 
     Each process adds a share of all elements, so that as much is sent as by a ring all-reduce. The GPUs of one host read and write each
-    other's memory, if all of them can; else collectives send the shares. The bits are the same. ``timeout``: seconds to wait for the others.
+    other's memory, if all of them can; else collectives send the shares. The bits are the same.
+    ``timeout``: seconds to wait for the other processes.
     """
 
     def __init__(self, timeout: float = 600.0):
@@ -232,7 +233,7 @@ class PairSum:
         if self._peers is None:
             self._by_collectives(flat, share)
         else:
-            self._in_place(share)
+            self._in_place(share, flat.dtype)
         return views
 
     def _by_collectives(self, flat: Tensor, share: int) -> None:
@@ -242,9 +243,9 @@ class PairSum:
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         gather(flat, _add_in_pairs(list(received.view(world_size(), share))))
 
-    def _in_place(self, share: int) -> None:
+    def _in_place(self, share: int, dtype: torch.dtype) -> None:
         """Read this rank's share of all buffers and write the sum into all of them. Ranks begin at different ones: links stay even."""
-        peers, rank, dtype = self._peers, dist.get_rank(), self._flat.dtype
+        peers, rank = self._peers, dist.get_rank()
         shares = [peers.get_buffer(of, (share,), dtype, rank * share) for of in range(world_size())]
         peers.barrier(channel=0, timeout_ms=self._milliseconds)
         total = _add_in_pairs(shares, first=rank)
@@ -269,7 +270,7 @@ def _shared_zeros(like: Tensor, length: int) -> tuple[Tensor, Any]:
     if like.device.type != "cuda" or any_rank(apart or not _reaches_all(like.device)):
         return like.new_zeros(length), None
     flat = symmetric_memory.empty(length, dtype=like.dtype, device=like.device)
-    peers = symmetric_memory.rendezvous(flat, dist.group.WORLD)
+    peers = symmetric_memory.rendezvous(flat, dist.distributed_c10d._get_default_group())
     return flat.zero_(), peers
 
 
