@@ -165,3 +165,33 @@ def test_any_number_of_processes_gives_the_same_bits(place: Place, case: str) ->
     fields = CASES[case]
     one = sessions(place, case, f"{case}_one", fields, [(1, 60)])
     assert_same(sessions(place, case, f"{case}_any", fields, [(4, 23), (1, 41), (2, 60)]), one, 60)
+
+
+@pytest.fixture
+def gpus() -> dict[str, Any]:
+    """Settings of a run whose processes have GPUs that reach each other's memory."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("needs CUDA devices that reach each other's memory")
+    return {"run.device": "cuda", "model.n_embd": 32, "precision.dtype": "bfloat16", "precision.compile": True}
+
+
+@pytest.mark.gpu
+def test_gpus_that_write_into_each_others_memory_give_the_bits_of_one(place: Place, gpus: dict[str, Any]) -> None:
+    fields = {**gpus, "data.micro_batch": 2}
+    most = 4 if torch.cuda.device_count() >= 4 else 2
+    one = sessions(place, "gpus", "gpus_one", fields, [(1, 30)])
+    assert_same(sessions(place, "gpus", "gpus_most", fields, [(most, 20), (2, 30)]), one, 30)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_gpu_waits_for_one_that_hangs_no_longer_than_run_timeout(
+    place: Place, tmp_path: Path, gpus: dict[str, Any]
+) -> None:
+    action, _ = FAULTS["hangs"]
+    fields = {**gpus, "data.micro_batch": 2, "data.record": "", "run.steps": 40, "run.timeout": 20.0}
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    config = place.preset_file(place.config("hangs", {**fields, "run.folder": str(place.folder / "gpus_hang")}))
+    assert completed(command(tmp_path / "faulty.py", [str(config), action, "1"], 2)).returncode == 1
