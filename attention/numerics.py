@@ -228,7 +228,14 @@ class Numerics:
     )
     output: str = _format("input", "the O passed to the next layer", acts_in=(FORWARD, DELTA))
     output_rounding: str = _choice(
-        "nearest, toward_zero, stochastic", ROUNDINGS, (FORWARD,), backends=(*FLASH, "standard")
+        "nearest, toward_zero, stochastic",
+        ROUNDINGS,
+        (FORWARD,),
+        backends=(*FLASH, "standard"),
+        conflict=(
+            "nearest where output is fp32 (or input, with q in float32): O is not rounded there",
+            lambda n: n.output_rounding != "nearest" and n.output == "fp32",
+        ),
     )
     output_gradient: str = _operand("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
     output_gradient_in_dv: str = _operand(
@@ -263,8 +270,9 @@ class Numerics:
         ROUNDINGS,
         (FORWARD,),
         conflict=(
-            "nearest where delta_output is a format below BF16, whose name says it",
-            lambda n: n.delta_rounding != "nearest" and n.delta_output in LOW_FORMATS,
+            "nearest where delta_output is output, low16 or fp32 (or input, with q in float32): delta's O is not rounded there; or a "
+            "format below BF16, whose name says it",
+            lambda n: n.delta_rounding != "nearest" and n.delta_output in ("output", "low16", "fp32", *LOW_FORMATS),
         ),
     )
     """A stochastic one draws independently of ``output_rounding``."""
@@ -393,6 +401,8 @@ class Numerics:
     masked scores for tied negative ones, so that m is at least 0 from there on."""
     tile_q: int = _size("rows of a tile; 0: the whole sequence")
     tile_k: int = _size("columns of a tile; 0: the whole sequence")
+    """Kernels keep it where a site rounds or normalizes once a tile (``Site.per_tile``), and elsewhere have blocks of their own: m, against
+    which P_bar is rounded, is then that of a block."""
 
     def __post_init__(self) -> None:
         for name, declared in SITES.items():

@@ -127,8 +127,8 @@ _FP8: Sites = {
 
 
 def _fp8_consistent(base: Numerics) -> Sites:
-    """P of both passes is P_bar in E4M3 over its sum, in dV too. With several tiles a row, P_bar of earlier ones was rounded with another
-    m, and may differ near E4M3's least number."""
+    """P of both passes is P_bar in E4M3 over its sum, in dV too: exactly so in one tile a row. With several, P_bar of earlier ones was
+    rounded with another m, and differs where E4M3 runs out of exponents, below 2^-6 (experiments/below_bf16)."""
     return {**_consistent(base), **_FP8, "probabilities_in_dv": "fp32"}
 
 
@@ -192,7 +192,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "fp8": Preset("flash_reference", "FP8 operands; P and O of the two passes differ", _FP8),
     "fp8_consistent": Preset(
-        "flash_reference", "the same with one P and one O, as `flash_consistent`", _fp8_consistent
+        "flash_reference", "the same with one P and one O, as `flash_consistent`, in one tile a row", _fp8_consistent
     ),
     "attn_qat": Preset(
         "flash_reference", "FP4, as the code of [Attn-QAT](https://arxiv.org/abs/2603.00040)", _ATTN_QAT

@@ -90,5 +90,6 @@ def draw_ties(runs: Sequence[DrawnRun]) -> Drawn:
     canvas.style_axes(upper, y=f"{name}\n(nats/token)")
     canvas.style_axes(lower, x="optimizer step", y="share of rows with\na repeated maximum")
     lines = [Line2D([], [], label=canvas.wrapped(run.label, COLUMN - 0.5), **_look(i)) for i, run in enumerate(runs)]
+    lines.append(Line2D([], [], label="thin: the head with most such rows", color="black", linewidth=0.5))
     figure.legend(handles=lines, loc="outside upper left", frameon=False, fontsize=SMALL, borderpad=0)
     return Drawn(figure, pd.concat(tables).reset_index(names="step"))

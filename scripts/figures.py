@@ -41,7 +41,7 @@ def _figure_4(args: argparse.Namespace) -> Drawn:
         # One checkpoint: two of its sequences. Several: the same sequence in each.
         for batch in (0,) if len(checkpoints) > 1 else (0, args.sequences - 1):
             _, token = delta.largest_error(layer, head, batch)
-            source, label = opened.label, f"{opened.label}, sequence {batch}"
+            source, label = opened.label, f"{opened.label}, layer {args.layer} head {head}, sequence {batch}"
             rows.append(similarity.rank_one(layer, head=head, batch=batch, token=token, source=source, label=label))
     return similarity.draw_similarity(rows)
 

@@ -3,7 +3,7 @@
     python tests/golden.py --check              everything on this machine, bit for bit where it is like the one that recorded
     python tests/golden.py --check interpreter  one part: losses, reference or interpreter
     python tests/golden.py --check --quick      what tests/test_golden.py checks
-    python tests/golden.py --write              record again (a change of numerics gets a commit of its own, which says so)
+    python tests/golden.py --write              record all again, on this machine (a change of numerics gets a commit that says so)
     python tests/golden.py --gpu                300 steps of fast_failure on an H100 against a published run
                                                 (needs data/tokens/public; further options go to train.py)
 

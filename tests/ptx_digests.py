@@ -1,7 +1,7 @@
 """Digests of the PTX that attention's kernels compile to: equal digests prove that a change moves no bit, and need no GPU.
 
     python tests/ptx_digests.py --check          every case against what is recorded for this version of Triton: 17 minutes on one core
-    python tests/ptx_digests.py --check --quick  what tests/test_ptx_digests.py checks
+    python tests/ptx_digests.py --check --quick  what tests/test_ptx_digests.py checks, in about a minute
     python tests/ptx_digests.py --write          record this version again (a change of numerics gets a commit of its own, which says so)
     python tests/ptx_digests.py --show CASE      the PTX that is digested, for a diff
 
@@ -25,6 +25,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).resolve().parent / "golden" / "ptx.json"
@@ -194,7 +196,7 @@ def digest(ptx: str) -> str:
 
 def record(wanted: list[str]) -> dict[str, str]:
     """Digests by case, those of one case in one text."""
-    made = {case: compile_case(case) for case in wanted}
+    made = {case: compile_case(case) for case in tqdm(wanted, unit="case", disable=None)}
     return {case: "refused" if ptx is None else " ".join(map(digest, ptx)) for case, ptx in made.items()}
 
 

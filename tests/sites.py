@@ -156,6 +156,11 @@ BACKWARD_FORMATS = [
     for name, site in DECLARED.items()
     if site.is_format and {"delta", "backward"} & {*site.acts_in} and "flash" in site.backends
 ]
+FORWARD_FORMATS = [
+    name
+    for name, site in DECLARED.items()
+    if site.is_format and {"forward"} & {*site.acts_in} and "flash" in site.backends
+]
 MANY_BLOCKS = "statistics=bf16 tile_product=bf16 accumulator=m4"  # tile_k of 48 and 0 are no block sizes
 FP4 = "queries_and_keys=e2m1_nv values=e2m1_nv probabilities=e2m1_nv output_gradient=e5m2_row score_gradients=e5m2_row"
 ONE_P = (
@@ -201,6 +206,9 @@ TOGETHER = [
             (torch.float32, "logsumexp=m4 exponent=separate_multiply delta=rowsum_p_dp_normalized"),
         )
     ),
+    # Tiles larger than a block, which a sum that is rounded once a tile needs, have a code of their own.
+    *(Meeting(f"accumulator=m16 {name}=m3 tile_k=48") for name in FORWARD_FORMATS if name != "accumulator"),
+    Meeting("accumulator=m3 tile_k=48"),
     # dS is formed in more than one place: for its products, for delta from P, for its row sums.
     *(
         Meeting(f"{name}=m3 delta_output=m3 {beside}")

@@ -270,7 +270,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer key heads": ({"key": X[:, :2], "value": X[:, :2]}, "enable_gqa=True"),
     "no divisor": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, "a divisor of 4"),
     "a seed that is no tensor": ({"rounding_seed": 3}, "rounding_seed = 3"),
-    "no seed": ({"numerics": "flash_stochastic_o"}, "rounding_seed = None"),
+    "no seed": (
+        dict.fromkeys(("query", "key", "value"), X.bfloat16()) | {"numerics": "flash_stochastic_o"},
+        "rounding_seed = None",
+    ),
     "unknown preset": ({"numerics": "flsh"}, "numerics = 'flsh': did you mean flash?"),
     "a preset of another device": ({"numerics": "sdpa_cudnn"}, "cannot run here: it needs a CUDA device"),
     "a site with a soft-cap": ({"numerics": "flash_corrected_rows", "softcap": 3.0}, "row_residual"),

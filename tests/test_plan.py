@@ -51,6 +51,8 @@ def test_rules_that_cannot_be_are_refused(rules: list[dict], message: str) -> No
         ({"sites": ("output",)}, "attention sites = 'output'"),
         ({"sites": ("tile_q=big",)}, "attention sites tile_q = 'big'"),
         ({"preset": "flash_fp32_pv", "sites": ("probabilities_rounding=stochastic",)}, "attention numerics prob"),
+        ({"sites": ("output=fp32", "output_rounding=stochastic")}, "attention numerics output_rounding"),
+        ({"sites": ("delta_rounding=stochastic",)}, "attention numerics delta_rounding"),
         ({"preset": "sdpa_flash", "sites": ("tile_q=16",)}, "attention numerics of sdpa_flash = 'hardware tile_q=16'"),
     ],
 )

@@ -20,10 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from ..functional import scaled_dot_product_attention as ours
 from ..mask import NO_MASK
+from ..numerics import LOW_FORMATS, SITES
 from ..operators import NAMESPACE
 from ..packages import add_cutlass
 from ..plan import AttentionSpec
-from ..presets import ALIASES, PRESETS
+from ..presets import ALIASES, PRESETS, unaliased
 from ..reference.flash import kept_of
 from ..reference.sdpa import KERNELS
 from ..reference.tiles import empty_outputs
@@ -60,6 +61,9 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         module = getattr(kernel, "__module__", "__main__")
         return _users(name if "<" in name or module == "__main__" else f"{module}:{name}", kernel)
     if kernel in PRESETS or kernel in ALIASES:
+        n = AttentionSpec(preset=unaliased(kernel)).resolve()
+        if any(getattr(n, name) in LOW_FORMATS for name, site in SITES.items() if site.is_format):
+            return Kernel(kernel, None, "formats below BF16 are not covered: O of a row with one key is a rounded V")
         return Kernel(kernel, _as_torchs(partial(ours, numerics=kernel)))
     if kernel in KNOWN:
         try:
