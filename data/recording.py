@@ -131,8 +131,10 @@ class Recorder:
         for name, value in (asdict(written) | {"run_id": _run_id(folder)}).items():
             if value != own[name]:
                 differ = f"its {name} is {value!r}, this run's is {own[name]!r}"
-                raise UserError(f"{folder}: {differ}: another run's recording")
+                raise UserError(f"{folder}: {differ}: another run's recording (see replay_batches/README.md)")
         files.check_writable(folder / HEADER)
+        if not (folder / OFFSETS).is_file():
+            raise UserError(f"{folder}: no {OFFSETS} there: damaged (see replay_batches/README.md)")
         with on_disk(folder / OFFSETS, "be written"):
             file = files.lock(folder / OFFSETS, "r+b", _busy(folder))
         with contextlib.ExitStack() as on_error:

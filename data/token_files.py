@@ -121,7 +121,9 @@ def _read_header(folder: Path, split: str) -> TokenHeader:
             raise UserError(f"{folder}: its replacement was cut off; go on with {old}, or {again}")
         named = DATASETS / folder.name
         meant = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else ""
-        raise UserError(f"{folder}: no such data set; {meant or _remedy(folder)}")
+        raise UserError(
+            f"{folder}: no such data set; {meant or f'{_remedy(folder)}, or name its place (--data.dataset)'}"
+        )
     path = folder / f"{split}.json"
     if not path.is_file():
         raise UserError(f"{path}: no such header; {_remedy(folder)}")

@@ -64,7 +64,8 @@ def _check_numbers(table: pd.DataFrame, names: Iterable[str], folder: Path) -> N
 
 def telemetry(folder: Path) -> pd.DataFrame:
     """The probes of a run, lists by layer or by layer and head in the cells; empty without telemetry. Raises ``UserError``."""
-    if not (folder / TELEMETRY_FILE).exists():
+    path = folder / TELEMETRY_FILE
+    if not path.exists() or not path.stat().st_size:  # it died before its first probe
         return pd.DataFrame()
     table = by_step(read_telemetry(folder))
     _check_numbers(table, ("w_q_norm", "max_logit", *({"w_k_norm", "ties_1e3"} & set(table))), folder)

@@ -15,6 +15,7 @@ How a run ended:
     open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
     stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
     stopped early at N   none of these, and it has not
+A run that begins at the reference's step N, on the same batches, is judged with the reference's losses before N.
 """
 
 import argparse
@@ -165,22 +166,37 @@ def unstable_since(norms: pd.Series) -> int | None:
     return first if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median() else None
 
 
-def ending(losses: pd.Series, norms: pd.Series, done: bool, margin: float, patience: int) -> tuple[str, int | None]:
-    """How the run ended, in the words of the module's docstring, and the step of its explosion or NaN."""
-    since, is_explosion = curves.excursion(losses, margin, patience)
+def ending(
+    losses: pd.Series, norms: pd.Series, done: bool, margin: float, patience: int, before: pd.Series
+) -> tuple[str, int | None]:
+    """How the run ended, in the words of the module's docstring, and the step of its explosion or NaN; ``before``: losses of its steps
+    before the log's first."""
+    whole = pd.concat([before, losses]) if len(before) else losses
+    since, is_explosion = curves.excursion(whole, margin, patience)
     if since is not None and is_explosion:
-        return f"{'exploded' if math.isfinite(losses[since]) else 'NaN'} at {since:,}", since
+        return f"{'exploded' if math.isfinite(whole[since]) else 'NaN'} at {since:,}", since
     if (unstable := unstable_since(norms)) is not None:
         return f"unstable since {unstable:,}", None
     if since is not None:
         return f"open since {since:,}", None
     last = int(losses.index[-1])
-    short = " (too short to tell)" if done and last + 1 < patience else ""
+    short = " (too short to tell)" if done and last - losses.index[0] + 1 < patience else ""
     return f"{'stable to' if done else 'stopped early at'} {last:,}{short}", None
 
 
-def summarize(run: Run, layer: int | None, at: Sequence[int], margin: float, patience: int) -> dict[str, Any]:
-    """The table row of a run. Raises ``UserError`` for a layer that is not in its probes."""
+def losses_before(run: Run, first: Run) -> pd.Series:
+    """Training losses of ``first`` before ``run`` begins, if ``run`` begins later and with the same batches, as a branch of it does."""
+    begins = run.column("train_loss").index[0]
+    ours, theirs = (one.metrics.get("data_digest", pd.Series(dtype=object)).dropna() for one in (first, run))
+    same = begins > 0 and begins in ours.index and begins in theirs.index and ours[begins] == theirs[begins]
+    losses = first.column("train_loss")
+    return losses[losses.index < begins] if same else losses[:0]
+
+
+def summarize(
+    run: Run, layer: int | None, at: Sequence[int], margin: float, patience: int, first: Run | None = None
+) -> dict[str, Any]:
+    """The table row of a run, ``first`` being the reference. Raises ``UserError`` for a layer that is not in its probes."""
     if layer is not None and len(run.probes) and f"max_logit_{layer}" not in run.probes:
         count = sum(name.startswith("max_logit_") for name in run.probes)
         raise invalid("--layer", layer, f"0 to {count - 1}, the layers that {run.name} has probes of")
@@ -190,7 +206,7 @@ def summarize(run: Run, layer: int | None, at: Sequence[int], margin: float, pat
     settings = run.config["config"]["run"]
     # A run that logs every tenth step ends between two of them; its last validation is at the end itself.
     done = max(losses.index[-1] + 1, run.metrics.index.max()) >= int(settings["steps"])
-    ended, exploded = ending(losses, norms, done, margin, patience)
+    ended, exploded = ending(losses, norms, done, margin, patience, losses_before(run, first or run))
     complete = run.complete_log and len(norms)  # a published run keeps only some of its steps
     row: dict[str, Any] = {
         "run": run.name,
@@ -286,12 +302,13 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def against(first: Run, run: Run) -> str:
-    """From where a run differs from the first, and in which settings. Raises ``UserError`` where no step is in both."""
+    """From where a run differs from the first, and in which settings."""
     old, new = settings_of(first), settings_of(run)
     if old.get("source_sha256", "") == new.get("source_sha256"):  # another commit of the same source
         old["git_commit"] = new["git_commit"] = None
     changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in old if name in new and old[name] != new[name]]
-    if alone := sum(not name.startswith("kernels.") for name in old.keys() ^ new.keys()):
+    # Kernels and weights to begin with are in the records of runs that have them.
+    if alone := sum(not name.startswith(("kernels.", "init_sha256")) for name in old.keys() ^ new.keys()):
         changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
     settings, environment = ([c for c in changes if c.startswith(ENVIRONMENT) == told] for told in (False, True))
     told = "; ".join(settings) or "no setting differs"
@@ -301,9 +318,9 @@ def against(first: Run, run: Run) -> str:
 
 
 def where_bits_part(first: Run, run: Run) -> str:
-    """The first step, and what is not the same bits there, of all that both runs logged. Raises ``UserError`` where no step is in both."""
+    """The first step, and what is not the same bits there, of all that both runs logged."""
     if first.column("train_loss").index.intersection(run.column("train_loss").index).empty:
-        raise UserError(f"{run.name} and {first.name} have no step in common, so there is nothing to compare")
+        return "no step in common"
     names = ["train_loss", "grad_norm", "val_loss", *(name for name in first.probes if name in run.probes)]
     found = {name: curves.first_difference(first.column(name), run.column(name)) for name in names}
     parted = {name: step for name, step in found.items() if step is not None}
@@ -419,7 +436,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     runs, left_out = load_all(args.runs)
-    rows = [summarize(run, args.layer, args.at, args.margin, args.patience) for run in runs]
+    rows = [summarize(run, args.layer, args.at, args.margin, args.patience, runs[0]) for run in runs]
     table = table_of(rows)
     for step in args.at:
         if not any(name.endswith(f"_at_{step}") for name in table):

@@ -155,6 +155,24 @@ def test_how_a_run_ended(tmp_path: Path, losses: list[str], norms: Any, planned:
     assert summary(published(tmp_path / "run", losses, norms, planned))["ended"] == ended
 
 
+@pytest.mark.parametrize(("digests", "ended"), [("d", "exploded at 3"), ("x", "stable to 6")])
+def test_a_branch_is_judged_from_the_best_loss_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, ended: str
+) -> None:
+    """If it saw the reference's batches; else its log alone says how it ended."""
+    failing = write_run(tmp_path / "failing", [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], digests="d")
+    branch = write_run(tmp_path / "branch", [4.0, 4.0, 4.0], digests=digests, first=4)
+    assert f"| branch | flash (paper) | 42 | {ended} |" in told(capsys, failing, branch)
+
+
+def test_runs_without_a_step_in_common_have_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of five steps is short, whatever the number of the last."""
+    a, b = write_run(tmp_path / "a", [2.0] * 6), write_run(tmp_path / "b", [2.0] * 2, first=10)
+    shown = told(capsys, a, b)
+    assert "b against a: no step in common" in shown
+    assert "| stable to 11 (too short to tell) |" in shown
+
+
 def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_path: Path) -> None:
     published(tmp_path / "runs/late", ["3"] * 50 + ["9"] * 50)
     published(tmp_path / "runs/early", ["3"] * 30 + ["9"] * 50)
@@ -173,8 +191,7 @@ def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, refused: Calla
     one = place.runs / "one"
     broken = published(tmp_path / "broken", ["3"])
     (broken / "metrics.csv").write_text("loss\n3\n")
-    a, b = write_run(tmp_path / "a", [2.0] * 3), write_run(tmp_path / "b", [2.0] * 3, first=10)
-    assert "b and a have no step in common" in refused(compare_runs.main, a, b)
+    a = write_run(tmp_path / "a", [2.0] * 3)
     assert "--at = 99: expected a step" in refused(compare_runs.main, a, "--out", "none", "--at", 99)
     assert "two runs have the name one" in refused(compare_runs.main, one, one)
     assert "--layer = 2: expected 0 to 1" in refused(compare_runs.main, one, "--layer", "2")

@@ -153,6 +153,14 @@ def test_a_changed_log_is_told_and_changes_no_weight(
     assert said.startswith(f"warning: {run / name}.jsonl: {told.format(at=at)}")
 
 
+def test_a_resume_says_what_it_was_given_otherwise(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where that may differ: a forgotten option can end a run early, or delete its checkpoints."""
+    place.train("forgotten", {"run.steps": 10, "checkpoint.keep_last": 9})
+    place.train("forgotten", {"run.steps": 12, "run.resume": "yes"})
+    said = "not as in its last session: run.steps 10 -> 12, checkpoint.keep_last 9 -> 2\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: Patch) -> None:
     run = place.train("parts", {"run.steps": 10})
     first = json.loads((run / "config.json").read_text())
@@ -208,6 +216,9 @@ UNRECORDED, DDP = {"data.record": ""}, {"precision.fixed_sum_order": False}
 REFUSED = {
     "another_setting": Refusal(
         r"^optim\.lr = 0\.5: expected 0\.01 \(--optim\.lr 0\.01\), as in the checkpoint .*step_00000010$", {"optim.lr": 0.5}
+    ),
+    "two_settings": Refusal(
+        r"^data.seed = 5: expected .*; 1 more differ: optim\.lr$", {"optim.lr": 0.5, "data.seed": 5}
     ),
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
     "other_data": Refusal(

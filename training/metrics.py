@@ -159,7 +159,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if type(record["step"]) is not int or not 0 <= record["step"] < 2**53:
                 raise TypeError
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: line {number} is not a record with a step") from None
+            raise UserError(
+                f"{path}: line {number} is not a record with a step; without that line it can be read"
+            ) from None
         yield loose(record)
 
 

@@ -283,14 +283,27 @@ def lock_everywhere(folder: Path, is_main: bool) -> FileIO | None:
 def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any], *, branch: bool) -> None:
     """Raise ``UserError`` for a setting that must be as in the checkpoint and is not; ``branch``: for a new run that begins there."""
     free = _FREE_ON_RESUME + (_FREE_IN_A_BRANCH if branch else ())
-    for name, before, value in differences(loaded.config_json, now, defaults):
-        if not name.startswith(free):
-            switch = "; --alarm.switches STEP:LAYER:PRESET changes it on the way" * name.startswith("attention")
-            expected = "none" if before in ("", None) else repr(before)
-            # An option that was given at the start and is missing now has its default value.
-            if isinstance(before, str | int | float) and before and before is not True:
-                expected += f" (--{name.replace('_', '-')} {before})"
-            raise invalid(name, value, f"{expected}, as in the checkpoint {loaded.path}{switch}")
+    odd = [one for one in differences(loaded.config_json, now, defaults) if not one[0].startswith(free)]
+    if not odd:
+        return
+    name, before, value = odd[0]
+    switch = "; --alarm.switches STEP:LAYER:PRESET changes it on the way" * name.startswith("attention")
+    expected = "none" if before in ("", None) else repr(before)
+    # An option that was given at the start and is missing now has its default value.
+    if isinstance(before, str | int | float) and before and before is not True:
+        expected += f" (--{name.replace('_', '-')} {before})"
+    others = f"; {len(odd) - 1} more differ: {', '.join(name for name, *_ in odd[1:])}" if len(odd) > 1 else ""
+    raise invalid(name, value, f"{expected}, as in the checkpoint {loaded.path}{switch}{others}")
+
+
+def settings_changed(folder: Path, now: dict[str, Any], defaults: dict[str, Any]) -> str:
+    """Which settings of a run that goes on are not those of its last session, in a sentence; "" where all are."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return ""
+    found = differences(_read_record(path)["config"], now, defaults)
+    pairs = [f"{name} {before!r} -> {value!r}" for name, before, value in found if name != "run.resume"]
+    return f"not as in its last session: {', '.join(pairs)}" if pairs else ""
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -200,11 +200,16 @@ def checkpoint_to_branch_from(config: TrainConfig, dist: DistContext) -> Loaded 
     return loaded
 
 
+def _earlier() -> dict[str, Any]:
+    """The settings that a record from before a field stands for."""
+    earlier = to_json(TrainConfig())
+    earlier["precision"]["fixed_sum_order"] = False
+    return earlier
+
+
 def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branch: bool) -> None:
     """Raise ``UserError`` where ``config`` does not fit the checkpoint at which the run begins."""
-    earlier = to_json(TrainConfig())
-    earlier["precision"]["fixed_sum_order"] = False  # in records from before the field
-    record.check_settings(loaded, to_json(config), earlier, branch=branch)
+    record.check_settings(loaded, to_json(config), _earlier(), branch=branch)
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)
@@ -233,6 +238,9 @@ def open_data(config: TrainConfig, dist: DistContext, origin: Origin, undo: cont
         expected = f"the data that {start.path} was trained on: this gives other batches"
         raise invalid(f"data.{source}", getattr(config.data, source), expected)
     if batches.steps_available is not None and batches.steps_available < config.run.steps:
+        if start is not None and batches.steps_available <= start.step:
+            longer = f"a recording that goes beyond step {start.step}, at which the run begins: it ends at {batches.steps_available}"
+            raise invalid("data.replay", config.data.replay, longer)
         expected = f"at most {batches.steps_available}: {config.data.replay} ends there; or record a longer one"
         raise invalid("run.steps", config.run.steps, expected)
     return batches
@@ -289,8 +297,10 @@ def open_folder(
     content = {"run_id": origin.run_id, "config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     content |= {"switches": interventions.options(), "sessions": record.sessions(folder, origin.step, made_with)}
-    if loaded is not None and (changed := record.what_changed(content["sessions"])):
-        dist.print0(f"{folder}: {changed}")
+    if loaded is not None:
+        changes = record.settings_changed(folder, to_json(config), _earlier()), record.what_changed(content["sessions"])
+        for changed in filter(None, changes):
+            dist.print0(f"{folder}: {changed}")
     # W&B may fail to start, so it comes before any existing file is changed.
     wandb_run = start_wandb(folder, config.wandb, content)
     record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))

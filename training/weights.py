@@ -58,7 +58,8 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Raises ``UserError`` for any other file, and for a pickle that holds more than tensors and plain values.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file; expected a checkpoint of nanoGPT")
+        what = "a folder without a checkpoint" if path.is_dir() else "no such file"
+        raise UserError(f"{path}: {what}; expected runs/NAME, runs/NAME/checkpoints/step_N, or a checkpoint of nanoGPT")
     with reading(path):
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     weights, settings = (content.get(name) if isinstance(content, dict) else None for name in ("model", "model_args"))
