@@ -171,6 +171,52 @@ def test_any_number_of_processes_gives_the_same_bits(place: Place, case: str) ->
     assert_same(sessions(place, case, f"{case}_any", fields, [(4, 23), (1, 41), (2, 60)]), one, 60)
 
 
+IN_PLACE = """
+import sys, torch, torch.distributed as dist
+from training import distributed
+
+folder, context = sys.argv[1], distributed.start("cpu")
+
+class Peers:  # of GPUs that reach each other's memory, played by files that all processes map
+    def get_buffer(self, rank, sizes, dtype, offset):
+        return torch.from_file(f"{folder}/{rank}", shared=True, size=length, dtype=dtype)[offset : offset + sizes[0]]
+    def barrier(self, channel, timeout_ms):
+        assert timeout_ms == 7000
+        dist.barrier()
+
+def shared_zeros(like, size):
+    global length
+    length = size
+    mine = torch.from_file(f"{folder}/{context.rank}", shared=True, size=size, dtype=like.dtype)
+    return mine.zero_(), Peers()
+
+ours, theirs = distributed.PairSum(), distributed.PairSum(7.0)
+kept = distributed._shared_zeros
+for step in range(3):
+    generator = torch.Generator().manual_seed(10 * step + context.rank)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 50), (), (129,), (1,))]
+    by_collectives = [x.clone() for x in ours(tensors)]
+    distributed._shared_zeros = shared_zeros
+    in_place = theirs(tensors)
+    distributed._shared_zeros = kept
+    assert all(torch.equal(a, b) and a.shape == b.shape for a, b in zip(by_collectives, in_place))
+    assert all(x.data_ptr() % 512 == in_place[0].data_ptr() % 512 for x in in_place)
+    everyone = [None] * context.world_size
+    dist.all_gather_object(everyone, tensors)
+    while len(everyone) > 1:
+        everyone = [[a + b for a, b in zip(*pair)] for pair in zip(everyone[::2], everyone[1::2])]
+    assert all(map(torch.equal, everyone[0], in_place))
+distributed.stop()
+"""
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_sums_in_each_others_memory_are_those_of_collectives(tmp_path: Path, processes: int) -> None:
+    (tmp_path / "in_place.py").write_text(IN_PLACE)
+    done = completed(command(tmp_path / "in_place.py", [str(tmp_path)], processes))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def gpus() -> dict[str, Any]:
     """Settings of a run whose processes have GPUs that reach each other's memory."""
