@@ -266,7 +266,7 @@ def _add_in_pairs(terms: list[Tensor], first: int = 0) -> Tensor:
 
 def _shared_zeros(like: Tensor, length: int) -> tuple[Tensor, Any]:
     """Zeros, and the handle by which processes reach each other's; None where they cannot."""
-    apart = int(os.environ["LOCAL_WORLD_SIZE"]) < world_size()
+    apart = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < world_size()  # torchrun sets it
     if like.device.type != "cuda" or any_rank(apart or not _reaches_all(like.device)):
         return like.new_zeros(length), None
     flat = symmetric_memory.empty(length, dtype=like.dtype, device=like.device)
