@@ -177,6 +177,7 @@ def without_gradients(step: int, *, layer: int | None = None) -> dict[str, Any]:
 
 
 RUNS_AWAY = [look(step, (step / 100) ** 4) for step in range(100, 1001, 100)]
+NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
 
 
 @pytest.mark.parametrize(
@@ -196,10 +197,25 @@ RUNS_AWAY = [look(step, (step / 100) ** 4) for step in range(100, 1001, 100)]
         ([without_gradients(step, layer=0) for step in range(5)], "UNCLEAR"),
         ([without_gradients(0), *(look(step, 50.0) for step in (1, 2, 3))], "NO"),
         ([look(step, 50.0) | {"hidden": 1} for step in range(5)], "UNCLEAR"),
+        ([*(look(step, 50.0) for step in range(4)), NO_GRADIENT], "UNCLEAR"),
+        ([NO_GRADIENT, *(look(step, 50.0) for step in range(5, 9))], "NO"),
+        ([*RUNS_AWAY, look(1100, 2e4, dq_error=[math.nan] * 2)], "SUSPECT"),
+        ([look(step, 1500.0, dq_error=[math.nan] * 2) for step in range(4)], "SUSPECT"),
     ],
 )
 def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dict[str, Any]], first: str) -> None:
     assert answer(records)[0].split(":")[0] == first
+
+
+@pytest.mark.parametrize(
+    ("delta", "first"), [(math.nan, "the gradient that reaches attention"), (1e-3, "dQ leaves the range")]
+)
+def test_a_gradient_that_is_not_finite_is_named_with_its_layer_and_step(delta: float, first: str) -> None:
+    last = look(4, 50.0, dq_error=[math.inf] * 2, delta_error=[delta] * 2)
+    verdict, where, *_ = answer([*(look(step, 50.0) for step in range(4)), last])
+    assert verdict.startswith(f"UNCLEAR: {first}")
+    assert where.startswith("The gradient of layer 1 is not finite")
+    assert where.endswith("at step 4.")
 
 
 @pytest.mark.parametrize(("layers", "name"), [({}, 1), ({"layers": [3, 7]}, 7)])

@@ -57,18 +57,31 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     top = max(tops)
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
     largest = f"The largest logit of {span} is {top:.4g}, in layer {layers[tops.index(top)]}."
+    overflowed = [record for record in finite if _overflowed(record)]
+    for record in overflowed[-1:]:
+        layer, delta = _overflowed(record)[-1]  # the first in the backward pass
+        where = f"The gradient of layer {layer} is not finite"
+        broken.insert(0, f"{where}, or too large to measure, at step {record['step']}.")
+    now = bool(overflowed) and (overflowed[-1] is finite[-1] or 2 * len(overflowed) >= len(finite))
     often = Counter(layer for record in finite for layer in _rounded(record))
     rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(finite) or layer in _rounded(finite[-1]))
     alarm = GrowthAlarm()
     for record in finite:
         alarm.update(record["step"], record["clock"], dict(zip(layers, record["max_logit"], strict=True)))
     gone = [f"Layer {layer} ran away at step {step}." for layer, step in alarm.left.items()]
-    if gone or rounded:
+    # A layer above with large logits may be what made this gradient overflow.
+    if gone or rounded or (now and top >= LARGE_LOGIT):
         names = ", ".join(map(str, rounded))
         errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
         control = "Run the control. If this is the control, look at the recipe."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
-    measured = [record for record in finite if all(record.get("dq_error", [None]))]
+    if now:
+        what = "the gradient that reaches attention is not finite already"
+        if delta and all(map(math.isfinite, delta)):  # so dO is finite
+            what = "dQ leaves the range of its dtype"
+        cure = "Look behind it: torch.autograd.set_detect_anomaly(True) names what made a NaN. In FP16 lower the loss scale."
+        return [f"UNCLEAR: {what}.", *broken, cure, largest]
+    measured = [record for record in finite if all(record.get("dq_error", [None])) and record not in overflowed]
     if top < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
         few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
         why = "Activation checkpointing needs use_reentrant=False; a frozen layer, one with dropout and look() without o show none."
@@ -105,22 +118,28 @@ def _heads(record: dict[str, Any]) -> dict[int, int]:
     return dict(zip(layers_of(record), map(len, record["max_logit"]), strict=True))
 
 
+def _columns(record: dict[str, Any]) -> list[tuple[int, list[float] | None, list[float] | None]]:
+    """Of each layer its number, the error of dQ and that of delta; None where no gradient came."""
+    layers = layers_of(record)
+    errors, deltas = (record.get(name, [None] * len(layers)) for name in ("dq_error", "delta_error"))
+    return list(zip(layers, errors, deltas, strict=True))
+
+
+def _overflowed(record: dict[str, Any]) -> list[tuple[int, list[float] | None]]:
+    """Layers with a gradient that is not finite, which says nothing of rounding; and the error of delta there."""
+    return [(layer, delta) for layer, heads, delta in _columns(record) if heads and not all(map(math.isfinite, heads))]
+
+
 def _rounded(record: dict[str, Any]) -> list[int]:
     """Layers whose dQ has an error as large as itself, over all heads.
 
     Where all rows are one-hot, dQ cancels to nothing and FP32's rounding is as large, also where O is exactly a row of V in BF16. So delta
     must have an error, too.
     """
-    layers = layers_of(record)
-    errors, deltas = (record.get(name, [None] * len(layers)) for name in ("dq_error", "delta_error"))
     return [
         layer
-        for layer, heads, delta in zip(layers, errors, deltas, strict=True)
+        for layer, heads, delta in _columns(record)
         if heads
-        and math.hypot(*map(_size, heads)) >= MADE_BY_ROUNDING
-        and (delta is None or max(map(_size, delta)) >= HARMLESS)
+        and MADE_BY_ROUNDING <= math.hypot(*heads) < math.inf
+        and (delta is None or not all(error < HARMLESS for error in delta))
     ]
-
-
-def _size(value: float) -> float:
-    return math.inf if math.isnan(value) else value
