@@ -173,6 +173,36 @@ def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> No
     assert [look["clock"] for look in looks] == pytest.approx([0.8, 1.0] if optimizer else [8, 10])
 
 
+class Around(torch.optim.Optimizer):
+    """As Accelerate's: an instance of torch's class that has none of its hooks."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_steps_of_an_optimizer_inside_another_are_counted() -> None:
+    model = Model()
+    optimizer = Around(Around(torch.optim.SGD(model.parameters(), lr=0.1)))
+    with watch(model, every=1, optimizer=optimizer, say=lambda line: None) as seen:
+        train(model, 3, optimizer)
+    assert (seen.record["step"], seen.record["clock"]) == (2, pytest.approx(0.2))
+
+
+def test_an_optimizer_whose_steps_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^watch: optimizer = 'Around': expected one of torch"):
+        watch(Model(), optimizer=Around(None))
+
+
 @pytest.mark.parametrize("every", [1, 100])
 @pytest.mark.parametrize("order", [(), (0, 0), (1, 0)])
 def test_any_order_of_passes_is_watched(order: tuple[int, ...], every: int, tmp_path: Path) -> None:

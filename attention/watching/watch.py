@@ -440,6 +440,16 @@ def _require(right: bool, name: str, value: object, expected: str) -> None:
         raise invalid(f"watch: {name}", value, expected)
 
 
+def _within(optimizer: Any) -> Any:
+    """The optimizer whose steps can be counted: the one inside Accelerate's, which is an instance of torch's class without its hooks."""
+    while optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        expected = "one of torch, or of Accelerate around one"
+        _require(isinstance(inner, torch.optim.Optimizer), "optimizer", type(optimizer).__name__, expected)
+        optimizer = inner
+    return optimizer
+
+
 def watch(
     model: nn.Module,
     *,
@@ -479,6 +489,7 @@ def watch(
     _require(callable(say), "say", say, "a function of one line")
     _require(isinstance(log, str | Path | None), "log", log, "a path or None")
     _require(isinstance(optimizer, torch.optim.Optimizer | None), "optimizer", optimizer, "an optimizer or None")
+    optimizer = _within(optimizer)
     _require(isinstance(rule, GrowthRule | None), "rule", rule, "a GrowthRule or None")
     _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
