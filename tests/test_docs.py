@@ -98,21 +98,46 @@ def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> N
     torch.testing.assert_close(torch.stack(losses), losses[0].expand(3))
 
 
+def trainer_of(transformers: Any, folder: Path, **settings: Any) -> Any:
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
+    arguments = transformers.TrainingArguments(str(folder), **settings, **quiet)
+    return transformers.Trainer(llama("sdpa", 1), arguments, train_dataset=[row] * 8)
+
+
 @pytest.mark.usefixtures("low_precision_attention")
 def test_watch_in_a_trainer_counts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     settings = {"max_steps": 101, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "warmup_steps": 100}
-    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
-    arguments = transformers.TrainingArguments(str(tmp_path), **settings, **quiet)
-    trainer = transformers.Trainer(llama("sdpa", 1), arguments, train_dataset=[row] * 8)
+    trainer = trainer_of(transformers, tmp_path, **settings)
     (example,) = (text for text in blocks(PAGE, "python") if "trainer." in text)
     exec(compile(example, "huggingface.md", "exec"), {"trainer": trainer})
     looks = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
     assert [look["step"] for look in looks] == [0, 100]
     assert looks[1]["clock"] == pytest.approx(sum(0.01 * step / 100 for step in range(100)))
+
+
+def test_watch_opened_by_a_callback_sees_a_model_that_the_trainer_compiles(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    transformers: Any = pytest.importorskip("transformers")
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer = trainer_of(transformers, tmp_path, max_steps=3, **compiled)
+
+    class Watches(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.watch = attention.watch(
+                trainer.model_wrapped, optimizer=trainer.optimizer, log=tmp_path / "watch.jsonl", every=1
+            )
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.watch.close()
+
+    trainer.add_callback(Watches())
+    trainer.train()
+    looks = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
+    assert [look["step"] for look in looks] == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("low_precision_attention")
