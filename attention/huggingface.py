@@ -52,8 +52,10 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
         **others: Any,
     ) -> tuple[Tensor, None]:
         _refuse_others(module, others)
-        cure = "make or load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
-        refuse(dropout != 0, f"{type(module).__name__}: dropout = {dropout}: expected 0, it has no dropout; {cure}")
+        if dropout != 0:
+            expected = f"expected 0, it has no dropout; make or load the model with {_dropout_off(module)}"
+            late = "changing the config of a made model does not help"
+            refuse(True, f"{type(module).__name__}: dropout = {dropout}: {expected}; {late}")
         causal = False
         if attention_mask is None:
             causal, attention_mask = _without_mask(module, query, key, is_causal, others.get("sliding_window"))
@@ -91,6 +93,17 @@ HARMLESS = {
     "logits_to_keep": "the same",
 }
 """Keywords that do not affect which keys a query sees or how it weighs them, and why. Others are refused unless they are None."""
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
+"""Where packed sequences begin, for flash-attention packages. "eager" ignores them, so that sequences attend to each other."""
+
+
+def _dropout_off(module: nn.Module) -> str:
+    """The settings of its config to make it without attention dropout: those on attention, or any where none is of attention."""
+    config = getattr(module, "config", None)
+    values = vars(config) if hasattr(config, "__dict__") else {}
+    on = [name for name, x in values.items() if re.search("dropout|pdrop", name) and isinstance(x, float) and x]
+    on = [name for name in on if "att" in name] or on
+    return ", ".join(f"{name}=0" for name in on) or "attention_dropout=0 (GPT-2: attn_pdrop=0)"
 
 
 def _refuse_others(module: nn.Module, others: dict[str, Any]) -> None:
@@ -98,7 +111,10 @@ def _refuse_others(module: nn.Module, others: dict[str, Any]) -> None:
     refuse(bool(others.get("output_attentions")), f"{what}: it keeps no P (output_attentions); 'eager' attention does")
     for name, value in others.items():
         if value is not None and name not in HARMLESS and name != "output_attentions":
-            refuse(True, f"{what}: it has no {name}, which the model hands to its attention; 'eager' attention may")
+            cure = "'eager' attention may"
+            if name in _PACKED:
+                cure = "expected position_ids in its place, as of DataCollatorWithFlattening(return_flash_attn_kwargs=False)"
+            refuse(True, f"{what}: it has no {name}, which the model hands to its attention; {cure}")
 
 
 def _without_mask(

@@ -143,6 +143,7 @@ X = torch.randn(1, 1, 4, 8)
 CALLS: list[tuple[dict[str, Any], str]] = [
     *(({name: X}, f"^low-precision attention: Module: it has no {name}") for name in ("indices", "sinks", "any")),
     ({"dropout": 0.1}, r"^low-precision attention: Module: dropout = 0\.1: expected 0, .*attention_dropout=0"),
+    ({"cu_seq_lens_q": X}, "it has no cu_seq_lens_q, .*; expected position_ids in its place"),
     ({"sliding_window": 3}, "sliding_window = 3 of 4 keys"),
     ({"mask": torch.ones(4, 4, dtype=torch.bool).tril()}, r"attention mask of shape \[4, 4\]"),
     # transformers' "sdpa" takes it for causal, "eager" for full attention.
@@ -160,6 +161,14 @@ def test_a_call_that_may_mean_another_attention_is_refused(change: dict[str, Any
 @pytest.mark.parametrize("others", [{"indices": None}, {"sinks": None}, {"any": None}, {"sliding_window": 4}], ids=str)
 def test_a_keyword_that_changes_nothing_is_taken(others: dict[str, Any]) -> None:
     assert torch.equal(call(X, X, **others), call(X, X))
+
+
+def test_the_setting_that_makes_attention_dropout_is_named() -> None:
+    """Of BERT, whose key is another one, and which has a second dropout that is not of attention."""
+    sizes = SIZES | {"attention_probs_dropout_prob": 0.25, "hidden_dropout_prob": 0.25}
+    model = transformers.BertModel._from_config(transformers.BertConfig(**sizes), attn_implementation=OURS)
+    with pytest.raises(ValueError, match="load the model with attention_probs_dropout_prob=0; changing the config"):
+        model.train()(torch.zeros(1, 4, dtype=torch.int64))
 
 
 def test_fewer_causal_queries_than_keys_without_a_mask_are_the_last_ones() -> None:
