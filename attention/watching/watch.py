@@ -237,7 +237,8 @@ class Watch:
             self._refuse(
                 "nothing seen",
                 "this forward pass made no call of scaled_dot_product_attention that it can see (in Hugging Face: "
-                'attn_implementation="sdpa"; torch.nn.MultiheadAttention with need_weights=False; attention of another kind '
+                'attn_implementation="sdpa", or the name of huggingface.register() where a model refuses that; '
+                "torch.nn.MultiheadAttention with need_weights=False; attention of another kind "
                 f"calls look(), docs/diagnosis.md); attention that was not seen: {names}",
             )
         if self._hidden is None:
