@@ -195,6 +195,8 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(0, 50.0, nan_made=[0.0, 1.0]), look(100, math.nan)], "KERNEL"),
         ([without_gradients(step) for step in range(5)], "UNCLEAR"),
         ([without_gradients(step, layer=0) for step in range(5)], "UNCLEAR"),
+        ([without_gradients(step, layer=0) | {"frozen": [0]} for step in range(5)], "NO"),
+        ([without_gradients(step) | {"frozen": [0, 1]} for step in range(5)], "UNCLEAR"),
         ([without_gradients(0), *(look(step, 50.0) for step in (1, 2, 3))], "NO"),
         ([look(step, 50.0) | {"hidden": 1} for step in range(5)], "UNCLEAR"),
         ([*(look(step, 50.0) for step in range(4)), NO_GRADIENT], "UNCLEAR"),
@@ -205,6 +207,16 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
 )
 def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dict[str, Any]], first: str) -> None:
     assert answer(records)[0].split(":")[0] == first
+
+
+def test_frozen_layers_are_named_and_their_logits_do_not_count() -> None:
+    records = [look(step, 5e3) | {"frozen": [1]} for step in range(5)]
+    for record in records:
+        record["dq_error"][1] = None
+    first, largest, frozen, *_ = answer(records)
+    assert first.startswith("NO: in the 1 layers with a gradient")
+    assert "is 1, in layer 0" in largest
+    assert frozen.startswith("Frozen layers")
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,15 @@ def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> No
     assert [look["clock"] for look in looks] == pytest.approx([0.8, 1.0] if optimizer else [8, 10])
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_that_take_no_gradient_are_frozen_but_not_those_whose_checkpoint_hides_it(checkpointed: bool) -> None:
+    model, x = Model(), data().requires_grad_(checkpointed)
+    model.blocks[0].requires_grad_(checkpointed)
+    with watch(model, every=1, say=lambda line: None) as seen:
+        (checkpoint(model, x, use_reentrant=True) if checkpointed else model(x)).backward()
+    assert seen.record.get("frozen") == (None if checkpointed else [0])
+
+
 class Around(torch.optim.Optimizer):
     """As Accelerate's: an instance of torch's class that has none of its hooks."""
 

@@ -40,6 +40,8 @@ class Look:
         self._found: dict[int, dict[str, Tensor]] = {}
         self.awaited: set[int] = set()
         """Layers whose gradients have not come; none once the look is over."""
+        self.frozen: list[int] = []
+        """Layers whose queries and keys take no gradient, though gradients are on, which reentrant checkpointing switches off."""
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._calls
@@ -94,6 +96,8 @@ class Look:
             dropout=dropout,
             kernel=again,
         )
+        if torch.is_grad_enabled() and o is not None and not (q.requires_grad or k.requires_grad):
+            self.frozen.append(layer)
         if o is None or not o.requires_grad:
             return
         self.awaited.add(layer)

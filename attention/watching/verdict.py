@@ -50,18 +50,23 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
             where = f"at step {record['step']} attention's backward pass made a NaN of finite q, k, v and dO in layer {made[0]}"
             return [f"KERNEL: {where}.", "Name the backend with torch.nn.attention.sdpa_kernel."]
     finite = [record for record in records if all(map(math.isfinite, _tops(record)))]
-    broken = [f"Logits are not finite at step {r['step']}." for r in records if r not in finite][:1]
+    notes = [f"Logits are not finite at step {r['step']}." for r in records if r not in finite][:1]
     if not finite:
-        return ["UNCLEAR: no record has finite logits. Watch from an earlier checkpoint.", *broken]
-    tops = [max(layer) for layer in zip(*map(_tops, finite), strict=True)]
-    top = max(tops)
+        return ["UNCLEAR: no record has finite logits. Watch from an earlier checkpoint.", *notes]
+    frozen = [layer for layer in layers if all(layer in record.get("frozen", []) for record in finite)]
+    judged = [layer for layer in layers if layer not in frozen] or layers
+    if frozen:
+        names = ", ".join(map(str, frozen))
+        notes.append(f"Frozen layers, whose queries and keys take no gradient: {names}.")
+    tops = {layer: max(of) for layer, *of in zip(layers, *map(_tops, finite), strict=True) if layer in judged}
+    top = max(tops.values())
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
-    largest = f"The largest logit of {span} is {top:.4g}, in layer {layers[tops.index(top)]}."
+    largest = f"The largest logit of {span} is {top:.4g}, in layer {max(tops, key=tops.__getitem__)}."
     overflowed = [record for record in finite if _overflowed(record)]
     for record in overflowed[-1:]:
         layer, delta = _overflowed(record)[-1]  # the first in the backward pass
         where = f"The gradient of layer {layer} is not finite"
-        broken.insert(0, f"{where}, or too large to measure, at step {record['step']}.")
+        notes.insert(0, f"{where}, or too large to measure, at step {record['step']}.")
     now = bool(overflowed) and (overflowed[-1] is finite[-1] or 2 * len(overflowed) >= len(finite))
     often = Counter(layer for record in finite for layer in _rounded(record))
     rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(finite) or layer in _rounded(finite[-1]))
@@ -74,25 +79,26 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         names = ", ".join(map(str, rounded))
         errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
         control = "Run the control. If this is the control, look at the recipe."
-        return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *broken, control]
+        return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *notes, control]
     if now:
         what = "the gradient that reaches attention is not finite already"
         if delta and all(map(math.isfinite, delta)):  # so dO is finite
             what = "dQ leaves the range of its dtype"
         cure = "Look behind it: torch.autograd.set_detect_anomaly(True) names what made a NaN. In FP16 lower the loss scale."
-        return [f"UNCLEAR: {what}.", *broken, cure, largest]
-    measured = [record for record in finite if all(record.get("dq_error", [None])) and record not in overflowed]
+        return [f"UNCLEAR: {what}.", *notes, cure, largest]
+    measured = [record for record in finite if _is_measured(record) and record not in overflowed]
     if top < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
         few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
-        why = "Activation checkpointing needs use_reentrant=False; a frozen layer, one with dropout and look() without o show none."
-        return [few, why, largest, *broken]
+        why = "Activation checkpointing needs use_reentrant=False; a frozen model, dropout, torch.no_grad() and look() without o show none."
+        return [few, why, largest, *notes]
     unseen = max(record.get("hidden", 0) for record in records)
     if unseen and top < SMALL_LOGIT:
         why = "nn.MultiheadAttention needs need_weights=False, attention of another kind look()."
-        return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *broken]
+        return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *notes]
     if top < SMALL_LOGIT and len(finite) >= FEW and not _unseen(records, finite):
-        no = f"NO: in the {len(tops)} layers seen attention's rounding does not make this gradient; look at the recipe and the data."
-        return [no, largest, *broken, f"It says nothing of steps after {records[-1]['step']}."]
+        which = "with a gradient" if frozen else "seen"
+        no = f"NO: in the {len(tops)} layers {which} attention's rounding does not make this gradient; look at the recipe and the data."
+        return [no, largest, *notes, f"It says nothing of steps after {records[-1]['step']}."]
     advice = "Run the control." if top >= LARGE_LOGIT else "Go on watching."
     if top > FMA_LOGIT:
         advice = f"Past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that."
@@ -101,7 +107,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if records[-1] not in finite:
         advice = "Watch each step (every=1) from an earlier checkpoint."
     few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""
-    return [f"UNCLEAR: no layer ran away in {len(finite)} record(s){few}. {advice}", largest, *broken]
+    return [f"UNCLEAR: no layer ran away in {len(finite)} record(s){few}. {advice}", largest, *notes]
 
 
 def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]]) -> bool:
@@ -123,6 +129,13 @@ def _columns(record: dict[str, Any]) -> list[tuple[int, list[float] | None, list
     layers = layers_of(record)
     errors, deltas = (record.get(name, [None] * len(layers)) for name in ("dq_error", "delta_error"))
     return list(zip(layers, errors, deltas, strict=True))
+
+
+def _is_measured(record: dict[str, Any]) -> bool:
+    """Whether some layer has a gradient, and each that is not frozen."""
+    there = [bool(heads) for _, heads, _ in _columns(record)]
+    frozen = record.get("frozen", [])
+    return any(there) and all(one or layer in frozen for one, layer in zip(there, layers_of(record), strict=True))
 
 
 def _overflowed(record: dict[str, Any]) -> list[tuple[int, list[float] | None]]:
