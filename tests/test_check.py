@@ -226,6 +226,26 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe(monkeypatch: pyt
         assert_safe(broken, unverified=True, device="cpu", shape=SMALL, classes="gaussian")
 
 
+def heads_alike(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    if k.shape != q.shape:
+        raise NotImplementedError("no grouped heads")
+    return plain(q, k, v, causal, scale)
+
+
+def test_a_class_that_a_kernel_is_not_for_is_not_tried_where_it_raises() -> None:
+    report = check_attention(heads_alike, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), without="grouped")
+    assert report.verdict == "safe"
+    assert "no grouped heads" in report.not_tried["grouped"]
+
+
+def test_a_class_that_a_kernel_is_not_for_is_judged_where_it_runs() -> None:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return plain(q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v)), causal, scale)
+
+    report = check_attention(wrong, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), without="grouped")
+    assert [case.verdict for case in report.cases] == ["safe", "wrong"]
+
+
 def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled: list[int] = []
 
@@ -294,6 +314,17 @@ RISKY = ("--device", "cpu", "--T", "64", "--class", "common_part")
 def test_exit_codes() -> None:
     kernels = (["torch:math"], ["flash"], ["xformers"], ["torch:math", "flash"], ["torch:math", "--against", "flash"])
     assert [main([*names, *RISKY]) for names in kernels] == [0, 1, 3, 1, 0]
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 3), (("--without", "grouped"), 0)])
+def test_a_kernel_without_grouped_heads_can_exit_with_0(
+    options: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("alike")
+    module.heads_alike = heads_alike  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "alike", module)
+    classes = ("--class", "mask_edges", "--class", "grouped")
+    assert main(["alike:heads_alike", "--device", "cpu", "--T", "64", *classes, *options]) == code
 
 
 def rows_of(path: Path, *arguments: str) -> list[tuple[str, ...]]:

@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     more: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--class", dest="classes", choices=reasons(), help="only this; may be repeated", **more)
     parser.add_argument("--inputs", metavar="FILE.zip", help="only this, of capture(); may be repeated", **more)
+    not_for = "the kernel is not for this (such as grouped): not tried where it raises; may be repeated"
+    parser.add_argument("--without", metavar="CLASS", choices=reasons(), help=not_for, **more)
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
     parser.add_argument("--json", metavar="FILE", help="write the report there, of several a list; -: only print this")
     parser.add_argument("--csv", metavar="FILE", help="write a row a kernel, head dim and class there")
@@ -111,6 +113,7 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
         raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
     classes = [*options.classes, *options.inputs] or (QUICK if options.quick else ())
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
+    chosen["without"] = options.without
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
     return check_attention(name, **chosen)

@@ -186,6 +186,7 @@ def check_attention(
     dtype: str = "bf16",
     shape: Shape | None = None,
     classes: str | Sequence[str] = (),
+    without: str | Sequence[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Run every class of inputs, or ``classes``, through a kernel and judge what comes out.
@@ -195,12 +196,13 @@ def check_attention(
         device: "cuda" where there is one, else "cpu".
         dtype: of q, k, v: bf16, fp16 or fp32.
         classes: their names, and paths of files of captured inputs, which end in .zip.
+        without: classes that the kernel is not for, as "grouped": where it raises there, they are not tried; else they are judged.
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
     Raises ``UserError`` for names that do not exist. What a kernel raises makes a case unverified.
     """
-    classes = (classes,) if isinstance(classes, str) else tuple(classes)
+    classes, without = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without))
     if dtype not in DTYPES:
         raise invalid("dtype", dtype, tuple(DTYPES))
     for name in classes:
@@ -208,6 +210,9 @@ def check_attention(
             captured(name)
         elif name not in KNOWN_CLASSES:
             raise invalid("class", name, KNOWN_CLASSES)
+    for name in without:
+        if name not in KNOWN_CLASSES:
+            raise invalid("without", name, KNOWN_CLASSES)
     found = find(kernel)
     there = device_of(device)
     asked = shape or Shape(T=LENGTHS[there.type])
@@ -230,9 +235,14 @@ def check_attention(
                 not_tried[name] = f"it has head dim {used.D}"
                 continue
             try:
-                cases.append(_case(found, name, asked, DTYPES[dtype], there))
+                case = _case(found, name, asked, DTYPES[dtype], there)
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
+                continue
+            if name in without and case.verdict == judge.UNVERIFIED:
+                not_tried[name] = f"it is not for this: {case.reason}"
+            else:
+                cases.append(case)
         seen = environment(there) | {"kernel": identity(found.name)}
     return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried)
 
