@@ -160,6 +160,16 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     assert ("rounded to one side" in case.reason) == (reason == "rounded to one side")
 
 
+def test_a_kernel_that_gives_no_gradient_is_wrong() -> None:
+    def kernel(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        return plain(q, k.detach(), *rest)
+
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes=("gaussian", "mask_edges"))
+    assert report.found == {"no gradient for k": ["gaussian", "mask_edges"]}
+    assert report.verdict == "wrong"
+    assert "no gradient for k" in report.text()
+
+
 def test_a_kernel_that_takes_its_row_sums_out_of_dq_cannot_hide_its_delta() -> None:
     cases = check_attention("flash_centered_keys", device="cpu", shape=SMALL, classes=("common_part", "signs")).cases
     assert [case.verdict for case in cases] == ["safe", "at risk"]
@@ -374,7 +384,10 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
     [
         (["flahs"], "kernel = 'flahs': "),
         (["torch:falsh"], "kernel = 'torch:falsh': did you mean torch:flash?"),
-        (["no_such_module:f"], "kernel = 'no_such_module:f': ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            ["no_such_module:f"],
+            "ModuleNotFoundError: No module named 'no_such_module'; run in its folder, or set PYTHONPATH",
+        ),
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
         ([], "KERNEL: expected one or more"),
         (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),

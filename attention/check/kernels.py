@@ -109,7 +109,9 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
         for part in function.split("."):
             found = getattr(found, part)
     except Exception as error:  # whatever a user's module raises at its import
-        raise UserError(f"kernel = {kernel!r}: {told(error)}") from None
+        elsewhere = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        cure = "; run in its folder, or set PYTHONPATH" if elsewhere else ""
+        raise UserError(f"kernel = {kernel!r}: {told(error)}{cure}") from None
     if not callable(found):
         raise UserError(f"kernel = {kernel!r}: {function} is a {type(found).__name__}, expected a function")
     return found

@@ -25,6 +25,10 @@ class OutOfRangeError(Exception):
     """A class of inputs says nothing in a dtype."""
 
 
+class NoGradientError(Exception):
+    """A kernel gives none for what it read."""
+
+
 def _attend(call: Call, p: Inputs) -> Results:
     """o with its graph, and the q, k, v that it is of."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
@@ -40,7 +44,10 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     o, *operands = _attend(call, p)
     if o.shape != p.q.shape:
         raise RuntimeError(f"it gives O of shape {list(o.shape)} for q of shape {list(p.q.shape)}")
-    return o.detach(), *torch.autograd.grad(o, operands, (p.do if do is None else do).to(o.dtype))
+    gradients = torch.autograd.grad(o, operands, (p.do if do is None else do).to(o.dtype), allow_unused=True)
+    if missing := [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]:
+        raise NoGradientError(f"no gradient for {', '.join(missing)}")
+    return o.detach(), *gradients
 
 
 def plain(
