@@ -81,7 +81,8 @@ def _split(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if mask.is_floating_point():
         visible = mask == 0
         additive = not bool((visible | (mask <= torch.finfo(mask.dtype).min)).all())
-        refuse(additive, f"attn_mask is {mask.dtype}: expected bool, or 0 and -inf; it has no additive masks")
+        expected = "expected bool, or only 0 and -inf (or the dtype's minimum), as it has no additive masks"
+        refuse(additive, f"attn_mask is {mask.dtype}: {expected}; in place of 0 and -1e9 give attn_mask = mask == 0")
     alike = mask.shape[1] == 1 or bool((visible == visible.narrow(1, 0, 1)).all())
     refuse(not alike, f"attn_mask has shape {list(mask.shape)}: expected one mask for all heads")
     try:

@@ -265,7 +265,9 @@ def _four_dimensional(
     if mask is not None:
         kind = mask.dtype == torch.bool or (mask.is_floating_point() and not mask.requires_grad)
         learned = " and learned" if mask.requires_grad else ""
-        refuse(not kind, f"attn_mask is {mask.dtype}{learned}: expected bool, or 0 and -inf; it has no additive masks")
+        expected = "expected bool, or 0 and -inf; it has no additive masks"
+        cure = "" if mask.is_floating_point() else "; in place of 1 and 0 give mask.bool()"
+        refuse(not kind, f"attn_mask is {mask.dtype}{learned}: {expected}{cure}")
         if not 2 <= mask.ndim <= max(most, 2):
             _refuse_mask(given, "as many dimensions as the query, or fewer, but two")
 

@@ -253,6 +253,11 @@ WINDOW, VISITED = torch.ones(8, 8).tril().triu(-2).bool(), AttentionSpec(sites=(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout_p = 0.1"),
     "an additive mask": ({"attn_mask": torch.full((8, 8), -1.0)}, "attn_mask is torch.float32: expected"),
+    "a mask of -1e9": (
+        {"attn_mask": torch.full((8, 8), -1e9).triu(1)},
+        "minimum.* 0 and -1e9 give attn_mask = mask == 0",
+    ),
+    "a mask of integers": ({"attn_mask": torch.ones(8, 8).tril().long()}, r"of 1 and 0 give mask\.bool\(\)"),
     "a learned mask": ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "torch.float32 and learned"),
     "a mask of another shape": ({"attn_mask": torch.ones(8, 7, dtype=torch.bool)}, r"attn_mask has shape \[8, 7\]"),
     "a mask for each head": ({"attn_mask": torch.tril(torch.ones(2, 4, 8, 8)).cumsum(1) > 1}, "one mask for all heads"),
