@@ -244,7 +244,12 @@ def test_a_file_of_two_runs_is_refused() -> None:
 def test_the_command_says_the_verdict_or_exits_with_2(tmp_path: Path) -> None:
     path = tmp_path / "watch.jsonl"
     path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')
-    for arguments, code, words in (([str(path)], 0, "UNCLEAR: no record has finite logits"), ([], 2, "error: usage: ")):
+    cases = (
+        ([str(path)], 0, "UNCLEAR: no record has finite logits"),
+        ([], 2, "error: usage: "),
+        ([__file__], 2, f"error: {__file__}: expected a file that watch(log=...) wrote"),
+    )
+    for arguments, code, words in cases:
         command = [sys.executable, "-m", "attention.watching", *arguments]
         done = completed(command)
         assert done.returncode == code

@@ -29,7 +29,11 @@ def main(arguments: Sequence[str]) -> None:
     path = Path(arguments[0])
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected one that watch(log=...) wrote")
-    print("\n".join(answer(read_log(path))))
+    try:
+        records = read_log(path)
+    except UserError:  # which says what watch(log=) expects, a new file
+        raise UserError(f"{path}: expected a file that watch(log=...) wrote") from None
+    print("\n".join(answer(records)))
 
 
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
