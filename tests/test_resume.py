@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_checkpoint import flip_a_byte
 from test_nanogpt import nanogpt
-from tiny_runs import Interruption, Place, assert_equals_straight, before_each_step, left, make_data, tree
+from tiny_runs import TRAIN_TOKENS, Interruption, Place, assert_equals_straight, before_each_step, left, make_data, tree
 
 import files
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -37,6 +37,7 @@ Patch = pytest.MonkeyPatch
 def place(place: Place) -> Place:
     """With other data, a copy of the data, weights to start from, and a recording of ten steps."""
     make_data(place.folder / "other", seed=1)
+    make_data(place.folder / "held_out", plant={TRAIN_TOKENS + 5: 1})  # other validation data alone
     shutil.copytree(place.data, place.folder / "copy")
     torch.save(nanogpt(), place.folder / "ckpt.pt")
     place.train("short", {"run.steps": 10, "data.record": place.recording("short")})
@@ -223,6 +224,9 @@ REFUSED = {
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
     "other_data": Refusal(
         r"^data\.dataset = '.*/other': expected the data that .*step_00000010", {"data.dataset": "{place}/other"}, fields=UNRECORDED
+    ),
+    "other_validation_data": Refusal(
+        r"held_out': expected the validation data of .*step_00000010", {"data.dataset": "{place}/held_out"}, fields=UNRECORDED
     ),
     "processes": Refusal(
         r"step_00000010 is of 1 processes, not 2", {"data.micro_batch": 4}, fields=DDP, spoil=by_two_processes, mended=True

@@ -232,11 +232,23 @@ def open_data(config: TrainConfig, dist: DistContext, origin: Origin, undo: cont
         expected = f"the same data and checkpoint for every process: rank {dist.rank} has {batches.digest()} at step {batches.position}"
         raise invalid("data.dataset", config.data.dataset, expected)
     if batches.vocabulary_size > config.model.vocab_size:
-        raise invalid("model.vocab_size", config.model.vocab_size, f"at least the data's {batches.vocabulary_size}")
+        least = batches.vocabulary_size
+        expected = (
+            f"at least the data's {least} (--model.vocab-size {least}); text prepared with --vocabulary bytes has 256"
+        )
+        raise invalid("model.vocab_size", config.model.vocab_size, expected)
     if start is not None and batches.digest() != start.extra["data_digest"]:
         source = "replay" if config.data.replay else "dataset"
         expected = f"the data that {start.path} was trained on: this gives other batches"
         raise invalid(f"data.{source}", getattr(config.data, source), expected)
+    held_out = batches.identity["validation_sha256"]
+    if start is not None and start.extra.get("validation_sha256", held_out) != held_out:
+        if origin.resumes:
+            expected = f"the validation data of {start.path}: losses of two sets would stand in one log"
+            raise invalid("data.dataset", config.data.dataset, expected)
+        dist.print0(
+            f"{config.data.dataset}: other validation data than of {start.path}: validation losses do not compare"
+        )
     if batches.steps_available is not None and batches.steps_available < config.run.steps:
         if start is not None and batches.steps_available <= start.step:
             longer = f"a recording that goes beyond step {start.step}, at which the run begins: it ends at {batches.steps_available}"
@@ -358,6 +370,7 @@ def save(run: Run, step: int) -> None:
                     "guard": run.guard.state(),
                     "seconds": run.seconds(),
                     "data_digest": run.batches.digest(),
+                    "validation_sha256": run.batches.identity["validation_sha256"],
                     "switches": run.interventions.state(step),
                     "logs": record.log_digests(run.folder, {log.path.name: log.digests for log in logs}),
                 },
