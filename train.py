@@ -166,6 +166,8 @@ def loop(run: Run, preemption: PreemptionHandler) -> None:
             bar.update(step - bar.n)
     run.metrics.log(step, **row)
     dist.print0(line(step, row))
+    if skipped := run.guard.skips_in_a_row:
+        dist.print0(f"warning: the last {skipped} update(s) were skipped: the weights may be broken")
 
 
 def due(step: int, every: int, last: int, *, always_last: bool = False) -> bool:
@@ -220,7 +222,8 @@ def follow_policy(run: Run, step: int, row: dict[str, Any], *, overflow: bool) -
     what = {
         "overflow": f"float16 overflow, {run.guard.overflow_steps} so far; update skipped",
         "skip": "not finite; update skipped",
-        "stop": f"not finite; stopped: {run.checkpoints.how_to_resume()}",
+        "stop": f"not finite; stopped: {run.checkpoints.how_to_resume()}; the same steps may fail again: --alarm.switches, "
+        "or a new run from an older checkpoint (--run.init-from), changes attention",
     }[action]
     where = f"step {step}, batch {row['batch']}"
     run.dist.print0(f"{where}: loss {row['train_loss']}, gradient norm {row['grad_norm']}: {what}")

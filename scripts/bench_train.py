@@ -7,7 +7,7 @@ A variant is ``NAME`` or ``NAME: FLAGS``, flags as train.py takes them; flags of
 round. A round runs every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds and their range,
 also of the ratio of tokens a second to nanoGPT's in the same round.
 nanoGPT runs as its bench.py does: torch.compile, fused AdamW, no clipping, ``loss.item()`` every step, one fixed batch on the device.
-A variant that fails is reported, and the exit code is 2; the others continue.
+A variant that fails while it is built or runs is reported, and the exit code is 2; the others continue.
 """
 
 import argparse
@@ -103,7 +103,10 @@ def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, Tr
     here = {"run.name": name, "run.folder": folder / "runs", "data.record": folder / "recordings" / name}
     here |= {"data.dataset": folder / "data"}
     typed = [word for field, value in here.items() for word in (f"--{field}", str(value))]
-    return name, configuration.override(recipe, [*STEPS_ONLY, *typed, *shlex.split(flags)]), flags
+    try:
+        return name, configuration.override(recipe, [*STEPS_ONLY, *typed, *shlex.split(flags)]), flags
+    except UserError as error:
+        raise UserError(f"--variants {name}: {error}") from None
 
 
 def prepare(variant: Variant, build: Callable[[], Callable[[int], None]]) -> None:

@@ -11,11 +11,12 @@ Logits are the largest of all layers, in table and picture; with --layer, those 
 How a run ended:
     exploded at N        from step N on the training loss stayed 0.5 (--margin) above its best for 200 steps (--patience)
     NaN at N             the training loss of step N is not finite
-    unstable since N     gradient norm above 20 first at N (from step 200 on), and its median afterwards is more than twice the earlier one
+    unstable since N     gradient norm above 20 at N (from step 200 on), and its median afterwards is more than twice the earlier one
     open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
     stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
     stopped early at N   none of these, and it has not
-A run that begins at the reference's step N, on the same batches, is judged with the reference's losses before N.
+A run that begins at the reference's step N, on the same batches, is judged with the reference's losses before N. Steps whose update was
+skipped (float16 overflow, policy skip) do not count, if the run went on.
 """
 
 import argparse
@@ -157,13 +158,14 @@ def first_large_norm(norms: pd.Series) -> int | None:
 
 
 def unstable_since(norms: pd.Series) -> int | None:
-    """First large gradient norm of a run in which it stayed large: one among ordinary ones is no instability."""
-    first = first_large_norm(norms)
-    if first is None or norms.index[-1] - first < 500:
-        return None
-    after = norms[norms.index > first + NEAR]
-    before = norms[(norms.index >= first - 1000) & (norms.index <= max(first - 500, first // 2))]
-    return first if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median() else None
+    """The first large gradient norm after which it stayed large: one among ordinary ones is no instability."""
+    large = norms.index[(norms.index >= LARGE_NORM_FROM) & ~(norms <= LARGE_NORM)]
+    for step in (step for step in large if step <= norms.index[-1] - 500):
+        after = norms[norms.index > step + NEAR]
+        before = norms[(norms.index >= step - 1000) & (norms.index <= max(step - 500, step // 2))]
+        if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median():
+            return int(step)
+    return None
 
 
 def ending(
@@ -184,6 +186,14 @@ def ending(
     return f"{'stable to' if done else 'stopped early at'} {last:,}{short}", None
 
 
+def skipped_steps(run: Run, values: pd.Series) -> pd.Index:
+    """Steps whose update was skipped, with one later that was not: float16 overflows, as loss scaling makes, and those of policy skip."""
+    marks = run.metrics.get("nonfinite", pd.Series(dtype=object)).reindex(values.index)
+    skipped = marks.isin(("overflow", "skip"))
+    updates = values.index[~skipped]
+    return values.index[skipped & (values.index < (updates.max() if len(updates) else 0))]
+
+
 def losses_before(run: Run, first: Run) -> pd.Series:
     """Training losses of ``first`` before ``run`` begins, if ``run`` begins later and with the same batches, as a branch of it does."""
     begins = run.column("train_loss").index[0]
@@ -201,6 +211,7 @@ def summarize(
         count = sum(name.startswith("max_logit_") for name in run.probes)
         raise invalid("--layer", layer, f"0 to {count - 1}, the layers that {run.name} has probes of")
     losses, norms, validation = (run.column(name) for name in ("train_loss", "grad_norm", "val_loss"))
+    norms, losses = norms.drop(skipped_steps(run, norms)), losses.drop(skipped_steps(run, losses))
     which = "max" if layer is None else str(layer)
     logits, w_q = (run.of_layers(name, which) for name in ("max_logit", "w_q_norm"))
     settings = run.config["config"]["run"]

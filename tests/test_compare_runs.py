@@ -149,6 +149,7 @@ def test_the_first_difference_is_named(place: Place, tmp_path: Path, capsys: pyt
         (["3"] * 95 + ["9"] * 4 + ["nan"], None, 0, "exploded at 950"),
         (["3"] * 200, [1.0] * 120 + [30.0] * 80, 0, "unstable since 1,200"),
         (["3"] * 200, [1.0] * 120 + [30.0] + [1.0] * 79, 0, "stable to 1,990"),
+        (["3"] * 401, [1.0] * 100 + [30.0] + [1.0] * 200 + [30.0] * 100, 0, "unstable since 3,010"),
     ],
 )
 def test_how_a_run_ended(tmp_path: Path, losses: list[str], norms: Any, planned: int, ended: str) -> None:
@@ -171,6 +172,19 @@ def test_runs_without_a_step_in_common_have_their_rows(tmp_path: Path, capsys: p
     shown = told(capsys, a, b)
     assert "b against a: no step in common" in shown
     assert "| stable to 11 (too short to tell) |" in shown
+
+
+def test_updates_that_were_skipped_are_no_failure(tmp_path: Path) -> None:
+    """An overflow does not hide later instability, either."""
+    run = write_run(tmp_path / "run", [3.0] * 2000, grad_norm=1.0)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[300] |= {"train_loss": "nan", "grad_norm": "nan", "nonfinite": "skip"}
+    rows[900] |= {"grad_norm": "inf", "nonfinite": "overflow"}
+    for noisy in (False, True):
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert summary(run)["ended"] == ("unstable since 1,200" if noisy else "stable to 1,999")
+        for row in rows[1200:]:
+            row["grad_norm"] = 30.0
 
 
 def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_path: Path) -> None:

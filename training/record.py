@@ -42,7 +42,7 @@ _FREE_ON_RESUME = (
 # A new run that begins at a checkpoint may differ in these, too. Its batches must be the same ones, which their digest shows.
 _FREE_IN_A_BRANCH = ("run.name", "run.init_from", "attention", "data.record", "data.replay")
 _ROOT = Path(__file__).resolve().parent.parent
-_CODE = ("attention", "training", "data", "probes", "configs", "fused", "scripts")
+_CODE = ("attention", "training", "data", "probes", "fused", "scripts")
 
 
 def version(package: str) -> str | None:
@@ -292,6 +292,7 @@ def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any]
     # An option that was given at the start and is missing now has its default value.
     if isinstance(before, str | int | float) and before and before is not True:
         expected += f" (--{name.replace('_', '-')} {before})"
+    switch += "; a run that begins there may differ in attention alone" * branch
     others = f"; {len(odd) - 1} more differ: {', '.join(name for name, *_ in odd[1:])}" if len(odd) > 1 else ""
     raise invalid(name, value, f"{expected}, as in the checkpoint {loaded.path}{switch}{others}")
 

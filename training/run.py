@@ -407,6 +407,8 @@ def close(run: Run, error: BaseException | None = None) -> None:
         if run.dist.is_main:
             with contextlib.suppress(UserError):
                 run.check_lock()
-                outcome.write(run.folder, error, run.batches.position)
+                skipped = 0 if error else run.guard.skips_in_a_row
+                why = f"finished; the last {skipped} update(s) were skipped" if skipped else ""
+                outcome.write(run.folder, error, run.batches.position, why)
         if run.lock is not None:
             run.lock.close()
