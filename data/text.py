@@ -4,17 +4,20 @@ The rule. A line holding only ``<|endoftext|>`` ends a document, and so does the
 either belongs to neither document: ``a\\n<|endoftext|>\\nb\\n`` is the documents ``a`` and ``b``. A byte order mark at
 the start of a file is left out, and nothing else stripped. Documents of no bytes are left out. Every document gives its
 tokens, then the vocabulary's separator. A ``<|endoftext|>`` that is not alone on its line is text; a warning counts them.
-Text is UTF-8 for GPT-2's vocabulary, anything without byte 0 for byte tokens.
+Text is UTF-8 for GPT-2's vocabulary, anything for byte tokens; a file with byte 0 is no text.
 """
 
+import io
 import lzma
+import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -29,6 +32,16 @@ PIECE_BYTES = 1 << 20
 """A longer document is encoded in pieces."""
 BATCH_BYTES = 1 << 23
 """Text that is encoded at once, its pieces side by side in threads."""
+PACKED_BYTES = 1 << 16
+
+PACKED = {
+    rb"\x1f\x8b\x08": ("gzip", "zcat"),
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": ("bzip2", "bzcat"),
+    rb"PK\x03\x04": ("zip", "unzip -p"),
+    rb"\x28\xb5\x2f\xfd": ("zstd", "zstdcat"),
+    rb"\xfd7zXZ\0": ("xz", "xzcat"),
+}
+"""How a compressed file begins -> by what it is compressed, and the command that prints what is in it."""
 
 
 class Piece(NamedTuple):
@@ -131,7 +144,7 @@ def _batches(
     empty split."""
     documents, sizes = {"train": 0, "val": 0}, {"train": 0, "val": 0}
     held: dict[str, list[Piece]] = {"train": [], "val": []}
-    odd: Counter[str] = Counter()
+    odd: dict[Path, Counter[str]] = {}
     files = ((train_files, "train" if val_files else None), (val_files, "val"))
     pieces = ((piece, forced) for paths, forced in files for piece in _pieces(paths, odd))
     # disable=None: no bar where stderr is not a terminal.
@@ -147,27 +160,74 @@ def _batches(
             yield split, held[split]
             held[split], sizes[split] = [], 0
     yield from ((split, rest) for split, rest in held.items() if rest)
-    for what, count in odd.items():
-        print(f"warning: {source}: {count} {what}", file=sys.stderr)
+    for what, count in sum(odd.values(), Counter[str]()).items():
+        first, *more = [path for path, found in odd.items() if found[what]]
+        where = f"{first} and {len(more)} more" if more else first
+        print(f"warning: {where}: {count} {what}", file=sys.stderr)
     _check_both_splits(documents, val)
 
 
-def _pieces(paths: list[Path], odd: Counter[str]) -> Iterator[Piece]:
-    """All documents of the files."""
+def _pieces(paths: list[Path], odd: dict[Path, Counter[str]]) -> Iterator[Piece]:
+    """All documents of the files. ``odd`` is given the counts of each file that has some."""
     for path in paths:
-        document = 1
-        with ExitStack() as stack:
-            raw = stack.enter_context(open(path, "rb"))
-            stream = stack.enter_context(lzma.open(raw)) if path.suffix == ".xz" else raw
+        document, found = 1, Counter[str]()
+        with open(path, "rb") as raw:
+            is_xz = path.suffix.lower() == ".xz"
+            _check_not_packed(path, raw, is_xz)
+            stream = io.BufferedReader(_XzStreams(raw), PACKED_BYTES) if is_xz else raw
             try:
-                for text, ends_document in split_documents(stream, odd=odd):
+                for text, ends_document in split_documents(stream, odd=found):
+                    place = f"{path}: document {document}"
+                    # In UTF-8 it is a character like any other: archives would pass for text.
+                    if b"\0" in text:
+                        what = "byte 0, so an archive, UTF-16 or other data that is no text"
+                        raise UserError(f"{place}: {what}: unpack it, or convert it by iconv -f UTF-16 -t UTF-8")
                     # No piece ends inside a mark, which holds no white space.
                     if marks := text.count(SEPARATOR_LINE):
-                        odd[f"{SEPARATOR_LINE.decode()} not alone on a line: they end no document"] += marks
-                    yield Piece(text, ends_document, f"{path}: document {document}")
+                        found[f"{SEPARATOR_LINE.decode()} not alone on a line: they end no document"] += marks
+                    yield Piece(text, ends_document, place)
                     document += ends_document
             except (lzma.LZMAError, EOFError) as error:
                 raise UserError(f"{path}: not a whole .xz file ({error})") from error
+        if found:
+            odd[path] = found
+
+
+def _check_not_packed(path: Path, raw: io.BufferedReader, is_xz: bool) -> None:
+    start = raw.peek(16)  # a pipe cannot seek
+    for magic, (name, command) in PACKED.items():
+        if re.match(magic, start) and not (name == "xz" and is_xz):
+            pipe = f"{command} {shlex.quote(str(path))} | python scripts/prepare_data.py text /dev/stdin --name NAME"
+            raise UserError(f"{path}: compressed by {name}: unpack it, or pipe it as the source: {pipe}")
+
+
+class _XzStreams(io.RawIOBase):
+    """What all streams of an .xz file hold, zeros between them left out; ``LZMAError`` for anything else behind one, where
+    ``lzma.open`` would end as if the file did.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self._stream = file, lzma.LZMADecompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0")
+                while not packed:
+                    if not (block := self._file.read(PACKED_BYTES)):
+                        return 0
+                    packed = block.lstrip(b"\0")
+                self._stream = lzma.LZMADecompressor()
+            elif self._stream.needs_input and not (packed := self._file.read(PACKED_BYTES)):
+                raise EOFError("it ends within a stream")
+            data = self._stream.decompress(packed, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def split_documents(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import itertools
 import json
+import lzma
 import os
 import signal
 import sys
@@ -130,7 +133,7 @@ def documents(content):
 
 def prepare(tmp_path, source, **options):
     """Byte tokens of both splits, as bytes, documents apart."""
-    options = {"vocabulary": "bytes", "val_fraction": 0.5, **options}
+    options = {"vocabulary": "bytes", **({} if "val" in options else {"val_fraction": 0.5}), **options}
     prepare_text(source, tmp_path / "out", **options)
     return {split: TokenFile.open(tmp_path / "out", split).tokens.tobytes() for split in ("train", "val")}
 
@@ -171,6 +174,35 @@ def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
     assert prepare(tmp_path, source) == {"train": b"a.txt\0b/2.txt\0", "val": b"b/1.txt\0c.txt\0"}
 
 
+A, B = lzma.compress(b"a\n<|endoftext|>\n"), lzma.compress(b"b\n")
+
+
+@pytest.mark.parametrize("name", ["t.xz", "t.XZ"])
+def test_streams_of_an_xz_file_and_the_zeros_between_them(tmp_path, name):
+    (tmp_path / name).write_bytes(A + bytes(8) + B + bytes(4))
+    assert prepare(tmp_path, tmp_path / name) == {"train": b"a\0", "val": b"b\0"}
+
+
+@pytest.mark.parametrize("rest", [b"\1" + B[1:], B[:-1], bytes(8) + b"\1" * 20], ids=["magic", "cut", "no zeros"])
+def test_an_xz_file_is_damaged_where_no_stream_follows_a_stream(tmp_path, rest):
+    (tmp_path / "t.xz").write_bytes(A + A + rest)
+    with pytest.raises(UserError, match=r"t\.xz: not a whole \.xz file"):
+        prepare(tmp_path, tmp_path / "t.xz")
+
+
+@pytest.mark.parametrize(
+    ("compress", "name"),
+    [
+        (gzip.compress, "t.xz: compressed by gzip: .*zcat"),
+        (bz2.compress, "t.xz: compressed by bzip2: .*bzcat"),
+    ],
+)
+def test_other_compressed_files_are_refused_by_what_they_are(tmp_path, compress, name):
+    (tmp_path / "t.xz").write_bytes(compress(b"text"))
+    with pytest.raises(UserError, match=name):
+        prepare(tmp_path, tmp_path / "t.xz")
+
+
 @pytest.mark.parametrize(
     ("content", "counts"),
     [
@@ -187,6 +219,14 @@ def test_marks_that_are_text_are_counted(tmp_path, capsys, content, counts):
     told = capsys.readouterr().err.splitlines()
     assert len(told) == len(counts)
     assert all(f"{count} " in line and what in line for line, (what, count) in zip(told, counts.items(), strict=True))
+
+
+def test_a_warning_names_the_first_file_and_counts_the_others(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for name, text in {"a": "a", "b": "\ufeffb", "c": "\ufeffc"}.items():
+        (tmp_path / "texts" / name).write_text(text, encoding="utf-8")
+    prepare(tmp_path, tmp_path / "texts")
+    assert f"{tmp_path / 'texts/b'} and 1 more: 2 file(s) with a byte" in capsys.readouterr().err
 
 
 def test_any_number_of_threads_writes_the_same(tmp_path, monkeypatch):
@@ -206,6 +246,8 @@ def test_any_number_of_threads_writes_the_same(tmp_path, monkeypatch):
     [
         (b"a\n<|endoftext|>\n\xff", "gpt2", r"t.txt: document 2: not UTF-8"),
         (b"a\n<|endoftext|>\nb\0", "bytes", r"t.txt: document 2: byte 0"),
+        (b"a\n<|endoftext|>\nb\0", "gpt2", r"t.txt: document 2: byte 0"),
+        (b"\xff\0", "gpt2", r"t.txt: document 1: byte 0"),
         (b"a\n<|endoftext|>\nb", "bytes", "none of 2 documents fell to the held-out split"),
     ],
 )
