@@ -69,7 +69,7 @@ def prepare_text(
 ) -> Prepared:
     """Write the data set ``folder`` from ``source``; held-out text from ``val``, else every (1 / val_fraction)-th document.
 
-    Warns on stderr of marks that are text and of files with a byte order mark.
+    Warns on stderr of marks that are text, of files with a byte order mark, and of what is left out of a folder.
     ``UserError``: source missing or empty, text that the vocabulary cannot hold, a data set already there.
     """
     train_files = text_files(source)
@@ -125,16 +125,40 @@ def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
 
 
 def text_files(source: Path) -> list[Path]:
-    """The file itself, or all files under a folder but hidden ones, sorted by path; ``UserError`` when there is none."""
+    """The file itself, or all files under a folder, sorted by path, but hidden ones and what is in linked folders, of which it warns.
+    ``UserError`` when there is none.
+    """
     if not source.exists():
         raise UserError(f"{source}: no such file or folder")
     if not source.is_dir():
         return [source]
-    inside = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
-    visible = sorted(path for path in inside if not any(part.startswith(".") for part in path.parts))
-    if not visible:
-        raise UserError(f"{source}: a folder without files")
-    return [source / path for path in visible]
+    kinds = {path.relative_to(source): _kind(path, source) for path in source.rglob("*")}
+    names = sorted(path for path, kind in kinds.items() if kind == "file")
+    # A file counts once, by its own name before that of a link: twice, it could be in both splits.
+    own_first = sorted(names, key=lambda path: (source / path).is_symlink())
+    chosen: dict[Path, Path] = {}
+    for path in own_first:
+        chosen.setdefault((source / path).resolve(), path)
+    count = Counter(kind for kind in kinds.values() if kind not in ("file", "folder"))
+    count["link(s) to a file that is read already"] = len(names) - len(chosen)
+    left_out = ", ".join(f"{number} {kind}" for kind, number in count.items() if number)
+    if not chosen:
+        raise UserError(f"{source}: a folder without files{left_out and f', left out: {left_out}'}")
+    if left_out:
+        print(f"warning: {source}: left out: {left_out}", file=sys.stderr)
+    return [source / path for path in sorted(chosen.values())]
+
+
+def _kind(path: Path, source: Path) -> str:
+    if path.is_dir() and not path.is_symlink():
+        return "folder"
+    if any(part.startswith(".") for part in path.relative_to(source).parts):
+        return "hidden file(s)"
+    if path.is_dir():
+        return "linked folder(s)"
+    if not path.exists():
+        return "broken link(s)"
+    return "file" if path.is_file() else "device(s) or pipe(s)"
 
 
 def _batches(

@@ -174,6 +174,21 @@ def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
     assert prepare(tmp_path, source) == {"train": b"a.txt\0b/2.txt\0", "val": b"b/1.txt\0c.txt\0"}
 
 
+def test_a_file_that_links_lead_to_counts_once_and_what_is_left_out_is_told(tmp_path, capsys):
+    source, outside = tmp_path / "texts", tmp_path / "outside"
+    for name in ("texts/b", "outside/c", "texts/.hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (source / "a").symlink_to("b")
+    (source / "c").symlink_to(outside / "c")
+    (source / "folder").symlink_to(outside)
+    (source / "broken").symlink_to("nowhere")
+    assert data.text.text_files(source) == [source / "b", source / "c"]
+    told = capsys.readouterr().err
+    for what in ("1 linked folder", "1 broken link", "1 hidden file", "1 link(s) to a file"):
+        assert what in told
+
+
 A, B = lzma.compress(b"a\n<|endoftext|>\n"), lzma.compress(b"b\n")
 
 
