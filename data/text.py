@@ -28,6 +28,7 @@ from errors import UserError, invalid
 
 SEPARATOR_LINE = b"<|endoftext|>"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+VAL_FRACTION = 0.005
 PIECE_BYTES = 1 << 20
 """A longer document is encoded in pieces."""
 BATCH_BYTES = 1 << 23
@@ -64,10 +65,11 @@ def prepare_text(
     *,
     vocabulary: str = "gpt2",
     val: Path | None = None,
-    val_fraction: float = 0.005,
+    val_fraction: float | None = None,
     force: bool = False,
 ) -> Prepared:
-    """Write the data set ``folder`` from ``source``; held-out text from ``val``, else every (1 / val_fraction)-th document.
+    """Write the data set ``folder`` from ``source``; held-out text from ``val``, else every (1 / val_fraction)-th document
+    (``VAL_FRACTION``).
 
     Warns on stderr of marks that are text, of files with a byte order mark, and of what is left out of a folder.
     ``UserError``: source missing or empty, text that the vocabulary cannot hold, a data set already there.
@@ -77,8 +79,12 @@ def prepare_text(
     shared = {path.resolve() for path in train_files} & {path.resolve() for path in val_files}
     if shared:
         raise UserError(f"{min(shared)}: both in the training and in the held-out text")
-    if not val and not 0 < val_fraction < 1:
-        raise invalid("val_fraction", val_fraction, "more than 0 and less than 1")
+    if val and val_fraction is not None:
+        raise invalid("--val-fraction", val_fraction, f"none beside --val {val}, which is the held-out text")
+    if val_fraction is None:
+        val_fraction = VAL_FRACTION
+    if not 0 < val_fraction < 1:
+        raise invalid("--val-fraction", val_fraction, "more than 0 and less than 1")
     tokenizer = make_tokenizer(vocabulary)
     note = f", every {1 / val_fraction:g}-th document held out" if not val else ""
     sources = {"train": source.name + note, "val": (val or source).name + note}

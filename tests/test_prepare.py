@@ -189,6 +189,13 @@ def test_a_file_that_links_lead_to_counts_once_and_what_is_left_out_is_told(tmp_
         assert what in told
 
 
+def test_val_fraction_beside_val_is_refused(tmp_path):
+    for name in ("t", "val"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(UserError, match=r"--val-fraction = 7: expected none beside --val"):
+        prepare(tmp_path, tmp_path / "t", val=tmp_path / "val", val_fraction=7)
+
+
 A, B = lzma.compress(b"a\n<|endoftext|>\n"), lzma.compress(b"b\n")
 
 
