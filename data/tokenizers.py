@@ -4,6 +4,7 @@ Both end a document with one separator token, so that a stream of documents can 
 """
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +14,11 @@ from errors import UserError, invalid
 
 if TYPE_CHECKING:
     import tiktoken
+
+
+_WHITE = r"[^\S\x1c-\x1f]"
+TOO_LONG_WHITE = re.compile(rf"(?<!{_WHITE}){_WHITE}{{999999,}}+(?!\Z)")
+"""tiktoken's search goes back a character at a time over white space before text, and gives up at a million."""
 
 
 class ByteTokenizer:
@@ -49,7 +55,18 @@ class GPT2Tokenizer:
             decoded = [text.decode() for text in texts]
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error.reason}); --vocabulary bytes takes any text") from None
-        encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=thread_count())
+        # Looked for here: tiktoken's panic is told by Rust, many lines on stderr that nothing can hold back.
+        if any(TOO_LONG_WHITE.search(text) for text in decoded if len(text) >= 999_999):
+            raise ValueError(
+                "a million white characters in a row, more than tiktoken takes; shorten them, or --vocabulary bytes"
+            )
+        try:
+            encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=thread_count())
+        except BaseException as error:
+            # Rust's panics are no Exception, and no module exports their class.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"tiktoken fails ({error}); --vocabulary bytes needs none") from None
         return [np.array(tokens, np.uint16) for tokens in encoded]
 
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -270,6 +271,7 @@ def test_any_number_of_threads_writes_the_same(tmp_path, monkeypatch):
         (b"a\n<|endoftext|>\nb\0", "bytes", r"t.txt: document 2: byte 0"),
         (b"a\n<|endoftext|>\nb\0", "gpt2", r"t.txt: document 2: byte 0"),
         (b"\xff\0", "gpt2", r"t.txt: document 1: byte 0"),
+        (b"a" + b" " * 999_999 + b"b", "gpt2", r"t.txt: document 1: a million white"),
         (b"a\n<|endoftext|>\nb", "bytes", "none of 2 documents fell to the held-out split"),
     ],
 )
@@ -280,6 +282,22 @@ def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, con
     with pytest.raises(UserError, match=expected):
         prepare_text(tmp_path / "t.txt", tmp_path / "out", vocabulary=vocabulary)
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
+
+
+def test_the_longest_white_space_that_tiktoken_takes_is_text():
+    small_gpt2().encode([b"a" + b" " * 999_998 + b"b"])
+    assert not data.tokenizers.TOO_LONG_WHITE.search(
+        "a" + "\n" * 1_000_000
+    )  # at the end of a text GPT-2's own pattern takes any
+
+
+def test_a_panic_of_tiktoken_names_the_document(tmp_path, monkeypatch):
+    panic = type("PanicException", (BaseException,), {})
+    encoding = Mock(encode_ordinary_batch=Mock(side_effect=panic("unwrap")))
+    monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: GPT2Tokenizer(encoding))
+    (tmp_path / "t.txt").write_text("a")
+    with pytest.raises(UserError, match=r"t\.txt: document 1: tiktoken fails \(unwrap\)"):
+        prepare_text(tmp_path / "t.txt", tmp_path / "out")
 
 
 def test_only_the_librarys_own_sources_belong_and_none_to_both_splits(tmp_path):
