@@ -198,7 +198,7 @@ def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
     folder = Path(folder)
     with files.aside(folder) as hidden:
         old = _old(folder)
-        if old.exists() and not folder.exists():
+        if old.exists() and not os.path.lexists(folder):
             os.rename(old, folder)
         _check_replaceable(folder, force)
         whole = hidden / folder.name
@@ -220,12 +220,20 @@ def _old(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
+    if folder.is_symlink():  # what it leads to is somebody's
+        folder.unlink()
+        return
     for name in _FILE_NAMES:
         (folder / name).unlink(missing_ok=True)
     folder.rmdir()
 
 
 def _check_replaceable(folder: Path, force: bool) -> None:
+    if folder.is_symlink():  # what is made beside it cannot be moved to where it leads, perhaps another disk
+        target = folder.resolve()
+        raise UserError(
+            f"{folder}: a link: name the folder that it leads to: --out {target.parent} --name {target.name}"
+        )
     if not folder.exists():
         return
     if not folder.is_dir():

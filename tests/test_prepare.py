@@ -106,6 +106,27 @@ def test_wherever_a_replacement_is_killed_the_old_or_the_new_data_set_is_whole(t
     assert at > 5
 
 
+@pytest.mark.parametrize("made", [True, False], ids=["data set", "nowhere"])
+def test_a_link_is_not_replaced_but_the_folder_that_it_leads_to_named(tmp_path, made):
+    disk, link = tmp_path / "disk" / "b", tmp_path / "a"
+    if made:
+        write(disk)
+    link.symlink_to(disk)
+    with pytest.raises(UserError, match=rf"--out {disk.parent} --name b"), new_dataset(link, force=True):
+        pytest.fail("work was done")
+    assert link.is_symlink()
+
+
+def test_what_a_link_in_the_place_of_the_old_data_leads_to_stays(tmp_path):
+    for name in ("a", "disk"):
+        write(tmp_path / name)
+    (tmp_path / ".a.old").symlink_to("disk")
+    with new_dataset(tmp_path / "a", force=True) as staging:
+        write(staging)
+    assert names(tmp_path) == ["a", "disk"]
+    TokenFile.open(tmp_path / "disk", "train", verify="sha256")
+
+
 def test_force_spares_a_folder_of_other_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"'notes.txt', no token file"), new_dataset(tmp_path, force=True):
