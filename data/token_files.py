@@ -137,9 +137,19 @@ def _remedy(folder: Path, force: bool = False) -> str:
     name = folder.name
     kind = name if name in ("stdlib", "openwebtext") else f"text FILE --name {name}"
     command = f"python scripts/prepare_data.py {kind}"
+    if kind != name and "bytes" in (_vocabulary(folder), _vocabulary(_old(folder))):
+        command += " --vocabulary bytes"
     if folder.parent != DATASETS:
         command += f" --out {folder.parent}"
     return f"make it with: {command}{' --force' if force else ''}"
+
+
+def _vocabulary(folder: Path) -> str | None:
+    """What the headers of a damaged data set say, as far as one can be read."""
+    for split in SPLITS:
+        with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+            return str(files.read_json(folder / f"{split}.json")["vocabulary"])
+    return None
 
 
 class TokenWriter:

@@ -127,6 +127,15 @@ def test_what_a_link_in_the_place_of_the_old_data_leads_to_stays(tmp_path):
     TokenFile.open(tmp_path / "disk", "train", verify="sha256")
 
 
+@pytest.mark.parametrize(("vocabulary", "told"), [("bytes", True), ("gpt2", False)])
+def test_the_way_to_make_damaged_data_again_keeps_the_vocabulary(tmp_path, vocabulary, told):
+    write(tmp_path, vocabulary=vocabulary)
+    os.truncate(tmp_path / "train.bin", 4)
+    with pytest.raises(UserError) as error:
+        TokenFile.open(tmp_path, "train")
+    assert ("--vocabulary bytes" in str(error.value)) == told
+
+
 def test_force_spares_a_folder_of_other_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"'notes.txt', no token file"), new_dataset(tmp_path, force=True):
