@@ -15,7 +15,7 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, on_disk, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, reading, trainer_packages
 
 with trainer_packages():
     import files
@@ -29,11 +29,9 @@ def documents(wheels: Iterable[Path]) -> dict[str, bytes]:
     """Documents by their SHA-256. Raises ``UserError`` for a file that is no wheel."""
     found: dict[str, bytes] = {}
     for wheel in wheels:
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                contents = [archive.read(name) for name in archive.namelist() if name.endswith(".py")]
-        except (OSError, zipfile.BadZipFile) as error:
-            raise UserError(f"{wheel}: cannot be read as a wheel ({error})") from None
+        # zipfile and the decompressors each bring their own exceptions.
+        with reading(f"wheel {wheel}"), zipfile.ZipFile(wheel) as archive:
+            contents = [archive.read(name) for name in archive.namelist() if name.endswith(".py")]
         for content in filter(is_wanted, contents):
             document = content.removeprefix(BYTE_ORDER_MARK).rstrip(b"\r\n")
             found[hashlib.sha256(document).hexdigest()] = document
@@ -56,6 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("wheels", type=Path, nargs="+", help="wheels, in any order")
     parser.add_argument("--out", type=Path, required=True, help="text file to write")
     arguments = parser.parse_args(argv)
+    if arguments.out.resolve() in {wheel.resolve() for wheel in arguments.wheels}:
+        raise invalid("--out", str(arguments.out), "another file than the wheels, which are only read")
     found = documents(arguments.wheels)
     if not found:
         raise UserError(f"no Python source in {', '.join(map(str, arguments.wheels))}")
