@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     top = OneLineParser(description="Make a data set of tokens for training.")
     kinds = top.add_subparsers(dest="kind", required=True, metavar="openwebtext|text|stdlib")
     common = OneLineParser(add_help=False)
-    common.add_argument("--name", default="", help="name (default: openwebtext, stdlib, or the source's name)")
+    common.add_argument("--name", help="name (default: openwebtext, stdlib, or the source's name)")
     common.add_argument("--out", type=Path, default=Path("data/tokens"), help="of data sets (default: %(default)s)")
     common.add_argument("--force", action="store_true", help="replace a data set of that name")
 
@@ -51,6 +51,15 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> Any:
     return prepare_stdlib(folder, force=arguments.force)
 
 
+def own_name(source: Path) -> str:
+    """Of a folder all of its name; of a file without its last suffix, and .xz behind that."""
+    source = source.resolve()
+    if source.is_dir():
+        return source.name
+    packed = source.suffix.lower() == ".xz"
+    return Path(source.stem).stem if packed else source.stem
+
+
 def _interrupted(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
@@ -58,10 +67,14 @@ def _interrupted(number: int, frame: object) -> NoReturn:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
-    own = arguments.source.resolve().name.split(".")[0] if arguments.kind == "text" else arguments.kind
-    name = arguments.name or own
+    name = arguments.name
+    if name is None:
+        name = own_name(arguments.source) if arguments.kind == "text" else arguments.kind
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise invalid("--name", name, "letters, digits, '.', '_' and '-'")
+        allowed = "letters, digits, '.', '_' and '-'"
+        if arguments.name is None:
+            raise UserError(f"{arguments.source}: {name!r} cannot name a data set: give one with --name: {allowed}")
+        raise invalid("--name", name, allowed)
     folder = arguments.out / name
     # As an exception, so that unfinished files are removed.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -30,7 +30,7 @@ from data.text import prepare_text, split_documents
 from data.token_files import TokenFile, TokenWriter, new_dataset
 from data.tokenizers import GPT2Tokenizer
 from errors import UserError
-from scripts import make_text
+from scripts import make_text, prepare_data
 
 FACTS = {"dtype": "uint16", "vocabulary": "gpt2", "vocabulary_size": 50257, "source": "a test"}
 
@@ -429,3 +429,18 @@ def test_a_wheel_is_not_overwritten_by_its_text(tmp_path: Path, refused: Callabl
     before = path.read_bytes()
     assert "--out" in refused(make_text.main, path, "--out", path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("v1.2.txt", "v1.2"), ("v1.3.txt.xz", "v1.3"), ("v1.4.XZ", "v1"), ("a", "a"), ("folder.v2/", "folder.v2")],
+)
+def test_a_data_set_has_the_name_of_its_source(tmp_path: Path, source: str, name: str) -> None:
+    if source.endswith("/"):
+        (tmp_path / source).mkdir()
+    assert prepare_data.own_name(tmp_path / source) == name
+
+
+def test_a_source_that_gives_no_name_asks_for_one(tmp_path: Path, refused: Callable[..., str]) -> None:
+    line = refused(prepare_data.main, "text", tmp_path / "my text.txt", "--out", tmp_path)
+    assert "give one with --name" in line
