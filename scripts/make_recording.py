@@ -12,7 +12,7 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, check_size, exit_on_user_error, trainer_packages
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
     import config
@@ -26,13 +26,17 @@ SOURCE = "make_recording"
 def logged_digests(folder: Path) -> dict[int, str]:
     """data_digest by batch, of a run. Raises ``UserError`` when it logged none."""
     metrics = curves.metrics(folder)
-    if "data_digest" not in metrics:
-        raise UserError(f"{folder}: its metrics have no data_digest to compare with")
-    return dict(metrics["data_digest"].dropna())
+    logged = dict(metrics["data_digest"].dropna()) if "data_digest" in metrics else {}
+    if not logged:
+        raise UserError(f"--against {folder}: its metrics have no data_digest to compare with")
+    return logged
 
 
 def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int:
     """Write the recording ``out``, whole or not at all; the number of digests compared. Raises ``UserError`` at the first that differs."""
+    if logged and min(logged) >= steps:  # agreement of nothing with nothing
+        least = f"more than {min(logged)}, the first step whose data_digest the run of --against logged"
+        raise invalid("--steps", steps, least)
     compared = 0
     with whole_recording(out) as aside:
         batches = Batches(dataclasses.replace(data, record=str(aside)), source_run=SOURCE)

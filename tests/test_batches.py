@@ -157,6 +157,18 @@ def test_a_recording_made_without_a_run_is_that_of_the_run(dataset: Path, tmp_pa
     assert np.array_equal(made.offsets, run.offsets)
 
 
+def test_a_comparison_of_nothing_is_refused(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--steps = 3: expected more than 5"):
+        make_recording.make(settings_for(dataset), tmp_path / "made", 3, {5: "a", 6: "b"})
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_run_that_logged_no_digest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "train_loss": 1.5, "data_digest": null}\n')
+    with pytest.raises(UserError, match="no data_digest"):
+        make_recording.logged_digests(tmp_path)
+
+
 def test_the_command_line_takes_fields_of_the_recipe(dataset: Path, tmp_path: Path) -> None:
     fields = ["--data.dataset", str(dataset), "--data.sequence-length", "4", "--data.seed", "9"]
     make_recording.main(["configs/debug.py", "--steps", "3", "--out", str(tmp_path / "made"), *fields])
