@@ -160,6 +160,72 @@ def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
     torch.testing.assert_close(*looks, rtol=1e-3, atol=1e-6)
 
 
+class Uses(nn.Module):
+    """Two calls with one query, which stands for the keys or values, too, where ``kind`` has its letter, and other uses of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.q = nn.Parameter(torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(0)).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q * 1.0 if "leaf" not in self.kind else self.q
+        before = q.square().sum()
+        k, v = (q if letter in self.kind else x for letter in "kv")
+        o = sum(functional.scaled_dot_product_attention(q, k, v).square().sum() for _ in range(2))
+        return o + before + q.sin().sum()
+
+
+@pytest.mark.parametrize("kind", ["q", "qk", "qv", "qkv", "leaf q", "leaf qkv"])
+def test_a_query_of_several_uses_has_the_error_and_the_gradient_of_each(kind: str) -> None:
+    """The gradient that training gets keeps its bits."""
+    x, model = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1)).bfloat16(), Uses(kind)
+    model(x).backward()
+    bits, model.q.grad = model.q.grad, None
+    with watch(model, every=1, say=lambda line: None) as seen:
+        model(x).backward()
+    assert all(0 < error < 0.02 for heads in seen.record["dq_error"] for error in heads)
+    assert same([bits], [model.q.grad])
+    assert not model.q._backward_hooks
+
+
+@pytest.mark.parametrize("sequences", [1, B])
+def test_a_query_that_broadcasts_over_the_batch_has_no_error_of_dq(sequences: int) -> None:
+    """Its gradient is a sum over the batch."""
+    q, k = torch.randn(1, H, T, D, requires_grad=True), torch.randn(B, H, T, D)
+    with watch(model := Attends(), sequences=sequences, say=lambda line: None) as seen:
+        model(q, k).square().sum().backward()
+    assert "dq_error" not in seen.record
+    assert all(0 < error < 1e-5 for error in seen.record["delta_error"][0])
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_a_mask_of_five_dimensions_hides_what_it_hides_in_four(sequences: int) -> None:
+    q, k = torch.randn(3, 2, H, T, D, requires_grad=True), torch.randn(3, 2, H, T, D)
+    mask, looks = torch.arange(T) < torch.tensor([T, 5, 2])[:, None, None, None, None], []
+    for how in ({"attn_mask": mask}, {"attn_mask": mask.expand(3, 2, 1, 1, T).flatten(0, 1)}):
+        four = how["attn_mask"].ndim == 4
+        with watch(model := Attends(), sequences=sequences, say=lambda line: None) as seen:
+            model(*((x.flatten(0, 1) if four else x) for x in (q, k)), **how).square().sum().backward()
+        looks.append(torch.tensor([seen.record[name] for name in ("max_logit", "entropy", "one_hot")]))
+    torch.testing.assert_close(*looks)
+
+
+def test_hooks_of_a_query_that_was_handed_over_go_with_the_look() -> None:
+    q, k = torch.randn(B, H, T, D, requires_grad=True), torch.randn(B, H, T, D)
+
+    class Hands(nn.Module):
+        def forward(self) -> Tensor:
+            o = (q @ k.mT * D**-0.5).softmax(-1) @ k
+            seen.look(q, k, k, o)
+            return o.square().sum()
+
+    with watch(model := Hands(), every=1, say=lambda line: None) as seen:
+        model().backward()
+    assert len(seen.record["dq_error"]) == 1
+    assert not q._backward_hooks
+
+
 @pytest.mark.parametrize("counted_by", ["forward passes", "optimizer"])
 def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> None:
     model = Model()
@@ -354,15 +420,21 @@ def test_from_an_earlier_checkpoint_later_steps_count_no_more_and_are_kept(tmp_p
 
 @pytest.mark.parametrize(("kernel", "factor", "made"), [(True, 1.0, 1.0), (False, math.nan, 0.0), (False, 1.0, 0.0)])
 def test_a_nan_that_a_kernel_made_is_told_from_the_models_own(kernel: bool, factor: float, made: float) -> None:
-    class Broken(nn.Module):
+    class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             q = x * 1.0
-            if kernel:
-                q.register_hook(lambda gradient: gradient * torch.nan)
-            return (functional.scaled_dot_product_attention(q, x.detach(), x.detach()) * factor).sum()
+            o = functional.scaled_dot_product_attention(q, x.detach(), x.detach())
+            return (o * factor).sum() + (q - q.detach()).norm()  # whose gradient is NaN, and so q's
+
+    class Broken(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is functional.scaled_dot_product_attention:
+                args = (args[0] * 1.0, *args[1:])
+                args[0].register_hook(lambda gradient: gradient * torch.nan)
+            return func(*args, **kwargs or {})
 
     said: list[str] = []
-    with watch(model := Broken(), say=said.append) as seen:
+    with Broken() if kernel else contextlib.nullcontext(), watch(model := Model(), say=said.append) as seen:
         model(torch.randn(1, 1, 4, 8, requires_grad=True)).backward()
     assert seen.record["nan_made"] == [[made]]
     *warned, _ = said  # and the largest logit, at the end

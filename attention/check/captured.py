@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..user_error import UserError, invalid
-from ..watching.passes import Pass, plain_mask
+from ..watching.passes import QKV, Pass, plain_mask
 
 NAMES = ("q", "k", "v", "do")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -140,11 +140,11 @@ def capture(
     complete: dict[int, Inputs] = {}
 
     def attend(seeing: Pass, number: int, run: Any, named: dict[str, Any]) -> Tensor:
-        o: Tensor = run()
+        o: Tensor = run(*(named[name] for name in QKV))
         if number not in layers or number in calls:
             return o
         dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
-        q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in ("query", "key", "value"))
+        q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
         scale, causal = named["scale"] or q.shape[-1] ** -0.5, _is_causal(number, named)
         more = {**(about or {}), "layer": number}
         call = calls[number] = Inputs(q, k, v, torch.empty(0), scale, causal, about=more)

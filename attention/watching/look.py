@@ -16,6 +16,17 @@ from torch.utils.hooks import unserializable_hook
 from .measure import Call, measure
 
 
+def of_this_call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v for one call of attention: q as an alias, whose gradient is dQ of this call whatever else uses q.
+
+    Training keeps its bits. Where q is k or v, too, these get an alias each, made before that of q: the backward pass goes through what was
+    made last first, and so adds their gradients in the order in which it adds them without.
+    """
+    if not (torch.is_grad_enabled() and q.requires_grad):
+        return q, k, v
+    return tuple(torch.ops.aten.alias(x) if x is q else x for x in (v, k, q))[::-1]
+
+
 class Look:
     """A forward pass that is looked at. Hooks of its tensors hold it, as their gradients may come late, twice or never.
 
@@ -38,6 +49,7 @@ class Look:
         self._lock = threading.RLock()  # autograd has a thread for each GPU
         self._calls: dict[int, Call] = {}
         self._found: dict[int, dict[str, Tensor]] = {}
+        self._hooks: list[Any] = []
         self.awaited: set[int] = set()
         """Layers whose gradients have not come; none once the look is over."""
         self.frozen: list[int] = []
@@ -70,13 +82,18 @@ class Look:
         function."""
         # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
         sequences, dtype = self._sequences, (q if o is None else o).dtype
+        batch = (q if o is None else o).shape[
+            :-3
+        ]  # of any number of dimensions, to which torch broadcasts q, k, v and the mask
+
+        def first(x: Tensor) -> Tensor:
+            return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])[:sequences]
 
         def few(x: Tensor) -> Tensor:
-            x = x.detach().transpose(heads_at, -3)
-            return x.reshape(-1, *x.shape[-3:])[:sequences].to(dtype, copy=True)
+            return first(x.detach().transpose(heads_at, -3)).to(dtype, copy=True)
 
         if mask is not None:
-            mask = mask.detach().reshape(-1, *(1,) * (3 - mask.ndim), *mask.shape[-3:])[:sequences].clone()
+            mask = first(mask.detach()[(None,) * (3 - mask.ndim)]).clone()
         again = None
         if kernel is not None and not softcap:
 
@@ -85,7 +102,7 @@ class Look:
                 return kernel(q, k, v, bias, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
         self._calls[layer] = Call(
-            q_BHTD=few(q),
+            q_BHTD=few(q if o is None else q.expand(*o.shape[:-1], -1)),
             k_BHSD=few(k),
             v_BHSD=few(v),
             o_BHTD=None if o is None else few(o),
@@ -101,7 +118,8 @@ class Look:
         if o is None or not o.requires_grad:
             return
         self.awaited.add(layer)
-        differentiated = q.requires_grad and q is not k and q is not v  # else its gradient is more than dQ
+        # Else its gradient is more than dQ, or its sum over what the query was broadcast to.
+        differentiated = q.requires_grad and q is not k and q is not v and q.shape[:-1] == o.shape[:-1]
 
         @unserializable_hook
         def output_gradient(do: Tensor) -> None:
@@ -111,9 +129,9 @@ class Look:
         def query_gradient(dq: Tensor) -> None:
             self._guard(lambda: self._came(layer, "dq_BHTD", few(dq), last=True))
 
-        o.register_hook(output_gradient)
+        self._hooks.append(o.register_hook(output_gradient))
         if differentiated:
-            q.register_hook(query_gradient)
+            self._hooks.append(q.register_hook(query_gradient))
 
     def _came(self, layer: int, name: str, gradient: Tensor, *, last: bool) -> None:
         with self._lock:
@@ -132,6 +150,8 @@ class Look:
         """The columns of ``measure`` by layer, in order; of calls whose gradient never came without it. Only the first time."""
         with self._lock:
             found = {layer: self._found.get(layer) or measure(call) for layer, call in sorted(self._calls.items())}
-            for kept in (self._calls, self._found, self.awaited):
+            for hook in self._hooks:  # of a parameter they would stay
+                hook.remove()
+            for kept in (self._calls, self._found, self.awaited, self._hooks):
                 kept.clear()
             return found

@@ -24,7 +24,7 @@ from ..operators import TORCHS
 from .look import Look
 
 COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
-Attend = Callable[["Pass", int, Callable[[], Tensor], dict[str, Any]], Tensor]
+Attend = Callable[["Pass", int, Callable[..., Tensor], dict[str, Any]], Tensor]
 _LOCK = threading.RLock()
 
 
@@ -46,7 +46,8 @@ class Pass(TorchFunctionMode):
 
     Args:
         look: what the owner keeps of its calls.
-        attend: given the pass, the number of a call in it, what computes it, and its arguments by name; gives O.
+        attend: given the pass, the number of a call in it, what computes it of q, k and v, and its arguments by name, with ``kernel`` as
+            ``Look.keep`` takes it; gives O.
     """
 
     def __init__(self, look: Look | None, attend: Attend):
@@ -109,11 +110,17 @@ class Pass(TorchFunctionMode):
             arguments = named(*args, **kwargs)
         except TypeError:  # ``func`` says what is wrong
             return func(*args, **kwargs)
-        return self.attend(functools.partial(func, *args, **kwargs), arguments)
+        arguments["kernel"] = kernel_of(func, kwargs)
 
-    def attend(self, run: Callable[[], Tensor], arguments: dict[str, Any]) -> Tensor:
+        def run(*qkv: Tensor) -> Tensor:
+            n = len(args[:3])
+            return func(*qkv[:n], *args[3:], **kwargs | dict(zip(QKV[n:], qkv[n:], strict=True)))
+
+        return self.attend(run, arguments)
+
+    def attend(self, run: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         if self._inside or self.over:
-            return run()
+            return run(*(arguments[name] for name in QKV))
         number, self.seen = self.seen, self.seen + 1
         self._inside = True
         try:
@@ -156,14 +163,17 @@ _CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)
 """The innermost pass of this thread."""
 
 
-def kernel_of(run: Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """What computed a call of torch's function or ours, with the choices in force now; None for another."""
-    if not isinstance(run, functools.partial) or run.keywords.get("sinks") is not None:
+QKV = ("query", "key", "value")
+
+
+def kernel_of(func: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Tensor] | None:
+    """What computes a call of torch's function or ours, with the choices in force now; None for another."""
+    if settings.get("sinks") is not None:
         return None
-    if run.func is scaled_dot_product_attention:
-        own = {name: run.keywords[name] for name in ("numerics", "rounding_seed") if name in run.keywords}
+    if func is scaled_dot_product_attention:
+        own = {name: settings[name] for name in ("numerics", "rounding_seed") if name in settings}
         return functools.partial(scaled_dot_product_attention, **own)
-    if run.func is not TORCHS:
+    if func is not TORCHS:
         return None
     backends = _cur_sdpa_kernel_backends(with_priority=True)
 
@@ -285,7 +295,7 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(module, q, k, v, mask, *more, **named_too)
         weights: list[Any] = []
 
-        def run() -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o, *rest = function(module, q, k, v, mask, **named_too)
             weights.extend(rest)
             return o.transpose(1, 2)
@@ -310,9 +320,12 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
             visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
             call["attn_mask"] = visible.triu(1 - window)
 
-        def seen_by(looking: Pass | None) -> Tensor:
-            return run() if looking is None else looking.attend(lambda: seen_by(looking.outer), call)
+        def seen_by(looking: Pass | None, *qkv: Tensor) -> Tensor:
+            if looking is None:
+                return run(*qkv)
+            inner = functools.partial(seen_by, looking.outer)
+            return looking.attend(inner, call | dict(zip(QKV, qkv, strict=True)))
 
-        return seen_by(looking).transpose(1, 2), *(weights or [None])
+        return seen_by(looking, q, k, v).transpose(1, 2), *(weights or [None])
 
     return attend

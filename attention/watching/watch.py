@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from ..user_error import invalid
 from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
-from .look import Look
+from .look import Look, of_this_call
 from .measure import as_lists
-from .passes import COMPILED, Hook, Pass, kernel_of, plain_mask
+from .passes import COMPILED, QKV, Hook, Pass, plain_mask
 
 STEPS, RATE = "steps", "summed learning rate"
 """What a log's clock is."""
@@ -271,7 +271,7 @@ class Watch:
 
         Args:
             q, k, v: as attention reads them: [B, H, T, D], [B, G, S, D], [B, G, S, D], or as flash_attn has them
-                (``layout="BTHD"``); G divides H.
+                (``layout="BTHD"``); G divides H. Where the model uses q elsewhere, too, give attention and ``look`` one ``q.view_as(q)``.
             o: the tensor that attention returned and the model uses; without it gradients are not measured.
             layer: its number; by default the calls of a pass are counted.
             causal: query t sees keys up to t.
@@ -300,19 +300,24 @@ class Watch:
         heads_at = -3 if layout == "BHTD" else -2
         self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
 
-    def _attend(self, seeing: Pass, number: int, run: Callable[[], Tensor], named: dict[str, Any]) -> Tensor:
+    def _attend(self, seeing: Pass, number: int, run: Callable[..., Tensor], named: dict[str, Any]) -> Tensor:
         """A call that was seen, ``number`` in its pass: computed and kept."""
-        o, look = run(), seeing.look
+        qkv = [named[name] for name in QKV]
+
+        def alias() -> None:
+            qkv[:] = of_this_call(*qkv)
+
+        self._guard(alias)
+        o, look = run(*qkv), seeing.look
         if o.numel() == 0:  # a batch of nothing has nothing to measure
             return o
         layer = look.number(number)
 
         def keep() -> None:
-            q, k, v = (named[name] for name in ("query", "key", "value"))
-            causal, mask = bool(named["is_causal"]), plain_mask(named["attn_mask"], q.device)
+            causal, mask = bool(named["is_causal"]), plain_mask(named["attn_mask"], o.device)
             flags = {name: named[name] for name in ("scale", "softcap")}
-            flags |= {"causal": causal, "dropout": named["dropout_p"], "kernel": named.get("kernel") or kernel_of(run)}
-            look.keep(layer, q, k, v, o, mask=mask, **flags)
+            flags |= {"causal": causal, "dropout": named["dropout_p"], "kernel": named.get("kernel")}
+            look.keep(layer, *qkv, o, mask=mask, **flags)
 
         self._guard(keep)
         return o
