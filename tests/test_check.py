@@ -170,6 +170,18 @@ def test_a_kernel_that_gives_no_gradient_is_wrong() -> None:
     assert "no gradient for k" in report.text()
 
 
+def test_a_kernel_whose_o_has_no_gradient_is_wrong() -> None:
+    report = check_attention(torch.no_grad()(plain), device="cpu", shape=SMALL, classes="gaussian")
+    assert report.found == {"no gradient for q, k, v": ["gaussian"]}
+    assert report.verdict == "wrong"
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_the_caller_has_switched_off_are_no_fault_of_the_kernel(off: Any) -> None:
+    with off():
+        assert_safe(plain, device="cpu", shape=SMALL, classes="gaussian")
+
+
 def test_a_kernel_that_takes_its_row_sums_out_of_dq_cannot_hide_its_delta() -> None:
     cases = check_attention("flash_centered_keys", device="cpu", shape=SMALL, classes=("common_part", "signs")).cases
     assert [case.verdict for case in cases] == ["safe", "at risk"]

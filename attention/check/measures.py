@@ -44,6 +44,8 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     o, *operands = _attend(call, p)
     if o.shape != p.q.shape:
         raise RuntimeError(f"it gives O of shape {list(o.shape)} for q of shape {list(p.q.shape)}")
+    if not o.requires_grad:
+        raise NoGradientError("no gradient for q, k, v")
     gradients = torch.autograd.grad(o, operands, (p.do if do is None else do).to(o.dtype), allow_unused=True)
     if missing := [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]:
         raise NoGradientError(f"no gradient for {', '.join(missing)}")
