@@ -211,6 +211,27 @@ def test_a_mask_of_five_dimensions_hides_what_it_hides_in_four(sequences: int) -
     torch.testing.assert_close(*looks)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_call_of_three_dimensions_is_one_head_of_so_many_sequences(masked: bool) -> None:
+    q, k = torch.randn(B, T, D).bfloat16().requires_grad_(), torch.randn(B, T, D).bfloat16()
+    mask, looks = torch.arange(T) < torch.tensor([T, 5, 2])[:, None, None], []
+    for heads in ((), (1,)):
+        how = {"attn_mask": mask.view(B, *heads, 1, T)} if masked else {"is_causal": True}
+        with watch(model := Attends(), sequences=2, say=lambda line: None) as seen, sdpa_kernel(SDPBackend.MATH):
+            model(*(x.view(B, *heads, T, D) for x in (q, k)), **how).square().sum().backward()
+        looks.append(torch.tensor([seen.record[name] for name in COLUMNS]))
+    torch.testing.assert_close(*looks)
+    assert looks[0].shape == (len(COLUMNS), 1, 1)
+
+
+def test_the_rows_of_a_call_of_three_dimensions_are_those_of_its_kernel() -> None:
+    """torch's math formula, whose rows sum to 0, where four dimensions have flash attention."""
+    q, k = torch.randn(B, T, D).bfloat16().requires_grad_(), torch.randn(B, T, D).bfloat16()
+    with watch(model := Attends(), say=lambda line: None) as seen:
+        model(q, k, is_causal=True).square().sum().backward()
+    assert seen.record["row_residual"][0][0] < 1e-2 * seen.record["delta_error"][0][0]
+
+
 def test_hooks_of_a_query_that_was_handed_over_go_with_the_look() -> None:
     q, k = torch.randn(B, H, T, D, requires_grad=True), torch.randn(B, H, T, D)
 

@@ -76,30 +76,41 @@ class Look:
         softcap: float,
         dropout: float = 0.0,
         heads_at: int = -3,
+        grouped: bool = False,
         kernel: Callable[..., Tensor] | None = None,
     ) -> None:
-        """Copy a call; ``heads_at``: which dimension of q, k, v and o the heads are, -3 or -2; ``kernel``: what made o, called as torch's
-        function."""
+        """Copy a call.
+
+        ``heads_at``: which dimension of q, k, v and o the heads are, -3 or -2. ``grouped``: torch's ``enable_gqa``, without which the first
+        of three dimensions is one of batches, of one head. ``kernel``: what made o, called as torch's function.
+        """
         # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
         sequences, dtype = self._sequences, (q if o is None else o).dtype
-        batch = (q if o is None else o).shape[
-            :-3
-        ]  # of any number of dimensions, to which torch broadcasts q, k, v and the mask
+        whole = q if o is None else o
+        dimensions, one_head = whole.ndim, whole.ndim == 3 and not grouped
+        batch = whole.shape[: -2 if one_head else -3]  # to which torch broadcasts q, k, v and the mask
 
         def first(x: Tensor) -> Tensor:
+            x = x.unsqueeze(-3) if one_head or x.ndim == 2 else x
             return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])[:sequences]
 
         def few(x: Tensor) -> Tensor:
             return first(x.detach().transpose(heads_at, -3)).to(dtype, copy=True)
 
         if mask is not None:
-            mask = first(mask.detach()[(None,) * (3 - mask.ndim)]).clone()
+            mask = first(torch.atleast_2d(mask.detach())).clone()
         again = None
         if kernel is not None and not softcap:
 
             def again(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
                 bias = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)  # as autocast has it
-                return kernel(q, k, v, bias, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+                # torch has other kernels for other numbers of dimensions.
+                given = (
+                    x if x is None else x.squeeze(1) if one_head else x[(None,) * (dimensions - 4)]
+                    for x in (q, k, v, bias)
+                )
+                o = kernel(*given, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+                return o.unsqueeze(1) if one_head else o.reshape(o.shape[-4:])
 
         self._calls[layer] = Call(
             q_BHTD=few(q if o is None else q.expand(*o.shape[:-1], -1)),
