@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import json
 import math
@@ -267,6 +268,30 @@ def test_layers_that_take_no_gradient_are_frozen_but_not_those_whose_checkpoint_
     with watch(model, every=1, say=lambda line: None) as seen:
         (checkpoint(model, x, use_reentrant=True) if checkpointed else model(x)).backward()
     assert seen.record.get("frozen") == (None if checkpointed else [0])
+
+
+def test_another_number_of_calls_is_one_warning() -> None:
+    """As where layers are skipped at random: another layer has that number then."""
+    model = Model()
+
+    def steps() -> None:
+        with watch(model, every=1, say=lambda line: None):
+            for skipped in (False, False, True, False, True):
+                model.blocks[0].attend = (lambda q, k, v: q) if skipped else functools.partial(Block.attend, None)
+                model(data()).backward()
+
+    with pytest.warns(UserWarning, match=r"^watch: calls of attention = 1 at step 2, 2 at step 1: expected") as found:
+        steps()
+    assert len(found) == 1
+
+
+def test_layers_that_give_their_numbers_may_be_left_out() -> None:
+    with watch(model := nn.Sequential(Own(3), Own(7)), every=1, say=lambda line: None) as seen:
+        for called in (model, nn.Identity()):
+            model[1].watcher = seen if called is model else None
+            model[0].watcher = seen
+            model(data()).square().mean().backward()
+    assert seen.record["layers"] == [3]
 
 
 class Around(torch.optim.Optimizer):

@@ -56,6 +56,8 @@ class Pass(TorchFunctionMode):
         self._attend, self._inside = attend, False
         self.seen = 0
         """Calls so far."""
+        self.given = 0
+        """Those among them whose number the model gave."""
         self.hidden: list[str] = []
         """Modules that look like attention, ran, and made no call that was seen."""
         self._around: list[tuple[str, int]] = []

@@ -75,6 +75,8 @@ class Watch:
         """What of the watch itself has failed."""
         self._hidden: list[str] | None = None
         """Modules that hide their attention; None before the first look."""
+        self._numbered: tuple[int, int] | None = None
+        """Calls of the last look that it numbered itself, and its step."""
         self._looked_at = -1
         self._look: Look | None = None
         self._recall(earlier)
@@ -248,6 +250,13 @@ class Watch:
                     f"watch: attention of {len(self._hidden)} module(s) is not seen: {names}: torch.nn.MultiheadAttention needs "
                     "need_weights=False, another kind calls look() (docs/diagnosis.md)"
                 )
+        if count := seeing.seen - seeing.given:
+            before, earlier = self._numbered or (count, 0)
+            self._numbered = count, seeing.look.step
+            if count != before:
+                calls = f"calls of attention = {count} at step {seeing.look.step}, {before} at step {earlier}"
+                numbers = "layers are numbered by their calls, so a number is not always the same layer"
+                self._warn("calls", f"{calls}: expected as many, as {numbers}: skip none at random")
         if not seeing.look.awaited:  # as in reentrant checkpointing
             self._complete(seeing.look)
 
@@ -287,7 +296,7 @@ class Watch:
         seeing = None if forward is None else forward.seeing
         if seeing is None or seeing.over:
             return
-        number, seeing.seen = seeing.seen, seeing.seen + 1
+        number, seeing.seen, seeing.given = seeing.seen, seeing.seen + 1, seeing.given + (layer is not None)
         taken = seeing.look
         try:
             _check_look(q, k, v, o, layer, layout)
