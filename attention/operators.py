@@ -52,7 +52,8 @@ def operator(
 
 
 def _refuse_second(*_: Any) -> Any:
-    instead = "use torch's function there, within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    torchs = "torch's function there (inside replace_sdpa, a block of replace_sdpa(None))"
+    instead = f"use {torchs}, within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
     raise ValueError(f"low-precision attention: it has no second derivatives, as of a gradient penalty; {instead}")
 
 

@@ -22,7 +22,7 @@ from .plan import AttentionSpec
 from .presets import RECOMMENDED
 
 
-def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContextManager[None]:
+def replace_sdpa(numerics: str | AttentionSpec | None = RECOMMENDED) -> AbstractContextManager[None]:
     """In a ``with`` block ours replaces torch's ``scaled_dot_product_attention``, also where modules have it by name.
 
     The block is the thread's own: other threads, those of ``nn.DataParallel`` too, keep torch's function or have a block of their own.
@@ -31,7 +31,11 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContext
     ``scaled_dot_product_attention``. What stays torch's: a function that an object keeps, as ``self.sdpa``, and what ``torch.jit.script``
     has compiled; inside the block ``torch.jit.script`` of code that calls attention raises torch's ``NotSupportedError``. Warns where no
     call was made, as by a model with attention of another kind.
+
+    ``numerics=None``, inside another block: torch's function, as for a gradient penalty, forward and backward. Outside of one it warns.
     """
+    if numerics is None:
+        return _Replacement(None, "")
     spec = spec_of(numerics)
     refuse(
         stochastic(spec),
@@ -41,11 +45,16 @@ def replace_sdpa(numerics: str | AttentionSpec = RECOMMENDED) -> AbstractContext
 
 
 class _Replacement(ContextDecorator):
-    def __init__(self, numerics: str | AttentionSpec, name: str):
+    def __init__(self, numerics: str | AttentionSpec | None, name: str):
         self.name = name
-        _NUMERICS[name] = numerics
+        if numerics is not None:
+            _NUMERICS[name] = numerics
 
     def __enter__(self) -> None:
+        if not self.name and not (_THREAD.stack or _of_caller()):  # as from a setting that is missing
+            warnings.warn(
+                "replace_sdpa: numerics = None changes nothing outside of a block: expected a preset", stacklevel=2
+            )
         _count(_OPEN.append, self.name)
         _keep((*_THREAD.stack, _Block(self)))
 
@@ -57,7 +66,7 @@ class _Replacement(ContextDecorator):
         _keep(tuple(other for other in stack if other is not block))
         _count(_OPEN.remove, self.name)
         # What an earlier block's trace has compiled runs without this module.
-        if not block.called and error is None and self.name not in _TRACED:
+        if self.name and not block.called and error is None and self.name not in _TRACED:
             warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=2)
 
 
@@ -72,7 +81,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: tuple[_Block, ...] = ()
         self.name = ""
-        """Key of the innermost block in ``_NUMERICS``."""
+        """Key of the innermost block in ``_NUMERICS``; empty where torch's function stands."""
         self.is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
         """Not made by Python, as those in which autograd runs the backward pass on a GPU."""
 

@@ -352,6 +352,8 @@ def test_what_no_block_can_serve_is_refused_and_a_block_without_a_call_is_said()
         torchs(X, X, X, dropout_p=0.1)
     with pytest.warns(UserWarning, match="was not called"), replace_sdpa():
         torch.softmax(X, dim=-1)
+    with pytest.warns(UserWarning, match="numerics = None changes nothing outside"), replace_sdpa(None):
+        torchs(X, X, X)
 
 
 def assert_attends(spec: AttentionSpec | None, attend: Any = None) -> None:
@@ -376,6 +378,22 @@ def test_nested_blocks_end_in_order_and_one_can_be_entered_again() -> None:
                 assert_attends(COARSER)
             assert_attends(COARSE)
     assert functional.scaled_dot_product_attention is torchs
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_block_of_none_inside_another_is_torchs_function(compiled: bool) -> None:
+    torch.compiler.reset()
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(*qkv)
+
+    shared = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+    with replace_sdpa(COARSE):
+        for spec in (COARSE, None, COARSE):
+            with replace_sdpa(None) if spec is None else contextlib.nullcontext():
+                assert_attends(spec, shared)
+                assert_attends(spec, lambda *qkv: in_a_thread_of_autograds(lambda: shared(*qkv)))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -424,11 +442,21 @@ class Deep(torch.autograd.Function):
         return gradients[0], None, None
 
 
+def in_a_thread_of_autograds(compute: Any) -> Tensor:
+    """As on a GPU."""
+    found: list[Tensor] = []
+
+    def work() -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        found.append(compute())
+
+    Deep.apply(torch.zeros(1, requires_grad=True), 80, work).backward()
+    return found.pop()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_called_in(compiled: bool) -> None:
-    """As on a GPU."""
     torch.compiler.reset()
-    found: list[Tensor] = []
     *inputs, _ = tensors()
 
     def attend(*qkv: Tensor) -> Tensor:
@@ -436,13 +464,8 @@ def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_call
 
     shared = torch.compile(attend, backend="eager") if compiled else attend
 
-    def work() -> None:
-        assert threading.current_thread() is not threading.main_thread()
-        found.append(shared(*inputs))
-
     def call_backward() -> Tensor:
-        Deep.apply(torch.zeros(1, requires_grad=True), 80, work).backward()
-        return found.pop()
+        return in_a_thread_of_autograds(lambda: shared(*inputs))
 
     for spec in (COARSE, COARSER, COARSE):
         with replace_sdpa(spec):
@@ -585,8 +608,19 @@ def test_second_derivatives_are_refused_where_they_are_asked_for(numerics: str) 
     x = drawn((1, 1, 4, 8))[0].requires_grad_()
     o = scaled_dot_product_attention(x, x, x, numerics=numerics)
     (gradient,) = torch.autograd.grad(o.sum(), x, create_graph=True)
-    with pytest.raises(ValueError, match="no second derivatives"):
+    with pytest.raises(ValueError, match=r"no second derivatives.*replace_sdpa\(None\)"):
         gradient.sum().backward()
+
+
+def test_a_gradient_penalty_inside_a_block_takes_the_way_that_the_refusal_names() -> None:
+    x = drawn((1, 1, 4, 8))[0].requires_grad_()
+    with replace_sdpa():
+        functional.scaled_dot_product_attention(x, x, x)
+        with replace_sdpa(None), sdpa_kernel(SDPBackend.MATH):
+            o = functional.scaled_dot_product_attention(x, x, x)
+            (gradient,) = torch.autograd.grad(o.square().sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+    assert x.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
