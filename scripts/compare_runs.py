@@ -357,7 +357,7 @@ def where_checkpoints_part(first: Run, run: Run) -> str:
             odd = [one for one in names if one not in both or not same_bytes(a.get_tensor(one), b.get_tensor(one))]
             if odd:
                 what = f"{len(odd)} of {len(names)} tensors of {name}, first {odd[0]}"
-                return f"; of {len(common)} checkpoints that both kept, that of step {step} is the first to differ, in {what}"
+                return f"; checkpoints differ, of {len(common)} that both kept first that of step {step}, in {what}"
     return f"; the same weights and moments in checkpoints of step {', '.join(map(str, common))}" if common else ""
 
 

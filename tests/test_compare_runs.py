@@ -132,7 +132,7 @@ def test_the_first_difference_is_named(place: Place, tmp_path: Path, capsys: pyt
     moment = loaded.optimizer_state["state"][3]["exp_avg"]
     moment.view(torch.int32)[-1] ^= 1  # the last bit
     Checkpoints(other / "checkpoints", CheckpointConfig()).save(loaded)
-    where = "; of 2 checkpoints that both kept, that of step 20 is the first to differ, in 1 of 45 tensors of optimizer.safetensors, first "
+    where = "; checkpoints differ, of 2 that both kept first that of step 20, in 1 of 45 tensors of optimizer.safetensors, first "
     assert f"{where}state.3.exp_avg;" in told(capsys, one, other)
 
 
