@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -269,8 +268,12 @@ def _shared_zeros(like: Tensor, length: int) -> tuple[Tensor, Any]:
     apart = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < world_size()  # torchrun sets it
     if like.device.type != "cuda" or any_rank(apart or not _reaches_all(like.device)):
         return like.new_zeros(length), None
+    from torch.distributed import _symmetric_memory as symmetric_memory  # of CUDA builds; others may lack it
+
+    group = dist.group.WORLD
+    assert group is not None
     flat = symmetric_memory.empty(length, dtype=like.dtype, device=like.device)
-    peers = symmetric_memory.rendezvous(flat, dist.distributed_c10d._get_default_group())
+    peers = symmetric_memory.rendezvous(flat, group)
     return flat.zero_(), peers
 
 
