@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,8 @@ if torch.cuda.is_available():
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 # As in these processes (see _one_thread), in those that they start.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Under nohup it is ignored, here and in the processes that tests start; a run then ignores it, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Fixtures of a module come before those of a test.
 torch.set_num_threads(1)
 
