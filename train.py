@@ -69,6 +69,7 @@ def train(config: TrainConfig) -> None:
         except BaseException as error:
             if preemption.starting:
                 outcome.write_of_start(config.run, error)
+            distributed.exit_where_device_is_lost()
             # Its frames hold the model, and DDP must be gone before the process group that it uses.
             traceback.clear_frames(error.__traceback__)
             raise

@@ -244,4 +244,7 @@ def test_a_gpu_waits_for_one_that_hangs_no_longer_than_run_timeout(
     fields = {**gpus, "data.micro_batch": 2, "data.record": "", "run.steps": 40, "run.timeout": 20.0}
     (tmp_path / "faulty.py").write_text(FAULTY)
     config = place.preset_file(place.config("hangs", {**fields, "run.folder": str(place.folder / "gpus_hang")}))
-    assert completed(command(tmp_path / "faulty.py", [str(config), action, "1"], 2)).returncode == 1
+    ended = completed(command(tmp_path / "faulty.py", [str(config), action, "1"], 2), timeout=240)
+    assert ended.returncode == 1
+    assert "failed to receive signal" in ended.stderr + ended.stdout
+    assert "Traceback" in ended.stderr

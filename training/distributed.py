@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -135,6 +136,22 @@ def stop() -> None:
         # DDP's reducer must go before the group it talks through: freed after it, it sometimes waits for ever.
         gc.collect()
         dist.destroy_process_group()
+
+
+def exit_where_device_is_lost() -> None:
+    """Where a CUDA error has ended this process's use of its GPU, print the error being handled and exit with code 1.
+
+    Closing NCCL's communicators waits without end then, and torchrun, which stops the other processes once this one is gone, with it.
+    """
+    if not (dist.is_initialized() and torch.cuda.is_initialized()):
+        return
+    try:
+        torch.cuda.current_stream().query()  # waits for nothing
+    except RuntimeError:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def barrier() -> None:
