@@ -37,8 +37,8 @@ def smooth_loss(folder: Path, window: int = 40) -> pd.Series:
     return means.set_axis(means.index * window + window / 2)
 
 
-def loss_and_logits(colors: dict[str, str], logits: str) -> tuple[Figure, Any, Any]:
-    """Left the training loss, right the column ``logits`` of the probes, of runs whose names begin so. 9 inches: 800 pixels of a page."""
+def loss_and_logits(colors: dict[str, str], logits: str, runs: str = "one_wheel/runs") -> tuple[Figure, Any, Any]:
+    """Left the training loss, right the column ``logits`` of the probes, of ``runs`` whose names begin so. 9 inches: 800 pixels."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.set(ylim=(0, 8.5), xlim=(0, 6300))
@@ -52,7 +52,7 @@ def loss_and_logits(colors: dict[str, str], logits: str) -> tuple[Figure, Any, A
         axis.set_xticks(range(0, 6001, 2000), [f"{step:,}" for step in range(0, 6001, 2000)])
         axis.set_xlabel("step", fontsize=11)
     for name, color in colors.items():
-        for run in sorted((EXPERIMENTS / "one_wheel" / "runs").glob(f"{name}*")):
+        for run in sorted((EXPERIMENTS / runs).glob(f"{name}*")):
             loss, rows = smooth_loss(run), pd.read_csv(run / "probes.csv")
             left.plot(loss.index, loss, color=color, linewidth=1.3)
             right.plot(rows["step"], rows[logits], color=color, linewidth=1.3)
@@ -82,8 +82,19 @@ def public_kernels() -> Figure:
     return figure
 
 
+def other_blocks() -> Figure:
+    arms = {"swiglu": ORANGE, "none": PURPLE, "grouped": GREEN}
+    colors = {f"{arm}_flash": color for arm, color in arms.items()} | {f"{arm}_from_p": BLUE for arm in arms}
+    figure, left, _ = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs")
+    words = ("SwiGLU", "no positions", "grouped queries")
+    labels = zip(words, arms.values(), strict=True)
+    write(left, *((3000, 7.9 - 0.6 * i, f"flash, {word}", color) for i, (word, color) in enumerate(labels)))
+    write(left, (3000, 1.0, "their controls", BLUE))
+    return figure
+
+
 def main() -> None:
-    for draw in (front, public_kernels):
+    for draw in (front, public_kernels, other_blocks):
         save(draw(), EXPERIMENTS.parent / "docs" / "pictures" / f"{draw.__name__}.png")
 
 
