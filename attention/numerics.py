@@ -401,8 +401,8 @@ class Numerics:
     masked scores for tied negative ones, so that m is at least 0 from there on."""
     tile_q: int = _size("rows of a tile; 0: the whole sequence")
     tile_k: int = _size("columns of a tile; 0: the whole sequence")
-    """Kernels keep it where a site rounds or normalizes once a tile (``Site.per_tile``), and elsewhere have blocks of their own: m, against
-    which P_bar is rounded, is then that of a block."""
+    """Kernels keep it where a site rounds or normalizes once a tile (``Site.per_tile``) or P_bar is in a format below BF16, and elsewhere
+    have blocks of their own: m, against which P_bar is rounded, is then that of a block."""
 
     def __post_init__(self) -> None:
         for name, declared in SITES.items():

@@ -111,6 +111,19 @@ def test_a_format_below_bf16_is_the_references_to_the_bit(fmt: str, scale: str, 
         assert same.all()
 
 
+def test_a_p_below_bf16_is_rounded_with_the_m_of_its_whole_tile(device: torch.device) -> None:
+    """A tile is several blocks here, and m grows from block to block: P_bar of the first ones, rounded with their m, would be finer."""
+    p = problem("random", device, torch.float32, (1, 150, 1, 16))
+    p.q[:], p.k[:] = 1, torch.linspace(0, 3, 150, device=device)[None, :, None, None]
+    sites, small = (("probabilities=e4m3", tile) for tile in ("tile_k=0", "tile_k=32"))
+    found, whole, parts = (
+        run(p, AttentionSpec(preset="flash_consistent", numerics="fp32", sites=chosen, backend=backend))[0]
+        for backend, chosen in (("flash", sites), ("flash_reference", sites), ("flash_reference", small))
+    )
+    assert (found - whole).norm() < 1e-5 * whole.norm()
+    assert (parts - whole).norm() > 1e-3 * whole.norm()
+
+
 @pytest.mark.parametrize("numerics", ["hardware", *(pytest.param(x, marks=slow) for x in ("rounded_forward", "fp32"))])
 @pytest.mark.parametrize("preset", FLASH)
 def test_every_preset_agrees_with_the_reference(preset: str, numerics: str, device: torch.device) -> None:

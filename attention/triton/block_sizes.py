@@ -77,6 +77,8 @@ _WIDE = {kind: Blocks(64, 32, 4, 1) for kind in ("forward", "tiled", "queries")}
 
 def boundaries_matter(n: Numerics) -> bool:
     """Whether the forward pass rounds or normalizes once a tile, so that other tiles would give other values."""
+    if n.probabilities in LOW_FORMATS:
+        return True  # exponents run out: P_bar rounded with the m of a smaller tile differs
     return any(declared.per_tile and getattr(n, name) != declared.elsewhere for name, declared in SITES.items())
 
 
