@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,27 @@ def test_a_gpu_waits_for_one_that_hangs_no_longer_than_run_timeout(
     assert ended.returncode == 1
     assert "failed to receive signal" in ended.stderr + ended.stdout
     assert "Traceback" in ended.stderr
+
+
+LOST = """
+import torch
+from training import distributed
+
+class Stream:
+    def query(self):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+torch.distributed.is_initialized = torch.cuda.is_initialized = lambda: True
+torch.cuda.current_stream = Stream
+try:
+    raise ValueError("the step's own error")
+except ValueError:
+    distributed.exit_where_device_is_lost()
+print("went on")
+"""
+
+
+def test_a_process_that_has_lost_its_gpu_says_why_and_exits() -> None:
+    done = completed([sys.executable, "-c", LOST])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the step's own error" in done.stderr
