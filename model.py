@@ -164,7 +164,7 @@ class CausalSelfAttention(nn.Module):
         self.k_norm = make_norm(config, D, bias=False) if config.qk_norm else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.gate = nn.Linear(C, C, bias=config.bias) if config.gated_attention else None
-        self.max_logit_H: Tensor  # every rank's own: DDP synchronizes no buffers (training.distributed.wrap)
+        self.max_logit_H: Tensor  # every rank's own
         self.register_buffer("max_logit_H", torch.full((config.n_head,), -math.inf), persistent=False)
 
     def forward(self, x_BTC: Tensor, rounding_seed: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def train(config: TrainConfig) -> None:
             if preemption.starting:
                 outcome.write_of_start(config.run, error)
             distributed.exit_where_device_is_lost()
-            # Its frames hold the model, and DDP must be gone before the process group that it uses.
+            # Its frames hold the model, and buffers that other processes reach must be gone before the process group.
             traceback.clear_frames(error.__traceback__)
             raise
         finally:
@@ -102,7 +102,7 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
 def loop(run: Run, preemption: PreemptionHandler) -> None:
     """Train, measure and save, step by step. One extra pass measures and saves the final state. A preempted run saves and exits."""
     config, dist, network, last = run.config, run.dist, run.network, run.config.run.steps
-    model, optimizer, scaler, device = network.model, network.optimizer, network.scaler, dist.device
+    model, optimizer, scaler, device, sums = network.model, network.optimizer, network.scaler, dist.device, network.sums
     step = saved = run.start_step
     records: list[StepRecord] = []
     with tqdm(total=last, initial=step, unit="step", disable=not (dist.is_main and sys.stderr.isatty())) as bar:
@@ -128,21 +128,15 @@ def loop(run: Run, preemption: PreemptionHandler) -> None:
 
             # Forward and backward. Nothing below waits for the device.
             optimizer.zero_grad(set_to_none=True)
-            total_loss, tree = torch.zeros((), device=device), network.tree
             for index, (inputs_BT, targets_BT) in enumerate(micro_batches):
                 seed = rounding_seed(config.run.seed, step, run.batches.number(index))
                 seed_tensor = torch.full((), seed, dtype=torch.int64, device=device)  # a copy from the host would wait
-                # DDP exchanges gradients in the last backward pass; it decides that in the forward pass.
-                with distributed.no_sync(model, last=index == len(micro_batches) - 1):
-                    with config.precision.autocast(device):
-                        loss = model(to_device(inputs_BT, device), to_device(targets_BT, device), seed_tensor)[1]
-                        loss = loss / (tree.micro_batches if tree else len(micro_batches))
-                    scaler.scale(loss).backward()
-                if tree:
-                    tree.add(loss)
-                else:
-                    total_loss += loss.detach()
-            loss = tree.total() if tree else distributed.all_reduce_sum(total_loss) / dist.world_size
+                with config.precision.autocast(device):
+                    loss = model(to_device(inputs_BT, device), to_device(targets_BT, device), seed_tensor)[1]
+                    loss = loss / sums.micro_batches
+                scaler.scale(loss).backward()
+                sums.add(loss)
+            loss = sums.total()  # over processes, too; so are the gradients
 
             # Clip.
             scaler.unscale_(optimizer)
@@ -244,7 +238,7 @@ def validate(run: Run) -> float:
     """Validation loss on the fixed batches, nats a token."""
     device = run.dist.device
     seed = torch.tensor(rounding_seed(run.config.run.seed, 0, 0), device=device)
-    return evaluate(run.network.evaluated, run.batches, device, run.config.precision.autocast(device), seed)
+    return evaluate(run.network.model, run.batches, device, run.config.precision.autocast(device), seed)
 
 
 def probe(run: Run, step: int) -> dict[str, float | int]:

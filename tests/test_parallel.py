@@ -1,12 +1,10 @@
-"""Several processes (gloo, CPU): DDP and FSDP2 train as one does, ``watch`` sees each; gradients are exchanged when they should be."""
+"""Several processes (gloo, CPU): with DDP and FSDP2 they train as one does, and ``watch`` sees each."""
 
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import json
 import multiprocessing
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import replace_sdpa, watch
-from training import distributed
-from training.distributed import DistContext
 
 multiprocessing.set_forkserver_preload(["torch"])
 HALVES = torch.randn(2, B, T, C, generator=torch.Generator().manual_seed(0))
@@ -86,31 +82,3 @@ def test_two_processes_train_as_one(how: str, tmp_path: Path) -> None:
     assert [look["step"] for look in looks] == [0, 2]
     assert looks[1] == found[0]["record"]
     assert found[0]["record"]["max_logit"] != found[1]["record"]["max_logit"]
-
-
-def passes(rank: int, port: int, folder: Path) -> None:
-    """Digests of the gradients of a model of more than one bucket: of a pass that is not the last, and of three that are."""
-    join(rank, 3, port)
-    warnings.simplefilter("error")
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)])
-    parallel = distributed.wrap(model, DistContext(rank=rank, world_size=3, device=torch.device("cpu")))
-    inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(rank))
-    distributed.settle(parallel, lambda: parallel(torch.ones_like(inputs)).sum().backward())
-    digests = []
-    for last in (False, True, True, True):
-        parallel.zero_grad()
-        with distributed.no_sync(parallel, last=last):
-            parallel(inputs).square().sum().backward()
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        digests.append(hashlib.sha256(gradients.numpy().tobytes()).hexdigest())
-    torch.save(digests, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_gradients_stay_local_until_the_last_micro_step_and_the_first_pass_rounds_as_later_ones(tmp_path: Path) -> None:
-    """That they are the mean over processes, test_two_processes.py has."""
-    start(passes, 3, tmp_path)
-    local, *others = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(3)), strict=True)
-    assert len(set(local)) == 3
-    assert len({digest for digests in others for digest in digests}) == 1

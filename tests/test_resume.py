@@ -213,7 +213,7 @@ def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
 
 
-UNRECORDED, DDP = {"data.record": ""}, {"precision.fixed_sum_order": False}
+UNRECORDED, ANY_ORDER = {"data.record": ""}, {"precision.fixed_sum_order": False}
 REFUSED = {
     "another_setting": Refusal(
         r"^optim\.lr = 0\.5: expected 0\.01 \(--optim\.lr 0\.01\), as in the checkpoint .*step_00000010$", {"optim.lr": 0.5}
@@ -229,7 +229,7 @@ REFUSED = {
         r"held_out': expected the validation data of .*step_00000010", {"data.dataset": "{place}/held_out"}, fields=UNRECORDED
     ),
     "processes": Refusal(
-        r"step_00000010 is of 1 processes, not 2", {"data.micro_batch": 4}, fields=DDP, spoil=by_two_processes, mended=True
+        r"step_00000010 is of 1 processes, not 2", {"data.micro_batch": 4}, fields=ANY_ORDER, spoil=by_two_processes, mended=True
     ),
     "a_switch_in_the_past": Refusal(
         r"7:1:flash_delta_from_p.*a step from 10 on", {"alarm.switches": ("7:1:flash_delta_from_p",)}

@@ -1,4 +1,4 @@
-"""torchrun with two processes on one machine (gloo, DDP): the same bits twice, the data and losses of one process, the kernels."""
+"""torchrun with two processes (gloo), sums in any order: the same bits twice, the data and losses of one process, the kernels."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_one_process_reads_the_data_of_two_and_its_losses_agree_to_rounding(plac
     assert column(one, "train_loss") != column(two, "train_loss")
 
 
-def test_the_triton_kernels_under_ddp_in_the_interpreter(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP's hooks hear the operators' gradients, which are views of one tensor; the first loss is that of ``flash_reference``."""
+def test_the_triton_kernels_in_the_interpreter(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first loss is that of ``flash_reference``."""
     pytest.importorskip("triton")
     fields: dict[str, Any] = {"model.n_embd": 32, "evaluation.every": 0, "telemetry.every": 0, "steps": 2}
     reference = trained(place, "interpreted", "reference", **fields)
@@ -57,7 +57,7 @@ def test_the_triton_kernels_under_ddp_in_the_interpreter(place: Place, monkeypat
 
 
 @pytest.mark.gpu
-def test_the_triton_kernels_under_ddp_and_compile_give_the_same_bits_twice(place: Place) -> None:
+def test_the_triton_kernels_compiled_give_the_same_bits_twice(place: Place) -> None:
     """Two GPUs; two presets in one layer, one of them stochastic; the first loss is that of one process, whose sums have another order."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")

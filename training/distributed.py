@@ -5,22 +5,20 @@ With one process there is no process group and every collective is the identity.
 
 import ctypes
 import gc
-import inspect
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from tqdm import tqdm
 
 from attention.user_error import discard
@@ -133,8 +131,7 @@ def is_rank_0() -> bool:
 
 def stop() -> None:
     if dist.is_initialized():
-        # DDP's reducer must go before the group it talks through: freed after it, it sometimes waits for ever.
-        gc.collect()
+        gc.collect()  # buffers that other processes reach go before the group
         dist.destroy_process_group()
 
 
@@ -159,23 +156,22 @@ def barrier() -> None:
         dist.barrier()
 
 
-def _reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """A copy of ``tensor`` reduced over all processes, on the tensor's own device whatever the backend needs."""
+def all_reduce_max(tensor: Tensor) -> Tensor:
+    """A copy, the elementwise maximum over processes, on the tensor's own device whatever the backend needs."""
     if not dist.is_initialized():
         return tensor.detach().clone()
     result = tensor.detach().to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
-    dist.all_reduce(result, op=operation)
+    dist.all_reduce(result, op=dist.ReduceOp.MAX)
     return result.to(tensor.device)
 
 
-def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Elementwise sum over processes; the argument is left alone."""
-    return _reduced(tensor, dist.ReduceOp.SUM)
-
-
-def all_reduce_max(tensor: Tensor) -> Tensor:
-    """Elementwise maximum over processes; the argument is left alone."""
-    return _reduced(tensor, dist.ReduceOp.MAX)
+def add_up(tensors: list[Tensor]) -> None:
+    """Replace ``tensors``, of one dtype and device, by their sums over processes: one all-reduce, through a copy of them all."""
+    if dist.is_initialized():
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat)
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(tensors, [piece.view_as(x) for piece, x in zip(pieces, tensors, strict=True)])
 
 
 def any_rank(flag: bool) -> bool:
@@ -319,42 +315,3 @@ def set_tf32(on: bool) -> None:
     """Let CUDA's FP32 matrix products and convolutions round their inputs to TF32 (10 mantissa bits), or forbid it."""
     torch.backends.cuda.matmul.allow_tf32 = on
     torch.backends.cudnn.allow_tf32 = on
-
-
-def wrap(model: nn.Module, context: DistContext) -> nn.Module:
-    """``model`` with its gradients averaged over processes in ``backward``; with one process, ``model`` itself.
-
-    Compile first, wrap second. Buffers stay each process's own.
-    """
-    if context.world_size == 1:
-        return model
-    # torch 2.13 renamed the argument and warns at the old name; 2.11 knows the old one only.
-    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    own_buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    return DistributedDataParallel(
-        model,
-        device_ids=[context.device] if context.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **own_buffers,
-    )
-
-
-def settle(model: nn.Module, backward: Callable[[], None]) -> None:
-    """Let DDP lay out its buckets before the first real step: one throwaway ``backward``, its gradients dropped.
-
-    DDP puts all gradients into one bucket in its first backward pass and into several ever after. The order in which more
-    than two processes' values are summed depends on their place in the bucket, so that the first step after a resume would
-    round differently from the same step of the uninterrupted run.
-    """
-    if isinstance(model, DistributedDataParallel):
-        backward()
-        model.zero_grad(set_to_none=True)
-
-
-def no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """The context for forward *and* backward of one micro-step: gradients are exchanged in the last one only.
-
-    DDP decides in the forward pass, so entering this just before ``backward`` would exchange them every time.
-    """
-    pause: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
-    return nullcontext() if last or pause is None else pause()

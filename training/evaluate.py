@@ -36,9 +36,8 @@ def evaluate(
     """Mean loss over the fixed validation batches of all processes, nats a token.
 
     Every process must call this, and all get the value, the same bits for any number of processes, as sums are exact. Shares may differ in
-    length, or be empty. ``model`` is not DDP's, whose forward pass may wait for processes that have fewer batches; it runs in eval mode,
-    and every module's own mode is put back, also after an error. ``rounding_seed``, int64 [] on ``device``, serves each batch: stochastic
-    rounding draws alike however batches are dealt out.
+    length, or be empty. ``model`` runs in eval mode, and every module's own mode is put back, also after an error. ``rounding_seed``, int64
+    [] on ``device``, serves each batch: stochastic rounding draws alike however batches are dealt out.
     """
     sums = [torch.zeros(2, dtype=torch.float64, device=device)]
     modes = [(module, module.training) for module in model.modules()]

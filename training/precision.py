@@ -11,8 +11,6 @@ from torch import nn
 
 from errors import invalid
 from model import Operators
-from training import distributed
-from training.distributed import DistContext
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -29,7 +27,7 @@ class PrecisionConfig:
     """torch's deterministic kernels: the same run twice gives the same bits."""
     fixed_sum_order: bool = True
     """Add gradients in an order that the batch alone decides: the same bits on 1, 2, 4 ... processes, and a resume on another number of
-    them. Off: by DDP, on any number that divides the batch."""
+    them. Off: by an all-reduce, on any number that divides the batch."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -61,10 +59,8 @@ def operators(config: SpeedConfig, device: torch.device) -> Operators:
     return "own"
 
 
-def wrapped(model: nn.Module, precision: PrecisionConfig, dist: DistContext) -> tuple[nn.Module, nn.Module]:
-    """``model`` compiled, if asked for, and given to DDP: (the one to train, the one to evaluate, which is outside DDP)."""
-    evaluated = cast(nn.Module, torch.compile(model)) if precision.compile else model
-    return evaluated if precision.fixed_sum_order else distributed.wrap(evaluated, dist), evaluated
+def compiled(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
+    return cast(nn.Module, torch.compile(model)) if precision.compile else model
 
 
 def rounding_seed(run_seed: int, step: int, micro_batch: int) -> int:

@@ -33,7 +33,7 @@ from training.optim import build_optimizer
 from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE, Telemetry
-from training.tree_sum import TreeSum, check_processes
+from training.tree_sum import PlainSum, TreeSum, check_processes
 from training.weights import is_checkpoint, load_nanogpt, load_weights, read_checkpoint
 
 
@@ -42,14 +42,12 @@ class Network:
     raw: GPT
     """As it is saved and probed."""
     model: nn.Module
-    """Compiled and in DDP as the config says: what is trained."""
-    evaluated: nn.Module
-    """Compiled, outside DDP."""
+    """Compiled as the config says: what is trained."""
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     flops_per_token: int
-    tree: TreeSum | None
-    """What adds the gradients, with precision.fixed_sum_order."""
+    sums: TreeSum | PlainSum
+    """What adds the gradients, as precision.fixed_sum_order says."""
 
 
 @dataclass
@@ -274,19 +272,12 @@ def build_network(
     optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
     if start is not None:
         restore(raw, optimizer, scaler, start, dist)
-    model, evaluated = precision.wrapped(raw, config.precision, dist)
-
-    def throwaway_backward() -> None:
-        zeros_BT = torch.zeros((config.data.micro_batch, config.data.sequence_length), dtype=torch.int64, device=device)
-        with config.precision.autocast(device):
-            _, loss = model(zeros_BT, zeros_BT, torch.zeros((), dtype=torch.int64, device=device))
-        loss.backward()
-
-    distributed.settle(model, throwaway_backward)
+    model = precision.compiled(raw, config.precision)
     forget_logits(raw)
     micro_batches = config.data.global_batch // config.data.micro_batch
-    tree = TreeSum(raw, micro_batches, config.run.timeout) if config.precision.fixed_sum_order else None
-    return Network(raw, model, evaluated, optimizer, scaler, raw.flops_per_token(config.data.sequence_length), tree)
+    fixed = config.precision.fixed_sum_order
+    sums = TreeSum(raw, micro_batches, config.run.timeout) if fixed else PlainSum(raw, micro_batches)
+    return Network(raw, model, optimizer, scaler, raw.flops_per_token(config.data.sequence_length), sums)
 
 
 def open_folder(

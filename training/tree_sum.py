@@ -2,7 +2,7 @@
 
 The N = m 2^k micro-batches of a step (m odd), in the order of the batch, are cut into 2^k leaves of m. Those of a leaf are added one after
 the other, leaves in pairs, pairs in pairs, and so on. Each of 2^j processes holds the leaves of one whole subtree, so that every sum is one
-that a single process forms, too. There is no DDP then. Nothing overlaps with the backward pass: that gained nothing on two H100s.
+that a single process forms, too. Nothing overlaps with the backward pass: that gained nothing on two H100s.
 """
 
 import torch
@@ -19,8 +19,26 @@ def check_processes(config: DataConfig, processes: int) -> None:
     fitting = [2**j for j in range(micro_batches.bit_length()) if micro_batches % 2**j == 0]
     if processes not in fitting:
         why = f"as precision.fixed_sum_order adds {micro_batches} micro-batches a step in a tree"
-        way_out = "or --precision.no-fixed-sum-order, for DDP"
+        way_out = "or --precision.no-fixed-sum-order"
         raise invalid("number of processes", processes, f"{', '.join(map(str, fitting))}, {why}; {way_out}")
+
+
+class PlainSum:
+    """As ``TreeSum``, in the order of time, then by one all-reduce: any number of processes, each with its own last bits."""
+
+    def __init__(self, model: nn.Module, micro_batches: int):
+        self.micro_batches = micro_batches
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._losses: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    @torch.no_grad()
+    def total(self) -> Tensor:
+        loss, self._losses = torch.stack(self._losses).sum(), []
+        distributed.add_up([*_gradients(self._parameters), loss])
+        return loss
 
 
 class TreeSum:
@@ -46,7 +64,7 @@ class TreeSum:
         self._losses.append(loss.detach())
         if len(self._losses) < self._leaf:
             return
-        leaves, node = 1, [*self._gradients(), torch.stack(self._losses).sum()]
+        leaves, node = 1, [*_gradients(self._parameters), torch.stack(self._losses).sum()]
         for parameter in self._parameters:
             parameter.grad = None
         while self._partial and self._partial[-1][0] == leaves:
@@ -66,8 +84,9 @@ class TreeSum:
             parameter.grad = gradient
         return loss
 
-    def _gradients(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if len(gradients) < len(self._parameters):
-            raise RuntimeError("a parameter has no gradient")
-        return gradients
+
+def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if len(gradients) < len(parameters):
+        raise RuntimeError("a parameter has no gradient")
+    return gradients
