@@ -128,7 +128,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 @cases(KERNELS)
 def test_a_site_moves_what_it_reaches_in_the_flash_kernels(case: Case, device: torch.device) -> None:
     found, plain = (results("flash", case.sites(changed=changed), device) for changed in (True, False))
-    if case.value == "zero_sum":
+    if case.value == "zero_sum" and device.type == "cpu":
         # V and dO are wider in its launch, and the interpreter's products are a BLAS's, which may add them in another order.
         assert (found[3] - plain[3]).norm() < 1e-6 * plain[3].norm()
         found = (*found[:3], plain[3])
