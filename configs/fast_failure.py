@@ -2,12 +2,12 @@
 
 The learning rate lies near plain instability: a failure counts only when its control (flash_fp32_o or flash_delta_from_p) is stable on the
 same batches and data. It runs on any text. On the text below the loss rose in 5 of 6 runs by step 6,000 (experiments/one_wheel), on a
-larger one later if at all (experiments/matched_pairs). With --model.activation swiglu it stays up in 5 of 6 runs by 2,200 (who_is_at_risk).
+larger one later if at all (experiments/matched_pairs). With --model.activation swiglu it fails sooner (experiments/who_is_at_risk).
 
     pip download --no-deps --dest build ansible==10.7.0
     python scripts/make_text.py build/ansible-10.7.0-py3-none-any.whl --out build/ansible.txt
     python scripts/prepare_data.py text build/ansible.txt --val-fraction 0.01
-    python train.py configs/fast_failure.py --data.replay replay_batches/ansible --run.steps 4200 --run.seed 22 --run.name flash
+    python train.py configs/fast_failure.py --model.activation swiglu --data.replay replay_batches/ansible --run.seed 22 --run.steps 2200
 """
 
 from attention import AttentionConfig, AttentionSpec

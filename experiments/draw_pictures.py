@@ -13,7 +13,7 @@ EXPERIMENTS = Path(__file__).resolve().parent
 # Okabe and Ito, "Color Universal Design" (2008).
 ORANGE, BLUE, GREEN, PURPLE, SKY, GRAY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#6F6F6F"
 FMA_THRESHOLD = 2**16 * np.log(2)
-"""Logit from which the FMA exponent is off by more than O's rounding hides: docs/results.md."""
+"""Logit from which the FMA exponent is off by more than O's rounding hides: attention/README.md, the FMA exponent."""
 
 
 def write(axis: Any, *labels: tuple[float, float, str, str]) -> None:
@@ -37,30 +37,41 @@ def smooth_loss(folder: Path, window: int = 40) -> pd.Series:
     return means.set_axis(means.index * window + window / 2)
 
 
-def loss_and_logits(colors: dict[str, str], logits: str, runs: str = "one_wheel/runs") -> tuple[Figure, Any, Any]:
+def loss_and_logits(
+    colors: dict[str, str], logits: str, runs: str = "one_wheel/runs", end: int = 6000
+) -> tuple[Figure, Any, Any]:
     """Left the training loss, right the column ``logits`` of the probes, of ``runs`` whose names begin so. 9 inches: 800 pixels."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.set(ylim=(0, 8.5), xlim=(0, 6300))
-    right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 6300))
+    left.set(ylim=(0, 8.5), xlim=(0, 1.05 * end))
+    right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 1.05 * end))
     right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
     title = "largest attention logit" + (" of layer 1" if logits == "max_logit_1" else "")
+    ticks = range(0, end + 1, end // 3)
     for axis, words in ((left, "training loss"), (right, title)):
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=11)
         axis.set_title(words, fontsize=12, loc="left")
-        axis.set_xticks(range(0, 6001, 2000), [f"{step:,}" for step in range(0, 6001, 2000)])
+        axis.set_xticks(ticks, [f"{step:,}" for step in ticks])
         axis.set_xlabel("step", fontsize=11)
     for name, color in colors.items():
         for run in sorted((EXPERIMENTS / runs).glob(f"{name}*")):
             loss, rows = smooth_loss(run), pd.read_csv(run / "probes.csv")
             left.plot(loss.index, loss, color=color, linewidth=1.3)
             right.plot(rows["step"], rows[logits], color=color, linewidth=1.3)
-    write(right, (100, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY))
+    write(right, (0.016 * end, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY))
     return figure, left, right
 
 
 def front() -> Figure:
+    colors = {"swiglu_flash": ORANGE, "swiglu_consistent": BLUE}
+    figure, left, right = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs", end=3000)
+    write(left, (900, 6.6, "flash: explodes\nin 5 of 6", ORANGE), (700, 0.17, "flash_consistent: stable", BLUE))
+    write(right, (500, 1.2e6, "flash", ORANGE), (1500, 120, "flash_consistent", BLUE))
+    return figure
+
+
+def gpt2() -> Figure:
     figure, left, right = loss_and_logits({"flash": ORANGE, "consistent": BLUE}, "max_logit_max")
     write(left, (1500, 4.6, "flash: rises\nin 5 of 6", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
     write(right, (900, 4e5, "flash", ORANGE), (2600, 90, "flash_consistent", BLUE))
@@ -83,18 +94,19 @@ def public_kernels() -> Figure:
 
 
 def other_blocks() -> Figure:
-    arms = {"swiglu": ORANGE, "none": PURPLE, "grouped": GREEN}
-    colors = {f"{arm}_flash": color for arm, color in arms.items()} | {f"{arm}_from_p": BLUE for arm in arms}
+    arms = {"none": PURPLE, "grouped": GREEN}
+    fixed = {"consistent": SKY, "from_p": BLUE}
+    colors = {f"{arm}_flash": color for arm, color in arms.items()}
+    colors |= {f"{arm}_{name}": color for arm in arms for name, color in fixed.items()}
     figure, left, _ = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs")
-    words = ("SwiGLU", "no positions", "grouped queries")
-    labels = zip(words, arms.values(), strict=True)
-    write(left, *((3000, 7.9 - 0.6 * i, f"flash, {word}", color) for i, (word, color) in enumerate(labels)))
-    write(left, (3000, 1.0, "their controls", BLUE))
+    words = ("flash, no positions", "flash, grouped queries", "flash_consistent, both", "delta from P, both")
+    colored = zip(words, [*arms.values(), *fixed.values()], strict=True)
+    write(left, *((2500, 7.9 - 0.6 * i, word, color) for i, (word, color) in enumerate(colored)))
     return figure
 
 
 def main() -> None:
-    for draw in (front, public_kernels, other_blocks):
+    for draw in (front, gpt2, public_kernels, other_blocks):
         save(draw(), EXPERIMENTS.parent / "docs" / "pictures" / f"{draw.__name__}.png")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..user_error import invalid
 
 FMA_LOGIT = 2**16 * math.log(2)
-"""Above this logit an exponent by one multiply-add is off by more than BF16 rounds away (docs/results.md, step two)."""
+"""Above this logit an exponent by one multiply-add is off by more than BF16 rounds away (docs/private_text.md, step two)."""
 
 
 @dataclass(frozen=True, kw_only=True)
