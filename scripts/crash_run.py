@@ -1,7 +1,8 @@
 """Train with an attention kernel: does it fail where its control does not?
 
     python scripts/crash_run.py mykernels:attention
-    python scripts/crash_run.py torch:flash configs/fast_failure.py --data.replay replay_batches/ansible --run.seed 22 --run.steps 6000
+    python scripts/crash_run.py torch:flash configs/fast_failure.py --model.activation swiglu --data.replay replay_batches/ansible \\
+        --run.seed 22 --run.steps 4000
 
 Crash-tests the kernel, then trains three runs on the same batches and compares them: with the kernel, with plain attention (the control),
 and with the recipe's own attention, which should fail. KERNEL is that of python -m low_precision_attention.check. CONFIG and the options
