@@ -443,12 +443,23 @@ def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) ->
     seen, said = growing(range(40), power=power)
     assert list(seen.left) == [0] * leaves
     assert len(seen._alarm._probes[0]) < 15  # of 40: those behind the window are dropped
-    *warned, last = said
-    assert len(warned) == leaves
+    *told, last = said
+    assert sum("runs away" in line for line in told) == leaves
     assert all("layer 0" in line and "\n" not in line for line in said)
     largest = max(seen.record["max_logit"][0])  # it grew to the end
     assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of layers 0 to 0")
     assert ("45,426" in last) == (largest > 45_426) == leaves
+
+
+def test_large_logits_are_told_when_they_come_once_a_run(tmp_path: Path) -> None:
+    """Above 1,000 and past the FMA threshold; a resumed run, which begins past both, tells the second."""
+    _, said = growing(range(40), log=tmp_path / "log", power=4.0)
+    told = [line for line in said[:-1] if "runs away" not in line]
+    assert [line.rpartition("; ")[2].partition(":")[0] for line in told] == ["above 1,000", "past 45,426"]
+    step, logit = next((r["step"], x) for r in read_log(tmp_path / "log") if (x := max(r["max_logit"][0])) > 1000)
+    assert told[0].startswith(f"step {step}: attention layer 0: largest logit {logit:.4g};")
+    _, again = growing(range(40, 44), log=tmp_path / "log", power=4.0)
+    assert [line.rpartition("; ")[2].partition(":")[0] for line in again[1:-1]] == ["past 45,426"]
 
 
 def test_from_an_earlier_checkpoint_later_steps_count_no_more_and_are_kept(tmp_path: Path) -> None:

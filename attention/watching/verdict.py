@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..user_error import UserError
-from .growth import FMA_LOGIT, GrowthAlarm, GrowthRule
+from .growth import FMA_LOGIT, LARGE_LOGIT, GrowthAlarm, GrowthRule
 from .log import layers_of, read_log
 
-SMALL_LOGIT, LARGE_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1000.0, 1.0, 3
-"""Logits below have not been seen to do harm; from here on a control is due; dQ's error in parts of dQ; fewer records say nothing."""
+SMALL_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1.0, 3
+"""Logits below have not been seen to do harm; dQ's error in parts of dQ; fewer records say nothing."""
 HARMLESS = 2e-5
 """Largest harmless error of delta: FP32 attention has 1e-7, and no run with up to 1.1e-5 grew (experiments/row_residual/README.md)."""
 
@@ -108,7 +108,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if top > FMA_LOGIT:
         advice = f"Past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that."
     elif (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
-        advice += f" The clock grew {grown:.2f} times, and {GrowthRule().window} are needed to tell whether a layer runs away."
+        clock = f"its clock ({finite[-1].get('clock_is', 'steps')}) grew {grown:.2f} times"
+        advice += f" The log is too short to tell slow growth: {clock}, and {GrowthRule().window} are needed."
     if records[-1] not in finite:
         advice = "Watch each step (every=1) from an earlier checkpoint."
     few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..user_error import invalid
-from .growth import FMA_LOGIT, RATES, GrowthAlarm, GrowthRule
+from .growth import FMA_LOGIT, LARGE_LOGIT, RATES, GrowthAlarm, GrowthRule
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
@@ -113,13 +113,10 @@ class Watch:
             self._say("watch: no look had finite logits")
         if self._largest is not None:
             logit, step, layer = self._largest
-            meaning = "; above 1,000 is a warning" if logit > 1000 else ""
-            if logit > FMA_LOGIT:
-                meaning = f"; past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that"
             names = layers_of(self.record)
             of = f"0 to {len(names) - 1}" if names == list(range(len(names))) else ", ".join(map(str, names))
             where = f"at step {step} in attention layer {layer} of layers {of}"
-            self._say(f"watch: largest logit {logit:.4g}, {where}{meaning}")
+            self._say(f"watch: largest logit {logit:.4g}, {where}{_advice(logit)}")
         if not self._passes:
             warnings.warn("watch: no forward pass in training mode: expected what the loop calls", stacklevel=2)
         if self._passes > 1 and not self._counts and self._step == self._first:
@@ -410,9 +407,13 @@ class Watch:
             return
         self._not_finite = False
         largest = max((max(logit_H), step, layer) for layer, logit_H in logits.items())
+        before = "" if self._largest is None else _advice(self._largest[0])
         self._largest = max(self._largest or largest, largest)
+        if (advice := _advice(self._largest[0])) != before:
+            self._say(f"step {step}: attention layer {largest[2]}: largest logit {largest[0]:.4g}{advice}")
         for found in self._alarm.update(step, clock, logits):
-            self._say(f"{found} ({RATES}); run the control")
+            rates = "" if len(self.left) > 1 else f" ({RATES})"
+            self._say(f"{found}; run the control{rates}")
 
 
 class Unwatched:
@@ -423,6 +424,12 @@ class Unwatched:
 
     def close(self) -> None:
         return None
+
+
+def _advice(logit: float) -> str:
+    if logit > FMA_LOGIT:
+        return f"; past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that"
+    return f"; above {LARGE_LOGIT:,.0f}: run the control" if logit > LARGE_LOGIT else ""
 
 
 def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> None:
@@ -494,7 +501,8 @@ def watch(
         start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes today's learning rate for
             them, and until about 1.3 times ``start`` the alarm sees sudden growth only.
         rule: the alarm's thresholds.
-        say: called with a line when a layer runs away or a kernel made a NaN, and at the end with the largest logit.
+        say: called with a line when a logit first passes 1,000, a layer runs away or a kernel made a NaN, and at the end with the largest
+            logit.
 
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
     Warns at the end where the model made no training pass.
