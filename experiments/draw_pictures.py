@@ -64,16 +64,16 @@ def loss_and_logits(
 
 
 def front() -> Figure:
-    colors = {"swiglu_flash": ORANGE, "swiglu_consistent": BLUE}
+    colors = {"swiglu_flash_2": ORANGE, "swiglu_consistent_2": BLUE}
     figure, left, right = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs", end=3000)
-    write(left, (900, 6.6, "flash: explodes\nin 5 of 6", ORANGE), (700, 0.17, "flash_consistent: stable", BLUE))
+    write(left, (900, 6.6, "flash: fails\nin 5 of 6", ORANGE), (700, 0.17, "flash_consistent: stable", BLUE))
     write(right, (500, 1.2e6, "flash", ORANGE), (1500, 120, "flash_consistent", BLUE))
     return figure
 
 
 def gpt2() -> Figure:
     figure, left, right = loss_and_logits({"flash": ORANGE, "consistent": BLUE}, "max_logit_max")
-    write(left, (1500, 4.6, "flash: rises\nin 5 of 6", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
+    write(left, (1500, 4.6, "flash: rises in 5 of 6,\nfails in 3", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
     write(right, (900, 4e5, "flash", ORANGE), (2600, 90, "flash_consistent", BLUE))
     return figure
 
