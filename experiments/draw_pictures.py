@@ -73,7 +73,9 @@ def front() -> Figure:
 
 def gpt2() -> Figure:
     figure, left, right = loss_and_logits({"flash": ORANGE, "consistent": BLUE}, "max_logit_max")
-    write(left, (1500, 4.6, "flash: rises in 5 of 6,\nfails in 3", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE))
+    write(
+        left, (1500, 4.6, "flash: rises in 5 of 6,\nfails in 3", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE)
+    )
     write(right, (900, 4e5, "flash", ORANGE), (2600, 90, "flash_consistent", BLUE))
     return figure
 
