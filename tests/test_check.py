@@ -340,13 +340,17 @@ def test_exit_codes() -> None:
 
 @pytest.mark.parametrize(("options", "code"), [((), 3), (("--without", "grouped"), 0)])
 def test_a_kernel_without_grouped_heads_can_exit_with_0(
-    options: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The report says how."""
     module = ModuleType("alike")
     module.heads_alike = heads_alike  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "alike", module)
     classes = ("--class", "mask_edges", "--class", "grouped")
     assert main(["alike:heads_alike", "--device", "cpu", "--T", "64", *classes, *options]) == code
+    told = capsys.readouterr().out
+    assert f"(1 of {len(reasons())} classes tried)" in told
+    assert ("not judged: grouped (NotImplementedError)\n" in told) == ("--without grouped\n" in told) == (code == 3)
 
 
 def rows_of(path: Path, *arguments: str) -> list[tuple[str, ...]]:

@@ -28,7 +28,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
 """What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
-LEGEND = "  rows: of dS, their sums over their size; dq x: the error of dQ over that of plain attention in this dtype"
+LEGEND = (
+    f"  rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
+    "which is eager attention in this dtype with a softmax in FP32"
+)
+NEXT = "next: mend it, or train with it under watch() and beside a control; scripts/crash_run.py of a clone does the second"
 LIMITS = (
     "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
     "the absence of the patterns that we know."
@@ -66,11 +70,7 @@ class Report:
     @property
     def found(self) -> dict[str, list[str]]:
         """What was found, as a reason begins, and in which classes; empty where all are safe."""
-        found: dict[str, list[str]] = {}
-        for case in self.cases:
-            if case.reason:
-                found.setdefault(case.reason.partition(": ")[0], []).append(case.name)
-        return found
+        return reasons_of(self.cases)
 
     def json(self) -> str:
         """One document with ``schema``, the version of its form; numbers that are not finite are strings."""
@@ -85,18 +85,23 @@ class Report:
         lines.append(LEGEND)
         lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
         lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
-        found = "; ".join(f"{site} in {', '.join(names)}" for site, names in self.found.items())
-        tried = sum(case.name in KNOWN_CLASSES for case in self.cases)
-        own = f", {len(self.cases) - tried} of your own" * (tried < len(self.cases))
+        raised = [case for case in self.cases if case.verdict == judge.UNVERIFIED]
+        judged = [case for case in self.cases if case not in raised]
+        found = [f"{site} in {', '.join(names)}" for site, names in reasons_of(judged).items()]
+        found += [f"not judged: {', '.join(names)} ({site})" for site, names in reasons_of(raised).items()]
+        tried = sum(case.name in KNOWN_CLASSES for case in judged)
+        own = f", {len(judged) - tried} of your own" * (tried < len(judged))
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own})" if tried < len(KNOWN_CLASSES) else ""
-        lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{found}")
+        lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{'; '.join(found)}")
+        if options := " ".join(f"--without {case.name}" for case in raised if case.name in KNOWN_CLASSES):
+            lines.append(f"if the kernel is not for what it raised in: {options}")
         if wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
             lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
         else:
             lines += [f"{site}: {judge.CURES[site]}" for site in self.found if site in judge.CURES]
         if self.verdict != judge.SAFE and self.cases:
             lines += self._again()
-        return "\n".join([*lines, LIMITS])
+        return "\n".join([*lines, *[NEXT] * (self.verdict == judge.AT_RISK), LIMITS])
 
     def _again(self) -> list[str]:
         """How to see its worst case again, and its tensors."""
@@ -127,19 +132,28 @@ class Report:
         return [f"again: {command}", how]
 
 
+def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
+    """Classes by the beginnings of their reasons."""
+    found: dict[str, list[str]] = {}
+    for case in cases:
+        if case.reason:
+            found.setdefault(case.reason.partition(": ")[0], []).append(case.name)
+    return found
+
+
 def _seen(case: Case) -> str:
     numbers = ""
     if "rows" in case.measures:
-        numbers = f"rows {case.measures['rows']:.1e}  dq x {case.measures.get('ratio_dq', math.inf):.1f}"
-    return f"{case.verdict:10}  {numbers:24}"
+        numbers = f"rows {case.measures['rows']:.2e}  dq x {case.measures.get('ratio_dq', math.inf):.1f}"
+    return f"{case.verdict:10}  {numbers:26}"
 
 
 def side_by_side(a: Report, b: Report) -> str:
     others = {case.name: case for case in b.cases}
     both = [(case, others.get(case.name)) for case in a.cases]
     lines = [f"  {case.name:20}  {_seen(case)}  {_seen(other) if other else ''}".rstrip() for case, other in both]
-    lines.append(f"  {'verdict':20}  {a.verdict:36}  {b.verdict}")
-    return "\n".join([f"  {'':20}  {a.kernel:36}  {b.kernel}", *lines])
+    lines.append(f"  {'verdict':20}  {a.verdict:38}  {b.verdict}")
+    return "\n".join([f"  {'':20}  {a.kernel:38}  {b.kernel}", *lines])
 
 
 def table(reports: Sequence[Report]) -> str:
