@@ -197,7 +197,7 @@ PATIENCE = {"who_is_at_risk/tiny": "50"}
 
 def test_the_pictures_can_be_drawn() -> None:
     draw = runpy.run_path(str(EXPERIMENTS / "draw_pictures.py"), run_name="imported")
-    for name in ("front", "public_kernels", "other_blocks"):
+    for name in ("front", "swiglu", "public_kernels", "other_blocks"):
         assert draw[name]().axes
 
 
