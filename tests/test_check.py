@@ -221,6 +221,13 @@ def test_layers_of_a_run_that_explodes_are_packaged_and_tell(kernel: str, verdic
     assert check_attention(kernel, device="cpu", shape=SMALL, classes=PACKAGED).verdict == "unverified"
 
 
+@pytest.mark.parametrize("length", [63, 100, 256, 1024])
+def test_keys_with_ties_return_in_any_length(length: int) -> None:
+    p, period = make("ties", replace(SMALL, T=length), torch.bfloat16, CPU), length // 32
+    assert p.k.shape[2] == length
+    assert torch.equal(p.k[:, :, period:], p.k[:, :, :-period])
+
+
 def test_the_column_of_ones_measures_row_sums_of_ds() -> None:
     """In exact arithmetic they are 0, and with dO * O off by a known part they are known."""
     p = make("gaussian", SMALL, torch.float32, CPU)

@@ -75,7 +75,8 @@ def _peaked(logit: float) -> Callable[[list[Tensor], torch.Generator], list[Tens
 def _ties(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
     q, k, v, do = x
     T = k.shape[2]
-    return [q, k[:, :, : max(1, T // 32)].repeat(1, 1, 33, 1)[:, :, :T], v, do]
+    n = max(1, T // 32)
+    return [q, k[:, :, :n].repeat(1, 1, math.ceil(T / n), 1)[:, :, :T], v, do]
 
 
 def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -120,7 +121,7 @@ CLASSES: dict[str, InputClass] = {
     ),
     "peaked_100": InputClass("largest logit 100: where stable runs end (experiments/matched_pairs)", _peaked(100)),
     "peaked_1000": InputClass("largest logit 1,000: growth has begun (docs/results.md)", _peaked(1000)),
-    "ties": InputClass("each key returns 32 times: row maxima repeat, P_bar is 1 more than once (arXiv 2510.04212)", _ties),
+    "ties": InputClass("each key returns 32 times or more: row maxima repeat, P_bar is 1 more than once (arXiv 2510.04212)", _ties),
     "equal_keys": InputClass(
         "all keys alike: O is a mean of values, as before training", lambda x, _: [x[0], x[1][:, :, :1].expand_as(x[1]), *x[2:]]
     ),
