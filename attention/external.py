@@ -75,7 +75,7 @@ def _obstacle(
                 return f"it gives {given}: expected {dtype} of shape {list(q.shape)}, as q"
             (gradient,) = torch.autograd.grad(o, fused, torch.randn(o.shape, generator=draw).to(o))
         finite = bool(gradient.isfinite().all())  # a GPU raises here at the latest
-    except Exception as error:  # whatever a kernel raises
+    except (Exception, SystemExit) as error:  # whatever a kernel raises
         why = dict.fromkeys(one_line(str(warning.message)).partition(" (Triggered")[0] for warning in reasons)
         return " ".join([f"it raises {type(error).__name__}: {one_line(str(error))[:300]}", *why])[:600]
     for warning in reasons:

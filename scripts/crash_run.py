@@ -72,7 +72,7 @@ def train(options: Sequence[str], folder: Path, name: str, cpu: bool) -> None:
     code = subprocess.run(command, env=environment).returncode
     if code == 130:
         raise KeyboardInterrupt
-    if code and not (folder / name / METRICS_FILE).is_file():
+    if not (folder / name / METRICS_FILE).is_file():
         error = f"the run {name} did not start (exit code {code})"
         if name == "kernel":  # the recipe's settings were read before
             print(f"verdict: unverified: {error}")

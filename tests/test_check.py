@@ -247,8 +247,12 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe(monkeypatch: pyt
     def broken(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         raise NotImplementedError("no such shape")
 
+    def leaves(*call: Any) -> Tensor:
+        sys.exit(0)
+
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    for kernel, reason in ((broken, "NotImplementedError: no such shape"), ("te", "te"), ("fa2", "has no attribute")):
+    reasons = "NotImplementedError: no such shape", "SystemExit: 0", "te", "has no attribute"
+    for kernel, reason in zip((broken, leaves, "te", "fa2"), reasons, strict=True):
         (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian").cases
         assert (case.verdict, reason in case.reason) == ("unverified", True), case
     with pytest.raises(AssertionError, match="no such shape"):
@@ -411,12 +415,17 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
             ["no_such_module:f"],
             "ModuleNotFoundError: No module named 'no_such_module'; run in its folder, or set PYTHONPATH",
         ),
+        (["leaves_early:f"], "kernel = 'leaves_early:f': SystemExit: 0"),
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
         ([], "KERNEL: expected one or more"),
         (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),
     ],
 )
-def test_a_wrong_name_is_one_line(arguments: list[str], message: str) -> None:
+def test_a_wrong_name_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves_early.py").write_text("def f(): ...\nimport sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=re.escape(message)):
         main([*arguments, "--device", "cpu"])
 

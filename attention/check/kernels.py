@@ -108,7 +108,7 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module)
         for part in function.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever a user's module raises at its import
+    except (Exception, SystemExit) as error:  # whatever a user's module raises at its import
         elsewhere = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
         cure = "; run in its folder, or set PYTHONPATH" if elsewhere else ""
         raise UserError(f"kernel = {kernel!r}: {told(error)}{cure}") from None
@@ -150,7 +150,7 @@ def _first(found: Any) -> Tensor:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """What a foreign kernel raised, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

@@ -293,7 +293,7 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
         raise
     except measures.NoGradientError as error:
         return Case(name, used, judge.WRONG, str(error), {})
-    except Exception as error:  # whatever a foreign kernel raises: it could not be looked at
+    except (Exception, SystemExit) as error:  # whatever a foreign kernel raises: it could not be looked at
         fewer = f" (k and v have {used.G} heads, q {used.H})" if used.G != used.H else ""
         return Case(name, used, judge.UNVERIFIED, told(error) + fewer, {})
     return Case(name, used, *judge.judge(name, found), found)
