@@ -25,7 +25,7 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
     import torch
@@ -38,6 +38,8 @@ with trainer_packages():
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--model.gated-attention", "--run.steps=800", "--precision.dtype=bfloat16", "--run.device=auto")
 CLASSES = ("gaussian", "common_part", "shared_direction", "peaked_1000", "one_hot", "mask_edges")
+OWN = ("--run.name", "--run.folder", "--attention.default.")
+"""Options in which the runs differ."""
 UNVERIFIED = 3
 
 
@@ -51,8 +53,8 @@ def verdict(ended: dict[str, str]) -> tuple[int, str]:
     failed = {run for run, how in ended.items() if how.startswith(("exploded", "NaN", "unstable"))}
     stable = {run for run, how in ended.items() if how.startswith("stable") and "too short" not in how}
     if "control" not in stable:
-        why = f"the control's run is {ended['control']}, so a failure would not be the kernel's"
-        return UNVERIFIED, f"unverified: {why}"
+        so = ", so a failure need not be the kernel's" if "control" in failed else ""
+        return UNVERIFIED, f"unverified: the control's run is {ended['control']}{so}"
     if "kernel" in failed:
         return 1, f"the kernel fails ({ended['kernel']}), its control does not"
     if "kernel" not in stable:
@@ -97,11 +99,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     usage = "crash_run.py KERNEL [CONFIG] [--out FOLDER] [options of train.py]"
     parser = OneLineParser(description=__doc__, usage=usage)
     parser.add_argument("--out", type=Path, help="folder of runs and picture (runs/crash_run/KERNEL)")
-    parser.add_argument("--patience", help="steps above the margin that make an explosion: see compare_runs.py")
+    parser.add_argument(
+        "--patience", type=int, metavar="N", help="steps above the margin that make an explosion: see compare_runs.py"
+    )
     options, rest = parser.parse_known_args(argv[len(names) :])
     if len(names) not in (1, 2):
         raise UserError(f"usage: {usage}; --help says more")
     kernel, tiny = names[0], len(names) == 1
+    patience = (50 if tiny else 200) if options.patience is None else options.patience
+    if patience < 1:
+        raise invalid("--patience", patience, "1 or more steps")
+    if own := [option for option in rest if option.replace("_", "-").startswith(OWN)]:
+        raise UserError(f"{own[0].partition('=')[0]}: crash_run.py sets this itself, for each run")
     replaced = {option.partition("=")[0] for option in rest}
     tiny_options = [option for option in TINY if option.partition("=")[0] not in replaced]
     recipe = [str(ROOT / "configs/quickstart.py"), *tiny_options, *rest] if tiny else [names[1], *rest]
@@ -126,9 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"interrupted: compare_runs.py reads what is in {folder}; remove it to begin again", file=sys.stderr)
             raise
     table = folder / "compare.csv"
-    patience = options.patience or ("50" if tiny else "200")
     compare = [sys.executable, str(ROOT / "scripts/compare_runs.py"), *(str(folder / name) for name in of_arms)]
-    compare += ["--out", str(folder / "compare.png"), "--table", str(table), "--patience", patience]
+    compare += ["--out", str(folder / "compare.png"), "--table", str(table), "--patience", str(patience)]
     if code := subprocess.run(compare).returncode:
         raise SystemExit(code)
     code, sentence = verdict(how_ended(folder, table))

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tiny_runs import ROOT, Place, completed, environment
 from torch.distributed.run import get_args_parser
 
-from scripts.crash_run import verdict
+from scripts.crash_run import main, verdict
 
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
 
@@ -67,7 +68,25 @@ STABLE = dict.fromkeys(("kernel", "control"), "stable to 790") | {"recipe": "exp
     ids=str,
 )
 def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[str, str], code: int) -> None:
-    assert verdict(STABLE | ended)[0] == code
+    found, sentence = verdict(STABLE | ended)
+    assert found == code
+    assert ("need not be the kernel's" in sentence) == ("unstable" in ended.get("control", ""))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--patience", "x", "argument --patience: invalid int value: 'x'"),
+        ("--patience", "0", "--patience = 0: expected 1 or more steps"),
+        ("--run.name", "a", "--run.name: crash_run.py sets this itself, for each run"),
+        ("--attention.default.sites", "output=m1", "--attention.default.sites: crash_run.py sets this itself"),
+        ("--run.setps", "9", "run.setps = '9': did you mean steps?"),
+    ],
+)
+def test_a_bad_option_is_found_before_the_crash_test(
+    option: str, value: str, message: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    assert message in refused(main, "torch:math", "--out", tmp_path / "out", option, value)
 
 
 @pytest.mark.slow
