@@ -176,9 +176,9 @@ def test_a_kernel_whose_o_has_no_gradient_is_wrong() -> None:
     assert report.verdict == "wrong"
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_gradients_that_the_caller_has_switched_off_are_no_fault_of_the_kernel(off: Any) -> None:
-    with off():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)])
+def test_the_mode_that_the_caller_is_in_is_no_fault_of_the_kernel(mode: Any) -> None:
+    with mode():
         assert_safe(plain, device="cpu", shape=SMALL, classes="gaussian")
 
 

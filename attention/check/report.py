@@ -239,8 +239,9 @@ def check_attention(
             for call in first_calls(kernel, p):
                 pool.submit(call)
     cases, not_tried = [], {}
-    # What the caller has switched off, as around an evaluation, is no fault of the kernel: leaving inference mode turns gradients on.
-    with torch.inference_mode(False), one_thread() if there.type == "cpu" else contextlib.nullcontext():
+    # The mode that the caller is in, as around an evaluation, is no fault of the kernel: leaving inference mode turns gradients on.
+    threads = one_thread() if there.type == "cpu" else contextlib.nullcontext()
+    with torch.inference_mode(False), torch.autocast(there.type, enabled=False), threads:
         for name in classes or KNOWN_CLASSES:
             progress(name)
             if not classes and name in CLASSES and CLASSES[name].mask and not found.masks:
