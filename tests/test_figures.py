@@ -9,7 +9,7 @@ import math
 import re
 import runpy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,15 @@ def test_a_checkpoint_gives_a_file_of_captured_attention(place: Place, tmp_path:
     assert torch.equal(found.do, layer.do_BTHD.transpose(1, 2)[:, 1:2, :6])
     assert (found.about["step"], found.about["layer"], found.about["heads"]) == (8, 1, [1])
     assert found.about["trained"][0]["source_sha256"]
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_the_passes(
+    place: Place, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(capture_attention, "captured", None)
+    message = refused(capture_attention.main, checkpoint(place), "--layers", 1, "--out", tmp_path / "file")
+    assert message == f"error: --out {tmp_path}/file: cannot be made (File exists)\n"
 
 
 def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
