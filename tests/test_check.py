@@ -416,6 +416,8 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
             "ModuleNotFoundError: No module named 'no_such_module'; run in its folder, or set PYTHONPATH",
         ),
         (["leaves_early:f"], "kernel = 'leaves_early:f': SystemExit: 0"),
+        (["flahs", "--csv", "/no/x.csv"], "--csv /no/x.csv: expected a file in a folder that is there"),
+        (["flahs", "--json", "/tmp"], "--json /tmp: expected a file in a folder that is there"),
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
         ([], "KERNEL: expected one or more"),
         (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.against and len(options.kernels) > 1:
         raise UserError(f"--against {options.against}: expected one KERNEL, not {len(options.kernels)}")
     device_of(options.device)
+    # A wrong name or file shows before the first kernel has run.
+    for option, file in (("--json", options.json), ("--csv", options.csv)):
+        if file and file != "-":
+            path = Path(file)
+            there = path if path.exists() and not path.is_file() else path.parent
+            if path.is_dir() or not os.access(there, os.W_OK):
+                raise UserError(f"{option} {file}: expected a file in a folder that is there and can be written to")
     for name in options.kernels:
-        find(name)  # a wrong name shows before the first kernel has run
+        find(name)
     tested: list[Report] = []
     against: list[Report] = []
     for shape, name in itertools.product(_shapes(options), options.kernels):
