@@ -399,6 +399,15 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     assert rows == pytest.approx(float(told[1]), rel=0.05)  # one pass; the report has the mean of eight
 
 
+def test_a_function_of_a_script_keeps_its_module_and_no_command_is_told_that_would_test_another() -> None:
+    def flash(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        return plain(q, k.detach(), *rest)
+
+    flash.__module__, flash.__qualname__ = "__main__", "flash"
+    report = check_attention(flash, device="cpu", shape=SMALL, classes="gaussian")
+    assert (report.kernel, report.verdict, "again: " in report.text()) == ("__main__:flash", "wrong", False)
+
+
 def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
     report = check_attention("torch:math", device="cpu", dtype="fp16", shape=SMALL)
     assert (report.verdict, [*report.not_tried]) == ("safe", ["tiny", "huge", *PACKAGED])

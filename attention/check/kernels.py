@@ -59,7 +59,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     if callable(kernel):
         name = getattr(kernel, "__qualname__", repr(kernel))
         module = getattr(kernel, "__module__", "__main__")
-        return _users(name if "<" in name or module == "__main__" else f"{module}:{name}", kernel)
+        return _users(name if "<" in name else f"{module}:{name}", kernel)
     if kernel in PRESETS or kernel in ALIASES:
         n = AttentionSpec(preset=unaliased(kernel)).resolve()
         if any(getattr(n, name) in LOW_FORMATS for name, site in SITES.items() if site.is_format):
@@ -284,4 +284,6 @@ def identity(kernel: str) -> str:
     module = {**FLASH, "te": "transformer_engine"}.get(name, name)
     told = versions(module.partition(".")[0], *["triton"] * preset)
     file = None if kernel in KNOWN or preset else getattr(sys.modules.get(module), "__file__", None)
-    return ", ".join([*told, *([f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"] if file else [])])
+    if file and Path(file).is_file():  # a script from a pipe has none
+        told.append(f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}")
+    return ", ".join(told)
