@@ -319,16 +319,20 @@ def test_calls_that_compile_a_presets_kernels_ahead_run(device: torch.device) ->
 
 
 KERNEL = """
+import torch
 from torch.nn.functional import scaled_dot_product_attention as torchs
 def as_torch(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     return torchs(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 def bare(q, k, v, causal, scale):
     return torchs(q, k, v, is_causal=causal, scale=scale), "statistics"
+class Module(torch.nn.Module):
+    forward = staticmethod(as_torch)
+module = Module()
 """
 COMMAND = ("--device", "cpu", "--T", "64", "--D", "32", "--class", "mask_edges")
 
 
-@pytest.mark.parametrize("function", ["as_torch", "bare"])
+@pytest.mark.parametrize("function", ["as_torch", "bare", "module"])
 def test_the_command_takes_a_kernel_of_ones_own(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,11 +53,12 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     """The kernel of that name, or a user's function.
 
     A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
-    with a parameter ``is_causal`` is called as torch's ``scaled_dot_product_attention``, any other as ``(q, k, v, causal, scale)``. It
-    gives o, or a tuple that begins with o. Raises ``UserError`` for a name that is none of these.
+    with a parameter ``is_causal``, or an ``nn.Module`` whose ``forward`` has it, is called as torch's ``scaled_dot_product_attention``,
+    any other as ``(q, k, v, causal, scale)``. It gives o, or a tuple that begins with o. Raises ``UserError`` for a name that is none
+    of these.
     """
     if callable(kernel):
-        name = getattr(kernel, "__qualname__", repr(kernel))
+        name = getattr(kernel, "__qualname__", " ".join(repr(kernel).split()))
         module = getattr(kernel, "__module__", "__main__")
         return _users(name if "<" in name else f"{module}:{name}", kernel)
     if kernel in PRESETS or kernel in ALIASES:
@@ -119,7 +120,8 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
 
 def _users(name: str, function: Callable[..., Any]) -> Kernel:
     try:
-        names = set(inspect.signature(function).parameters)
+        forward = function.forward if isinstance(function, torch.nn.Module) else function
+        names = set(inspect.signature(forward).parameters)
     except (TypeError, ValueError):  # a builtin
         names = {"is_causal", "enable_gqa", "attn_mask"}
 
