@@ -1,11 +1,11 @@
 """User errors: one line that names field, value and choices, and exit code 2."""
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
+from attention.user_error import OneLineParser as OneLineParser
 from attention.user_error import UserError, command_line, invalid
 
 if TYPE_CHECKING:
@@ -67,16 +67,6 @@ def trainer_packages() -> Iterator[None]:
             if any(Path(__file__).with_name(own).exists() for own in (package, f"{package}.py")):
                 raise  # no package that pip installs
             raise UserError(f"this needs the package {package}: pip install '.[train]'") from None
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Bad arguments become a ``UserError`` in place of argparse's usage and message. A description keeps its lines."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | settings)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:

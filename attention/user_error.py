@@ -1,11 +1,12 @@
 """A mistake of the user, in one line, and how a command line ends."""
 
+import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 LONGEST_VALUE, LONGEST_LINE = 120, 1600
 
@@ -18,6 +19,16 @@ class UserError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Bad arguments become a ``UserError`` in place of argparse's usage and message. A description keeps its lines."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
 
 
 def one_line(message: str) -> str:

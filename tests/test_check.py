@@ -429,6 +429,8 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
             "ModuleNotFoundError: No module named 'no_such_module'; run in its folder, or set PYTHONPATH",
         ),
         (["leaves_early:f"], "kernel = 'leaves_early:f': SystemExit: 0"),
+        (["flash", "--T", "abc"], "argument --T: invalid int value: 'abc' (see --help)"),
+        (["flash", "--class", "nope"], "argument --class: invalid choice: 'nope'"),
         (["flahs", "--csv", "/no/x.csv"], "--csv /no/x.csv: expected a file in a folder that is there"),
         (["flahs", "--json", "/tmp"], "--json /tmp: expected a file in a folder that is there"),
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),

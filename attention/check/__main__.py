@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..presets import PRESETS
-from ..user_error import UserError, command_line
+from ..user_error import OneLineParser, UserError, command_line
 from . import judge
 from .classes import Shape
 from .kernels import KNOWN, find
@@ -18,8 +18,9 @@ EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m low_precision_attention.check",
+        formatter_class=argparse.HelpFormatter,
         description="Errors, row sums of dS, masks, determinism of an attention kernel, and a verdict for each class of inputs.",
         epilog=f"KERNEL: MODULE:FUNCTION, called as torch's scaled_dot_product_attention where it has is_causal, else as "
         f"(q, k, v, causal, scale), on [batch, heads, length, head dim]; or one of {', '.join(KNOWN)}; or a preset: {', '.join(PRESETS)}. "
