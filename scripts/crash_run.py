@@ -6,9 +6,9 @@
 
 Crash-tests the kernel, then trains three runs on the same batches and compares them: with the kernel, with plain attention (the control),
 and with the recipe's own attention, which should fail. KERNEL is that of python -m low_precision_attention.check. CONFIG and the options
-behind it are train.py's, for all three. Without CONFIG it is the tiny model of configs/quickstart.py in BF16, minutes on a CPU, whose own
-attention has an O of one mantissa bit: a kernel fails there whose delta is about as far off. No BF16 kernel should, and one that does not
-may still fail a larger model.
+behind it are train.py's, for all three; --run.name, --run.folder and --attention.default, in which they differ, it sets itself. Without
+CONFIG it is the tiny model of configs/quickstart.py in BF16, minutes on a CPU, whose own attention has an O of one mantissa bit: a kernel
+fails there whose delta is about as far off. No BF16 kernel should, and one that does not may still fail a larger model.
 
 Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the kernel fails and its control is stable; 2 usage;
 3 unverified: it cannot run, its control is not stable, or nothing failed.
