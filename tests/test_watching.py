@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import attention
 from attention import replace_sdpa, watch
+from attention.check import capture
 from attention.watching import passes
 from attention.watching.log import read_log
 from attention.watching.measure import COLUMNS
@@ -414,6 +415,23 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
     assert [len(heads) for heads in seen.record["max_logit"]] == [4, 4]
     for column in ("dq_error", "row_residual"):
         assert all(0 < error < 1e-3 for heads in seen.record[column] for error in heads)
+
+
+@pytest.mark.parametrize("implementation", [None, "mine"])
+@pytest.mark.parametrize("seen_by", [functools.partial(watch, every=1), functools.partial(capture, layers=(0,))])
+def test_selective_checkpointing_does_what_it_does_unseen(implementation: str | None, seen_by: Any) -> None:
+    """It tells operations apart by their order."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    given: Any = {"input_ids": TOKENS, "labels": TOKENS} if implementation else {"x": data()}
+    gradients = []
+    for around in (contextlib.nullcontext, seen_by):
+        torch.manual_seed(0)
+        with around(model := llama(implementation) if implementation else Model()):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = checkpoint(model, use_reentrant=False, context_fn=contexts, **given)
+            (out.loss if implementation else out).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert same(*gradients)
 
 
 class Growing(nn.Module):

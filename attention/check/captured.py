@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..user_error import UserError, invalid
 from ..watching.passes import QKV, Pass, plain_mask
@@ -144,8 +145,9 @@ def capture(
         if number not in layers or number in calls:
             return o
         dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
-        q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
-        scale, causal = named["scale"] or q.shape[-1] ** -0.5, _is_causal(number, named)
+        with _disable_current_modes():  # selective checkpointing tells operations apart by their order
+            q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
+            scale, causal = named["scale"] or q.shape[-1] ** -0.5, _is_causal(number, named)
         more = {**(about or {}), "layer": number}
         call = calls[number] = Inputs(q, k, v, torch.empty(0), scale, causal, about=more)
 

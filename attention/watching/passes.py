@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..functional import scaled_dot_product_attention
 from ..huggingface import HARMLESS
@@ -282,12 +283,18 @@ _KNOWN = {"dropout", "scaling", "is_causal", "softcap", "output_attentions", *HA
 """What is handed to an attention function and is either read here or changes nothing; a call with more is not measured."""
 
 
+@_disable_current_modes()  # as in ``Watch._guard``
 def _is_unknown(mask: Tensor | None, settings: dict[str, Any]) -> bool:
     """Whether something says which keys a query sees, or how it weighs them, that is not read here."""
     if {key for key, value in settings.items() if value is not None} - _KNOWN:
         return True
     positions = settings.get("position_ids")  # flash kernels read packed sequences off them
     return mask is None and isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
+
+
+@_disable_current_modes()
+def _swapped(o: Tensor) -> Tensor:
+    return o.transpose(1, 2)
 
 
 def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,11 +307,12 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o, *rest = function(module, q, k, v, mask, **named_too)
             weights.extend(rest)
-            return o.transpose(1, 2)
+            return _swapped(o)
 
         padding = mask
         if isinstance(mask, Tensor) and mask.ndim == 2:  # flash kernels' own: which keys are no padding
-            padding = mask[:, None, None, : k.shape[2]].bool()
+            with _disable_current_modes():
+                padding = mask[:, None, None, : k.shape[2]].bool()
         causal = mask is None and q.shape[2] > 1 and named_too.get("is_causal", getattr(module, "is_causal", True))
         dropout, scale = named_too.get("dropout", 0.0), named_too.get("scaling")
         call = named(q, k, v, padding, dropout, bool(causal), scale, True)
@@ -319,8 +327,9 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
             call["kernel"] = kernel
         window, call["softcap"] = named_too.get("sliding_window"), named_too.get("softcap") or 0.0
         if causal and window and window < k.shape[2]:
-            visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            call["attn_mask"] = visible.triu(1 - window)
+            with _disable_current_modes():
+                visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+                call["attn_mask"] = visible.triu(1 - window)
 
         def seen_by(looking: Pass | None, *qkv: Tensor) -> Tensor:
             if looking is None:
@@ -328,6 +337,6 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
             inner = functools.partial(seen_by, looking.outer)
             return looking.attend(inner, call | dict(zip(QKV, qkv, strict=True)))
 
-        return seen_by(looking, q, k, v).transpose(1, 2), *(weights or [None])
+        return _swapped(seen_by(looking, q, k, v)), *(weights or [None])
 
     return attend

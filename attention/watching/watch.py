@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..user_error import invalid
 from .growth import FMA_LOGIT, LARGE_LOGIT, RATES, GrowthAlarm, GrowthRule
@@ -142,7 +143,9 @@ class Watch:
 
     def _guard(self, run: Callable[[], object], what: str = "measuring") -> None:
         try:
-            run()
+            # Selective checkpointing, a mode, tells operations apart by their order. torch has no public way past modes.
+            with _disable_current_modes():
+                run()
         except Exception as error:
             self._warn(what, f"{what} failed, and the training goes on: {type(error).__name__}: {error}")
 
