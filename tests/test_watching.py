@@ -126,10 +126,11 @@ def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> 
 
 
 class Attends(nn.Module):
-    """torch's function of q, k and another V of k."""
+    """torch's function of q, k and another V of k; with sinks this package's."""
 
-    def forward(self, q: Tensor, k: Tensor, **mask: Any) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, k * 1.0, **mask)
+    def forward(self, q: Tensor, k: Tensor, **more: Any) -> Tensor:
+        function = (attention if "sinks" in more else functional).scaled_dot_product_attention
+        return function(q, k, k * 1.0, **more)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -149,6 +150,17 @@ def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
         error, found[name] = (math.hypot(*seen.record[column][0]) for column in ("delta_error", "row_residual"))
     assert 0.5 * error < found["flash"] < 2 * error
     assert found["math"] < 1e-2 * error
+
+
+def test_a_sink_is_one_more_key_without_a_value() -> None:
+    sinks = torch.tensor([-9.0, 0.0, 2.0, 9.0])
+    q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    with watch(model := Attends(), sequences=B, say=lambda line: None) as seen:
+        model(q.requires_grad_(), k, is_causal=True, sinks=sinks).square().sum().backward()
+    s = torch.cat((causal_scores(q.double(), k.double(), D**-0.5), sinks[:, None, None].expand(B, H, T, 1)), dim=-1)
+    entropy = torch.special.entr(s.softmax(dim=-1)).sum(-1).mean(dim=(0, 2)).float()
+    torch.testing.assert_close(torch.tensor(seen.record["entropy"][0]), entropy.detach())
+    assert all(0 < error < 1e-5 for name in ("delta_error", "dq_error") for error in seen.record[name][0])
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])

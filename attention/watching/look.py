@@ -75,6 +75,7 @@ class Look:
         scale: float | None,
         softcap: float,
         dropout: float = 0.0,
+        sinks: Tensor | None = None,
         heads_at: int = -3,
         grouped: bool = False,
         kernel: Callable[..., Tensor] | None = None,
@@ -122,6 +123,7 @@ class Look:
             scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             softcap=float(softcap),
             dropout=dropout,
+            sinks_H=None if sinks is None else sinks.detach().to(torch.float32, copy=True),
             kernel=again,
         )
         if torch.is_grad_enabled() and o is not None and not (q.requires_grad or k.requires_grad):

@@ -106,12 +106,16 @@ def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor, *, scale: float) -> Tensor:
     return torch.stack(tops).amax(dim=0)
 
 
-def _row_probabilities(s_BHRS: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Entropy and largest probability of each row, and P = softmax(S)."""
+def _row_probabilities(s_BHRS: Tensor, sinks_H: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
+    """Entropy of each row, a sink included, its largest probability of a key, and P = softmax(S) of the keys."""
+    keys = s_BHRS.shape[-1]
+    if sinks_H is not None:
+        s_BHRS = torch.cat((s_BHRS, sinks_H[:, None, None].expand(*s_BHRS.shape[:3], 1)), dim=-1)
     log_p_BHRS = torch.log_softmax(s_BHRS, dim=-1)
     p_BHRS = log_p_BHRS.exp()
     # A masked key has ln P = -inf, and 0 * -inf is NaN; the floor lies far below the smallest P that is not 0.
     entropy_X = -(p_BHRS * log_p_BHRS.clamp_(min=-1e4)).sum(dim=-1)
+    p_BHRS = p_BHRS[..., :keys]
     return {"entropy": entropy_X, "top_1": p_BHRS.amax(dim=-1)}, p_BHRS
 
 
@@ -129,7 +133,8 @@ COLUMNS = {
 call of torch's ``scaled_dot_product_attention``, ours or a Hugging Face model's, or has a soft-cap, sinks or a mask of another form.
 
 ``delta_*`` are of that formula, whatever the kernel does: of one with another delta, as torch's math formula or ``flash_delta_from_p``,
-``row_residual`` is about 0. It is of q and k without one feature, and without the rounding of dS.
+``row_residual`` is about 0. It is of q and k without one feature, and without the rounding of dS. A sink counts in the softmax and in
+``entropy``; ``max_logit`` and ``one_hot`` are of the keys.
 """
 _ONE = 1 - 2.0**-9
 SCORES = 2**24
@@ -150,6 +155,8 @@ class Call:
     scale: float
     softcap: float
     dropout: float
+    sinks_H: Tensor | None = None
+    """FP32: one more logit of each row, without a value."""
     kernel: Callable[..., Tensor] | None = None
     """What made O, called as ``check.kernels.Call`` with the mask of this call; None where that is not known."""
     do_BHTD: Tensor | None = None
@@ -170,7 +177,7 @@ def measure(call: Call) -> dict[str, Tensor]:
         # A GPU is faster at few large operations, and waits for the launches of many small ones.
         shape["chunk"] = max(QUERY_CHUNK, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
         for chosen, s in score_rows(q.transpose(1, 2), k.transpose(1, 2), mask_BHTS=call.mask_BHTS, **shape):
-            largest, (of_rows, p) = s.amax(dim=-1), _row_probabilities(s)
+            largest, (of_rows, p) = s.amax(dim=-1), _row_probabilities(s, call.sinks_H)
             found = {"max": largest, "entropy": of_rows["entropy"], "one": (of_rows["top_1"] > _ONE).float()}
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
