@@ -332,6 +332,15 @@ def test_steps_of_an_optimizer_inside_another_are_counted() -> None:
     assert (seen.record["step"], seen.record["clock"]) == (2, pytest.approx(0.2))
 
 
+def test_a_frozen_first_group_does_not_stop_the_clock() -> None:
+    frozen, free = (model := Model()).blocks
+    groups = [{"params": frozen.parameters(), "lr": 0.0}, {"params": free.parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with watch(model, every=1, optimizer=optimizer, start=3, say=lambda line: None) as seen:
+        train(model, 3, optimizer)
+    assert (seen.record["step"], seen.record["clock"]) == (5, pytest.approx(0.5))
+
+
 def test_an_optimizer_whose_steps_cannot_be_counted_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^watch: optimizer = 'Around': expected one of torch"):
         watch(Model(), optimizer=Around(None))

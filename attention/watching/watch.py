@@ -58,7 +58,7 @@ class Watch:
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
         self._wandb, self._say_to = chosen["wandb"], chosen["say"]
         optimizer, earlier = chosen["optimizer"], chosen["earlier"]
-        rate = 1.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        rate = 1.0 if optimizer is None else _rate(optimizer)
         step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
         self._step, self._clock = chosen["start"], clock + (chosen["start"] - step) * rate
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
@@ -170,7 +170,7 @@ class Watch:
         with self._lock:
             self._write()
             self._step += 1
-            self._clock += float(optimizer.param_groups[0]["lr"])
+            self._clock += _rate(optimizer)
 
     def _begin(self, model: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -467,6 +467,11 @@ def _require(right: bool, name: str, value: object, expected: str) -> None:
         raise invalid(f"watch: {name}", value, expected)
 
 
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """The largest of its groups: one may be frozen."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
+
+
 def _within(optimizer: Any) -> Any:
     """The optimizer whose steps can be counted: the one inside Accelerate's, which is an instance of torch's class without its hooks."""
     while optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
@@ -497,7 +502,7 @@ def watch(
         every: steps between two looks.
         log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
             takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
-        optimizer: counts the steps, and its learning rate is the alarm's clock. Without it a training forward pass is a step.
+        optimizer: counts the steps, and its largest learning rate is the alarm's clock. Without it a training forward pass is a step.
         wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
         warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
         sequences: how many of the batch are looked at, from the first.
@@ -538,7 +543,7 @@ def watch(
         by_steps = "None, or a new log: the clock of this one counts steps"
         _require(optimizer is None or by != STEPS, "optimizer", type(optimizer).__name__, by_steps)
     elif start > 0 and optimizer is not None:
-        rate = float(optimizer.param_groups[0]["lr"])
+        rate = _rate(optimizer)
         loaded = "above 0, as it stands for that of the steps before: load the states of optimizer and scheduler first"
         _require(rate > 0, "learning rate", rate, loaded)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "wandb": wandb, "warm_up": warm_up}
