@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ import torch
 from tiny_runs import Place, completed, weights
 
 from attention.watching.growth import GrowthRule, Probe, growth
-from attention.watching.verdict import answer
+from attention.watching.verdict import answer, main
 from errors import UserError
 from training.intervention import AlarmConfig, update_alarm
 from training.telemetry import read_telemetry
@@ -239,6 +240,24 @@ def test_the_layer_that_ran_away_is_named_with_its_step(layers: dict[str, list[i
 def test_a_file_of_two_runs_is_refused() -> None:
     with pytest.raises(UserError, match="step 0 follows step 100; expected a file of its own"):
         answer([look(0, 1.0), look(100, 1.0), look(0, 1.0)])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"max_logit": value} for value in (None, [], [[]], [1.0, 2.0], [[None]], [["1"]])),
+        *({name: "1"} for name in ("step", "clock", "hidden", "back_to_step", "max_logit", "dq_error")),
+        *({"dq_error": value} for value in (1.0, [[0.1]], [[0.1], None, None], [[0.1, 0.1], ["1", 0.1]])),
+        *({name: value} for name in ("layers", "frozen") for value in (1, [0, [1]], ["0", "1"])),
+        {"layers": [0]},
+    ],
+    ids=str,
+)
+def test_a_log_with_another_type_or_length_is_no_file_of_watch(wrong: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(json.dumps(look(0, 50.0) | wrong) + "\n")
+    with pytest.raises(UserError, match=r"expected a file that watch\(log=\.\.\.\) wrote"):
+        main([str(path)])
 
 
 def test_the_command_says_the_verdict_or_exits_with_2(tmp_path: Path) -> None:

@@ -32,17 +32,29 @@ def read_log(log: Path) -> list[dict[str, Any]]:
         content = log.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         records = [loose(json.loads(line)) for line in whole.splitlines()]
-        if any(name not in record for record in records for name in ("step", "clock", "max_logit")):
+        if not all(map(_is_record, records)) or (content and not records):
             raise ValueError
-        if content and not records:
-            raise ValueError
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
     kept: list[dict[str, Any]] = []
     for record in records:
         back_to = record.pop(BACK_TO, math.inf)
         kept = [*(earlier for earlier in kept if earlier["step"] < back_to), record]
     return kept
+
+
+def _is_record(record: Any) -> bool:
+    """Whether types and lengths are those that ``watch`` writes; of some others it raises what Python raises."""
+    heads = [len(logits) for logits in record["max_logit"]]
+    columns = [record[name] for name in COLUMNS if name in record]
+    fits = [
+        len(values) == n for column in columns for values, n in zip(column, heads, strict=True) if values is not None
+    ]
+    numbers = [record["step"], record["clock"], record.get("hidden", 0), record.get(BACK_TO, 0)]
+    numbers += [*layers_of(record), *record.get("frozen", [])]
+    numbers += [x for column in columns for values in column for x in values or []]
+    right = all(isinstance(x, int | float) for x in numbers)
+    return right and bool(heads) and all(heads) and all(fits) and len(layers_of(record)) == len(heads)
 
 
 def open_log(log: Path) -> IO[str]:
