@@ -482,6 +482,16 @@ def test_what_attention_read_and_its_gradient_are_captured_and_a_file_gives_back
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"heads": (4,)}, {"length": 0}, {"sequences": 0}, {"sequences": -1}, {"sequences": 3}]
+)
+def test_a_part_that_is_not_there_is_refused(wrong: dict[str, Any]) -> None:
+    inputs = Inputs(*(torch.zeros(2, 4, 8, 8),) * 4, 1.0, about={"heads": 2})
+    assert inputs.part(heads=(1,)).about["heads"] == [1]
+    with pytest.raises(UserError, match=f"^{next(iter(wrong))} = .*: expected .* to "):
+        inputs.part(**wrong)
+
+
 def test_what_is_not_plain_attention_or_did_not_happen_is_refused() -> None:
     model, x = Model(), torch.randn(1, 24, 32)
     mask = torch.ones(24, 24, dtype=torch.bool).tril()

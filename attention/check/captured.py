@@ -66,16 +66,20 @@ class Inputs:
     ) -> "Inputs":
         """Query heads by number, each with the keys it reads; the first sequences; the first queries and, where causal, keys."""
         self._without_mask()
-        H, T = self.q.shape[1], self.q.shape[2]
+        B, H, T = self.q.shape[:3]
         chosen = tuple(range(H) if heads is None else heads)
         if not chosen or not set(chosen) <= set(range(H)):
             raise invalid("heads", list(chosen), f"numbers from 0 to {H - 1}")
+        if sequences is not None and not 1 <= sequences <= B:
+            raise invalid("sequences", sequences, f"1 to {B}")
         if length is not None and not (1 <= length <= T and (self.causal or length == T)):
             raise invalid("length", length, f"1 to {T}" if self.causal else f"{T}, as the attention is not causal")
         q, k, v, do = (
             x[:sequences, [h * x.shape[1] // H for h in chosen], :length] for x in (self.q, self.k, self.v, self.do)
         )
-        numbers = self.about.get("heads", range(H))
+        numbers = self.about.get("heads")
+        if not isinstance(numbers, list) or len(numbers) != H:  # what a user says of the whole
+            numbers = range(H)
         about = {**self.about, "heads": [numbers[h] for h in chosen], "sequences": len(q), "length": q.shape[2]}
         return replace(self, q=q, k=k, v=v, do=do, about=about)
 
