@@ -238,12 +238,14 @@ def test_a_call_of_three_dimensions_is_one_head_of_so_many_sequences(masked: boo
     assert looks[0].shape == (len(COLUMNS), 1, 1)
 
 
-def test_the_rows_of_a_call_of_three_dimensions_are_those_of_its_kernel() -> None:
+@pytest.mark.parametrize("shape", [(B, T, D), (T, D)])
+def test_the_rows_of_a_call_of_fewer_dimensions_are_those_of_its_kernel(shape: tuple[int, ...]) -> None:
     """torch's math formula, whose rows sum to 0, where four dimensions have flash attention."""
-    q, k = torch.randn(B, T, D).bfloat16().requires_grad_(), torch.randn(B, T, D).bfloat16()
+    q, k = torch.randn(shape).bfloat16().requires_grad_(), torch.randn(shape).bfloat16()
     with watch(model := Attends(), say=lambda line: None) as seen:
         model(q, k, is_causal=True).square().sum().backward()
     assert seen.record["row_residual"][0][0] < 1e-2 * seen.record["delta_error"][0][0]
+    assert 0 < seen.record["dq_error"][0][0] < 0.02
 
 
 def test_hooks_of_a_query_that_was_handed_over_go_with_the_look() -> None:

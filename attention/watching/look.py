@@ -83,12 +83,12 @@ class Look:
         """Copy a call.
 
         ``heads_at``: which dimension of q, k, v and o the heads are, -3 or -2. ``grouped``: torch's ``enable_gqa``, without which the first
-        of three dimensions is one of batches, of one head. ``kernel``: what made o, called as torch's function.
+        of three dimensions is one of batches, of one head; two are one head. ``kernel``: what made o, called as torch's function.
         """
         # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
         sequences, dtype = self._sequences, (q if o is None else o).dtype
         whole = q if o is None else o
-        dimensions, one_head = whole.ndim, whole.ndim == 3 and not grouped
+        dimensions, one_head = whole.ndim, whole.ndim == 2 or (whole.ndim == 3 and not grouped)
         batch = whole.shape[: -2 if one_head else -3]  # to which torch broadcasts q, k, v and the mask
 
         def first(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Look:
             return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])[:sequences]
 
         def few(x: Tensor) -> Tensor:
-            return first(x.detach().transpose(heads_at, -3)).to(dtype, copy=True)
+            return first(x.detach() if x.ndim == 2 else x.detach().transpose(heads_at, -3)).to(dtype, copy=True)
 
         if mask is not None:
             mask = first(torch.atleast_2d(mask.detach())).clone()
