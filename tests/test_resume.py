@@ -209,14 +209,28 @@ def by_a_checkpoint_of_a_namesake(place: Place, run: Path, patch: Patch) -> None
     shutil.copytree(place.folder / "twins" / run.name / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
 
 
+def by_a_source_that_went_on(place: Place, run: Path, patch: Patch) -> None:
+    place.train("short", {"run.steps": 12, "data.record": place.recording("short"), **RESUME})
+
+
 def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
+    shutil.rmtree(place.recording(run.name))
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
 
 
 UNRECORDED, ANY_ORDER = {"data.record": ""}, {"precision.fixed_sum_order": False}
+BRANCH = {**UNRECORDED, "run.init_from": "{place}/runs/short", "alarm.switches": ()}
 REFUSED = {
     "another_setting": Refusal(
         r"^optim\.lr = 0\.5: expected 0\.01 \(--optim\.lr 0\.01\), as in the checkpoint .*step_00000010$", {"optim.lr": 0.5}
+    ),
+    "another_setting_before_a_checkpoint": Refusal(
+        r"^optim\.lr = 0\.5: expected 0\.01 \(--optim\.lr 0\.01\), as in .*config\.json$", {"optim.lr": 0.5}, dies_at=5
+    ),
+    "a_branch_whose_source_went_on": Refusal(
+        r"^run\.init_from = '.*/short': expected the weights of step 10 .* of step 12: choose another name, or remove",
+        fields=BRANCH,
+        spoil=by_a_source_that_went_on,
     ),
     "two_settings": Refusal(
         r"^data.seed = 5: expected .*; 1 more differ: optim\.lr$", {"optim.lr": 0.5, "data.seed": 5}
@@ -224,6 +238,12 @@ REFUSED = {
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
     "other_data": Refusal(
         r"^data\.dataset = '.*/other': expected the data that .*step_00000010", {"data.dataset": "{place}/other"}, fields=UNRECORDED
+    ),
+    "other_data_before_a_checkpoint": Refusal(
+        r"^data\.dataset = '.*/other': expected the data that .*/runs/other_data_before_a_checkpoint began with",
+        {"data.dataset": "{place}/other"},
+        fields=UNRECORDED,
+        dies_at=5,
     ),
     "other_validation_data": Refusal(
         r"held_out': expected the validation data of .*step_00000010", {"data.dataset": "{place}/held_out"}, fields=UNRECORDED
@@ -250,7 +270,7 @@ REFUSED = {
         spoil=by_a_checkpoint_of_a_namesake,
     ),
     "a_recording_of_another_run": Refusal(
-        r"its source_run is 'owner', this run's is 'a_recording_of_another_run'", {}, UNRECORDED, dies_at=5, spoil=by_a_recording_of_another
+        r"its source_run is 'owner', this run's is 'a_recording_of_another_run'", dies_at=5, spoil=by_a_recording_of_another
     ),
 }  # fmt: skip
 

@@ -128,24 +128,39 @@ def run_id(folder: Path, loaded: Loaded | None) -> str:
     return ids[0] if ids else ""
 
 
-def check_restart(folder: Path, checkpoints: Path, recording: str) -> None:
-    """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start again."""
+def check_restart(
+    folder: Path, checkpoints: Path, now: dict[str, Any], defaults: dict[str, Any], began: dict[str, Any]
+) -> None:
+    """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start again.
+
+    ``now``: its config; ``began``: from_step and init_sha256 of a session that begins now.
+    """
     path = folder / "config.json"
     if not path.is_file():
         again = f"remove {folder} and start the run again" if folder.exists() else "start the run again"
         raise invalid("run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {again}")
     content = _read_record(path)
-    before = content["config"].get("data", {}).get("record", "")
-    if before and not recording:
-        raise invalid("data.record", recording, f"{before!r} (--data.record {before}), as when {folder} was started")
+    check_settings(str(path), content["config"], now, defaults, branch=False)
     steps, every = content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
+    first = content["sessions"][0]
     # The line of a step follows its checkpoint.
-    due = min((content["sessions"][0]["from_step"] // every + 1) * every, steps) if every else steps
+    due = min((first["from_step"] // every + 1) * every, steps) if every else steps
     metrics = folder / METRICS_FILE
     last = max((row["step"] for row in read_lines(metrics)), default=0) if metrics.exists() else 0
+    otherwise = f"choose another name, or remove {folder} and start the run again"
     if last >= due:
         gone = f"a checkpoint in {checkpoints}; they are gone, while {metrics} goes to step {last}"
-        raise invalid("run.resume", "yes", f"{gone}: choose another name, or remove {folder} and start the run again")
+        raise invalid("run.resume", "yes", f"{gone}: {otherwise}")
+    if began != {name: first[name] for name in ("from_step", "init_sha256") if name in first}:
+        expected = f"the weights of step {first['from_step']} that {folder} began with, and these are others, of step {began['from_step']}"
+        raise invalid("run.init_from", now["run"]["init_from"], f"{expected}: {otherwise}")
+
+
+def check_data(folder: Path, dataset: str, identity: dict[str, Any]) -> None:
+    """Raise ``UserError`` where the tokens of ``identity`` are not those that the run in ``folder`` began with."""
+    before = _read_record(folder / "config.json").get("batches", {})
+    if any(before.get(name, identity[name]) != identity[name] for name in ("data_sha256", "validation_sha256")):
+        raise invalid("data.dataset", dataset, f"the data that {folder} began with: this has other tokens")
 
 
 def check_logs(folder: Path) -> None:
@@ -280,10 +295,12 @@ def lock_everywhere(folder: Path, is_main: bool) -> FileIO | None:
         return lock(folder) if is_main and begun(folder) else None
 
 
-def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any], *, branch: bool) -> None:
-    """Raise ``UserError`` for a setting that must be as in the checkpoint and is not; ``branch``: for a new run that begins there."""
+def check_settings(
+    where: str, saved: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], *, branch: bool
+) -> None:
+    """Raise ``UserError`` for a setting that must be as ``saved`` and is not; ``branch``: for a new run that begins there."""
     free = _FREE_ON_RESUME + (_FREE_IN_A_BRANCH if branch else ())
-    odd = [one for one in differences(loaded.config_json, now, defaults) if not one[0].startswith(free)]
+    odd = [one for one in differences(saved, now, defaults) if not one[0].startswith(free)]
     if not odd:
         return
     name, before, value = odd[0]
@@ -294,7 +311,7 @@ def check_settings(loaded: Loaded, now: dict[str, Any], defaults: dict[str, Any]
         expected += f" (--{name.replace('_', '-')} {before})"
     switch += "; a run that begins there may differ in attention alone" * branch
     others = f"; {len(odd) - 1} more differ: {', '.join(name for name, *_ in odd[1:])}" if len(odd) > 1 else ""
-    raise invalid(name, value, f"{expected}, as in the checkpoint {loaded.path}{switch}{others}")
+    raise invalid(name, value, f"{expected}, as in {where}{switch}{others}")
 
 
 def settings_changed(folder: Path, now: dict[str, Any], defaults: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from attention.plan import LayerPlan, describe
 from attention.presets import EXTERNAL
 from attention.watching.growth import GrowthAlarm
 from data.batches import Batches
-from errors import UserError, invalid, reading
+from errors import UserError, invalid, on_disk, reading
 from model import GPT, initialize
 from training import distributed, outcome, precision, record, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Content, Loaded, rng_state, set_rng_state
@@ -124,8 +124,11 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
     with contextlib.ExitStack() as undo:
         lock = record.lock_everywhere(folder, dist.is_main) if resumes else None
         undo.enter_context(lock or contextlib.nullcontext())
-        loaded = checkpoint_to_resume(config, dist, folder, checkpoints) if resumes else None
+        loaded = checkpoint_to_resume(config, dist, checkpoints) if resumes else None
         start = loaded or checkpoint_to_branch_from(config, dist)
+        if resumes and loaded is None:
+            began = {"from_step": start.step if start else 0, **init_sha256(config, start)}
+            record.check_restart(folder, checkpoints.folder, to_json(config), _earlier(), began)
         run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
         origin = Origin(run_id, resumes, loaded, start)
         switches = [parse_switch(text) for text in config.alarm.switches]
@@ -134,6 +137,8 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
             if switch.step >= config.run.steps:
                 dist.print0(f"alarm.switches: {switch.option()} acts on no step: the run ends at {config.run.steps}")
         batches = open_data(config, dist, origin, undo)
+        if resumes and loaded is None:
+            record.check_data(folder, config.data.dataset, batches.identity)
         network = build_network(config, dist, interventions.plans, start)
         if dist.is_main and not resumes:
             lock = undo.enter_context(record.make_folder(folder))
@@ -172,16 +177,12 @@ def check_plans(config: TrainConfig, device: torch.device, plans: tuple[LayerPla
     attention.check_plans(plans, device=device, dtype=dtype, **settings, length=config.data.sequence_length)
 
 
-def checkpoint_to_resume(
-    config: TrainConfig, dist: DistContext, folder: Path, checkpoints: Checkpoints
-) -> Loaded | None:
-    """The checkpoint to resume from; None if the run ended before its first checkpoint."""
-    record.check_logs(folder)
+def checkpoint_to_resume(config: TrainConfig, dist: DistContext, checkpoints: Checkpoints) -> Loaded | None:
+    """The checkpoint to resume from; None if there is none."""
+    record.check_logs(checkpoints.folder.parent)
     loaded = checkpoints.load_newest()
-    if loaded is None:
-        record.check_restart(folder, checkpoints.folder, config.data.record)
-        return None
-    check_start(config, dist, loaded, branch=False)
+    if loaded is not None:
+        check_start(config, dist, loaded, branch=False)
     return loaded
 
 
@@ -198,6 +199,15 @@ def checkpoint_to_branch_from(config: TrainConfig, dist: DistContext) -> Loaded 
     return loaded
 
 
+def init_sha256(config: TrainConfig, start: Loaded | None) -> dict[str, str]:
+    """That of the weights that run.init_from names, for a session's facts; nothing where it names none."""
+    if not config.run.init_from:
+        return {}
+    source = Path(config.run.init_from) if start is None else start.path / MODEL_FILE
+    with on_disk("run.init_from", f"read {source}"):
+        return {"init_sha256": files.sha256_file(source)}
+
+
 def _earlier() -> dict[str, Any]:
     """The settings that a record from before a field stands for."""
     earlier = to_json(TrainConfig())
@@ -207,7 +217,8 @@ def _earlier() -> dict[str, Any]:
 
 def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branch: bool) -> None:
     """Raise ``UserError`` where ``config`` does not fit the checkpoint at which the run begins."""
-    record.check_settings(loaded, to_json(config), _earlier(), branch=branch)
+    where = f"the checkpoint {loaded.path}"
+    record.check_settings(where, loaded.config_json, to_json(config), _earlier(), branch=branch)
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)
@@ -294,9 +305,8 @@ def open_folder(
     groups = [group for plan in plans for group in plan.groups]
     if kernels := sorted({group.numerics for group in groups if group.backend == EXTERNAL}):
         made_with["kernels"] = {name: identity(name) for name in kernels}
-    if config.run.init_from and loaded is None:
-        source = Path(config.run.init_from) if origin.start is None else origin.start.path / MODEL_FILE
-        made_with["init_sha256"] = files.sha256_file(source)
+    if loaded is None:
+        made_with |= init_sha256(config, origin.start)
     content = {"run_id": origin.run_id, "config": to_json(config), **made_with, "batches": batches.identity}
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     content |= {"switches": interventions.options(), "sessions": record.sessions(folder, origin.step, made_with)}
