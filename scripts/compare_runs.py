@@ -92,12 +92,17 @@ def load(folder: Path) -> Run:
     metrics = curves.metrics(folder)
     try:
         content: dict[str, Any] = files.read_json(folder / "config.json")
-        content["config"]["run"]["seed"], content["config"]["run"]["steps"], content["attention_name"]
-    except (OSError, ValueError, KeyError, TypeError):
+        settings = content["config"]["run"]
+        kinds = {int: [settings["seed"], settings["steps"]], str: [content["attention_name"]]}
+        kinds |= {dict: [content.get("batches") or {}], list: [content.get("sessions") or []]}
+        if any(not isinstance(value, kind) for kind, values in kinds.items() for value in values):
+            raise TypeError
+        switched = _switched(content, int(metrics.index.max()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     kept = folder / "probes.csv"
     probes = curves.read_csv(kept).astype(float) if kept.is_file() else _by_layer(curves.telemetry(folder))
-    complete, switched = (folder / METRICS_FILE).is_file(), _switched(content, int(metrics.index.max()))
+    complete = (folder / METRICS_FILE).is_file()
     return Run(folder.resolve().name, folder, content, metrics, probes, complete, switched)
 
 

@@ -76,6 +76,27 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
+    "broken",
+    [
+        {"config": {"run": {"seed": 1, "steps": "x"}}},
+        {"config": {"run": {"seed": 1, "steps": 6}, "alarm": [1]}},
+        {"batches": [1]},
+        {"attention_name": 3},
+        {"sessions": 5},
+        {"switches": [7]},
+    ],
+    ids=str,
+)
+def test_a_record_with_a_value_of_another_type_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "runs/good", [2.0] * 6)
+    path = write_run(tmp_path / "runs/odd", [2.0] * 6) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | broken))
+    assert f"Left out: {path}: not the record of a run." in told(capsys, tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
     ("digests", "sentence"),
     [
         ("abcd", "identical: all 2 runs saw the same batches in the same order through step 5 (recording night)."),
