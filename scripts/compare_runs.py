@@ -349,13 +349,17 @@ def where_bits_part(first: Run, run: Run) -> str:
 def where_checkpoints_part(first: Run, run: Run) -> str:
     """The first tensor that differs in the first checkpoints that do, of those that both runs still have; "" where they have none.
 
-    Raises ``UserError`` for a checkpoint that cannot be read.
+    Raises ``UserError`` for a checkpoint that is damaged or cannot be read.
     """
     old, new = (found_in(one.folder / "checkpoints") for one in (first, run))
     common = sorted(old.keys() & new.keys())
     for step, name in itertools.product(common, (MODEL_FILE, OPTIMIZER_FILE)):
         with reading(f"{name} of checkpoints {old[step]} and {new[step]}"), contextlib.ExitStack() as opened:
-            if written_sums(old[step])[name] == written_sums(new[step])[name]:
+            sums = [written_sums(one[step])[name] for one in (old, new)]
+            for one, written in zip((old, new), sums, strict=True):
+                if files.sha256_file(one[step] / name) != written:
+                    raise UserError(f"checkpoint {one[step]} is damaged (the SHA-256 of {name} differs)")
+            if sums[0] == sums[1]:
                 continue
             a, b = (opened.enter_context(safe_open(one[step] / name, "pt")) for one in (old, new))
             names, both = sorted({*a.keys(), *b.keys()}), {*a.keys()} & {*b.keys()}

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from test_checkpoint import flip_a_byte
 from tiny_runs import Place, lines
 
 from scripts import compare_runs
@@ -155,6 +156,16 @@ def test_the_first_difference_is_named(place: Place, tmp_path: Path, capsys: pyt
     Checkpoints(other / "checkpoints", CheckpointConfig()).save(loaded)
     where = "; checkpoints differ, of 2 that both kept first that of step 20, in 1 of 45 tensors of optimizer.safetensors, first "
     assert f"{where}state.3.exp_avg;" in told(capsys, one, other)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+def test_a_damaged_checkpoint_is_not_called_the_same(
+    place: Place, tmp_path: Path, file: str, refused: Callable[..., str]
+) -> None:
+    damaged = shutil.copytree(place.runs / "one", tmp_path / "other") / "checkpoints/step_00000020"
+    flip_a_byte(damaged / file)
+    said = f"checkpoint {damaged} is damaged (the SHA-256 of {file} differs)"
+    assert said in refused(compare_runs.main, place.runs / "one", tmp_path / "other", "--out", "none")
 
 
 @pytest.mark.parametrize(
