@@ -88,10 +88,12 @@ def load(arguments: list[str]) -> TrainConfig:
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     if not arguments:
         return config
-    # tyro would take the last one silently.
-    options = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    # tyro would take the last one silently, of a switch and its negation, too.
+    words = (argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--"))
+    options = [word.replace(".no-", ".") for word in words]
     if twice := [option for option in options if options.count(option) > 1]:
-        raise UserError(f"{twice[0]} is there twice: expected each option once, with all its values behind it")
+        once = "each option once, with all its values behind it, and a switch or its negation"
+        raise UserError(f"{twice[0]} is there twice: expected {once}")
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if own := [option for option in rest if option.replace("_", "-").startswith(OWN)]:
         raise UserError(f"{own[0].partition('=')[0]}: crash_run.py sets this itself, for each run")
     replaced = {option.partition("=")[0] for option in rest}
-    tiny_options = [option for option in TINY if option.partition("=")[0] not in replaced]
+    tiny_options = [one for one in TINY if not {one.partition("=")[0], one.replace(".", ".no-")} & replaced]
     recipe = [str(ROOT / "configs/quickstart.py"), *tiny_options, *rest] if tiny else [names[1], *rest]
     config = configuration.load(recipe)
     folder = options.out or Path("runs/crash_run", re.sub(r"[^A-Za-z0-9._-]", "_", kernel))

@@ -75,6 +75,7 @@ def test_overrides_replace_single_fields() -> None:
     [
         ("--optim.lrr 1", r"^optim\.lrr = '1': did you mean lr\? expected one of optimizer, lr, min_lr, .*fused$"),
         ("--run.steps 5 --run.seed 1 --run.steps=6", r"^--run\.steps is there twice: expected each option once"),
+        ("--model.bias --model.no-bias", r"^--model\.bias is there twice: .* a switch or its negation$"),
         (
             "--attention.default.sites output=m3 output=bf16",
             r"^attention\.default\.sites = '.*': expected output once$",

@@ -89,6 +89,12 @@ def test_a_bad_option_is_found_before_the_crash_test(
     assert message in refused(main, "torch:math", "--out", tmp_path / "out", option, value)
 
 
+def test_a_switch_of_the_tiny_model_can_be_turned_off(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Its options are read before its folder is looked at."""
+    arguments = "torch:flash", "--model.no-gated-attention", "--out", tmp_path
+    assert f"--out {tmp_path}: it is there already" in refused(main, *arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_kernel_with_a_coarse_delta_fails_beside_its_control(tmp_path: Path) -> None:
