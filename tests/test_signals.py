@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -12,12 +13,14 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tiny_runs import ROOT, Place, before_each_step, command, completed, environment, lines, make_data
 
 import train
 from errors import UserError
+from training import checkpoint
 from training.run import Run
 from training.signals import EXIT_RESUME
 
@@ -58,6 +61,14 @@ def test_exit_json_has_the_code_and_the_last_checkpoint(place: Place, name: str,
     left = outcome_of(run)
     assert (left["code"], left["step"]) == (code, step)
     assert left["checkpoint"] == str(run / f"checkpoints/step_{checkpoint:08d}")
+
+
+def test_exit_json_says_of_a_full_disk_what_stderr_says(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(checkpoint, "_write", Mock(side_effect=full))
+    with pytest.raises(UserError, match=r"^checkpoint of step 10 could not be written") as refused:
+        place.train("full_disk")
+    assert outcome_of(place.runs / "full_disk")["reason"] == f"UserError: {refused.value}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])

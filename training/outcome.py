@@ -85,4 +85,7 @@ def reason(error: BaseException | None) -> str:
         return "asked to exit; start it again" if error.code == EXIT_RESUME else "loss or gradient not finite"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return "finished" if error is None else f"{type(error).__name__}: {first_line(error)}"
+    if error is None:
+        return "finished"
+    # A UserError is one line that names file and step; the error that it was raised from names neither.
+    return f"{type(error).__name__}: {error if isinstance(error, UserError) else first_line(error)}"
