@@ -51,9 +51,13 @@ def test_gradients_and_loss_are_added_in_the_tree(micro_batches: int) -> None:
     assert torch.equal(total, in_a_tree(torch.stack(losses)))
 
 
-def test_processes_that_do_not_divide_the_tree_are_refused() -> None:
-    with pytest.raises(UserError, match="number of processes = 3: expected 1, 2, 4, as"):
-        check_processes(DataConfig(global_batch=24, micro_batch=2), 3)
+@pytest.mark.parametrize(
+    ("processes", "ways"),
+    [(3, "in a tree; or --precision.no-fixed-sum-order$"), (8, "in a tree$")],  # 8 do not divide the batch, either
+)
+def test_processes_that_do_not_divide_the_tree_are_refused(processes: int, ways: str) -> None:
+    with pytest.raises(UserError, match=rf"number of processes = {processes}: expected 1, 2, 4, as .* {ways}"):
+        check_processes(DataConfig(global_batch=24, micro_batch=2), processes)
 
 
 def test_a_checkpoint_from_before_the_field_is_one_of_ddp(place: Place) -> None:

@@ -19,8 +19,8 @@ def check_processes(config: DataConfig, processes: int) -> None:
     fitting = [2**j for j in range(micro_batches.bit_length()) if micro_batches % 2**j == 0]
     if processes not in fitting:
         why = f"as precision.fixed_sum_order adds {micro_batches} micro-batches a step in a tree"
-        way_out = "or --precision.no-fixed-sum-order"
-        raise invalid("number of processes", processes, f"{', '.join(map(str, fitting))}, {why}; {way_out}")
+        way_out = "" if micro_batches % processes else "; or --precision.no-fixed-sum-order"
+        raise invalid("number of processes", processes, f"{', '.join(map(str, fitting))}, {why}{way_out}")
 
 
 class PlainSum:
