@@ -53,12 +53,12 @@ def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int
 def main(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("recipe", help="configs/RECIPE.py; fields of it follow as --section.field value")
-    parser.add_argument("--steps", type=int, default=0, help="steps to record (the recipe's run.steps)")
+    parser.add_argument("--steps", type=int, help="steps to record (the recipe's run.steps)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, e.g. replay_batches/NAME")
     parser.add_argument("--against", type=Path, help="run folder whose data_digest column must agree")
     args, fields = parser.parse_known_args(argv)
     chosen = config.load([args.recipe, *fields, "--data.record", str(args.out)])
-    steps = args.steps or chosen.run.steps
+    steps = chosen.run.steps if args.steps is None else args.steps
     check_size("--steps", steps, 1)
     compared = make(chosen.data, args.out, steps, logged_digests(args.against) if args.against else {})
     told = f"; {compared:,} digests of {args.against} agree" if args.against else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,11 @@ def test_the_command_line_takes_fields_of_the_recipe(dataset: Path, tmp_path: Pa
     make_recording.main(["configs/debug.py", "--steps", "3", "--out", str(tmp_path / "made"), *fields])
     made = Recording.open(tmp_path / "made")
     assert (made.steps, made.header.seed, made.header.sequence_length) == (3, 9, 4)
+
+
+def test_a_recording_of_no_steps_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    arguments = "configs/debug.py", "--steps", 0, "--out", tmp_path / "none"
+    assert "--steps = 0: expected a whole number of 1 or more" in refused(make_recording.main, *arguments)
 
 
 def test_the_published_recording_is_whole_and_that_of_its_seed() -> None:
