@@ -18,6 +18,7 @@ from errors import UserError
 from training.checkpoint import CheckpointConfig, Checkpoints, Content, Loaded, rng_state, set_rng_state
 from training.weights import read_checkpoint
 
+EXTRA: dict[str, Any] = {"guard": {}, "seconds": 1.5, "data_digest": ""}
 FILES = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "SHA256SUMS"}
 
 
@@ -29,7 +30,7 @@ def save(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
         "rng": [rng_state("cpu")],
         "position": step,
         "config_json": {},
-        "extra": {},
+        "extra": EXTRA,
     }
     return checkpoints.save(Content(step=step, **(contents | changes)))
 
@@ -73,7 +74,7 @@ def test_all_that_is_saved_comes_back(tmp_path: Path) -> None:
         "rng": [torch.arange(5, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)],
         "position": 123,
         "config_json": {"optim": {"lr": 0.1 + 0.2, "betas": [0.9, 0.95]}, "names": ["ä"]},
-        "extra": {"best": 1e-30, "skipped": [3, 4]},
+        "extra": EXTRA | {"best": 1e-30, "skipped": [3, 4]},
     }
     path = save(checkpoints := make(tmp_path), 7, model_state=tensors, **given)
     loaded = newest(checkpoints)

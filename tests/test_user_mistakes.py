@@ -105,6 +105,7 @@ READ: dict[str, tuple[str, str, Spoil, str]] = {
     "a FIFO": (REPLAY, HEADER, fifo, "expected the folder of a recording"),
     "data's field": ("train new.py", "data/train.json", field("vocabulary_size", "x" * 100_000), "vocabulary_size is of another type"),
     "a checkpoint's field": (RESUME, f"{STEPS}/state.json", field("position", None), "position of state.json is of type NoneType"),
+    "a checkpoint's extra": (RESUME, f"{STEPS}/state.json", field("extra", {}), "extra of state.json has no guard"),
     "a checkpoint's tensors": (RESUME, f"{STEPS}/rng.safetensors", having(b"12345"), "header too small"),
     "metrics": ("compare_runs runs/run runs/second --out c.png", "runs/run/metrics.jsonl", having(NO_NUMBERS), "train_loss is not numbers"),
     "telemetry": ("figures 11 --runs runs/run --out out", "runs/run/telemetry.jsonl", having(NO_NUMBERS), "w_q_norm is not numbers"),

@@ -31,6 +31,8 @@ from files import json_text, open_file, read_json, sha256_file, sync_folder
 FORMAT_VERSION = 1
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 _FILES = (MODEL_FILE, OPTIMIZER_FILE, "rng.safetensors", "state.json")
+_NEEDED = ("guard", "seconds", "data_digest")
+"""What a resume reads from extra."""
 _FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -306,6 +308,8 @@ def _read(path: Path) -> Loaded:
     kinds |= dict.fromkeys(("tied", "scaler", "config", "extra"), dict)
     if wrong := [name for name, kind in kinds.items() if type(state[name]) is not kind]:
         raise TypeError(f"{wrong[0]} of state.json is of type {type(state[wrong[0]]).__name__}")
+    if missing := [name for name in _NEEDED if name not in state["extra"]]:
+        raise ValueError(f"extra of state.json has no {missing[0]}")
     model = _tensors(path / MODEL_FILE)
     rng = _tensors(path / "rng.safetensors")
     return Loaded(
