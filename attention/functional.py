@@ -65,9 +65,9 @@ def scaled_dot_product_attention(
             wait); in compiled code Python's numbers.
         numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
         softcap: c > 0 replaces S by c tanh(S / c).
-        sinks: floating [H], one more logit of every query of a head, whose value is 0 (gpt-oss's ``s_aux``); differentiable. Rows of dS
-            then sum to zero over the keys and the sink together, also by ``flash_consistent``; over the keys alone they sum to minus
-            the sink's term, -P_sink delta.
+        sinks: floating [H], one more logit of every query of a head, whose value is 0 (gpt-oss's ``s_aux``); differentiable; -inf is none.
+            Rows of dS then sum to zero over the keys and the sink together, also by ``flash_consistent``; over the keys alone they sum to
+            minus the sink's term, -P_sink delta.
         rounding_seed: int64 tensor of shape [] on the query's device, a new one at every step; for stochastic rounding only.
 
     Returns the dtype of the query, or float32 where the numerics leave O unrounded; laid out as the query. A query that sees no key has
@@ -108,6 +108,8 @@ def scaled_dot_product_attention(
         refuse(not alike, f"{what}: expected float on {query.device}")
         refuse(shape != [H], f"sinks have shape {shape}: expected [{H}], a number for each query head")
         features += ("sinks",)
+        sinks = sinks.float()  # -inf has no difference to itself; the exponential of -1e30 is 0, too, and NaN stays
+        sinks = sinks.masked_fill(sinks < -1e30, -1e30)
     chosen: Any = numerics
     if isinstance(numerics, AttentionSpec):  # torch 2.11's compiler does not take it for a constant
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend, numerics.kernel)

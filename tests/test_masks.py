@@ -272,6 +272,26 @@ def test_sinks_and_sites(case: Case, preset: str, sites: tuple[str, ...], backen
     assert_exact(case, device, spec_of(backend, preset, sites))
 
 
+@pytest.mark.parametrize("sink", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("preset", ["flash", "flash_consistent"])
+@pytest.mark.parametrize("backend", NAMED)
+def test_a_sink_of_minus_infinity_is_none(backend: str, preset: str, sink: float, device: torch.device) -> None:
+    """O and all gradients, also of rows that see no key."""
+    case = Case(B=2, padding=("1" * 40, "0" * 40))
+    q, k, v, do = (x.transpose(1, 2) for x in case.tensors(device))
+
+    def passes(sinks: Tensor | None) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+        mask, of_sinks = case.keys(device)[:, None, None], leaves[3] if leaves[3:] else None
+        settings = {"attn_mask": mask, "is_causal": True, "numerics": spec_of(backend, preset), "sinks": of_sinks}
+        o = attention.scaled_dot_product_attention(*leaves[:3], **settings)
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    *found, of_sinks = passes(torch.full((2,), sink, device=device))
+    assert same(found, passes(None))
+    assert of_sinks.count_nonzero() == 0
+
+
 def row_sums(preset: str, backend: str, device: torch.device) -> Tensor:
     """rowsum(dS) over the keys plus the sink's term of 16 rows, each the only one of its head, relative to the largest term.
 
