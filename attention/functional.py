@@ -124,7 +124,7 @@ def scaled_dot_product_attention(
         k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1) for x in (key, value))
         o = query @ k.mT @ v
         if sinks is not None:
-            o = o + 0 * sinks.sum().to(o.dtype)
+            o = o + (0 * sinks.sum()).to(o.dtype)
         o = o.float() if unrounded else o
     else:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

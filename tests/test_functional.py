@@ -218,6 +218,22 @@ def test_a_mask_of_inference_mode_serves_training(shape: tuple[int, ...], first:
     assert same(results(scaled_dot_product_attention, inputs, do, attn_mask=mask), expected)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numerics", ["flash_consistent", "standard"])
+def test_the_default_dtype_of_torch_changes_no_bit(numerics: str, default: torch.dtype) -> None:
+    (*inputs, do), sinks = tensors(), torch.linspace(-1, 1, 4)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*leaves[:3], is_causal=True, sinks=leaves[3], numerics=numerics)
+
+    expected = results(attend, (*inputs, sinks), do)
+    torch.set_default_dtype(default)
+    try:
+        assert same(results(attend, (*inputs, sinks), do), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_stochastic_rounding_follows_its_seed() -> None:
     *inputs, _ = tensors()
     call = functools.partial(scaled_dot_product_attention, *inputs, numerics="flash_stochastic_p")

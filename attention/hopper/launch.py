@@ -145,9 +145,9 @@ def launch_backward(do, q, k, v, seed, o, low_bits, saved, n: Numerics, scale: f
     flat = torch.zeros(sum(sizes), dtype=torch.int32, device=q.device).split(sizes)
     turns = [x.view(B, *count) for x, count in zip(flat, counts, strict=True)] + [None] * (3 - len(counts))
     sums = [dk, dv]
-    dq_sums = torch.empty((B, H, blocks * tile.m_block_size * D), device=q.device)
+    dq_sums = torch.empty((B, H, blocks * tile.m_block_size * D), dtype=torch.float32, device=q.device)
     if group > 1:
-        sums = list(torch.empty((2, B, HK, key_blocks * tile.n_block_size * D), device=q.device))
+        sums = list(torch.empty((2, B, HK, key_blocks * tile.n_block_size * D), dtype=torch.float32, device=q.device))
     # Last: the kernel may start before launches ahead of it have ended, and waits for the last of them alone.
     delta, rows = prepare(do, o, low_bits, saved, blocks * tile.m_block_size)
     kernel = _backward(dtype, D, group, causal, consistent)

@@ -62,13 +62,13 @@ def _forward_rows(problem: Problem, rows: slice, seed: Tensor) -> tuple[Tensor, 
     n = sites.numerics
     floor = _RowSumFloor(n, exponent)
     shape = (*problem.q[:, :, rows].shape[:3], 1)
-    m = torch.full(shape, -torch.inf, device=v.device)
-    row_sum = divisor = torch.zeros(shape, device=v.device)
+    m = torch.full(shape, -torch.inf, dtype=torch.float32, device=v.device)
+    row_sum = divisor = torch.zeros(shape, dtype=torch.float32, device=v.device)
     if problem.sinks is not None:
         sinks, m_of_sinks = exponent.sinks()
         m = sites.statistics(m_of_sinks).expand(shape)
         row_sum = divisor = sites.statistics(exponent.rescale(sinks, m))
-    o_bar = torch.zeros((*shape[:3], v.shape[3]), device=v.device)
+    o_bar = torch.zeros((*shape[:3], v.shape[3]), dtype=torch.float32, device=v.device)
     coarse, apart = n.tile_product != "fp32" or n.accumulator != "fp32", n.probabilities_in_delta != "probabilities"
     o_exact = o_bar.clone() if coarse or apart else o_bar
     for columns in problem.column_tiles(rows, hidden=n.hidden_tiles == "visited"):
@@ -288,7 +288,7 @@ def _backward_pass(
         elif error is not None:
             delta = delta + error
         dk, dv = (torch.zeros_like(x[:, :: problem.group]) for x in (problem.k, problem.v))
-        dsinks = torch.zeros(q.shape[2] if problem.sinks is not None else 0, device=q.device)
+        dsinks = torch.zeros(q.shape[2] if problem.sinks is not None else 0, dtype=torch.float32, device=q.device)
         totals = torch.zeros_like(problem.q), dk, dv, dsinks
         for heads in (slice(head, None, problem.group) for head in range(problem.group)):
             _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, delta, saved)

@@ -52,7 +52,7 @@ def _backward_pass(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) 
         dp = problem.dp(do_BHTD, slice(None))
         delta = sites.delta_sum((p * dp).sum(dim=-1, keepdim=True))
         ds = p * (dp - delta)
-        dsinks = torch.zeros(0, device=q.device)
+        dsinks = torch.zeros(0, dtype=torch.float32, device=q.device)
         if problem.sinks is not None:
             p_of_sinks = torch.exp(problem.sinks - torch.logaddexp(s.logsumexp(dim=-1, keepdim=True), problem.sinks))
             dsinks = -(p_of_sinks * delta).sum(dim=(0, 2, 3))
