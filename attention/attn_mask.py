@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .mask import Mask, split
@@ -53,7 +54,10 @@ def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
         return Mask(keys=mask[:, 0, 0].expand(B, S))
     if mask.shape[3] != S:
         mask = mask.expand(-1, -1, -1, S)
-    ranges, keys, padded = _split(mask) if compiling else _known_split(own, mask)
+    traced = (
+        compiling or torch.jit.is_tracing() or get_proxy_mode() is not None
+    )  # a graph must not hold what is known of this mask
+    ranges, keys, padded = _split(mask) if traced else _known_split(own, mask)
     return Mask(ranges=ranges.expand(B, 2, T), keys=keys.expand(B, S), padded=padded)
 
 

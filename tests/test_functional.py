@@ -22,6 +22,7 @@ import pytest
 import torch
 from attention_cases import same
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
@@ -190,6 +191,26 @@ def test_a_mask_is_looked_at_once_and_again_if_edited(dimensions: int, monkeypat
     assert looks.call_count == 1
     mask.fill_(False)
     assert scaled_dot_product_attention(*inputs, attn_mask=mask).count_nonzero() == 0
+
+
+TRACERS: dict[str, Callable[..., Any]] = {
+    "make_fx": lambda f, example: make_fx(f)(*example),
+    "make_fx before autograd": lambda f, example: make_fx(f, pre_dispatch=True)(*example),
+    "torch.jit": torch.jit.trace,
+}
+
+
+@pytest.mark.parametrize("trace", TRACERS)
+def test_a_traced_graph_looks_at_the_mask_that_it_gets(trace: str) -> None:
+    *inputs, _ = tensors()
+    seen, other = MASKS["window"], MASKS["packed"]
+    scaled_dot_product_attention(*inputs, attn_mask=seen)
+
+    def attend(*given: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*given)
+
+    graph = TRACERS[trace](attend, (*inputs, seen))
+    assert torch.equal(graph(*inputs, other), attend(*inputs, other))
 
 
 @pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min])
