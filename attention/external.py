@@ -34,9 +34,24 @@ def loaded(name: str) -> Call:
 # It may be an extension, Triton, or PyTorch whose roundings a compiler would move: the compiler leaves it alone.
 @torch.compiler.disable
 def run(q: Tensor, k: Tensor, v: Tensor, kernel: str, *, scale: float, causal: bool, **_: Any) -> Tensor:
-    """O [B, T, H, D] of the kernel of that name; other settings are given, too, and ignored."""
+    """O [B, T, H, D] of the kernel of that name; other settings are given, too, and ignored.
+
+    Raises ``UserError`` for what is no such tensor; its values only ``check`` looks at, before the trainer starts.
+    """
     with torch.autocast(q.device.type, enabled=False):  # its backward pass runs outside, too
-        return loaded(kernel)(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = loaded(kernel)(q, k, v, causal, scale)
+    if (reason := _misfit(o, q)) is not None:
+        raise UserError(f"attention kernel = {kernel!r}: {reason}")
+    return o.transpose(1, 2)
+
+
+def _misfit(o: Any, q: Tensor) -> str | None:
+    """Why that cannot be O for q, both [B, H, T, D], or None."""
+    if isinstance(o, Tensor) and (o.shape, o.device) == (q.shape, q.device) and o.dtype in (q.dtype, torch.float32):
+        return None
+    given = f"{o.dtype} of shape {list(o.shape)} on {o.device}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
+    return f"it gives {given}: expected {q.dtype} of shape {list(q.shape)} on {q.device}, as q"
 
 
 def check(
@@ -70,9 +85,8 @@ def _obstacle(
         ):
             warnings.simplefilter("always")
             o = call(q, k, v, True, scale)
-            if not isinstance(o, Tensor) or o.shape != q.shape or o.dtype not in (dtype, torch.float32):
-                given = f"{o.dtype} of shape {list(o.shape)}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
-                return f"it gives {given}: expected {dtype} of shape {list(q.shape)}, as q"
+            if (reason := _misfit(o, q)) is not None:
+                return reason
             (gradient,) = torch.autograd.grad(o, fused, torch.randn(o.shape, generator=draw).to(o))
         finite = bool(gradient.isfinite().all())  # a GPU raises here at the latest
     except (Exception, SystemExit) as error:  # whatever a kernel raises

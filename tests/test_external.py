@@ -49,6 +49,15 @@ def no_backward(q, k, v, causal, scale):
 def leaves(q, k, v, causal, scale):
     raise SystemExit(0)
 
+def transposed(q, k, v, causal, scale):
+    return torchs(q, k, v, is_causal=causal, scale=scale).transpose(1, 2)
+
+def nothing(q, k, v, causal, scale):
+    torchs(q, k, v, is_causal=causal, scale=scale)
+
+def wide(q, k, v, causal, scale):
+    return torchs(q, k, v, is_causal=causal, scale=scale).double()
+
 def only_fp32(q, k, v, causal, scale):
     if q.dtype != torch.float32:
         warnings.warn("BF16 is not deterministic. (Triggered internally at a.cpp:1.)")
@@ -153,6 +162,13 @@ def test_the_drop_in_takes_it_too() -> None:
     q = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     a, b = (scaled_dot_product_attention(q, q, q, is_causal=True, numerics=n) for n in (FLASH, "sdpa_flash"))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("kernel", "given"), [("transposed", "shape"), ("nothing", "a NoneType"), ("wide", "float64")])
+def test_the_drop_in_refuses_what_is_no_output(kernel: str, given: str, place: Place) -> None:
+    q, spec = torch.randn(1, 2, 16, 8), AttentionSpec(preset="external", kernel=f"kernels_of_a_test:{kernel}")
+    with pytest.raises(UserError, match=f"kernel = 'kernels_of_a_test:{kernel}': it gives .*{given}"):
+        scaled_dot_product_attention(q, q, q, numerics=spec)
 
 
 def test_rows_measured_from_outside_are_those_inside() -> None:
