@@ -7,7 +7,6 @@ import contextlib
 import functools
 import math
 import operator
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -177,9 +176,11 @@ def _refuse_settings(
     dropout: float, causal: bool, scale: float | None, gqa: bool, softcap: float, seed: Tensor | None
 ) -> tuple[float | None, float]:
     _number("dropout_p", dropout, 0.0, 0.0, "0: it has no dropout; set that of the model's attention to 0")
-    softcap = _number("softcap", softcap, 0.0, _LARGEST, "0 or a positive number")
+    softcap = _number("softcap", softcap, 0.0, _LARGEST, _SOFTCAPS)
+    if softcap:
+        _number("softcap", softcap, _SMALLEST, _LARGEST, _SOFTCAPS)
     if scale is not None:
-        scale = _number("scale", scale, -_LARGEST, _LARGEST, "a finite number")
+        scale = _number("scale", scale, -_LARGEST, _LARGEST, "a finite number, as FP32 has it")
     for name, flag in (("is_causal", causal), ("enable_gqa", gqa)):
         if not isinstance(flag, bool):
             refuse(True, f"{name} = {flag!r}: expected True or False")
@@ -188,7 +189,8 @@ def _refuse_settings(
     return scale, softcap
 
 
-_LARGEST = sys.float_info.max
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_SOFTCAPS = f"0 or a positive number, as FP32 has it ({_SMALLEST:.1e} to {_LARGEST:.1e})"
 
 
 def _number(name: str, value: Any, least: float, most: float, expected: str) -> float:
