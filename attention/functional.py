@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
 
     Args:
         query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, DV], any strides; G = H, or a divisor of H with ``enable_gqa``. As torch
-            does, it takes two or more dimensions, expands batches and heads of 1, and gives zeros where there are no keys.
+            does, it takes two or more dimensions, expands batches and heads of 1, and gives zeros where there are no keys; D is 1 or more.
         attn_mask: bool, broadcast to [B, H, T, S] and alike for all heads, True where a query may see a key; also beside
             ``is_causal``. Or floating, 0 there and -inf (or the dtype's lowest number) elsewhere. Each query sees a range of keys less
             padding: no end of a range goes back from one query to the next, and padding is hidden from all queries of a batch entry. So
@@ -93,7 +93,7 @@ def scaled_dot_product_attention(
     D = operator.index(query.shape[3])  # a number to a compiler of any shapes, too
     DV = operator.index(value.shape[3])
     width, value_width = (head_dim_above(x) if kind == "cuda" else x for x in (D, DV))
-    empty = 0 in (B, H, T, S, D, DV)
+    empty = 0 in (B, H, T, S, DV)
     mask = NO_MASK
     if attn_mask is not None and own is not None and not empty:
         mask = mask_of(attn_mask, own, B, T, S)
@@ -297,7 +297,7 @@ def _four_dimensional(
     refuse(G == 0 and H != 0, f"{shapes}: expected heads of keys")
     refuse(G != 0 and H % G != 0, f"{H} query heads, {G} key heads: expected a divisor of {H}")
     refuse(k.shape[2] != v.shape[2], f"key has shape {list(k.shape)}, value {list(v.shape)}: expected the same length")
-    refuse(q.shape[3] != k.shape[3], f"{shapes}: expected one head dim")
+    refuse(q.shape[3] != k.shape[3] or q.shape[3] == 0, f"{shapes}: expected one head dim, at least 1")
     q, k, v = (
         x if x.shape[0] == B and x.shape[1] == heads else x.expand(B, heads, *x.shape[2:])
         for x, heads in ((q, H), (k, G), (v, G))

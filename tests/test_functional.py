@@ -312,6 +312,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtypes that differ": ({"key": X.bfloat16()}, "expected one"),
     "batches that differ": ({"query": X.repeat(2, 1, 1, 1)}, "expected one batch size, or 1"),
     "values of another length": ({"value": X[:, :, :1]}, "key has shape"),
+    "a head dim of 0": (dict.fromkeys(("query", "key"), X[..., :0]), "expected one head dim, at least 1"),
     "fewer key heads": ({"key": X[:, :2], "value": X[:, :2]}, "enable_gqa=True"),
     "no divisor": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, "a divisor of 4"),
     "a seed that is no tensor": ({"rounding_seed": 3}, "rounding_seed = 3"),
