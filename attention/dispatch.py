@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, Call, lacking, numerics_of, obstacle
+from .functional import checked_numbers, refuse_flag
 from .plan import HeadGroup, LayerPlan
 from .rounding import FORMAT_OF
 from .user_error import UserError
@@ -41,7 +42,8 @@ def run(
 
     Returns the dtype of q, or float32 where a group leaves O unrounded. Raises ``UserError`` unless q, k and v fit each other and
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
-    backend of the plan cannot serve (in compiled code: grouped heads, a width of v and a soft-cap alone; see ``check_plans``).
+    backend of the plan cannot serve (in compiled code: grouped heads, a width of v and a soft-cap alone; see ``check_plans``);
+    ``ValueError`` for a scale, a soft-cap or ``causal`` that is none.
     """
     if not isinstance(plan, LayerPlan):
         raise UserError(f"plan is a {type(plan).__name__}: expected a LayerPlan")
@@ -64,6 +66,8 @@ def run(
             raise UserError(f"{what} is {x.dtype} on {x.device}: expected {q_BTHD.dtype} on {q_BTHD.device}, as q")
     if not isinstance(rounding_seed, Tensor) or rounding_seed.dtype != torch.int64 or rounding_seed.ndim:
         raise UserError(f"rounding_seed = {rounding_seed!r}: expected an int64 tensor of shape [], on q's device")
+    refuse_flag("causal", causal)
+    scale, softcap = checked_numbers(scale, softcap)
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     other = v_BTHD.shape[3] != k_BTHD.shape[3]
     features = (*(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))

@@ -176,16 +176,25 @@ def _refuse_settings(
     dropout: float, causal: bool, scale: float | None, gqa: bool, softcap: float, seed: Tensor | None
 ) -> tuple[float | None, float]:
     _number("dropout_p", dropout, 0.0, 0.0, "0: it has no dropout; set that of the model's attention to 0")
+    for name, flag in (("is_causal", causal), ("enable_gqa", gqa)):
+        refuse_flag(name, flag)
+    if seed is not None and not isinstance(seed, Tensor):
+        refuse(True, f"rounding_seed = {seed!r}: expected an int64 tensor of shape []")
+    return checked_numbers(scale, softcap)
+
+
+def refuse_flag(name: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        refuse(True, f"{name} = {flag!r}: expected True or False")
+
+
+def checked_numbers(scale: float | None, softcap: float) -> tuple[float | None, float]:
+    """Both as numbers of Python's."""
     softcap = _number("softcap", softcap, 0.0, _LARGEST, _SOFTCAPS)
     if softcap:
         _number("softcap", softcap, _SMALLEST, _LARGEST, _SOFTCAPS)
     if scale is not None:
         scale = _number("scale", scale, -_LARGEST, _LARGEST, "a finite number, as FP32 has it")
-    for name, flag in (("is_causal", causal), ("enable_gqa", gqa)):
-        if not isinstance(flag, bool):
-            refuse(True, f"{name} = {flag!r}: expected True or False")
-    if seed is not None and not isinstance(seed, Tensor):
-        refuse(True, f"rounding_seed = {seed!r}: expected an int64 tensor of shape []")
     return scale, softcap
 
 

@@ -240,6 +240,9 @@ def test_compiled_code_refuses_a_soft_cap_that_a_backend_lacks() -> None:
         ({"v": Q[:, :4]}, "v has shape"),
         ({"k": Q.bfloat16()}, "k is torch.bfloat16"),
         ({"plan": ()}, "^plan is a tuple: expected a "),
+        ({"scale": torch.nan}, "scale = nan: expected a finite number"),
+        ({"softcap": -1.0}, "softcap = -1.0: expected 0 or a positive number"),
+        ({"causal": "no"}, "causal = 'no': expected True or False"),
         *(({"rounding_seed": x}, "^rounding_seed = .*: expected an int64 tensor") for x in (0, torch.tensor([0]))),
     ],
 )
@@ -248,5 +251,5 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], reason: s
     plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
     named = dict.fromkeys("qkv", Q) | {"plan": plan, "rounding_seed": torch.tensor(0)} | change
     q, k, v = (named.pop(name) for name in "qkv")
-    with pytest.raises(UserError, match=reason):
+    with pytest.raises(ValueError, match=reason):
         attention.run(q, k, v, **named)
