@@ -38,6 +38,9 @@ class AttentionSpec:
     """The kernel of preset external: MODULE:FUNCTION, or a public one such as torch:flash (docs/kernels.md)."""
 
     def __post_init__(self) -> None:
+        for name in ("preset", "numerics", "backend", "kernel"):
+            if not isinstance(value := getattr(self, name), str):
+                raise invalid(f"attention {name}", value, "a name")
         if not isinstance(self.sites, tuple | list) or not all(isinstance(site, str) for site in self.sites):
             raise invalid("attention sites", self.sites, "a tuple of site=value, for example ('output=bf16',)")
         object.__setattr__(self, "preset", unaliased(self.preset))
@@ -94,6 +97,10 @@ class AttentionRule:
     attention: AttentionSpec = field(default_factory=AttentionSpec)
     """The attention that these layers and heads use."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.attention, AttentionSpec):
+            raise invalid("attention of a rule", self.attention, "an AttentionSpec")
+
 
 @dataclass(frozen=True)
 class HeadGroup:
@@ -134,6 +141,8 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.default, AttentionSpec):
             raise invalid("attention.default", self.default, "an AttentionSpec")
+        if not isinstance(self.rules, tuple | list) or not all(isinstance(rule, AttentionRule) for rule in self.rules):
+            raise invalid("attention.rules", self.rules, "a tuple of AttentionRules, for example (AttentionRule(),)")
         if self.flash_backend not in FLASH_BACKENDS:
             raise invalid("attention.flash_backend", self.flash_backend, FLASH_BACKENDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
@@ -61,6 +62,23 @@ def test_bad_specs_name_field_value_and_choices(arguments: dict, field: str) -> 
         AttentionSpec(**arguments)
     assert str(error.value).startswith(field)
     assert "expected" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: AttentionSpec(preset=["a"]), "attention preset"),
+        (lambda: AttentionSpec(numerics=[]), "attention numerics"),
+        (lambda: AttentionSpec(backend=None), "attention backend"),
+        (lambda: AttentionSpec(preset="external", kernel=3), "attention kernel"),
+        (lambda: AttentionRule(attention="flash"), "attention of a rule"),
+        (lambda: AttentionConfig(rules=AttentionRule()), "attention.rules"),
+        (lambda: AttentionConfig(rules=("x",)), "attention.rules"),
+    ],
+)
+def test_values_of_another_type_are_refused(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(UserError, match=f"^{field} = .*: expected an? "):
+        make()
 
 
 @pytest.mark.parametrize("changes", [{"row_max_beta": 1.0}, {"row_sum_floor": 2.0}, {"tile_k": 16.5}])
