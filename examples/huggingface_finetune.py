@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from low_precision_attention import PRESETS, RECOMMENDED, huggingface
+from low_precision_attention import PRESETS, RECOMMENDED, huggingface, scaled_dot_product_attention
 
 
 def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedModel, torch.Tensor]:
@@ -28,12 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder or name of a causal model (default: a small random Llama)")
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="UTF-8 file to learn")
-    parser.add_argument("--numerics", default=RECOMMENDED, choices=(*PRESETS, "robust"), metavar="PRESET")
+    presets = [name for name in (*PRESETS, "robust") if "stochastic" not in name]  # no seed would reach it
+    parser.add_argument("--numerics", default=RECOMMENDED, choices=presets, metavar="PRESET")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args()
+    if min(options.steps, options.batch) < 1 or not 0 < options.learning_rate < 1:
+        given = f"--steps {options.steps} --batch {options.batch} --learning-rate {options.learning_rate}"
+        parser.error(f"{given}: expected 1 or more, 1 or more, and a number between 0 and 1")
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,11 +45,15 @@ def main() -> None:
         text = options.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--text {options.text}: expected a UTF-8 file ({error})")
-    model, tokens = load(options.model, text, huggingface.register(options.numerics))
+    try:
+        scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 64, device=device).bfloat16(), numerics=options.numerics)
+        model, tokens = load(options.model, text, huggingface.register(options.numerics))
+    except (OSError, ValueError) as error:  # numerics that cannot run here, or no such model
+        parser.error(f"--model {options.model!r} --numerics {options.numerics}: {' '.join(str(error).split())}")
     if text and not len(tokens):
         parser.error(f"--model {options.model}: its tokenizer makes no tokens; expected its files beside the weights")
-    if len(tokens) <= options.length:
-        parser.error(f"--length {options.length}: expected less than the text's {len(tokens)} tokens")
+    if not 1 < options.length < len(tokens):
+        parser.error(f"--length {options.length}: expected 2 or more, and less than the text's {len(tokens)} tokens")
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     for step in range(options.steps):

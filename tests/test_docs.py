@@ -149,6 +149,29 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.usefixtures("low_precision_attention")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--numerics flash_stochastic_o", "invalid choice: 'flash_stochastic_o'"),
+        ("--numerics sdpa_cudnn", "it needs a CUDA device"),
+        ("--model /nonexistent", "/nonexistent"),
+        ("--batch 0", "--batch 0 "),
+        ("--learning-rate nan", "--learning-rate nan: "),
+        *((f"--length {n}", f"--length {n}: expected 2 or more") for n in (-3, 0, 1)),
+    ],
+)
+def test_the_example_refuses_in_one_line(
+    arguments: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["example", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
 # Folders of the project, not those that a user's runs and environments make.
 FOLDERS = ("attention", "data", "docs", "experiments", "replay_batches", "scripts", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))])
