@@ -38,14 +38,13 @@ def smooth_loss(folder: Path, window: int = 40) -> pd.Series:
 
 
 def loss_and_logits(
-    colors: dict[str, str], logits: str, runs: str = "one_wheel/runs", end: int = 6000
+    colors: dict[str, str], logits: str, runs: str = "one_wheel/runs", end: int = 6000, threshold: bool = True
 ) -> tuple[Figure, Any, Any]:
     """Left the training loss, right the column ``logits`` of the probes, of ``runs`` whose names begin so. 9 inches: 800 pixels."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.set(ylim=(0, 8.5), xlim=(0, 1.05 * end))
     right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 1.05 * end))
-    right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
     title = "largest attention logit" + (" of layer 1" if logits == "max_logit_1" else "")
     ticks = range(0, end + 1, end // 3)
     for axis, words in ((left, "training loss"), (right, title)):
@@ -59,7 +58,9 @@ def loss_and_logits(
             loss, rows = smooth_loss(run), pd.read_csv(run / "probes.csv")
             left.plot(loss.index, loss, color=color, linewidth=1.3)
             right.plot(rows["step"], rows[logits], color=color, linewidth=1.3)
-    write(right, (0.016 * end, 6e4, f"{FMA_THRESHOLD:,.0f}", GRAY))
+    if threshold:
+        right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
+        write(right, (0.016 * end, 6e4, f"FMA threshold\n{FMA_THRESHOLD:,.0f}", GRAY))
     return figure, left, right
 
 
@@ -97,7 +98,7 @@ def public_kernels() -> Figure:
         "plain": BLUE,
         "from_p_4": BLUE,
     }
-    figure, left, _ = loss_and_logits(colors, "max_logit_1")
+    figure, left, _ = loss_and_logits(colors, "max_logit_1", threshold=False)  # of our kernels
     names = ("FlexAttention", "FlashAttention-2, in torch's SDPA", "FlashAttention-4", "cuDNN", "controls")
     write(left, *((900, 7.9 - 0.6 * i, name, list(colors.values())[i]) for i, name in enumerate(names)))
     return figure
@@ -105,7 +106,7 @@ def public_kernels() -> Figure:
 
 def other_blocks() -> Figure:
     arms = {"none": PURPLE, "grouped": GREEN}
-    fixed = {"consistent": SKY, "from_p": BLUE}
+    fixed = {"consistent": BLUE, "from_p": GRAY}
     colors = {f"{arm}_flash": color for arm, color in arms.items()}
     colors |= {f"{arm}_{name}": color for arm in arms for name, color in fixed.items()}
     figure, left, _ = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs")

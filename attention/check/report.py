@@ -32,7 +32,7 @@ LEGEND = (
     f"  rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
     "which is eager attention in this dtype with a softmax in FP32"
 )
-NEXT = "next: mend it, or train with it under watch() and beside a control; scripts/crash_run.py of a clone does the second"
+NEXT = "next: mend it, take flash_consistent, or train with it under watch() and beside a control, as scripts/crash_run.py of a clone does"
 LIMITS = (
     "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
     "the absence of the patterns that we know."
