@@ -5,11 +5,11 @@ Layers and heads count from 0; the paper counts from 1, so its "layer 2" is laye
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .backends import BACKENDS, FLASH_BACKENDS, Call, numerics_of, obstacle
-from .numerics import BASES, Numerics, parse_site
+from .numerics import BASES, LOW_FORMATS, MANTISSA_FORMATS, Numerics, parse_site
 from .presets import EXTERNAL, PRESETS, named, unaliased
 from .user_error import UserError, invalid
 
@@ -187,6 +187,17 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
 
     specs = {head: moved(group.spec) for group in plan.groups for head in group.heads}
     return _plan_layer(plan.layer, [specs[head] for head in range(plan.n_head)], plan.flash_backend)
+
+
+def round_nothing(plans: Sequence[LayerPlan]) -> bool:
+    """Whether all heads use a flash preset, and none of its sites rounds where q, k and v are float32."""
+    coarse = {"bf16", "fp16", *MANTISSA_FORMATS, *LOW_FORMATS}
+    groups = [group for plan in plans for group in plan.groups]
+    return all(
+        group.backend in FLASH_BACKENDS
+        and coarse.isdisjoint(asdict(numerics_of(group.backend, group.numerics).concrete("fp32")).values())
+        for group in groups
+    )
 
 
 def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:

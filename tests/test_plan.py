@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from attention.numerics import HARDWARE, Numerics
-from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe
+from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe, round_nothing
 from attention.presets import RECOMMENDED
 from errors import UserError
 
@@ -21,6 +21,20 @@ def test_an_alias_is_the_preset_that_it_stands_for() -> None:
 def test_single_sites_override_the_preset() -> None:
     numerics = AttentionSpec(preset="flash_stable", sites=("row_max_beta=8", "tile_q=64")).resolve()
     assert (numerics.row_max, numerics.row_max_beta, numerics.tile_q) == ("stabilized", 8.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("spec", "nothing"),
+    [
+        (AttentionSpec(), True),
+        (AttentionSpec(numerics="microcosm"), False),
+        (AttentionSpec(sites=("delta_output=bf16",)), False),
+        (AttentionSpec(preset="fp8"), False),
+        (AttentionSpec(preset="standard"), False),
+    ],
+)
+def test_a_flash_preset_without_a_rounding_in_float32_is_told(spec: AttentionSpec, nothing: bool) -> None:
+    assert round_nothing(AttentionConfig(default=spec).resolve(2, 2)) == nothing
 
 
 def test_the_record_spells_out_every_site_and_every_head() -> None:
