@@ -133,7 +133,7 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
             field_name = part.removeprefix("no_") if depth == len(parts) - 1 else part
             if field_name not in known:
                 below = ".".join(parts[:depth])
-                rules = "a rule of a file after the recipe, as in configs/ablations"
+                rules = "a rule of a file after the recipe and before the options, as in configs/ablations"
                 choices = known or (rules if below == "attention.rules" else f"nothing below {below}")
                 return invalid(name, value or next_argument, choices, typed=part)
             section = known[field_name]
