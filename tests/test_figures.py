@@ -219,6 +219,13 @@ def test_the_attention_of_a_published_run_is_known(path: Path) -> None:
     plans_at(base, [parse_switch(text) for text in config["alarm"]["switches"]], config["run"]["steps"])
 
 
+def test_records_name_no_folder_of_the_machine_that_made_them() -> None:
+    configs = [json.loads(path.read_text())["config"] for path in RECORDS]
+    assert not [
+        path for config in configs for path in (config["run"]["folder"], config["data"]["dataset"]) if path[:1] == "/"
+    ]
+
+
 @pytest.mark.parametrize("study", SUMMARIES)
 def test_the_summary_of_runs_is_that_of_their_files(study: str, tmp_path: Path) -> None:
     header = (EXPERIMENTS / study / "summary.csv").read_text().splitlines()[0]
