@@ -220,10 +220,7 @@ def test_the_attention_of_a_published_run_is_known(path: Path) -> None:
 
 
 def test_records_name_no_folder_of_the_machine_that_made_them() -> None:
-    configs = [json.loads(path.read_text())["config"] for path in RECORDS]
-    assert not [
-        path for config in configs for path in (config["run"]["folder"], config["data"]["dataset"]) if path[:1] == "/"
-    ]
+    assert not [path for path in RECORDS if '"/' in path.read_text()]
 
 
 @pytest.mark.parametrize("study", SUMMARIES)
