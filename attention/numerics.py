@@ -311,6 +311,10 @@ class Numerics:
         "rows with delta_error: all, tied, untied, one_hot, as_many_as_tied, as_many_as_untied",
         ("all", "tied", "untied", "one_hot", "as_many_as_tied", "as_many_as_untied"),
         (DELTA,),
+        conflict=(
+            "all where delta_error is none",
+            lambda n: n.delta_error_rows != "all" and n.delta_error == "none",
+        ),
     )
     """``tied``: two P are within a factor of 1 - 2^-9, so that if one P_bar rounds to 1 in BF16, both do. ``one_hot``: a P is at least
     1 - 2^-9. ``as_many_as_``: so many rows of each batch element and head, drawn at random."""

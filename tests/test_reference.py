@@ -199,3 +199,5 @@ def test_zero_sum_noise_leaves_rows_of_ds_at_a_sum_of_zero() -> None:
 def test_an_error_needs_a_delta_from_p() -> None:
     with pytest.raises(UserError, match="delta_error = 'random': expected none where delta is rowsum_do_o"):
         AttentionSpec(sites=("delta_error=random",))
+    with pytest.raises(UserError, match="delta_error_rows = 'tied': expected all where delta_error is none"):
+        AttentionSpec(sites=("delta=rowsum_p_dp", "delta_error_rows=tied"))
