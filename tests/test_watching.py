@@ -440,6 +440,22 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
         assert all(0 < error < 1e-3 for heads in seen.record[column] for error in heads)
 
 
+@pytest.mark.parametrize("names", [("sdpa", "own"), ("own", "another")])
+def test_parts_of_a_model_with_attention_functions_of_their_own_are_all_seen(names: tuple[str, str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    for name in ("own", "another"):
+        transformers.AttentionInterface.register(name, lambda *args, **more: eager_attention_forward(*args, **more))
+    model: Any = llama("sdpa")
+    for name, layer in zip(names, model.model.layers, strict=True):
+        layer.self_attn.config = copy.deepcopy(model.config)
+        layer.self_attn.config._attn_implementation = name
+    with watch(model) as seen:
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert len(seen.record["dq_error"]) == 2
+
+
 @pytest.mark.parametrize("implementation", [None, "mine"])
 @pytest.mark.parametrize("seen_by", [functools.partial(watch, every=1), functools.partial(capture, layers=(0,))])
 def test_selective_checkpointing_does_what_it_does_unseen(implementation: str | None, seen_by: Any) -> None:

@@ -252,14 +252,20 @@ _replaced: dict[str, tuple[int, Callable[..., Any]]] = {}
 
 @contextmanager
 def _hugging_face(model: nn.Module) -> Iterator[None]:
-    """Stand in for the attention function of a Hugging Face model, if that is not torch's. Other threads get the function itself."""
-    library: Any = sys.modules.get("transformers.modeling_utils")
+    """Stand in for those attention functions of a Hugging Face model that are not torch's: its parts may have several."""
+    functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
     configs = (getattr(module, "config", None) for module in model.modules())
-    name = next((c._attn_implementation for c in configs if c and hasattr(c, "_attn_implementation")), None)
-    if library is None or name in (None, "sdpa", "eager"):
+    names: set[Any] = {getattr(config, "_attn_implementation", None) for config in configs}
+    with ExitStack() as stand_ins:
+        with _LOCK:  # a pass that ends elsewhere takes its names away for a moment
+            for name in names & (functions.keys() - {"sdpa", "eager"}):
+                stand_ins.enter_context(_stand_in(functions, name))
         yield
-        return
-    functions = library.ALL_ATTENTION_FUNCTIONS
+
+
+@contextmanager
+def _stand_in(functions: Any, name: str) -> Iterator[None]:
+    """Until the last pass that looks at it is over. Other threads get the function itself."""
     with _LOCK:
         passes, function = _replaced.get(name, (0, None))
         if function is None:
