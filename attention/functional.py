@@ -112,6 +112,8 @@ def scaled_dot_product_attention(
     chosen: Any = numerics
     if isinstance(numerics, AttentionSpec):  # torch 2.11's compiler does not take it for a constant
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend, numerics.kernel)
+    elif not isinstance(numerics, str):  # before a tuple of the user's passes for that one
+        spec_of(numerics)
     asked = chosen, kind, FORMAT_OF[query.dtype], width or 8, value_width or 8, 1.0 if softcap else 0.0, features
     backend, sites, draws, unrounded = _resolved(*asked)
     if rounding_seed is None:
@@ -338,8 +340,6 @@ def _common(sizes: tuple[int, ...], shapes: str, expected: str) -> int:
 @torch.compiler.assume_constant_result
 def _resolved(*asked: Any) -> tuple[str, str, bool, bool]:
     """What ``_resolve`` says, which a compiler takes for a constant."""
-    if not isinstance(asked[0], str | tuple):
-        spec_of(asked[0])
     return _resolve(*asked)
 
 

@@ -321,6 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rounding_seed = None",
     ),
     "unknown preset": ({"numerics": "flsh"}, "numerics = 'flsh': did you mean flash?"),
+    "a preset in a tuple": ({"numerics": ("flash",)}, r"numerics = \('flash',\): expected the name of a preset or"),
     "a preset of another device": ({"numerics": "sdpa_cudnn"}, "cannot run here: it needs a CUDA device"),
     "a site with a soft-cap": ({"numerics": "flash_corrected_rows", "softcap": 3.0}, "row_residual"),
     "sinks of other heads": ({"sinks": torch.zeros(3)}, r"sinks have shape \[3\]: expected \[4\]"),
