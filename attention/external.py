@@ -36,11 +36,16 @@ def loaded(name: str) -> Call:
 def run(q: Tensor, k: Tensor, v: Tensor, kernel: str, *, scale: float, causal: bool, **_: Any) -> Tensor:
     """O [B, T, H, D] of the kernel of that name; other settings are given, too, and ignored.
 
-    Raises ``UserError`` for what is no such tensor; its values only ``check`` looks at, before the trainer starts.
+    Raises ``UserError`` for what is no such tensor, and for a ``TypeError``, as of a kernel that takes other arguments; its values only
+    ``check`` looks at, before the trainer starts.
     """
+    call = loaded(kernel)
     with torch.autocast(q.device.type, enabled=False):  # its backward pass runs outside, too
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        o = loaded(kernel)(q, k, v, causal, scale)
+        try:
+            o = call(q, k, v, causal, scale)
+        except TypeError as error:  # not others: they may be of the device, or end a recomputation of checkpointing
+            raise UserError(f"attention kernel = {kernel!r}: it raises TypeError: {error}") from error
     if (reason := _misfit(o, q)) is not None:
         raise UserError(f"attention kernel = {kernel!r}: {reason}")
     return o.transpose(1, 2)

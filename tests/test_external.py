@@ -171,6 +171,12 @@ def test_the_drop_in_refuses_what_is_no_output(kernel: str, given: str, place: P
         scaled_dot_product_attention(q, q, q, numerics=spec)
 
 
+def test_the_drop_in_names_a_kernel_that_takes_other_arguments() -> None:
+    q, spec = torch.randn(1, 2, 16, 8), AttentionSpec(preset="external", kernel="os:getcwd")
+    with pytest.raises(UserError, match=r"kernel = 'os:getcwd': it raises TypeError: .*\(5 given\)"):
+        scaled_dot_product_attention(q, q, q, numerics=spec)
+
+
 def test_rows_measured_from_outside_are_those_inside() -> None:
     """A kernel of ours with a coarse O, whose rows of dS the reference sums; one feature of Q is 0, so that S is the same for both."""
     p = inputs("gaussian", Shape(B=2, H=2, G=2, T=64, D=16), torch.float32, CPU)
