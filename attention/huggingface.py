@@ -77,7 +77,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
 
 HARMLESS = {
     "sliding_window": "the mask has it; looked at where there is none",
-    "position_ids": "queries and keys are rotated by then, and the mask is made of them",
+    # Not all models make their mask of them. To look here for packed sequences would make each layer wait for a GPU.
+    "position_ids": "queries and keys are rotated by then, and most masks are made of them",
     "position_embeddings": "the same",
     "cache_position": "the same",
     "past_key_values": "keys and values come from it already",
@@ -114,6 +115,7 @@ def _refuse_others(module: nn.Module, others: dict[str, Any]) -> None:
             cure = "'eager' attention may"
             if name in _PACKED:
                 cure = "expected position_ids in its place, as of DataCollatorWithFlattening(return_flash_attn_kwargs=False)"
+                cure += ", if the model makes its mask of them (GPT-OSS and OPT do not)"
             refuse(True, f"{what}: it has no {name}, which the model hands to its attention; {cure}")
 
 

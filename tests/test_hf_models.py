@@ -143,7 +143,10 @@ X = torch.randn(1, 1, 4, 8)
 CALLS: list[tuple[dict[str, Any], str]] = [
     *(({name: X}, f"^low-precision attention: Module: it has no {name}") for name in ("indices", "sinks", "any")),
     ({"dropout": 0.1}, r"^low-precision attention: Module: dropout = 0\.1: expected 0, .*attention_dropout=0"),
-    ({"cu_seq_lens_q": X}, "it has no cu_seq_lens_q, .*; expected position_ids in its place"),
+    (
+        {"cu_seq_lens_q": X},
+        "it has no cu_seq_lens_q, .*; expected position_ids in its place.* if the model makes its mask",
+    ),
     ({"sliding_window": 3}, "sliding_window = 3 of 4 keys"),
     ({"mask": torch.ones(4, 4, dtype=torch.bool).tril()}, r"attention mask of shape \[4, 4\]"),
     # transformers' "sdpa" takes it for causal, "eager" for full attention.
