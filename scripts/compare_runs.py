@@ -232,8 +232,9 @@ def summarize(
         "exploded_at": exploded,
         "last_step": int(losses.index[-1]),
         "grad_norm_above_20_at": first_large_norm(norms),
-        "grad_norm_largest": norms.max() if complete else None,
-        "grad_norm_largest_at": int(norms.idxmax()) if complete else None,
+        # Of arrays, in which the first NaN is the largest.
+        "grad_norm_largest": norms.to_numpy().max() if complete else None,
+        "grad_norm_largest_at": int(norms.index[norms.to_numpy().argmax()]) if complete else None,
         "train_loss_end": loss_at_the_end(losses),
         "val_loss_best": validation.min() if len(validation) else None,
         "val_loss_end": validation.iloc[-1] if len(validation) else None,

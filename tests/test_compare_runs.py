@@ -1,6 +1,7 @@
 """scripts/compare_runs.py: the table, the sentence about the data, and one line for each mistake."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -53,6 +54,11 @@ def test_ends_and_where_runs_part_and_why_are_told(tmp_path: Path, capsys: pytes
     assert [(row[0], row[3]) for row in rows] == [("| failing", "exploded at 3"), ("| fixed", "stable to 5")]
     change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
     assert f"fixed against failing: bits differ from step 2 on, first in train_loss; {change}\n" in shown
+
+
+def test_a_run_of_nothing_but_nan_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [math.nan] * 6, grad_norm=math.nan)
+    assert "| run | flash (paper) | 42 | NaN at 0 |" in told(capsys, run)
 
 
 def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
