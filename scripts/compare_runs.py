@@ -83,7 +83,7 @@ class Run:
         """``max_logit`` or ``w_q_norm`` of a layer, or (``max``) the largest of all layers."""
         layers = [column for column in self.probes if column.startswith(f"{name}_")]
         if which == "max" and layers:
-            return self.probes[layers].max(axis=1, skipna=False).dropna()
+            return self.probes[layers].dropna().astype(float).max(axis=1, skipna=False)
         return self.column(f"{name}_{which}")
 
 
@@ -101,7 +101,7 @@ def load(folder: Path) -> Run:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder}/config.json: not the record of a run") from None
     kept = folder / "probes.csv"
-    probes = curves.read_csv(kept).astype(float) if kept.is_file() else _by_layer(curves.telemetry(folder))
+    probes = curves.read_csv(kept) if kept.is_file() else _by_layer(curves.telemetry(folder))
     complete = (folder / METRICS_FILE).is_file()
     return Run(folder.resolve().name, folder, content, metrics, probes, complete, switched)
 
@@ -116,12 +116,13 @@ def _switched(content: dict[str, Any], last: int) -> str:
 
 
 def _by_layer(telemetry: pd.DataFrame) -> pd.DataFrame:
-    rows = {
-        step: {f"w_q_norm_{layer}": norm for layer, norm in enumerate(probe["w_q_norm"])}
+    rows = [
+        {"step": step}
+        | {f"w_q_norm_{layer}": norm for layer, norm in enumerate(probe["w_q_norm"])}
         | {f"max_logit_{layer}": float(np.max(heads)) for layer, heads in enumerate(probe["max_logit"])}
         for step, probe in telemetry.iterrows()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index")
+    ]
+    return curves.by_step(rows) if rows else pd.DataFrame()
 
 
 def run_folders(paths: Sequence[Path]) -> list[Path]:
@@ -211,7 +212,10 @@ def losses_before(run: Run, first: Run) -> pd.Series:
 def summarize(
     run: Run, layer: int | None, at: Sequence[int], margin: float, patience: int, first: Run | None = None
 ) -> dict[str, Any]:
-    """The table row of a run, ``first`` being the reference. Raises ``UserError`` for a layer that is not in its probes."""
+    """The table row of a run, ``first`` being the reference: None for what was not measured, the text "nan" for a NaN that was.
+
+    Raises ``UserError`` for a layer that is not in its probes.
+    """
     if layer is not None and len(run.probes) and f"max_logit_{layer}" not in run.probes:
         count = sum(name.startswith("max_logit_") for name in run.probes)
         raise invalid("--layer", layer, f"0 to {count - 1}, the layers that {run.name} has probes of")
@@ -242,9 +246,11 @@ def summarize(
     for name, values in (("val_loss", validation), (f"max_logit_{which}", logits), (f"w_q_norm_{which}", w_q)):
         row |= {f"{name}_at_{step}": values.get(step) for step in at}
     for name, values in ((f"max_logit_{which}", logits), (f"w_q_norm_{which}", w_q)):
-        row[f"{name}_largest"] = values.max() if len(values) else None
+        row[f"{name}_largest"] = values.max(skipna=False) if len(values) else None
     speeds = run.column("tokens_per_second")
-    return row | {"tokens_per_second": speeds.median() if len(speeds) else None}
+    row["tokens_per_second"] = speeds.median() if len(speeds) else None
+    # Every run has a train_loss_end: there NaN is no missing value.
+    return {name: "nan" if value != value and name != "train_loss_end" else value for name, value in row.items()}
 
 
 def loss_at_the_end(losses: pd.Series) -> float:
@@ -263,7 +269,9 @@ def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def cell(name: str, value: Any) -> str:
-    if not isinstance(value, str) and pd.isna(value) and name != "train_loss_end":
+    if isinstance(value, str):
+        return value
+    if pd.isna(value) and name != "train_loss_end":
         return "-"
     if "loss" in name:
         return f"{value:.3f}"
@@ -415,6 +423,7 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], layer: int | None,
     drawn = []
     for run, row in zip(runs, rows, strict=True):
         logits = run.of_layers("max_logit", "max" if layer is None else str(layer)).rename("max_logit_max")
+        logits = logits.map(lambda value: "nan" if value != value else value)  # for its cross
         metrics = run.metrics.drop(columns="max_logit_max", errors="ignore").join(logits, how="outer")
         drawn.append(DrawnRun(f"{run.name}: {row['attention']}, {row['ended']}", metrics, row["exploded_at"]))
     with on_disk(f"--out {path}", "be written"):
@@ -425,7 +434,8 @@ def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
     """As CSV or Markdown, by the file's ending. Raises ``UserError`` where it cannot be written."""
     text = markdown(table) + "\n" + "".join(f"- {line}\n" for line in lines)
     if path.suffix == ".csv":
-        text = table.to_csv(index=False, float_format="%.6g")
+        # Not by float_format, which leaves the floats of a column with a "nan" as they are.
+        text = table.map(lambda one: f"{one:.6g}" if isinstance(one, float) and one == one else one).to_csv(index=False)
     with on_disk(f"--table {path}", "be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text)

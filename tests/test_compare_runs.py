@@ -16,7 +16,7 @@ from tiny_runs import Place, lines
 
 from scripts import compare_runs
 from training.checkpoint import CheckpointConfig, Checkpoints
-from training.metrics import Metrics
+from training.metrics import Metrics, text_of
 from training.telemetry import read_telemetry
 
 BATCHES = {"data_sha256": "aa", "recording": "night", "recording_start": "00", "sequence_length": 64}
@@ -57,8 +57,26 @@ def test_ends_and_where_runs_part_and_why_are_told(tmp_path: Path, capsys: pytes
 
 
 def test_a_run_of_nothing_but_nan_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run", [math.nan] * 6, grad_norm=math.nan)
-    assert "| run | flash (paper) | 42 | NaN at 0 |" in told(capsys, run)
+    run = write_run(tmp_path / "run", [math.nan] * 6, grad_norm=math.nan, val_loss=math.nan)
+    compare(run, "--out", "none", "--at", 5, "--table", tmp_path / "table.csv")
+    # The largest gradient norm, and validation losses: the best and that of step 5.
+    assert "| run | flash (paper) | 42 | NaN at 0 | nan at 0 | nan | nan |\n" in capsys.readouterr().out
+    assert (tmp_path / "table.csv").read_text().endswith("NaN at 0,0,5,nan,0,nan,nan,nan\n")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_is_the_largest(tmp_path: Path, kept: bool, value: float) -> None:
+    run = write_run(tmp_path / "run", [2.0] * 6)
+    if kept:
+        (run / "probes.csv").write_text(f"step,max_logit_0,max_logit_1\n0,1.5,2.5\n2,{value},3.5\n4,9.5,\n")
+    else:
+        logits = {0: [[1.5], [2.5]], 2: [[value], [3.5]]}
+        rows = [{"step": step, "w_q_norm": [1.0, 1.0], "max_logit": by_layer} for step, by_layer in logits.items()]
+        (run / "telemetry.jsonl").write_text(text_of(rows))
+    row = compare_runs.summarize(compare_runs.load(run), None, [0, 2, 4], 0.5, 200)
+    shown = [row[f"max_logit_max_{which}"] for which in ("at_0", "at_2", "at_4", "largest")]
+    assert list(map(str, shown)) == ["2.5", str(value), "None", str(value)]
 
 
 def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
