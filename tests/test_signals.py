@@ -123,6 +123,17 @@ with signals.PreemptionHandler() as preemption:
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_second_signal_while_the_interpreter_ends_does_not_change_the_code(number: str) -> None:
+    script = f"""
+with signals.PreemptionHandler():
+    signal.raise_signal(signal.SIGTERM)
+signal.raise_signal(signal.{number})
+raise SystemExit(signals.EXIT_RESUME)
+"""
+    assert run_alone(script).returncode == EXIT_RESUME
+
+
 # ---- two processes under torchrun
 
 HELD = """

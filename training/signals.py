@@ -31,7 +31,7 @@ class PreemptionHandler:
     """Handles the signals inside its block. In the main thread only, as Python requires.
 
     ``requested`` says whether the run is asked to save and exit. While ``starting``, when there is nothing to save, it exits by itself.
-    A second signal, at least ``ONE_REQUEST`` seconds later, ends the process at once.
+    A second signal, at least ``ONE_REQUEST`` seconds later, ends the process at once. Once the run has ended, further ones are ignored.
 
     ``on_silence`` is called with the signal, in another thread, when the block has not ended ``SILENCE`` seconds after it: Python's
     handlers wait for the main thread, which may be in a collective that another process never joins.
@@ -83,8 +83,8 @@ class PreemptionHandler:
             signal.set_wakeup_fd(self._wakeup)
             os.close(self._written)
         for number, handler in self._before.items():
-            # A process that is on its way out after Ctrl-C gets torchrun's SIGINT, too.
-            leaving = number == signal.SIGINT and self._interrupted > 0
+            # A process on its way out gets torchrun's signal, too. A handler of Python's would go before the process does.
+            leaving = self._interrupted > 0 if number == signal.SIGINT else self.requested
             signal.signal(number, signal.SIG_IGN if leaving else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
