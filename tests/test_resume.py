@@ -105,6 +105,13 @@ def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place) -> None:
     assert left(place.train("fresh", AUTO)) == before
 
 
+def test_a_branch_that_ended_where_it_began_goes_on(place: Place) -> None:
+    fields = {"run.init_from": str(place.runs / "long/checkpoints/step_00000010")}
+    place.train("no_step", {**fields, "run.steps": 10})
+    run = place.train("no_step", {**fields, **RESUME})
+    assert left(run)["model.safetensors"] == left(place.runs / "long")["model.safetensors"]
+
+
 @pytest.mark.parametrize("found", ["thesis.tex", "wandb/x"])
 def test_auto_leaves_alone_what_no_run_has_made(place: Place, found: str) -> None:
     name = f"not_a_run_{found[:5]}"

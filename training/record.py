@@ -148,7 +148,7 @@ def check_restart(
     metrics = folder / METRICS_FILE
     last = max((row["step"] for row in read_lines(metrics)), default=0) if metrics.exists() else 0
     otherwise = f"choose another name, or remove {folder} and start the run again"
-    if last >= due:
+    if last >= due > first["from_step"]:  # a branch of no step has saved nothing
         gone = f"a checkpoint in {checkpoints}; they are gone, while {metrics} goes to step {last}"
         raise invalid("run.resume", "yes", f"{gone}: {otherwise}")
     if began != {name: first[name] for name in ("from_step", "init_sha256") if name in first}:
