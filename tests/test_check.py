@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import kernel_tests
 import pytest
@@ -128,6 +128,18 @@ class _AsIfContiguous(torch.autograd.Function):
         return do.as_strided(do.shape, do.contiguous().stride()) if do.stride(-1) else do, None
 
 
+class _KeepsItsO(torch.autograd.Function):
+    memory: ClassVar[dict[torch.Size, Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor) -> Tensor:
+        return _KeepsItsO.memory.setdefault(o.shape, torch.empty_like(o)).copy_(o).detach()
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Tensor:
+        return do
+
+
 CALLS = iter(range(1000))
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
@@ -146,6 +158,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (lambda *call: _AsIfContiguous.apply(plain(*call), False), "repeatability", "wrong", "other strides"),
     (lambda *call: _AsIfContiguous.apply(plain(*call), True), "repeatability", "wrong", "stride 0"),
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
+    (lambda *call: _KeepsItsO.apply(plain(*call) + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda q, *rest: plain(q, *rest) + 0 * q.sum(), "not_a_number", "at risk", ""),
     ("standard", "peaked_1000", "at risk", "scores: "),
 ]

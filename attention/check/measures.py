@@ -49,7 +49,8 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     gradients = torch.autograd.grad(o, operands, (p.do if do is None else do).to(o.dtype), allow_unused=True)
     if missing := [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]:
         raise NoGradientError(f"no gradient for {', '.join(missing)}")
-    return o.detach(), *gradients
+    # In memory of their own: a kernel may keep its buffers.
+    return tuple(x.detach().clone() for x in (o, *gradients))
 
 
 def plain(
