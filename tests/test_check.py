@@ -92,6 +92,8 @@ class _Tiled(torch.autograd.Function):
         if ctx.fault == "dK of the last tile is 0":
             dk[..., -TILE:, :] = 0
         dk, dv = (x.unflatten(1, (-1, ctx.n)).sum(2) for x in (dk, dv))
+        if ctx.fault == "dO overwritten":
+            do.zero_()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 
@@ -160,6 +162,8 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda *call: _KeepsItsO.apply(plain(*call) + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda q, *rest: plain(q, *rest) + 0 * q.sum(), "not_a_number", "at risk", ""),
+    (tiled("dO overwritten"), "gaussian", "wrong", "it overwrites dO"),
+    (lambda q, *rest: (plain(q, *rest), q.data.zero_())[0], "not_a_number", "wrong", "it overwrites q"),
     ("standard", "peaked_1000", "at risk", "scores: "),
 ]
 

@@ -29,6 +29,10 @@ class NoGradientError(Exception):
     """A kernel gives none for what it read."""
 
 
+class OverwrittenError(Exception):
+    """A kernel writes to q, k, v or dO: others read them, too."""
+
+
 def _attend(call: Call, p: Inputs) -> Results:
     """o with its graph, and the q, k, v that it is of."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
@@ -41,16 +45,26 @@ def forward(call: Call, p: Inputs) -> Tensor:
 
 
 def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
+    """O, dQ, dK, dV in memory of their own, as a kernel may keep its buffers. The host waits, to see whether it overwrote what it got."""
+    given = p.do.clone() if do is None else do
+    results, operands = _run(call, p, given)
+    pairs = zip(("q", "k", "v", "dO"), (*operands, given), (p.q, p.k, p.v, p.do if do is None else do), strict=True)
+    if overwritten := [name for name, x, before in pairs if not bool(((x == before) | before.isnan()).all())]:
+        raise OverwrittenError(f"it overwrites {', '.join(overwritten)}")
+    return tuple(x.clone() for x in results)
+
+
+def _run(call: Call, p: Inputs, do: Tensor) -> tuple[Results, Results]:
+    """O, dQ, dK, dV; and the q, k, v that the kernel got."""
     o, *operands = _attend(call, p)
     if o.shape != p.q.shape:
         raise RuntimeError(f"it gives O of shape {list(o.shape)} for q of shape {list(p.q.shape)}")
     if not o.requires_grad:
         raise NoGradientError("no gradient for q, k, v")
-    gradients = torch.autograd.grad(o, operands, (p.do if do is None else do).to(o.dtype), allow_unused=True)
+    gradients = torch.autograd.grad(o, operands, do.to(o.dtype), allow_unused=True)
     if missing := [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]:
         raise NoGradientError(f"no gradient for {', '.join(missing)}")
-    # In memory of their own: a kernel may keep its buffers.
-    return tuple(x.detach().clone() for x in (o, *gradients))
+    return (o.detach(), *gradients), tuple(x.detach() for x in operands)
 
 
 def plain(
@@ -156,7 +170,7 @@ def row_sums(call: Call, p: Inputs, dq: Tensor, row_size: Tensor) -> dict[str, f
 
 def _last_column(call: Call, p: Inputs, dq: Tensor) -> Tensor:
     """The last column of dQ [B, H, T, D], averaged over ``FACTORS``, in FP64: the rounding of dS drops out."""
-    columns = [dq[..., -1].double(), *(run(call, p, p.do * c)[1][..., -1].double() / c for c in FACTORS[1:])]
+    columns = [dq[..., -1].double(), *(_run(call, p, p.do * c)[0][1][..., -1].double() / c for c in FACTORS[1:])]
     return torch.stack(columns).mean(0)
 
 
@@ -181,7 +195,7 @@ def rows_from_outside(call: Call, p: Inputs) -> Tensor:
     q, k = (x.index_copy(-1, least, x[..., -1:]) for x in (p.q, p.k))
     q[..., -1], k[..., -1] = 0, 1
     p = replace(p, q=q, k=k)
-    return (_last_column(call, p, run(call, p)[1]) / p.scale).float()
+    return (_last_column(call, p, _run(call, p, p.do.clone())[0][1]) / p.scale).float()
 
 
 def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
