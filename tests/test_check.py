@@ -142,6 +142,18 @@ class _KeepsItsO(torch.autograd.Function):
         return do
 
 
+def rounds_s(gradient: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """``gradient``: what its backward pass makes of the logits' gradient."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        s = (q @ k.mT).float() * scale
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        s.register_hook(gradient)
+        return s.softmax(-1).to(v.dtype) @ v
+
+    return call
+
+
 CALLS = iter(range(1000))
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
@@ -165,6 +177,9 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("dO overwritten"), "gaussian", "wrong", "it overwrites dO"),
     (lambda q, *rest: (plain(q, *rest), q.data.zero_())[0], "not_a_number", "wrong", "it overwrites q"),
     ("standard", "peaked_1000", "at risk", "scores: "),
+    (rounds_s(lambda g: g), "peaked_1000", "at risk", "scores: "),
+    (rounds_s(lambda g: -g), "peaked_1000", "wrong", "dk"),
+    (lambda *call: plain(*call) * (1 - 2.0**-6), "peaked_1000", "at risk", "errors: o has "),
 ]
 
 
