@@ -268,6 +268,12 @@ def test_the_column_of_ones_measures_row_sums_of_ds() -> None:
     assert torch.allclose(column.double(), expected, rtol=1e-3, atol=1e-6)
 
 
+def test_sizes_of_a_negative_scale_are_those_of_a_positive_one_with_q_negated() -> None:
+    p = make("gaussian", SMALL, torch.float64, CPU)
+    (_, sizes, rows), (_, expected, expected_rows) = exact(replace(p, scale=-p.scale)), exact(replace(p, q=-p.q))
+    assert same((*sizes, rows), (*expected, expected_rows))
+
+
 def test_dq_of_the_baseline_is_that_of_torch_but_for_rounding() -> None:
     p = make("grouped", CLASSES["grouped"].shape(SMALL), torch.float64, CPU)
     assert max(relative_errors(run(plain, p), exact(p)[0])) < 1e-5

@@ -101,8 +101,8 @@ def exact(p: Inputs) -> tuple[Results, Results, Tensor]:
     gradients = torch.autograd.grad(o, (q, k, v), do)
     weights, o, k_H, v_H = (x.detach() for x in (weights, o, k_H, v_H))
     dp, delta = do @ v_H.mT, (do * o).sum(-1, keepdim=True)
-    ds = weights * (dp - delta).abs() * p.scale
-    uncancelled = weights * (do.abs() @ v_H.abs().mT + (do * o).abs().sum(-1, keepdim=True)) * p.scale
+    ds = weights * (dp - delta).abs() * abs(p.scale)
+    uncancelled = weights * (do.abs() @ v_H.abs().mT + (do * o).abs().sum(-1, keepdim=True)) * abs(p.scale)
     of_heads = uncancelled.mT @ q.detach().abs(), weights.mT @ do.abs()
     sizes = weights @ v_H.abs(), uncancelled @ k_H.abs(), *(x.unflatten(1, (-1, n)).sum(2) for x in of_heads)
     return (o, *gradients), sizes, torch.maximum(ds.sum(-1), 2.0**-15 * uncancelled.sum(-1))
