@@ -64,13 +64,18 @@ def invalid(field: str, value: object, expected: str | Iterable[object], *, type
 
 @contextlib.contextmanager
 def command_line() -> Iterator[None]:
-    """Around a command line: a ``UserError`` is one line on stderr and exit code 2, as is a stdout on a full disk.
+    """Around a command line: a ``UserError`` is one line on stderr and exit code 2, as is a stdout that is closed or on a full disk.
 
     Ctrl-C is one line (the interrupt's message if it has one) and exit code 130, a closed stdout (``| head``) exit code 141.
     """
     try:
+        if sys.stdout is None:
+            raise UserError("standard output: it is closed; expected a file, a pipe or /dev/null")
         try:
             yield
+        except OSError:
+            _flush("\n")  # where a print raised it, stdout takes this no more than that
+            raise
         finally:
             _flush()
     except UserError as error:
@@ -84,8 +89,9 @@ def command_line() -> Iterator[None]:
         raise SystemExit(141) from None
 
 
-def _flush() -> None:
+def _flush(more: str = "") -> None:
     try:
+        sys.stdout.write(more)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
