@@ -240,6 +240,20 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     assert report.cases[0].shape == Shape(T=128)
 
 
+@pytest.mark.parametrize(("name", "value", "why"), [("do", 0.0, "0"), ("v", math.inf, "not finite")])
+def test_captured_inputs_that_say_nothing_are_refused(name: str, value: float, why: str, tmp_path: Path) -> None:
+    p, file = make("gaussian", SMALL, torch.bfloat16, CPU), str(tmp_path / "x.zip")
+    replace(p, **{name: torch.full_like(p.q, value)}).save(file)
+    with pytest.raises(UserError, match=f"{file}: {name} is {why}: expected finite numbers that are not all 0"):
+        check_attention("torch:math", device="cpu", classes=file)
+
+
+def test_a_capture_of_one_position_has_no_gradient_of_q_to_judge(tmp_path: Path) -> None:
+    make("gaussian", SMALL, torch.bfloat16, CPU).part(length=1).save(file := tmp_path / "x.zip")
+    report = check_attention("torch:math", device="cpu", classes=str(file))
+    assert (report.verdict, report.not_tried) == ("unverified", {str(file): "dq is 0 in exact arithmetic"})
+
+
 @pytest.mark.parametrize(("kernel", "verdict"), [("flash", "at risk"), ("flash_consistent", "safe")])
 def test_layers_of_a_run_that_explodes_are_packaged_and_tell(kernel: str, verdict: str) -> None:
     report = check_attention(kernel, device="cpu", classes=PACKAGED)

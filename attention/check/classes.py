@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .captured import Inputs, Mask, load
+from ..user_error import UserError
+from .captured import NAMES, Inputs, Mask, load
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,15 @@ def _is_captured(name: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def captured(name: str) -> Inputs:
-    """The inputs of a packaged class, or those in a file. Raises ``UserError`` if the file is not a capture."""
-    return load(Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else name)
+    """The inputs of a packaged class, or those in a file. Raises ``UserError`` if it is no capture, or of nothing to judge."""
+    found = load(Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else name)
+    for what in NAMES:
+        x = getattr(found, what)
+        if not x.any() or not x.isfinite().all():
+            raise UserError(
+                f"{name}: {what} is {'not finite' if x.any() else '0'}: expected finite numbers that are not all 0"
+            )
+    return found
 
 
 def _last_feature_least(x: Inputs) -> Inputs:

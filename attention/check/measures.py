@@ -23,7 +23,7 @@ Results = tuple[Tensor, ...]
 
 
 class OutOfRangeError(Exception):
-    """A class of inputs says nothing in a dtype."""
+    """A class of inputs says nothing, or nothing in a dtype."""
 
 
 class NoGradientError(Exception):
@@ -129,11 +129,13 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     - ``bias_o``, ``bias_o_se``: mean of (O - exact) sign(exact) in units of 2^-9 |exact|, each cut at 4, and its standard error, as if
       elements were independent
 
-    Raises ``OutOfRangeError`` where plain attention's own numbers leave the range of the dtype.
+    Raises ``OutOfRangeError`` where plain attention's own numbers leave the range of the dtype, or the exact ones have no size.
     """
     p = make(name, shape, dtype, device)
     base, (expected, sizes, row_size) = run(plain, p), exact(p)
     for x, b, e, size in zip(NAMES, base, expected, sizes, strict=True):
+        if not e.any():
+            raise OutOfRangeError(f"{x} is 0 in exact arithmetic")
         if not (b.double() - e).norm() <= SIZE_WRONG * size.norm():
             raise OutOfRangeError(f"{x} of plain attention leaves the range of {str(dtype).removeprefix('torch.')}")
     found = run(call, p)
