@@ -237,6 +237,7 @@ class Numerics:
             lambda n: n.output_rounding != "nearest" and n.output == "fp32",
         ),
     )
+    """In FP16 whatever is below 2^-14 is rounded to nearest, as by every rounding of its kind: see ``rounding.round_to``."""
     output_gradient: str = _operand("input", "dO as the backward pass reads it", acts_in=(DELTA, BACKWARD))
     output_gradient_in_dv: str = _operand(
         "fp32", "dO in P^T dO, after output_gradient", acts_in=(BACKWARD,), backends=REFERENCE

@@ -70,13 +70,16 @@ def _scaled_draw(random_bits: Tensor, cut: int) -> Tensor:
 
 
 def round_to(x: Tensor, fmt: str, rounding: str = "nearest", random_bits: Tensor | None = None) -> Tensor:
-    """``x`` (float32, any shape) on the grid of a format of ``attention.numerics``: ``fp32``, ``bf16``, ``fp16``, ``m1``-``m22``."""
+    """``x`` (float32, any shape) on the grid of a format of ``attention.numerics``: ``fp32``, ``bf16``, ``fp16``, ``m1``-``m22``.
+
+    In ``fp16``, ``rounding`` acts in its normal range: below 2^-14 it is ``nearest``, and what is too large becomes infinite.
+    """
     if fmt == "fp32":
         return x
     if rounding == "nearest" and fmt in _CAST:
         return x.to(_CAST[fmt]).float()
     rounded = round_mantissa(x, mantissa_bits(fmt), rounding, random_bits)
-    # FP16 has fewer exponents than FP32: its cast adds overflow and subnormals, and changes nothing in between.
+    # FP16 has fewer exponents than FP32: its cast adds overflow and, to nearest, subnormals, and changes nothing in between.
     return rounded.to(torch.float16).float() if fmt == "fp16" else rounded
 
 
