@@ -397,6 +397,26 @@ def test_the_command_takes_a_kernel_of_ones_own(
     assert f"verdict: safe (1 of {len(reasons())} classes tried)" in capsys.readouterr().out
 
 
+def test_a_kernel_that_prints_leaves_json_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talks.py").write_text(
+        f"{KERNEL}print('imported')\ndef f(*call):\n    print('called')\n    return bare(*call)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["talks:f", "--json", "-", *COMMAND]) == 0
+    told = capsys.readouterr()
+    assert (json.loads(told.out)["verdict"], told.err.splitlines()[:2]) == ("safe", ["imported", "called"])
+
+
+def test_two_commands_write_one_file_aside_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other, here one that was cut off, keeps its own."""
+    (tmp_path / "x.csv.part").write_text("of another")
+    monkeypatch.chdir(tmp_path)
+    assert main(["torch:math", "--csv", "x.csv", *COMMAND]) == 0
+    assert (tmp_path / "x.csv.part").read_text() == "of another"
+
+
 RISKY = ("--device", "cpu", "--T", "64", "--class", "common_part")
 
 
@@ -485,6 +505,7 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
         (["flash", "--class", "nope"], "argument --class: invalid choice: 'nope'"),
         (["flahs", "--csv", "/no/x.csv"], "--csv /no/x.csv: expected a file in a folder that is there"),
         (["flahs", "--json", "/tmp"], "--json /tmp: expected a file in a folder that is there"),
+        (["flash", "--json", "x", "--csv", "./x"], "--csv ./x: expected another file than --json has"),
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
         ([], "KERNEL: expected one or more"),
         (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),

@@ -1,6 +1,7 @@
 """``python -m low_precision_attention.check KERNEL``: is this attention kernel safe to train with?"""
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
@@ -58,16 +59,20 @@ def main(arguments: list[str] | None = None) -> int:
             there = path if path.exists() and not path.is_file() else path.parent
             if path.is_dir() or not os.access(there, os.W_OK):
                 raise UserError(f"{option} {file}: expected a file in a folder that is there and can be written to")
-    for name in options.kernels:
-        find(name)
+    if options.json and options.csv and Path(options.json).resolve() == Path(options.csv).resolve():
+        raise UserError(f"--csv {options.csv}: expected another file than --json has")
     tested: list[Report] = []
     against: list[Report] = []
-    for shape, name in itertools.product(_shapes(options), options.kernels):
-        tested.append(_report(name, shape, options))
-        if options.against:
-            against.append(_report(options.against, shape, options))
-        # After each: what is done stays when a long command is cut off.
-        documents = _written([*tested, *against], options)
+    # A kernel that prints would spoil the JSON.
+    with contextlib.redirect_stdout(sys.stderr if options.json == "-" else sys.stdout):
+        for name in options.kernels:
+            find(name)
+        for shape, name in itertools.product(_shapes(options), options.kernels):
+            tested.append(_report(name, shape, options))
+            if options.against:
+                against.append(_report(options.against, shape, options))
+            # After each: what is done stays when a long command is cut off.
+            documents = _written([*tested, *against], options)
     reports = [*tested, *against]
     if options.json == "-":
         print(documents, end="")
@@ -91,7 +96,9 @@ def _written(reports: list[Report], options: argparse.Namespace) -> str:
                 if Path(name).exists() and not Path(name).is_file():  # /dev/stdout, a pipe
                     Path(name).write_text(content)
                 else:
-                    (aside := Path(f"{name}.part")).write_text(content)
+                    (aside := Path(f"{name}.{os.getpid()}.part")).write_text(
+                        content
+                    )  # another command may write this file
                     aside.replace(name)
             except OSError as error:
                 raise UserError(f"{option} {name}: cannot be written ({error.strerror})") from None
