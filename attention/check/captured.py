@@ -27,7 +27,7 @@ from ..user_error import UserError, invalid
 from ..watching.passes import QKV, Pass, plain_mask
 
 NAMES = ("q", "k", "v", "do")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 class Mask(NamedTuple):
@@ -84,8 +84,11 @@ class Inputs:
         return replace(self, q=q, k=k, v=v, do=do, about=about)
 
     def save(self, path: str | Path) -> None:
-        """Raises ``UserError`` where the file cannot be written, or there is a mask."""
+        """Raises ``UserError`` where the file cannot be written, there is a mask, or tensors are not of one dtype of ``DTYPES``."""
         self._without_mask()
+        dtypes = sorted({str(getattr(self, name).dtype).removeprefix("torch.") for name in NAMES})
+        if len(dtypes) > 1 or dtypes[0] not in DTYPES:
+            raise invalid("dtype of q, k, v, do", ", ".join(dtypes), DTYPES)
         shapes = {name: list(getattr(self, name).shape) for name in NAMES}
         about = {"dtype": str(self.q.dtype).removeprefix("torch."), "scale": self.scale, "causal": self.causal}
         about |= {"shapes": shapes, "about": dict(self.about)}
