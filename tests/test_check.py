@@ -230,7 +230,7 @@ def test_a_kernel_without_an_argument_for_masks_is_told_so_and_can_be_safe() -> 
 def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     """The feature of the file that does nothing to the logits, here because q is 0 there, makes way; and dO is of a usual size."""
     p = make("common_part", Shape(T=128), torch.bfloat16, CPU)
-    file = str(tmp_path / "x.zip")
+    file = str(tmp_path / "my x.zip")
     Inputs(p.q.roll(5, -1), p.k.roll(5, -1), p.v, p.do * 2.0**-20, p.scale).save(file)
     got = make(file, SMALL, torch.bfloat16, CPU)
     assert (got.q[..., -1].unique().item(), got.k[..., -1].unique().item()) == (0, 1)
@@ -238,6 +238,8 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     report = check_attention(kernel, device="cpu", classes=file)
     assert report.verdict == ("at risk" if kernel == "flash" else "safe")
     assert report.cases[0].shape == Shape(T=128)
+    assert f", bf16, {Shape(T=128)}, " in report.text()
+    assert (f" --inputs '{file}' " in report.text()) == (kernel == "flash")
 
 
 @pytest.mark.parametrize(("name", "value", "why"), [("do", 0.0, "0"), ("v", math.inf, "not finite")])
@@ -302,9 +304,16 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe(monkeypatch: pyt
     def leaves(*call: Any) -> Tensor:
         sys.exit(0)
 
+    class UnreadableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def unreadable(*call: Any) -> Tensor:
+        raise UnreadableError
+
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    reasons = "NotImplementedError: no such shape", "SystemExit: 0", "te", "has no attribute"
-    for kernel, reason in zip((broken, leaves, "te", "fa2"), reasons, strict=True):
+    reasons = "NotImplementedError: no such shape", "SystemExit: 0", "raises ValueError", "te", "has no attribute"
+    for kernel, reason in zip((broken, leaves, unreadable, "te", "fa2"), reasons, strict=True):
         (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian").cases
         assert (case.verdict, reason in case.reason) == ("unverified", True), case
     with pytest.raises(AssertionError, match="no such shape"):

@@ -154,7 +154,11 @@ def _first(found: Any) -> Tensor:
 
 def told(error: BaseException) -> str:
     """What a foreign kernel raised, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    try:
+        message = str(error)
+    except Exception as second:  # a foreign one, too
+        message = f"its message raises {type(second).__name__}"
+    return f"{type(error).__name__}: {' '.join(message.split())[:200]}"
 
 
 def _torchs(backend: SDPBackend) -> Call:

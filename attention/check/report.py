@@ -7,6 +7,7 @@ import io
 import json
 import math
 import platform
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,7 +80,11 @@ class Report:
 
     def text(self) -> str:
         width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
-        lines = [f"{self.kernel}, {self.dtype}, {', '.join(dict.fromkeys(filter(None, self.environment.values())))}"]
+        shapes = {case.shape for case in self.cases}
+        shape = shapes.pop() if len(shapes) == 1 else self.shape
+        lines = [
+            f"{self.kernel}, {self.dtype}, {shape}, {', '.join(dict.fromkeys(filter(None, self.environment.values())))}"
+        ]
         if {case.verdict for case in self.cases} == {judge.UNVERIFIED}:
             return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}"])
         lines.append(LEGEND)
@@ -121,9 +126,9 @@ class Report:
             )
 
         case = max(self.cases, key=badness)
-        option = "--inputs" if case.name.endswith(".zip") else "--class"
+        chosen = f"--{'inputs' if case.name.endswith('.zip') else 'class'} {shlex.quote(case.name)}"
         sizes = " ".join(f"--{name} {size}" for name, size in asdict(self.shape).items())
-        command = f"python -m {__package__} {self.kernel} {option} {case.name} --device {self.device} --dtype {self.dtype} {sizes}"
+        command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype} {sizes}"
         given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"'
         how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), "
         how += f"dQ over multiples of dO: {__package__}.measures.row_sums"
