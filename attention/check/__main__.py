@@ -96,9 +96,8 @@ def _written(reports: list[Report], options: argparse.Namespace) -> str:
                 if Path(name).exists() and not Path(name).is_file():  # /dev/stdout, a pipe
                     Path(name).write_text(content)
                 else:
-                    (aside := Path(f"{name}.{os.getpid()}.part")).write_text(
-                        content
-                    )  # another command may write this file
+                    aside = Path(f"{name}.{os.getpid()}.part")  # another command may write this file
+                    aside.write_text(content)
                     aside.replace(name)
             except OSError as error:
                 raise UserError(f"{option} {name}: cannot be written ({error.strerror})") from None
