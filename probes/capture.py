@@ -46,7 +46,7 @@ class LayerCapture:
     """What turned q and k."""
 
     def turned_back(self, dq_BHTD: Tensor) -> Tensor:
-        """A gradient with respect to q as one with respect to W_q x: dW_q is its outer product with x."""
+        """A gradient with respect to q as one with respect to W_q x, if no QK-norm is between: dW_q is its outer product with x."""
         return dq_BHTD if self.rotary is None else self.rotary(dq_BHTD.transpose(1, 2), inverse=True).transpose(1, 2)
 
     def heads(self, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -32,6 +32,8 @@ with trainer_packages():
 
 def _figure_4(args: argparse.Namespace) -> Drawn:
     checkpoints = [inputs.open_checkpoint(folder, _device()) for folder in args.checkpoint]
+    if any(opened.config.model.qk_norm for opened in checkpoints):
+        raise invalid("model.qk_norm", True, "False, as figure 4's P K is not pulled back through QK-norm")
     shapes = {(opened.config.model.n_embd, opened.config.model.n_head) for opened in checkpoints}
     if len(shapes) > 1:
         raise UserError(f"figure 4 compares checkpoints of one width and number of heads, not {sorted(shapes)}")

@@ -81,6 +81,13 @@ def test_each_figure_is_a_png_and_a_csv_with_rows(place: Place, llama: Path, num
         assert list(csv.DictReader(file))
 
 
+def test_figure_4_refuses_qk_norm(place: Place, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """A gradient with respect to q is not pulled back through the norm."""
+    place.train("normed", {"model.qk_norm": True, "run.steps": 2})
+    message = refused(figures.main, 4, "--checkpoint", place.runs / "normed", "--out", tmp_path)
+    assert message.startswith("error: model.qk_norm = True: expected False")
+
+
 def test_the_outer_products_of_a_llama_sum_to_the_gradient_of_its_w_q(llama: Path) -> None:
     """dQ = P K in one head alone, by transformers' own backward pass."""
     import transformers
