@@ -1,6 +1,7 @@
 """Reads configurations: recipes as Python files, overrides from the command line, the JSON that a run has written."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import itertools
@@ -81,13 +82,15 @@ def load(arguments: list[str]) -> TrainConfig:
         # The recipe chooses the flash backend: an ablation changes roundings, on any machine.
         attention = _exported(files[1], "attention", AttentionConfig, "ablation file")
         attention = dataclasses.replace(attention, flash_backend=config.attention.flash_backend)
-        config = dataclasses.replace(config, attention=attention)
+        # Not checked against the recipe before the options: they may change its rules, or the model.
+        config = copy.copy(config)
+        object.__setattr__(config, "attention", attention)
     return override(config, rest)
 
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
     if not arguments:
-        return config
+        return dataclasses.replace(config)  # checked
     # tyro would take the last one silently, of a switch and its negation, too.
     words = (argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--"))
     options = [word.replace(".no-", ".") for word in words]

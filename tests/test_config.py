@@ -40,6 +40,11 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path
     assert from_json(TrainConfig, json.loads(json.dumps(to_json(config)))) == config
 
 
+@pytest.mark.parametrize("option", ["--model.n-head 16", "--attention.rules.0.heads 0"])
+def test_an_ablation_is_checked_after_the_options(option: str) -> None:
+    load([str(RECIPES / "quickstart.py"), str(RECIPES / "ablations/outlier_heads.py"), *option.split()])
+
+
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)
 def test_ablation_changes_attention_only(ablation: Path) -> None:
     recipe = str(RECIPES / "gpt2_paper.py")
