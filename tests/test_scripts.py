@@ -128,7 +128,7 @@ def test_each_variant_has_a_row_with_the_flops_of_its_own_model_and_a_bad_one_sa
     assert rows["bad"]["failed"].startswith("UserError: attention of layer 0")
 
 
-ARGUMENTS = ["configs/gpt2_paper.py", "--run.name", "a", "--wandb.project", "two words"]
+ARGUMENTS = ["--run.name", "a", "--wandb.project", "two words"]
 PLAYED = {
     "scontrol": '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n" || echo "scontrol $*"',
     "srun": '[ "$1" = "--cpus-per-task=96" ] && shift && exec "$@"',
@@ -137,8 +137,8 @@ PLAYED = {
 }
 
 
-def told(folder: Path, code: str) -> list[str]:
-    """What torchrun and scontrol are told by a script that Slurm has copied elsewhere, as it does. The run ends with ``code``."""
+def slurm_job(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script that Slurm has copied elsewhere, as it does; it prints what torchrun and scontrol are told. The run ends with ``code``."""
     for name, line in PLAYED.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
@@ -157,8 +157,13 @@ def told(folder: Path, code: str) -> list[str]:
         "RUN": str(run),
         "CODE": code,
     }
-    command = ["bash", str(script), *ARGUMENTS, "--run.folder", str(run.parent)]
-    done = completed(command, env=environment() | variables)
+    command = ["bash", str(script), *arguments, "--run.folder", str(run.parent)]
+    return completed(command, env=environment() | variables)
+
+
+def told(folder: Path, code: str) -> list[str]:
+    (folder / "prints.py").write_text("from configs.gpt2_paper import config\nprint('loaded')\n")
+    done = slurm_job(folder, code, str(folder / "prints.py"), *ARGUMENTS)
     assert done.returncode == 1, done.stderr
     return done.stdout.splitlines()
 
@@ -171,7 +176,7 @@ def test_torchrun_is_told_where_to_meet_and_a_run_that_asks_for_it_is_queued_aga
     assert "SIGUSR1" in args.signals_to_handle
     assert Path(args.training_script) == ROOT / "train.py"
     own = args.training_script_args
-    assert own[: len(ARGUMENTS)] == ARGUMENTS
+    assert own[1 : len(ARGUMENTS) + 1] == ARGUMENTS
     assert own[-2:] == ["--run.resume", "auto"]
     assert requeue == "scontrol requeue 17"
 
@@ -180,3 +185,21 @@ def test_torchrun_is_told_where_to_meet_and_a_run_that_asks_for_it_is_queued_aga
 def test_a_run_that_ends_otherwise_is_not_queued_again(tmp_path: Path, code: str) -> None:
     """Neither for what the job before has left."""
     assert told(tmp_path, code)[-1] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("configs/x.py", "config file = 'configs/x.py'"),
+        ("configs/debug.py --run.resume auto", "--run.resume: train.slurm"),
+    ],
+)
+def test_a_slurm_job_with_a_mistake_is_one_line(tmp_path: Path, arguments: str, message: str) -> None:
+    done = slurm_job(tmp_path, "", *arguments.split())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {message}")
+
+
+def test_help_of_a_slurm_job_starts_nothing(tmp_path: Path) -> None:
+    done = slurm_job(tmp_path, "", "configs/debug.py", "--help")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
