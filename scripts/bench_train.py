@@ -2,7 +2,8 @@
 
     python scripts/bench_train.py configs/fast_failure.py --nanogpt ../nanoGPT --variants plain "reference: --speed.reference"
 
-A variant is ``NAME`` or ``NAME: FLAGS``, flags as train.py takes them; flags of the command itself go to every variant. Each runs
+A variant is ``NAME`` or ``NAME: FLAGS``, flags as train.py takes them; flags of the command itself go to every variant. They train on
+random tokens unless --data.dataset is among the flags. Each runs
 ``train.loop`` itself: batches drawn and recorded, metrics written, gradients clipped; no evaluation, checkpoint or probe falls into a
 round. A round runs every variant for ``--steps`` steps between two synchronizations; the table has medians over rounds and their range,
 also of the ratio of tokens a second to nanoGPT's in the same round.
@@ -46,8 +47,9 @@ with trainer_packages():
     from training.signals import PreemptionHandler
 
 WARM_UP = 3
-STEPS_ONLY = ["--evaluation.every", "0", "--telemetry.every", "0", "--checkpoint.every", "0", "--data.verify", "size"]
-"""Flags of a run of which only the steps are timed."""
+STEPS_ONLY = {f"{section}.every": 0 for section in ("evaluation", "telemetry", "checkpoint")}
+OWN = ("run.name", "run.folder", "data.record", *STEPS_ONLY)
+"""Fields of a run of which only the steps are timed: nobody else sets them."""
 
 
 @dataclass
@@ -95,16 +97,27 @@ def write_tokens(folder: Path, vocabulary: int, count: int) -> None:
             out.write(generator.choice(vocabulary, size=size, p=weights / weights.sum()))
 
 
+def as_flags(values: dict[str, Any]) -> list[str]:
+    return [f"--{field}={value}" for field, value in values.items()]
+
+
+def own_refused(flags: list[str]) -> list[str]:
+    """The flags. Raises ``UserError`` for one of ``OWN``."""
+    for flag in (word.partition("=")[0] for word in flags):
+        if flag.removeprefix("--") in OWN:
+            raise UserError(f"{flag}: bench_train.py sets this itself")
+    return flags
+
+
 def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, TrainConfig, str]:
-    """(name, config, flags) of a variant as typed; it writes into ``folder``, on the data set there unless it names another."""
+    """(name, config, flags) of a variant as typed; it writes into ``folder``."""
     name, _, flags = (part.strip() for part in text.partition(":"))
     if "=" in name:
         raise invalid("--variants", text, 'NAME, or "NAME: --section.field value ..."')
     here = {"run.name": name, "run.folder": folder / "runs", "data.record": folder / "recordings" / name}
-    here |= {"data.dataset": folder / "data"}
-    typed = [word for field, value in here.items() for word in (f"--{field}", str(value))]
     try:
-        return name, configuration.override(recipe, [*STEPS_ONLY, *typed, *shlex.split(flags)]), flags
+        typed = own_refused(shlex.split(flags))
+        return name, configuration.override(recipe, [*as_flags(STEPS_ONLY | here), *typed]), flags
     except UserError as error:
         raise UserError(f"--variants {name}: {error}") from None
 
@@ -271,15 +284,18 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
     }
 
 
-def check(args: argparse.Namespace, flags: list[str]) -> TrainConfig:
-    """The recipe. Raises ``UserError`` for invalid arguments, before anything is built."""
+def check(args: argparse.Namespace, flags: list[str], folder: Path) -> TrainConfig:
+    """The recipe, on ``folder``'s data set unless the flags name another. Raises ``UserError`` before anything is built."""
     for name in ("rounds", "steps"):
         if getattr(args, name) < 1:
             raise invalid(f"--{name}", getattr(args, name), "at least 1")
-    recipe = configuration.load([*args.recipe, *flags])
+    given = {flag.partition("=")[0].removeprefix("--") for flag in own_refused(flags)}
+    tokens = {"data.dataset": folder / "data", "data.verify": "size"}
+    own = as_flags({field: value for field, value in tokens.items() if field not in given})
+    recipe = configuration.load([*args.recipe, *own, *flags])
     if recipe.model.vocab_size > 2**16:
         raise invalid("model.vocab_size", recipe.model.vocab_size, f"at most {2**16}: token files are uint16")
-    names = [parse_variant(recipe, text, Path("bench"))[0] for text in args.variants]
+    names = [parse_variant(recipe, text, folder)[0] for text in args.variants]
     if len(set(names)) < len(names) or "nanogpt" in names:
         raise invalid("--variants", " ".join(args.variants), "each name once, and not nanogpt")
     if args.nanogpt and not (args.nanogpt / "model.py").is_file():
@@ -299,9 +315,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps a round")
     parser.add_argument("--json", type=Path, help="file for all numbers")
     args, flags = parser.parse_known_args()
-    recipe = check(args, flags)
     with tempfile.TemporaryDirectory() as folder:
-        content = measure(args, recipe, Path(folder))
+        content = measure(args, check(args, flags, Path(folder)), Path(folder))
     print(table(content["rows"]))
     if args.json:
         files.write_json(args.json, content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,8 +14,10 @@ import pytest
 from tiny_runs import ROOT, Place, completed, environment
 from torch.distributed.run import get_args_parser
 
+from scripts import bench_train
 from scripts.crash_run import main, verdict
 
+DEBUG = str(ROOT / "configs/debug.py")
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
 
 
@@ -126,6 +129,22 @@ def test_each_variant_has_a_row_with_the_flops_of_its_own_model_and_a_bad_one_sa
     assert list(rows) == ["plain", "deep", "bad"]
     assert rows["deep"]["flops_per_token"] > 1.5 * rows["plain"]["flops_per_token"] > 0
     assert rows["bad"]["failed"].startswith("UserError: attention of layer 0")
+
+
+@pytest.mark.parametrize(
+    ("command", "variant", "found"),
+    [("", "", "FOLDER/data"), ("--data.dataset X", "", "X"), ("--data.dataset=X", "--data.dataset Y", "Y")],
+)
+def test_the_benchmark_trains_on_the_data_set_that_is_named(command: str, variant: str, found: str) -> None:
+    args = argparse.Namespace(recipe=[DEBUG], variants=[], nanogpt=None, json=None, rounds=1, steps=1)
+    recipe = bench_train.check(args, command.split(), Path("FOLDER"))
+    _, config, _ = bench_train.parse_variant(recipe, f"a: {variant}", Path("FOLDER"))
+    assert config.data.dataset == found
+
+
+@pytest.mark.parametrize("words", [["--run.name=a"], ["--variants", "a: --evaluation.every 5"]])
+def test_the_benchmark_refuses_what_it_sets_itself(words: list[str], refused: Callable[..., str]) -> None:
+    assert "bench_train.py sets this itself" in refused(bench_train.main, DEBUG, *words)
 
 
 ARGUMENTS = ["--run.name", "a", "--wandb.project", "two words"]
