@@ -64,7 +64,7 @@ def draw_similarity(rows: Sequence[RankOne]) -> Drawn:
     """Figure 4: (P K), X and (P K)[T]^T X[T] at two tokens, of two sequences or two checkpoints, a column each.
 
     32 tokens and the 32 input features of largest mean |X| are shown; cosines are of the whole matrices. The table has P K and X at the
-    tokens shown and at T: the factors of the outer product are its rows T.
+    tokens shown and at T: the factors of the outer product are its rows T, whose cosine with the first column's is beside them.
     """
     mean_C = torch.stack([row.x_TC.abs().mean(dim=0) for row in rows]).mean(dim=0)
     features = mean_C.topk(min(FEATURES, len(mean_C))).indices.sort().values.tolist()
@@ -74,9 +74,10 @@ def draw_similarity(rows: Sequence[RankOne]) -> Drawn:
     for column, row in enumerate(rows):
         length = len(row.pk_TD)
         tokens = torch.linspace(0, length - 1, min(TOKENS, length)).round().long().tolist()
+        alike = cosine(rows[0].outer(), row.outer())
         title = r"(P K)[T]$^{\top}$X[T], T = " + str(row.token)
         if column:
-            title += f"\ncosine with the left one: {cosine(rows[0].outer(), row.outer()):.3f}"
+            title += f"\ncosine with the left one: {alike:.3f}"
         pictures = (
             (row.pk_TD[tokens], f"{canvas.wrapped(row.label, 1.5)}\n(P K)[T]", "head feature", "token"),
             (row.x_TC[tokens][:, features], "X[T]", "input feature", "token"),
@@ -92,6 +93,7 @@ def draw_similarity(rows: Sequence[RankOne]) -> Drawn:
         told = sorted({*tokens, row.token})
         for name, matrix, shown in (("P K", row.pk_TD, list(range(row.pk_TD.shape[1]))), ("X", row.x_TC, features)):
             of = {"of": row.label, "matrix": name, "token": told, "outer_product": [t == row.token for t in told]}
+            of |= {"cosine": [alike] * len(told)}
             tables.append(pd.DataFrame(of).join(pd.DataFrame(matrix[told][:, shown].numpy(), columns=shown)))
     figure.supxlabel(canvas.wrapped(_similarities(rows)), fontsize=canvas.SMALL)
     return Drawn(figure, pd.concat(tables))

@@ -4,7 +4,7 @@
     python scripts/figures.py 5 --checkpoint runs/failing/checkpoints/step_00005000
     python scripts/figures.py 9 --hf FOLDER --text "The quick brown fox jumps over the lazy dog"
 
-    4   P K, X and their outer products at two tokens, or at one of each of several checkpoints
+    4   P K, X and their outer products at two tokens, or at one of each of two checkpoints
     5   error of delta: summed, and by feature
     8   as 4, at the last token of each text that a Llama reads
     9   rows of a Llama's attention whose maximum several keys share
@@ -31,6 +31,10 @@ with trainer_packages():
 
 
 def _figure_4(args: argparse.Namespace) -> Drawn:
+    if len(args.checkpoint) > 2:
+        raise invalid("--checkpoint", " ".join(map(str, args.checkpoint)), "one or two for figure 4")
+    if len(args.checkpoint) == 1 and args.sequences < 2:
+        raise invalid("--sequences", args.sequences, "2 or more, as figure 4 draws two of one checkpoint's")
     checkpoints = [inputs.open_checkpoint(folder, _device()) for folder in args.checkpoint]
     if any(opened.config.model.qk_norm for opened in checkpoints):
         raise invalid("model.qk_norm", True, "False, as figure 4's P K is not pulled back through QK-norm")
@@ -40,7 +44,7 @@ def _figure_4(args: argparse.Namespace) -> Drawn:
     rows, head = [], _head(checkpoints[0], args)
     for opened in checkpoints:
         (layer,), _ = inputs.captured(opened, args.sequences, args.data, [args.layer])
-        # One checkpoint: two of its sequences. Several: the same sequence in each.
+        # One checkpoint: two of its sequences. Two: the same sequence in each.
         for batch in (0,) if len(checkpoints) > 1 else (0, args.sequences - 1):
             _, token = delta.largest_error(layer, head, batch)
             source, label = opened.label, f"{opened.label}, layer {args.layer} head {head}, sequence {batch}"

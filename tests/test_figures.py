@@ -88,6 +88,24 @@ def test_figure_4_refuses_qk_norm(place: Place, tmp_path: Path, refused: Callabl
     assert message.startswith("error: model.qk_norm = True: expected False")
 
 
+@pytest.mark.parametrize(
+    ("checkpoints", "sequences", "message"),
+    [(3, 4, "expected one or two for figure 4"), (1, 1, "--sequences = 1: expected 2 or more")],
+)
+def test_figure_4_draws_two_columns(
+    place: Place, checkpoints: int, sequences: int, message: str, refused: Callable[..., str]
+) -> None:
+    given = ["--checkpoint", *[checkpoint(place)] * checkpoints, "--sequences", sequences]
+    assert message in refused(figures.main, 4, *given)
+
+
+def test_the_table_of_figure_4_has_the_cosine() -> None:
+    rows = [similarity.rank_one(random_layer(), head=0, batch=0, token=t, source="m", label=str(t)) for t in (3, 7)]
+    table = similarity.draw_similarity(rows).table
+    expected = {"3": 1.0, "7": similarity.cosine(rows[0].outer(), rows[1].outer())}
+    assert dict(zip(table["of"], table["cosine"], strict=True)) == pytest.approx(expected)
+
+
 def test_the_outer_products_of_a_llama_sum_to_the_gradient_of_its_w_q(llama: Path) -> None:
     """dQ = P K in one head alone, by transformers' own backward pass."""
     import transformers
