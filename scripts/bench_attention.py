@@ -27,7 +27,7 @@ from attention import AttentionConfig, AttentionSpec
 from attention.backends import FLASH_BACKENDS
 from attention.check.kernels import KNOWN
 from attention.dispatch import run
-from errors import OneLineParser, UserError, exit_on_user_error, first_line, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, first_line, invalid, on_disk
 from training.record import environment, version
 from training.throughput import clock_and_power, explain_clock_and_power
 
@@ -219,7 +219,8 @@ def main() -> None:
     if args.rounds < 1:
         raise invalid("--rounds", args.rounds, "at least 1")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+        with on_disk(f"--json {args.json}", "be written"):
+            args.json.parent.mkdir(parents=True, exist_ok=True)
     shapes = [shape_of(text) for text in args.shapes]
     specs = {
         f"{name} ({'triton' if backend == 'flash' else backend})": AttentionSpec(preset=name, backend=backend)

@@ -118,7 +118,7 @@ def parse_variant(recipe: TrainConfig, text: str, folder: Path) -> tuple[str, Tr
     try:
         typed = own_refused(shlex.split(flags))
         return name, configuration.override(recipe, [*as_flags(STEPS_ONLY | here), *typed]), flags
-    except UserError as error:
+    except ValueError as error:  # shlex's, too
         raise UserError(f"--variants {name}: {error}") from None
 
 
@@ -300,8 +300,8 @@ def check(args: argparse.Namespace, flags: list[str], folder: Path) -> TrainConf
         raise invalid("--variants", " ".join(args.variants), "each name once, and not nanogpt")
     if args.nanogpt and not (args.nanogpt / "model.py").is_file():
         raise UserError(f"--nanogpt {args.nanogpt}: no model.py in it")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"{args.json}: no folder {args.json.parent}")
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise invalid("--json", str(args.json), "a file in a folder that there is")
     return recipe
 
 

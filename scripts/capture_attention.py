@@ -13,7 +13,7 @@ from typing import Any
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, trainer_packages
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, reading, trainer_packages
 
 with trainer_packages():
     import torch
@@ -45,16 +45,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, loaded = opened.config, opened.loaded
     if config.model.attention_softcap:
         raise UserError("model.attention_softcap: expected 0, as the crash test has no soft-cap")
-    with on_disk(f"--out {options.out}", "be made"):
-        options.out.mkdir(parents=True, exist_ok=True)
-    layers, scale = captured(opened, options.sequences, options.data, options.layers)
     recorded = loaded.config_json
-    about: dict[str, Any] = {"step": loaded.step, "seed": recorded["run"]["seed"], "loss_scale": scale}
+    about: dict[str, Any] = {"step": loaded.step, "seed": recorded["run"]["seed"]}
     about |= {"config": {name: recorded[name] for name in CONFIG}, "captured": environment(device, 1)}
     if (record := loaded.path.parent.parent / "config.json").exists():
-        about["trained"] = files.read_json(record)["sessions"]
+        with reading(record):
+            about["trained"] = files.read_json(record)["sessions"]
     if opened.replaced:
         about["computed_by"] = "flash_reference"
+    with on_disk(f"--out {options.out}", "be made"):
+        options.out.mkdir(parents=True, exist_ok=True)
+    layers, about["loss_scale"] = captured(opened, options.sequences, options.data, options.layers)
     for layer in layers:
         q, k, v, do = (x.transpose(1, 2).cpu() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
         whole = Inputs(q, k, v, do, layer.scale, about={**about, "layer": layer.layer})

@@ -41,9 +41,10 @@ def _figure_4(args: argparse.Namespace) -> Drawn:
     shapes = {(opened.config.model.n_embd, opened.config.model.n_head) for opened in checkpoints}
     if len(shapes) > 1:
         raise UserError(f"figure 4 compares checkpoints of one width and number of heads, not {sorted(shapes)}")
-    rows, head = [], _head(checkpoints[0], args)
+    rows = []
     for opened in checkpoints:
         (layer,), _ = inputs.captured(opened, args.sequences, args.data, [args.layer])
+        head = _head(checkpoints[0], args)
         # One checkpoint: two of its sequences. Two: the same sequence in each.
         for batch in (0,) if len(checkpoints) > 1 else (0, args.sequences - 1):
             _, token = delta.largest_error(layer, head, batch)

@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="flash-attention: run each so many-th case")
     parser.add_argument("--longest", type=int, default=2048, help="flash-attention: of cases up to this length")
     options = parser.parse_args()
+    if not options.checkout.is_dir():
+        parser.exit(2, f"error: checkout = {str(options.checkout)!r}: expected a folder\n")
     plugins: list[Any] = []
     if options.suite == "transformers":
         attention_by_default()

@@ -109,6 +109,7 @@ READ: dict[str, tuple[str, str, Spoil, str]] = {
     "a checkpoint's tensors": (RESUME, f"{STEPS}/rng.safetensors", having(b"12345"), "header too small"),
     "metrics": ("compare_runs runs/run runs/second --out c.png", "runs/run/metrics.jsonl", having(NO_NUMBERS), "train_loss is not numbers"),
     "telemetry": ("figures 11 --runs runs/run --out out", "runs/run/telemetry.jsonl", having(NO_NUMBERS), "w_q_norm is not numbers"),
+    "a run's config": ("capture_attention runs/run --layers 1 --out out", "runs/run/config.json", having(b"{}"), "config.json: cannot"),
     "a recipe that raises": ("train recipe.py", "recipe.py", having(b"raise OSError('a\\nb')"), "it raises OSError: a b"),
 }  # fmt: skip
 
@@ -188,3 +189,25 @@ def main_of(script: str) -> Callable[[], object]:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_option_that_there_is_not_is_one_line(script: str, refused: Callable[..., str]) -> None:
     refused(main_of(script), "--no-such-option")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench_train", "new.py", "--variants", "x: --model.bias 'a"], "--variants x: No closing quotation"),
+        (["bench_train", "new.py", "--json", "data"], "--json = 'data': expected a file"),
+        (["bench_attention", "--json", "new.py/x/b.json"], "--json new.py/x/b.json: cannot be written"),
+        (["figures", "4", "--checkpoint", "runs/run", "--layer", "99"], "--layer = '99': expected 0 to 1"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_a_wrong_value_is_one_line(
+    place: Place, arguments: list[str], message: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.folder)
+    assert refused(main_of(arguments[0]), *arguments[1:]).startswith(f"error: {message}")
+
+
+@pytest.mark.usefixtures("low_precision_attention")
+def test_a_checkout_that_there_is_not_is_one_line(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
+    assert "/nonexistent" in refused(main_of("public_suites"), "transformers", "/nonexistent")
