@@ -92,8 +92,8 @@ def captured(
     gigabytes: dO is the gradient of each sequence's own mean loss. Raises ``UserError``.
     """
     config = opened.config
-    if not set(layers) <= set(range(config.model.n_layer)):
-        raise invalid("--layer", " ".join(map(str, layers)), f"0 to {config.model.n_layer - 1}")
+    if wrong := set(layers) - set(range(config.model.n_layer)):
+        raise invalid("layer", min(wrong), f"0 to {config.model.n_layer - 1}")
     folder, length = data or Path(config.data.dataset), config.data.sequence_length
     device = next(opened.model.parameters()).device
     batch = validation_tokens(folder, length, sequences, config.model.vocab_size, device)

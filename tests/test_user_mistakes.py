@@ -197,7 +197,8 @@ def test_an_option_that_there_is_not_is_one_line(script: str, refused: Callable[
         (["bench_train", "new.py", "--variants", "x: --model.bias 'a"], "--variants x: No closing quotation"),
         (["bench_train", "new.py", "--json", "data"], "--json = 'data': expected a file"),
         (["bench_attention", "--json", "new.py/x/b.json"], "--json new.py/x/b.json: cannot be written"),
-        (["figures", "4", "--checkpoint", "runs/run", "--layer", "99"], "--layer = '99': expected 0 to 1"),
+        (["figures", "4", "--checkpoint", "runs/run", "--layer", "99"], "layer = 99: expected 0 to 1"),
+        (["capture_attention", "runs/run", "--layers", "0", "7"], "layer = 7: expected 0 to 1"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
