@@ -16,7 +16,10 @@ from low_precision_attention import PRESETS, RECOMMENDED, huggingface, scaled_do
 def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedModel, torch.Tensor]:
     """The model, and the text as tokens [N]; without a name a small random Llama, whose tokens are bytes."""
     if name:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
+        config = transformers.AutoConfig.from_pretrained(name)
+        for dropout in {"attn_pdrop", "attention_dropout"} & config.to_dict().keys():
+            setattr(config, dropout, 0.0)  # ours has none; GPT-2's is 0.1
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation=attention)
         return model, torch.tensor(transformers.AutoTokenizer.from_pretrained(name)(text)["input_ids"])
     sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
@@ -54,6 +57,9 @@ def main() -> None:
         parser.error(f"--model {options.model}: its tokenizer makes no tokens; expected its files beside the weights")
     if not 1 < options.length < len(tokens):
         parser.error(f"--length {options.length}: expected 2 or more, and less than the text's {len(tokens)} tokens")
+    longest = getattr(model.config, "max_position_embeddings", options.length)
+    if options.length > longest:
+        parser.error(f"--length {options.length}: expected at most {longest}, the model's max_position_embeddings")
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     for step in range(options.steps):

@@ -150,6 +150,31 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("low_precision_attention")
+def test_the_example_trains_a_gpt2_of_its_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its attention dropout is 0.1 unless told otherwise."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"?": 0, "import": 1, "def": 2}, "?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    sizes = {"vocab_size": 3, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(
+        tmp_path
+    )
+    example = ["example", "--model", str(tmp_path), "--steps", "1", "--length"]
+    monkeypatch.setattr(sys, "argv", [*example, "16"])
+    runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
+    assert capsys.readouterr().out.startswith("step 0: loss ")
+    monkeypatch.setattr(sys, "argv", [*example, "17"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
+    assert "--length 17: expected at most 16" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("low_precision_attention")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
