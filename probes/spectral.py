@@ -50,13 +50,23 @@ def product_norm(left_XDC: Tensor, right_XDC: Tensor) -> Tensor:
     For example the D rows of a head of W_Q and of W_K: q . k = x^T (W_Q^T W_K) x'. With G the Gram matrix of the rows of each, left^T y is
     a left singular vector of M where y is an eigenvector of G_right G_left; the norm is |M^T u| for u along it.
     """
+    # No square over- or underflows. Powers of 2: the norms of ordinary weights keep their bits.
+    scale_left_X11, scale_right_X11 = (_power_of_2(x_XDC) for x_XDC in (left_XDC, right_XDC))
+    left_XDC, right_XDC = left_XDC / scale_left_X11, right_XDC / scale_right_X11
     gram_left_XDD, gram_right_XDD = left_XDC @ left_XDC.mT, right_XDC @ right_XDC.mT
     y_XD = dominant(gram_right_XDD @ gram_left_XDD)
     # |left^T y|^2 = y . G_left y and |M^T (left^T y)|^2 = |right^T (G_left y)|^2.
     through_XD = (gram_left_XDD @ y_XD[..., None]).squeeze(-1)
     length_X = (y_XD * through_XD).sum(dim=-1).sqrt()
     image_XC = (right_XDC.mT @ through_XD[..., None]).squeeze(-1)
-    return torch.linalg.vector_norm(image_XC, dim=-1) / length_X.clamp(min=TINY)
+    norm_X = torch.linalg.vector_norm(image_XC, dim=-1) / length_X.clamp(min=TINY)
+    return norm_X * scale_left_X11[..., 0, 0] * scale_right_X11[..., 0, 0]
+
+
+def _power_of_2(matrix_XMN: Tensor) -> Tensor:
+    """The one above the largest entry's magnitude, [..., 1, 1]."""
+    largest_X11 = matrix_XMN.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=TINY)
+    return largest_X11 / largest_X11.frexp().mantissa
 
 
 @torch.no_grad()

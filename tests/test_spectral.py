@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.rounding import round_to
 from attention.watching.measure import attention_statistics
-from probes.spectral import attention_norms, spectral_norm
+from probes.spectral import attention_norms, product_norm, spectral_norm
 
 # ---- what a probe measures
 
@@ -32,6 +32,14 @@ def test_the_norm_is_the_largest_singular_value(gap: float) -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_no_square_overflows_or_vanishes(size: float) -> None:
     assert spectral_norm(size * planted(3.0, 1.0)).item() == pytest.approx(3.0 * size, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-9, 1e12])
+def test_no_square_of_a_product_overflows_or_vanishes(size: float) -> None:
+    left, right = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(7))
+    norm = torch.linalg.matrix_norm(left.T @ right, ord=2).item()
+    assert product_norm(size * left, size * right).item() == pytest.approx(size * size * norm, rel=1e-3, abs=0)
+    assert product_norm(size * left, right / size).item() == pytest.approx(norm, rel=1e-3, abs=0)
 
 
 def test_norms_are_those_of_the_matrices_and_of_the_heads_rows() -> None:
