@@ -26,6 +26,9 @@ if [ -e "$out/runs" ] || [ -e "$out/quickstart" ]; then
   echo "error: --out $out holds an earlier quickstart: remove it (rm -r $out) or name another folder" >&2
   exit 2
 fi
+if ! mkdir -p "$out" 2> /dev/null; then
+  usage "--out $out cannot be made a folder"
+fi
 if [ -z "$python" ]; then
   [ -x .venv/bin/python ] || python3 -m venv .venv
   python=.venv/bin/python
@@ -40,7 +43,6 @@ echo "== data: the sources of Python's own library, as bytes"
 
 # One thread a run: the order of summation, and so every bit, is the same on any number of cores.
 export OMP_NUM_THREADS=1
-mkdir -p "$out"
 # Gated attention (Qiu et al. 2025) fails sooner and more surely than attention without a gate: experiments/microcosm.
 run() { "$python" train.py configs/quickstart.py --model.gated-attention --run.steps 800 --run.folder "$out/runs" "$@"; }
 replay() { run --run.name "$1" --data.replay "$out/quickstart" --attention.default.preset "$2"; }

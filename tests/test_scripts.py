@@ -48,6 +48,13 @@ def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
     assert "holds an earlier quickstart" in again.stderr
 
 
+def test_the_quickstart_refuses_a_file_to_write_to_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = completed(["bash", str(SCRIPT), "--python", sys.executable, "--out", str(tmp_path / "file")])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: --out {tmp_path}/file cannot be made a folder; usage: ")
+
+
 KERNEL = """
 from attention import AttentionSpec, scaled_dot_product_attention
 
