@@ -196,7 +196,7 @@ def skipped_steps(run: Run, values: pd.Series) -> pd.Index:
     """Steps whose update was skipped, with one later that was not: float16 overflows, as loss scaling makes, and those of policy skip."""
     marks = run.metrics.get("nonfinite", pd.Series(dtype=object)).reindex(values.index)
     skipped = marks.isin(("overflow", "skip"))
-    updates = values.index[~skipped]
+    updates = values.index[~skipped & (marks != "stop")]
     return values.index[skipped & (values.index < (updates.max() if len(updates) else 0))]
 
 

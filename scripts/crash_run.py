@@ -38,8 +38,8 @@ with trainer_packages():
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--model.gated-attention", "--run.steps=800", "--precision.dtype=bfloat16", "--run.device=auto")
 CLASSES = ("gaussian", "common_part", "shared_direction", "peaked_1000", "one_hot", "mask_edges")
-OWN = ("--run.name", "--run.folder", "--attention.default.")
-"""Options in which the runs differ."""
+OWN = ("--run.name", "--run.folder", "--data.record", "--attention.default.")
+"""Options in which the runs differ, or that three runs cannot share."""
 UNVERIFIED = 3
 
 
@@ -86,7 +86,8 @@ def how_ended(folder: Path, table: Path) -> dict[str, str]:
     with table.open(newline="") as file:
         ended = {row["run"]: row["ended"] for row in csv.DictReader(file)}
     for name in ended:
-        bad = [line["step"] for line in read_metrics(folder / name) if "nonfinite" in line]
+        # An overflow of FP16 is loss scaling at work.
+        bad = [line["step"] for line in read_metrics(folder / name) if line.get("nonfinite") in ("skip", "stop")]
         if bad and not ended[name].startswith(("exploded", "NaN")):
             ended[name] = f"NaN in a gradient at {bad[0]:,}"
     return ended
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise invalid("--patience", patience, "1 or more steps")
     if own := [option for option in rest if option.replace("_", "-").startswith(OWN)]:
         raise UserError(f"{own[0].partition('=')[0]}: crash_run.py sets this itself, for each run")
-    replaced = {option.partition("=")[0] for option in rest}
+    replaced = {option.partition("=")[0].replace("_", "-") for option in rest}
     tiny_options = [one for one in TINY if not {one.partition("=")[0], one.replace(".", ".no-")} & replaced]
     recipe = [str(ROOT / "configs/quickstart.py"), *tiny_options, *rest] if tiny else [names[1], *rest]
     config = configuration.load(recipe)

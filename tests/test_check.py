@@ -32,7 +32,7 @@ from attention.check.classes import CLASSES, Shape, make
 from attention.check.classes import captured as captured_class
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
-from attention.check.report import reasons
+from attention.check.report import csv_of, reasons, table
 from errors import UserError
 
 device = kernel_tests.device
@@ -240,6 +240,17 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     assert report.cases[0].shape == Shape(T=128)
     assert f", bf16, {Shape(T=128)}, " in report.text()
     assert (f" --inputs '{file}' " in report.text()) == (kernel == "flash")
+
+
+def test_captured_inputs_are_told_with_their_own_head_dim(tmp_path: Path) -> None:
+    p, file = make("common_part", Shape(T=64, D=16), torch.bfloat16, CPU), str(tmp_path / "x.zip")
+    Inputs(p.q, p.k, p.v, p.do, p.scale).save(file)
+    report = check_attention("flash", device="cpu", classes=file)
+    assert (csv_of([report]).splitlines()[1][:9], table([report]).splitlines()[-1][:15]) == (
+        "flash,16,",
+        "| `flash` | 16 ",
+    )
+    assert "--D" not in report.text()
 
 
 @pytest.mark.parametrize(("name", "value", "why"), [("do", 0.0, "0"), ("v", math.inf, "not finite")])

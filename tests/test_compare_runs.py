@@ -243,6 +243,16 @@ def test_updates_that_were_skipped_are_no_failure(tmp_path: Path) -> None:
             row["grad_norm"] = 30.0
 
 
+def test_a_run_that_a_policy_ended_is_nan_from_its_first_skip(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [3.0] * 400, grad_norm=1.0)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[380:]:
+        row |= {"train_loss": "nan", "grad_norm": "nan", "nonfinite": "skip"}
+    rows[-1]["nonfinite"] = "stop"
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert summary(run)["ended"] == "NaN at 380"
+
+
 def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_path: Path) -> None:
     published(tmp_path / "runs/late", ["3"] * 50 + ["9"] * 50)
     published(tmp_path / "runs/early", ["3"] * 30 + ["9"] * 50)

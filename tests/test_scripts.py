@@ -15,7 +15,7 @@ from tiny_runs import ROOT, Place, completed, environment
 from torch.distributed.run import get_args_parser
 
 from scripts import bench_train
-from scripts.crash_run import main, verdict
+from scripts.crash_run import how_ended, main, verdict
 
 DEBUG = str(ROOT / "configs/debug.py")
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
@@ -89,6 +89,7 @@ def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[st
         ("--patience", "x", "argument --patience: invalid int value: 'x'"),
         ("--patience", "0", "--patience = 0: expected 1 or more steps"),
         ("--run.name", "a", "--run.name: crash_run.py sets this itself, for each run"),
+        ("--data.record", "a", "--data.record: crash_run.py sets this itself, for each run"),
         ("--attention.default.sites", "output=m1", "--attention.default.sites: crash_run.py sets this itself"),
         ("--run.setps", "9", "run.setps = '9': did you mean steps?"),
     ],
@@ -99,9 +100,18 @@ def test_a_bad_option_is_found_before_the_crash_test(
     assert message in refused(main, "torch:math", "--out", tmp_path / "out", option, value)
 
 
-def test_a_switch_of_the_tiny_model_can_be_turned_off(tmp_path: Path, refused: Callable[..., str]) -> None:
+@pytest.mark.parametrize(("mark", "ended"), [("overflow", "stable to 99"), ("stop", "NaN in a gradient at 9")])
+def test_loss_scaling_is_no_failure(tmp_path: Path, mark: str, ended: str) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel/metrics.jsonl").write_text(f'{{"step": 9, "train_loss": 3.0, "nonfinite": "{mark}"}}\n')
+    (table := tmp_path / "compare.csv").write_text("run,ended\nkernel,stable to 99\n")
+    assert how_ended(tmp_path, table) == {"kernel": ended}
+
+
+@pytest.mark.parametrize("option", ["--model.no-gated-attention", "--model.gated_attention"])
+def test_a_switch_of_the_tiny_model_can_be_given(option: str, tmp_path: Path, refused: Callable[..., str]) -> None:
     """Its options are read before its folder is looked at."""
-    arguments = "torch:flash", "--model.no-gated-attention", "--out", tmp_path
+    arguments = "torch:flash", option, "--out", tmp_path
     assert f"--out {tmp_path}: it is there already" in refused(main, *arguments)
 
 

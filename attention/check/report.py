@@ -127,8 +127,12 @@ class Report:
 
         case = max(self.cases, key=badness)
         chosen = f"--{'inputs' if case.name.endswith('.zip') else 'class'} {shlex.quote(case.name)}"
-        sizes = " ".join(f"--{name} {size}" for name, size in asdict(self.shape).items())
-        command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype} {sizes}"
+        sizes = (
+            ""
+            if case.name.endswith(".zip")
+            else "".join(f" --{name} {size}" for name, size in asdict(self.shape).items())
+        )
+        command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
         given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"'
         how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), "
         how += f"dQ over multiples of dO: {__package__}.measures.row_sums"
@@ -179,7 +183,9 @@ def table(reports: Sequence[Report]) -> str:
         ]
         bits = "".join("yes" if same else "no" for same in measured.get("deterministic", []))
         verdict = ": ".join([report.verdict, *[", ".join(report.found)] * bool(report.found)])
-        lines.append(f"| `{report.kernel}` | {report.shape.D} | {verdict} | {' | '.join(shown)} | {bits} |")
+        lines.append(
+            f"| `{report.kernel}` | {head_dim(report.cases[0], report)} | {verdict} | {' | '.join(shown)} | {bits} |"
+        )
     return "\n".join(lines)
 
 
@@ -189,6 +195,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def head_dim(case: Case, report: Report) -> int:
+    """The one that was asked for; captured inputs have their own."""
+    return case.shape.D if case.name.endswith(".zip") else report.shape.D
+
+
 def csv_of(reports: Sequence[Report]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -196,7 +207,7 @@ def csv_of(reports: Sequence[Report]) -> str:
     for report in reports:
         for case in report.cases:
             numbers = [f"{case.measures[name]:.3g}" if name in case.measures else "" for name in COLUMNS]
-            writer.writerow([report.kernel, report.shape.D, case.name, case.verdict, *numbers, case.reason])
+            writer.writerow([report.kernel, head_dim(case, report), case.name, case.verdict, *numbers, case.reason])
     return text.getvalue()
 
 
