@@ -578,7 +578,7 @@ def test_what_attention_read_and_its_gradient_are_captured_and_a_file_gives_back
 @pytest.mark.parametrize("dtypes", [[torch.float64] * 4, [torch.float32, torch.bfloat16] * 2, [torch.int8] * 4])
 def test_a_file_has_one_dtype_that_can_be_read_again(dtypes: list[torch.dtype], tmp_path: Path) -> None:
     tensors = [torch.arange(8.0).view(1, 2, 2, 2).to(dtype) for dtype in dtypes]
-    refused = pytest.raises(UserError, match=r"dtype of q, k, v, do = .*: expected one of bfloat16, ")
+    refused = pytest.raises(UserError, match=r"dtype of q, k, v, do = .*: expected one for all four, of bfloat16, ")
     with contextlib.nullcontext() if dtypes[0] == torch.float64 else refused:
         Inputs(*tensors, 1.0).save(tmp_path / "x.zip")
         back = load(tmp_path / "x.zip")

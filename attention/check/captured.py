@@ -88,7 +88,7 @@ class Inputs:
         self._without_mask()
         dtypes = sorted({str(getattr(self, name).dtype).removeprefix("torch.") for name in NAMES})
         if len(dtypes) > 1 or dtypes[0] not in DTYPES:
-            raise invalid("dtype of q, k, v, do", ", ".join(dtypes), DTYPES)
+            raise invalid("dtype of q, k, v, do", ", ".join(dtypes), f"one for all four, of {', '.join(DTYPES)}")
         shapes = {name: list(getattr(self, name).shape) for name in NAMES}
         about = {"dtype": str(self.q.dtype).removeprefix("torch."), "scale": self.scale, "causal": self.causal}
         about |= {"shapes": shapes, "about": dict(self.about)}
