@@ -14,6 +14,7 @@ Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the k
 3 unverified: it cannot run, its control is not stable, or nothing failed.
 """
 
+import contextlib
 import csv
 import itertools
 import os
@@ -28,12 +29,12 @@ import _root  # noqa: F401
 from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
-    import torch
-
     import config as configuration
     from attention.check import check_attention
     from attention.presets import PRESETS, unaliased
+    from training import distributed
     from training.metrics import METRICS_FILE, read_metrics
+    from training.run import Origin, check_plans, open_data
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--model.gated-attention", "--run.steps=800", "--precision.dtype=bfloat16", "--run.device=auto")
@@ -76,7 +77,7 @@ def train(options: Sequence[str], folder: Path, name: str, cpu: bool) -> None:
         raise KeyboardInterrupt
     if not (folder / name / METRICS_FILE).is_file():
         error = f"the run {name} did not start (exit code {code})"
-        if name == "kernel":  # the recipe's settings were read before
+        if name == "kernel":  # the recipe's settings and data were read before
             print(f"verdict: unverified: {error}")
             raise SystemExit(UNVERIFIED)
         raise UserError(error)
@@ -120,15 +121,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if folder.exists():
         raise UserError(f"--out {folder}: it is there already: remove it or name another folder")
 
-    device = config.run.device if config.run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    tested = attention_options(kernel) if unaliased(kernel) in PRESETS else attention_options("external", kernel)
+    of_arms = {"kernel": tested, "control": attention_options("external", "plain"), "recipe": []}
+    dist = distributed.start(config.run.device)
+    device = dist.device.type
+    # What the kernel cannot help is no verdict on it, and shows before anything runs.
+    for arm in (configuration.load([*recipe, *of_arms["control"]]), config):
+        check_plans(arm, dist.device, arm.attention.resolve(arm.model.n_layer, arm.model.n_head))
+    with contextlib.ExitStack() as undo:
+        open_data(config, dist, Origin("", False, None, None), undo)
     dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[config.precision.dtype]
     report = check_attention(kernel, device=device, dtype=dtype, classes=CLASSES)
     print(report.text(), flush=True)
     if report.cases[0].verdict == "unverified":
         raise SystemExit(UNVERIFIED)
 
-    tested = attention_options(kernel) if unaliased(kernel) in PRESETS else attention_options("external", kernel)
-    of_arms = {"kernel": tested, "control": attention_options("external", "plain"), "recipe": []}
     for name, attention in of_arms.items():
         try:
             train([*recipe, *attention], folder, name, device == "cpu")

@@ -92,12 +92,15 @@ def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[st
         ("--data.record", "a", "--data.record: crash_run.py sets this itself, for each run"),
         ("--attention.default.sites", "output=m1", "--attention.default.sites: crash_run.py sets this itself"),
         ("--run.setps", "9", "run.setps = '9': did you mean steps?"),
+        ("--data.dataset", "nowhere", "nowhere: no such data set; "),
+        ("--data.replay", "nowhere", "data.replay = 'nowhere': expected the folder of a recording"),
+        ("--attention.flash-backend", "flash", "attention of layer 0 = "),
     ],
 )
 def test_a_bad_option_is_found_before_the_crash_test(
     option: str, value: str, message: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    assert message in refused(main, "torch:math", "--out", tmp_path / "out", option, value)
+    assert message in refused(main, "torch:math", "--out", tmp_path / "out", "--run.device", "cpu", option, value)
 
 
 @pytest.mark.parametrize(("mark", "ended"), [("overflow", "stable to 99"), ("stop", "NaN in a gradient at 9")])
