@@ -343,6 +343,21 @@ def test_a_frozen_first_group_does_not_stop_the_clock() -> None:
     assert (seen.record["step"], seen.record["clock"]) == (5, pytest.approx(0.5))
 
 
+def test_steps_before_the_first_count_at_the_rate_that_is_loaded_after_watch() -> None:
+    """As a Trainer loads the states of optimizer and scheduler when it starts."""
+    optimizer = torch.optim.SGD((model := Model()).parameters(), lr=0.0)
+    with watch(model, every=1, optimizer=optimizer, start=3, say=lambda line: None) as seen:
+        optimizer.param_groups[0]["lr"] = 0.1
+        train(model, 3, optimizer)
+    assert (seen.record["step"], seen.record["clock"]) == (5, pytest.approx(0.5))
+
+
+def test_a_rate_of_zero_stands_for_no_steps_before() -> None:
+    optimizer = torch.optim.SGD((model := Model()).parameters(), lr=0.0)
+    with watch(model, optimizer=optimizer, start=3), pytest.raises(ValueError, match=r"^watch: learning rate = 0\.0: "):
+        train(model, 1, optimizer)
+
+
 def test_an_optimizer_whose_steps_cannot_be_counted_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^watch: optimizer = 'Around': expected one of torch"):
         watch(Model(), optimizer=Around(None))

@@ -13,6 +13,7 @@ Legend: B batch, H heads, G key heads, T queries, S keys, D head dim.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -58,9 +59,11 @@ class Watch:
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
         self._wandb, self._say_to = chosen["wandb"], chosen["say"]
         optimizer, earlier = chosen["optimizer"], chosen["earlier"]
-        rate = 1.0 if optimizer is None else _rate(optimizer)
-        step, clock = (earlier[-1]["step"], earlier[-1]["clock"]) if earlier else (0, 0.0)
-        self._step, self._clock = chosen["start"], clock + (chosen["start"] - step) * rate
+        self._rate = (lambda: 1.0) if optimizer is None else functools.partial(_rate, optimizer)
+        last = earlier[-1] if earlier else {"step": 0, "clock": 0.0}
+        self._clock: float = last["clock"]
+        self._step, self._gap = chosen["start"], chosen["start"] - last["step"]
+        """Steps of no record. The clock takes them in at the first pass: until then a Trainer loads its optimizer's state."""
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
         self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
         self._back_to = chosen["back_to"]
@@ -166,11 +169,11 @@ class Watch:
 
     # ---- when
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _stepped(self, *_: Any) -> None:
         with self._lock:
             self._write()
             self._step += 1
-            self._clock += _rate(optimizer)
+            self._clock += self._rate()
 
     def _begin(self, model: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -189,6 +192,11 @@ class Watch:
             return
         with self._lock:
             self._passes += 1
+            if self._gap:
+                self._clock, self._gap = self._clock + self._gap * self._rate(), 0
+                if not self._clock > 0:
+                    stands = "it stands for that of the steps before: load the states of optimizer and scheduler first"
+                    self._refuse("rate", f"learning rate = {self._rate()}: expected above 0, as {stands}")
             if self._step % self._every or self._step == self._looked_at:
                 return
             self._write()
@@ -506,8 +514,8 @@ def watch(
         wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
         warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
         sequences: how many of the batch are looked at, from the first.
-        start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes today's learning rate for
-            them, and until about 1.3 times ``start`` the alarm sees sudden growth only.
+        start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes the first pass's learning
+            rate for them, and until about 1.3 times ``start`` the alarm sees sudden growth only.
         rule: the alarm's thresholds.
         say: called with a line when a logit first passes 1,000, a layer runs away or a kernel made a NaN, and at the end with the largest
             logit.
@@ -542,10 +550,6 @@ def watch(
         _require(optimizer is not None or by != RATE, "optimizer", optimizer, by_rate)
         by_steps = "None, or a new log: the clock of this one counts steps"
         _require(optimizer is None or by != STEPS, "optimizer", type(optimizer).__name__, by_steps)
-    elif start > 0 and optimizer is not None:
-        rate = _rate(optimizer)
-        loaded = "above 0, as it stands for that of the steps before: load the states of optimizer and scheduler first"
-        _require(rate > 0, "learning rate", rate, loaded)
     chosen = {"every": every, "log": log, "optimizer": optimizer, "wandb": wandb, "warm_up": warm_up}
     more = {"sequences": sequences, "start": start, "earlier": earlier, "back_to": back_to, "say": say}
     return Watch(model, **chosen, **more, rule=rule)
