@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..user_error import invalid
 
+STEPS, RATE = "steps", "summed learning rate"
+"""What a clock is."""
 LARGE_LOGIT = 1000.0
 """From here on a control is due."""
 FMA_LOGIT = 2**16 * math.log(2)
@@ -134,10 +136,11 @@ class RunsAway(NamedTuple):
 
 
 class GrowthAlarm:
-    """The rule over the probes of one run, in order; it names a layer once. ``warm_up``: steps at the start that it does not look at."""
+    """The rule over the probes of one run, in order; it names a layer once. ``warm_up``: steps at the start that it does not look at;
+    ``clock_is``: what the clock is, in words."""
 
-    def __init__(self, rule: GrowthRule | None = None, warm_up: int = 0):
-        self.rule, self.warm_up = rule or GrowthRule(), warm_up
+    def __init__(self, rule: GrowthRule | None = None, warm_up: int = 0, clock_is: str = RATE):
+        self.rule, self.warm_up, self.clock_is = rule or GrowthRule(), warm_up, clock_is
         self.left: dict[int, int] = {}
         """Step at which a layer ran away."""
         self._probes: dict[int, list[Probe]] = {}
@@ -156,7 +159,7 @@ class GrowthAlarm:
         """Take in a probe; the layers that it names.
 
         Args:
-            clock: sum of the learning rates of the steps so far, in any unit.
+            clock: sum of the learning rates of the steps so far, in any unit, or what ``clock_is`` says.
             logits: largest logit of each head, by layer. A probe with one that is not finite is passed over.
             norms: ||W_Q^T W_K|| of each head, where that is known; without it the logits stand for it.
         """
@@ -182,7 +185,7 @@ class GrowthAlarm:
             exponent, large = exponent_H[heads[0]].item(), int(large_logits(logit_H, self.rule).sum())
             told = (
                 f"step {step}: attention layer {layer} runs away: largest logit {heads_logits[heads[0]]:.4g} in head {heads[0]}, "
-                f"growing like the summed learning rate to the power {exponent:.1f}; {large} of {len(heads_logits)} heads above "
+                f"growing like the {self.clock_is} to the power {exponent:.1f}; {large} of {len(heads_logits)} heads above "
                 f"{self.rule.logit:g}"
             )
             named.append(RunsAway(step, layer, tuple(heads), told))

@@ -31,14 +31,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..user_error import invalid
-from .growth import FMA_LOGIT, LARGE_LOGIT, RATES, GrowthAlarm, GrowthRule
+from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, GrowthRule
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
 from .passes import COMPILED, QKV, Hook, Pass, plain_mask
 
-STEPS, RATE = "steps", "summed learning rate"
-"""What a log's clock is."""
 SHOWN = 8
 """Modules named in a line."""
 
@@ -59,6 +57,7 @@ class Watch:
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
         self._wandb, self._say_to = chosen["wandb"], chosen["say"]
         optimizer, earlier = chosen["optimizer"], chosen["earlier"]
+        self._clock_is = STEPS if optimizer is None else RATE
         self._rate = (lambda: 1.0) if optimizer is None else functools.partial(_rate, optimizer)
         last = earlier[-1] if earlier else {"step": 0, "clock": 0.0}
         self._clock: float = last["clock"]
@@ -69,7 +68,7 @@ class Watch:
         self._back_to = chosen["back_to"]
         """Step from which on the log's records are to count no more; the next record says so."""
         self.record: dict[str, Any] = {}
-        self._alarm = GrowthAlarm(chosen["rule"], self._warm_up)
+        self._alarm = GrowthAlarm(chosen["rule"], self._warm_up, self._clock_is)
         self.left = self._alarm.left
         """Step at which a layer ran away."""
         self._largest: tuple[float, int, int] | None = None
@@ -355,7 +354,7 @@ class Watch:
         if not found:
             return
         lists = as_lists(list(found.values()))
-        more: dict[str, Any] = {"clock_is": STEPS if self._counts else RATE}
+        more: dict[str, Any] = {"clock_is": self._clock_is}
         if list(found) != list(range(len(found))):
             more["layers"] = list(found)
         if self._hidden:
