@@ -82,6 +82,17 @@ def test_the_switch_acts_from_its_step_on(place: Place) -> None:
     assert before[8] != after[8]
 
 
+def test_a_switch_at_the_end_acts_on_what_is_measured_there_alone_and_says_so(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_the_end = {**BF16, "run.steps": 4, "alarm.switches": ("4:1:standard",)}
+    runs = (place.train("short", {**BF16, "run.steps": 4}), place.train("at_the_end", at_the_end))
+    assert "alarm.switches: 4:1:standard acts on no training step: the run ends at 4" in capsys.readouterr().out
+    before, after = (column(run, "val_loss") for run in runs)
+    assert (before[:-1] == after[:-1], before[-1] != after[-1]) == (True, True)
+    assert weights(runs[0], 4) == weights(runs[1], 4)
+
+
 # ---- compiled
 
 

@@ -135,7 +135,9 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         interventions = Interventions(plans, switches, check, start)
         for switch in switches:
             if switch.step >= config.run.steps:
-                dist.print0(f"alarm.switches: {switch.option()} acts on no step: the run ends at {config.run.steps}")
+                dist.print0(
+                    f"alarm.switches: {switch.option()} acts on no training step: the run ends at {config.run.steps}"
+                )
         batches = open_data(config, dist, origin, undo)
         if resumes and loaded is None:
             record.check_data(folder, config.data.dataset, batches.identity)
