@@ -218,6 +218,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 1:
         raise invalid("--rounds", args.rounds, "at least 1")
+    if args.json and args.json.is_dir():
+        raise invalid("--json", str(args.json), "a file")
     if args.json:
         with on_disk(f"--json {args.json}", "be written"):
             args.json.parent.mkdir(parents=True, exist_ok=True)

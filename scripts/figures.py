@@ -109,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.sequences < 1:
         raise invalid("--sequences", args.sequences, "1 or more")
+    if args.out.exists() and not args.out.is_dir():
+        raise invalid("--out", str(args.out), "a folder")
     needed = {4: "checkpoint", 5: "checkpoint", 8: "hf", 9: "hf"}.get(args.figure, "runs")
     if not getattr(args, needed):
         raise UserError(f"figure {args.figure} needs --{needed}")

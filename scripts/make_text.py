@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("wheels", type=Path, nargs="+", help="wheels, in any order")
     parser.add_argument("--out", type=Path, required=True, help="text file to write")
     arguments = parser.parse_args(argv)
-    if arguments.out.resolve() in {wheel.resolve() for wheel in arguments.wheels}:
-        raise invalid("--out", str(arguments.out), "another file than the wheels, which are only read")
+    if arguments.out.is_dir() or arguments.out.resolve() in {wheel.resolve() for wheel in arguments.wheels}:
+        raise invalid("--out", str(arguments.out), "a file, and none of the wheels, which are only read")
     found = documents(arguments.wheels)
     if not found:
         raise UserError(f"no Python source in {', '.join(map(str, arguments.wheels))}")
