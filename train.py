@@ -57,11 +57,11 @@ class StepRecord:
     """On the device: mean loss in nats a token, gradient norm before clipping, and 1.0 where float16's loss scale overflowed."""
 
 
-def train(config: TrainConfig) -> None:
-    """Run ``config`` to its last step. Raises ``UserError`` for what the user can correct."""
+def train(config: TrainConfig, *, leaving: bool = False) -> None:
+    """Run ``config`` to its last step. Raises ``UserError`` for what the user can correct. ``leaving``: the process ends with it."""
     distributed.set_deterministic(config.precision.deterministic)
     distributed.set_tf32(False)
-    with PreemptionHandler(starting=True) as preemption:
+    with PreemptionHandler(starting=True, leaving=leaving) as preemption:
         try:
             outcome.forget(config.run)
             dist = distributed.start(config.run.device, config.run.timeout)
@@ -283,7 +283,7 @@ def line(step: int, row: dict[str, Any]) -> str:
 @exit_on_user_error
 def main() -> None:
     try:
-        train(configuration.load(sys.argv[1:]))
+        train(configuration.load(sys.argv[1:]), leaving=True)
     except UserError:
         distributed.stop_launcher()
         raise

@@ -14,8 +14,6 @@ import pytest
 import torch
 from kernel_tests import there
 
-from training.signals import SIGNALS
-
 if TYPE_CHECKING:
     from tiny_runs import Place
 
@@ -34,15 +32,6 @@ torch.set_num_threads(1)
 def _one_thread() -> None:
     # Small tensors run faster without a pool, and sums come out in one order on every machine.
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """A run that was asked to exit leaves them ignored."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -55,8 +55,10 @@ def test_exit_json_has_the_code_and_the_last_checkpoint(place: Place, name: str,
             raise end
 
     before_each_step(monkeypatch, at_13)
+    before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(BaseException):
         place.train(name)
+    assert signal.getsignal(signal.SIGTERM) == before  # who has called goes on
     run = place.runs / name
     left = outcome_of(run)
     assert (left["code"], left["step"]) == (code, step)
@@ -126,7 +128,7 @@ with signals.PreemptionHandler() as preemption:
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_second_signal_while_the_interpreter_ends_does_not_change_the_code(number: str) -> None:
     script = f"""
-with signals.PreemptionHandler():
+with signals.PreemptionHandler(leaving=True):
     signal.raise_signal(signal.SIGTERM)
 signal.raise_signal(signal.{number})
 raise SystemExit(signals.EXIT_RESUME)

@@ -31,15 +31,16 @@ class PreemptionHandler:
     """Handles the signals inside its block. In the main thread only, as Python requires.
 
     ``requested`` says whether the run is asked to save and exit. While ``starting``, when there is nothing to save, it exits by itself.
-    A second signal, at least ``ONE_REQUEST`` seconds later, ends the process at once. Once the run has ended, further ones are ignored.
+    A second signal, at least ``ONE_REQUEST`` seconds later, ends the process at once. Behind the block handlers are what they
+    were; but where the process is ``leaving`` with it, and the run was asked to exit, further ones are ignored.
 
     ``on_silence`` is called with the signal, in another thread, when the block has not ended ``SILENCE`` seconds after it: Python's
     handlers wait for the main thread, which may be in a collective that another process never joins.
     """
 
-    def __init__(self, *, starting: bool = False) -> None:
+    def __init__(self, *, starting: bool = False, leaving: bool = False) -> None:
         self.requested = False
-        self.starting = starting
+        self.starting, self.leaving = starting, leaving
         self.on_silence: Callable[[int], None] = lambda number: None
         self._speaking = threading.Lock()
         self._left = threading.Event()
@@ -84,8 +85,8 @@ class PreemptionHandler:
             os.close(self._written)
         for number, handler in self._before.items():
             # A process on its way out gets torchrun's signal, too. A handler of Python's would go before the process does.
-            leaving = self._interrupted > 0 if number == signal.SIGINT else self.requested
-            signal.signal(number, signal.SIG_IGN if leaving else handler)
+            asked = self._interrupted > 0 if number == signal.SIGINT else self.requested
+            signal.signal(number, signal.SIG_IGN if self.leaving and asked else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:  # the terminal has gone, and a line written to it would end the run before it saves
