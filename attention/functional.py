@@ -7,7 +7,6 @@ import contextlib
 import functools
 import math
 import operator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ def scaled_dot_product_attention(
         sinks: floating [H], one more logit of every query of a head, whose value is 0 (gpt-oss's ``s_aux``); differentiable; -inf is none.
             Rows of dS then sum to zero over the keys and the sink together, also by ``flash_consistent``; over the keys alone they sum to
             minus the sink's term, -P_sink delta.
-        rounding_seed: int64 tensor of shape [] on the query's device, a new one at every step; for stochastic rounding only.
+        rounding_seed: int64 tensor of shape [] on the query's device, a new one at every step; only for what draws at random.
 
     Returns the dtype of the query, or float32 where the numerics leave O unrounded; laid out as the query. A query that sees no key has
     O = 0. Raises ``ValueError`` for what it cannot do, before anything runs: dropout, other masks, tensor subclasses, dtypes and devices,
@@ -117,7 +116,7 @@ def scaled_dot_product_attention(
     asked = chosen, kind, FORMAT_OF[query.dtype], width or 8, value_width or 8, 1.0 if softcap else 0.0, features
     backend, sites, draws, unrounded = _resolved(*asked)
     if rounding_seed is None:
-        refuse(draws, "rounding_seed = None: these numerics round stochastically, and need an int64 tensor")
+        refuse(draws, "rounding_seed = None: these numerics draw at random, and need an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     if (rounding_seed.dtype, rounding_seed.ndim, rounding_seed.device) != (torch.int64, 0, query.device):
         refuse(True, f"rounding_seed = {rounding_seed}: expected int64 of shape [] on {query.device}")
@@ -171,7 +170,7 @@ def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
 
 def stochastic(spec: AttentionSpec) -> bool:
     """Whether a call needs a ``rounding_seed``."""
-    return "stochastic" in asdict(spec.resolve()).values() and BACKENDS[spec.resolved_backend].has_sites
+    return spec.resolve().draws and BACKENDS[spec.resolved_backend].has_sites
 
 
 def _refuse_settings(
@@ -353,7 +352,7 @@ def _resolve(
     softcap: float,
     features: tuple[str, ...],
 ) -> tuple[str, str, bool, bool]:
-    """Backend, key of ``Numerics``, whether some site is stochastic, and whether O is left unrounded.
+    """Backend, key of ``Numerics``, whether some site draws, and whether O is left unrounded.
 
     Raises ``ValueError`` where this machine cannot run it.
     """

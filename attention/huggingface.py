@@ -18,7 +18,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name`` where a model is made. Several may be registered, each
     under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name that other numerics or another
     attention of transformers have (models look it up at each call), for one with "flash" in it, which transformers takes for a
-    flash-attention package, and for numerics that are unknown or stochastic.
+    flash-attention package, and for numerics that are unknown or draw at random.
 
     A model whose attention code is its own, and never calls ours, raises ``ValueError`` when it is made and when it is switched.
     A model's call raises it for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for each keyword that
@@ -30,7 +30,7 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     refuse(not plain, f"name = {name!r}: expected one of letters, digits, '_', '-' and '.'")
     refuse("flash" in name, f"name = {name!r}: expected one without 'flash', which transformers reserves")
     spec = spec_of(numerics)
-    refuse(stochastic(spec), f"numerics = {spec.label()}: expected none that rounds stochastically: no seed reaches it")
+    refuse(stochastic(spec), f"numerics = {spec.label()}: expected none that draws at random: no seed reaches it")
     there = AttentionInterface().get(name, name == "eager" or None)
     stands_for = getattr(there, "rounded_as", None)
     foreign = there is not None and stands_for is None

@@ -418,6 +418,12 @@ class Numerics:
             if declared.conflict is not None and declared.conflict[1](self):
                 raise invalid(f"attention numerics {name}", getattr(self, name), declared.conflict[0])
 
+    @property
+    def draws(self) -> bool:
+        """Whether something is drawn at random, so that every call needs a seed of its own."""
+        dose = self.delta_error in ("random", "zero_sum") or self.delta_error_rows.startswith("as_many")
+        return dose or any(str(getattr(self, name)).endswith("stochastic") for name in SITES)
+
     def with_sites(self, sites: dict[str, Any]) -> Numerics:
         """A copy with other values at some sites. Raises ``UserError`` for a site that does not exist."""
         for name in sites:

@@ -39,7 +39,7 @@ def replace_sdpa(numerics: str | AttentionSpec | None = RECOMMENDED) -> Abstract
     spec = spec_of(numerics)
     refuse(
         stochastic(spec),
-        f"replace_sdpa: numerics = {numerics!r}: expected none that rounds stochastically, as no seed reaches it",
+        f"replace_sdpa: numerics = {numerics!r}: expected none that draws at random, as no seed reaches it",
     )
     return _Replacement(numerics, spec.label())
 

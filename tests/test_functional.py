@@ -255,6 +255,24 @@ def test_the_default_dtype_of_torch_changes_no_bit(numerics: str, default: torch
         torch.set_default_dtype(torch.float32)
 
 
+DRAWING = [
+    "queries_and_keys=e4m3_row_stochastic",
+    "output_gradient=e5m2_stochastic",
+    "delta_error=random",
+    "delta_error=zero_sum",
+    "delta_error=constant delta_error_rows=as_many_as_tied",
+]
+
+
+@pytest.mark.parametrize("sites", DRAWING)
+def test_numerics_that_draw_are_refused_without_a_seed(sites: str) -> None:
+    spec = AttentionSpec(preset="flash_delta_from_p", sites=tuple(sites.split()))
+    with pytest.raises(ValueError, match="rounding_seed = None: these numerics draw at random"):
+        scaled_dot_product_attention(X, X, X, numerics=spec)
+    with pytest.raises(ValueError, match="none that draws at random"):
+        replace_sdpa(spec)
+
+
 def test_stochastic_rounding_follows_its_seed() -> None:
     *inputs, _ = tensors()
     call = functools.partial(scaled_dot_product_attention, *inputs, numerics="flash_stochastic_p")
@@ -387,7 +405,7 @@ def test_a_module_imported_inside_the_block_has_torchs_function_after_it(monkeyp
 
 
 def test_what_no_block_can_serve_is_refused_and_a_block_without_a_call_is_said() -> None:
-    for name, message in (("nope", "numerics = 'nope'"), ("flash_stochastic_o", "none that rounds stochastically")):
+    for name, message in (("nope", "numerics = 'nope'"), ("flash_stochastic_o", "none that draws at random")):
         with pytest.raises(ValueError, match=message):
             replace_sdpa(name)
     with pytest.raises(ValueError, match="dropout_p"), replace_sdpa():
