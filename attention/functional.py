@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
     Within ``torch.compile`` the last two are torch's own errors, and ``torch.jit.script`` cannot read this function.
     """
     scale, softcap = _refuse_settings(dropout_p, is_causal, scale, enable_gqa, softcap, rounding_seed)
-    _refuse_kinds(query, key, value, attn_mask)
+    _refuse_kinds(query, key, value, attn_mask, sinks)
     causal, bottom_right, own = is_causal, False, attn_mask
     if attn_mask is not None and is_causal_bias(attn_mask):
         refuse(is_causal, "attn_mask is a CausalBias and is_causal = True: expected one of both")
@@ -100,10 +100,8 @@ def scaled_dot_product_attention(
         mask = last_queries(B, T, S, query.device)
     features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())
     if sinks is not None:
-        refuse(type(sinks) not in (Tensor, nn.Parameter), f"sinks are a {type(sinks).__name__}: expected a tensor")
-        what, shape = f"sinks are {sinks.dtype} on {sinks.device}", list(sinks.shape)
-        alike = sinks.is_floating_point() and sinks.device == query.device
-        refuse(not alike, f"{what}: expected float on {query.device}")
+        shape = list(sinks.shape)
+        refuse(not sinks.is_floating_point(), f"sinks are {sinks.dtype}: expected float")
         refuse(shape != [H], f"sinks have shape {shape}: expected [{H}], a number for each query head")
         features += ("sinks",)
         sinks = sinks.float()  # -inf has no difference to itself; the exponential of -1e30 is 0, too, and NaN stays
@@ -206,6 +204,7 @@ _SOFTCAPS = f"0 or a positive number, as FP32 has it ({_SMALLEST:.1e} to {_LARGE
 def _number(name: str, value: Any, least: float, most: float, expected: str) -> float:
     number = value
     if isinstance(value, Tensor):
+        refuse_transforms(name, value)
         learned = value.requires_grad
         refuse(
             learned,
@@ -225,9 +224,22 @@ def _number(name: str, value: Any, least: float, most: float, expected: str) -> 
     return number
 
 
-def _refuse_kinds(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def refuse_transforms(name: str, x: Tensor) -> None:
+    """``ValueError`` for a tangent, which would be lost without a word, and within ``torch.func``."""
+    if not torch.compiler.is_compiling():
+        dual = forward_ad.unpack_dual(x).tangent is not None
+        refuse(dual, f"{name} has a tangent: expected reverse mode, it has no forward-mode differentiation")
+        transformed = torch._C._functorch.is_functorch_wrapped_tensor(x)
+        refuse(
+            transformed,
+            f"{name} is within torch.func or vmap: expected loss.backward() or torch.autograd.grad, without either",
+        )
+
+
+def _refuse_kinds(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
     """``ValueError`` for the first tensor of a kind that cannot be served, whatever its shape, and before anything of it is read."""
     tensors = {"query": q, "key": k, "value": v} | ({} if mask is None or is_causal_bias(mask) else {"attn_mask": mask})
+    tensors |= {} if sinks is None else {"sinks": sinks}
     for name, x in tensors.items():
         kind = type(x)
         refuse(not isinstance(x, Tensor), f"{name} is a {kind.__name__}: expected a tensor")
@@ -236,15 +248,8 @@ def _refuse_kinds(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
             refuse(True, f"{name} is a {kind.__name__}, a subclass of Tensor: expected a plain tensor: {plain}")
         nested = x.is_nested or x.layout != torch.strided
         refuse(nested, f"{name} is nested or sparse: expected a strided tensor; pad, and hide the padding by attn_mask")
-        if not torch.compiler.is_compiling():
-            dual = forward_ad.unpack_dual(x).tangent is not None
-            refuse(dual, f"{name} has a tangent: expected reverse mode, it has no forward-mode differentiation")
-            transformed = torch._C._functorch.is_functorch_wrapped_tensor(x)
-            refuse(
-                transformed,
-                f"{name} is within torch.func or vmap: expected loss.backward() or torch.autograd.grad, without either",
-            )
-        if name != "attn_mask":
+        refuse_transforms(name, x)
+        if name in ("query", "key", "value"):
             refuse(x.ndim < 2, f"{name} has shape {list(x.shape)}: expected [batch, heads, length, head dim]")
             refuse(x.dtype not in FORMAT_OF, f"{name} is {x.dtype}: expected float32, bfloat16 or float16")
         refuse(x.device != q.device, f"{name} is on {x.device}: expected {q.device}, as the query")

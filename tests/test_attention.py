@@ -253,3 +253,17 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], reason: s
     q, k, v = (named.pop(name) for name in "qkv")
     with pytest.raises(ValueError, match=reason):
         attention.run(q, k, v, **named)
+
+
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (lambda f: torch.func.jvp(f, (Q,), (Q,)), "v has a tangent"),
+        (lambda f: torch.func.vmap(f)(Q[None]), "v is within"),
+    ],
+)
+def test_transforms_of_torch_func_are_refused(transform: Any, reason: str) -> None:
+    """Tangents would be 0."""
+    plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
+    with pytest.raises(ValueError, match=reason):
+        transform(lambda v: attention.run(Q, Q, v, plan, rounding_seed=torch.tensor(0)))

@@ -656,7 +656,7 @@ class Unread(Tensor):
 JAGGED = torch.nested.nested_tensor([X[0].transpose(0, 1)] * 2, layout=torch.jagged).transpose(1, 2)
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "sinks"])
 @pytest.mark.parametrize("subclass", [X.as_subclass(Unread), JAGGED], ids=["unread", "jagged"])
 def test_a_subclass_is_refused_unread(subclass: Tensor, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is a {type(subclass).__name__}, a subclass of Tensor"):
@@ -683,6 +683,9 @@ def test_a_gradient_penalty_inside_a_block_takes_the_way_that_the_refusal_names(
     assert x.grad.abs().sum() > 0
 
 
+ONES = torch.ones(4)
+
+
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
@@ -692,6 +695,9 @@ def test_a_gradient_penalty_inside_a_block_takes_the_way_that_the_refusal_names(
         (lambda f: torch.func.jvp(lambda q: f(q, X, X), (X,), (X,)), "query has a tangent"),
         (lambda f: torch.func.jvp(lambda k: f(X, k, X), (X,), (X,)), "key has a tangent"),
         (lambda f: torch.func.jvp(lambda v: f(X, X, v), (X,), (X,)), "value has a tangent"),
+        (lambda f: torch.func.jacfwd(lambda sinks: f(X, X, X, sinks=sinks))(ONES), "sinks has a tangent"),
+        (lambda f: torch.func.vmap(lambda sinks: f(X, X, X, sinks=sinks))(ONES[None]), "sinks is within"),
+        (lambda f: torch.func.jvp(lambda c: f(X, X, X, scale=c), (ONES[0],), (ONES[0],)), "scale has a tangent"),
     ],
 )
 def test_transforms_of_torch_func_are_refused(transform: Any, message: str) -> None:
