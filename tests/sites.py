@@ -196,6 +196,8 @@ TOGETHER = [
     Meeting("output_rounding=stochastic", numerics="microcosm"),
     Meeting("delta=rowsum_p_dp delta_error=rounding delta_error_rows=as_many_as_tied", "tied", BF16),
     Meeting("delta=rowsum_p_dp_normalized delta_error=zero_sum row_residual=corrected_rows", COMMON, BF16),
+    Meeting("delta=rowsum_p_dp delta_error=zero_sum delta_error_rows=tied", "tied", BF16),
+    Meeting("delta=rowsum_p_dp delta_output=m4 delta_rounding=stochastic"),  # which nothing reads
     *(
         Meeting(f"row_residual={residual} {sites}", COMMON, dtype)
         for residual in ("centered_keys", "corrected_rows")

@@ -484,7 +484,7 @@ def launch_backward(
             do_read = do_read.masked_fill(ranges.empty()[:, :, None, None], 0.0)
         error = delta_errors(delta, do_read, o_for_delta(o, low_bits, n), largest_p, seed, n)
         if n.delta_error == "zero_sum":
-            exact = n.with_sites({"delta_error": "none"})
+            exact = n.with_sites({"delta_error": "none", "delta_error_rows": "all"})
             more = v.shape[3] + NOISE_COLUMNS
             wide = backward_blocks(exact, FORMAT_OF[q.dtype], max(D, more), T, S)
             noisy_do, noisy_v = with_zero_sum_noise(do, v, error, seed)

@@ -108,7 +108,7 @@ def kernel_sites(n: Numerics, passes: tuple[str, ...], scale: float, softcap: fl
     if n.probabilities_in_dv == "probabilities":
         unused["probabilities_in_dv"] = n.probabilities
     if n.delta != "rowsum_do_o":
-        unused["delta_output"] = "output"
+        unused |= {"delta_output": "output", "delta_rounding": "nearest"}
     if not (causal and boundaries_matter(n)):
         unused["hidden_tiles"] = "skipped"
     n = replace(n, **unused)
