@@ -43,8 +43,9 @@ def last_queries(B: int, T: int, S: int, device: torch.device) -> Mask:
     return Mask(ranges=torch.stack((torch.zeros_like(last), last)).expand(B, 2, T))
 
 
-def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
-    """A checked ``attn_mask`` [B or 1, H or 1, T or 1, S or 1] as the backends take it; ``own``: the caller's, of which it is a view."""
+def mask_of(mask: Tensor, own: Tensor, batches: object, B: int, T: int, S: int) -> Mask:
+    """A checked ``attn_mask`` [B or 1, H or 1, T or 1, S or 1] as the backends take it; ``own``: the caller's, of which it is a view or,
+    in batches of several dimensions, an expanded copy: ``batches`` says which."""
     compiling = torch.compiler.is_compiling()
     if mask.stride(1) == 0:
         mask = mask.narrow(1, 0, 1)
@@ -57,15 +58,15 @@ def mask_of(mask: Tensor, own: Tensor, B: int, T: int, S: int) -> Mask:
     traced = (
         compiling or torch.jit.is_tracing() or get_proxy_mode() is not None
     )  # a graph must not hold what is known of this mask
-    ranges, keys, padded = _split(mask) if traced else _known_split(own, mask)
+    ranges, keys, padded = _split(mask) if traced else _known_split(own, mask, batches)
     return Mask(ranges=ranges.expand(B, 2, T), keys=keys.expand(B, S), padded=padded)
 
 
-def _known_split(own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``_split(mask)``, once for all layers that get the same tensor ``own``, the caller's, which decides ``mask``."""
+def _known_split(own: Tensor, mask: Tensor, batches: object) -> tuple[Tensor, Tensor, Tensor]:
+    """``_split(mask)``, once for all layers that get the same tensor ``own``, the caller's, which with ``batches`` decides ``mask``."""
     if own.is_inference():  # counts no versions
         return _split(mask)
-    state = own._version, mask.shape
+    state = own._version, mask.shape, batches
     if own not in _KNOWN or _KNOWN[own][0] != state:
         with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
             _KNOWN[own] = state, _split(mask)

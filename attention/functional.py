@@ -95,7 +95,7 @@ def scaled_dot_product_attention(
     empty = 0 in (B, H, T, S, DV)
     mask = NO_MASK
     if attn_mask is not None and own is not None and not empty:
-        mask = mask_of(attn_mask, own, B, T, S)
+        mask = mask_of(attn_mask, own, lead, B, T, S)
     if bottom_right and not empty:
         mask = last_queries(B, T, S, query.device)
     features = mask.features() + (("grouped",) if key.shape[1] < H else ()) + (("value_dim",) if DV != D else ())

@@ -193,6 +193,12 @@ def test_a_mask_is_looked_at_once_and_again_if_edited(dimensions: int, monkeypat
     assert scaled_dot_product_attention(*inputs, attn_mask=mask).count_nonzero() == 0
 
 
+def test_a_mask_is_looked_at_again_where_it_broadcasts_otherwise() -> None:
+    mask = torch.stack((torch.ones(4, 4), torch.ones(4, 4).tril())).bool().view(2, 1, 1, 4, 4)
+    for batches in ((1, 2, 3), (3, 2, 1)):
+        assert_as_torch(drawn(*((*batches, 1, 4, 8),) * 3), STANDARD, attn_mask=mask)
+
+
 TRACERS: dict[str, Callable[..., Any]] = {
     "make_fx": lambda f, example: make_fx(f)(*example),
     "make_fx before autograd": lambda f, example: make_fx(f, pre_dispatch=True)(*example),
