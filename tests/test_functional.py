@@ -608,6 +608,16 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 16, 8), (2, 4, 1, 8)])
+@pytest.mark.parametrize("numerics", ["sdpa_flash", "sdpa_math", "standard", "flash_consistent"])
+def test_a_head_dim_may_have_any_stride(numerics: str, shape: tuple[int, ...]) -> None:
+    inputs = tuple(x.mT for x in drawn(*(shape,) * 3))
+    attend = functools.partial(scaled_dot_product_attention, numerics=numerics)
+    do = torch.ones_like(inputs[0])
+    copies = tuple(x.clone(memory_format=torch.contiguous_format) for x in inputs)
+    assert same(results(attend, inputs, do), results(attend, copies, do))
+
+
 def eager_or_compiled(how: str) -> Any:
     torch.compiler.reset()
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -20,7 +20,11 @@ KERNELS = {
 
 
 def _sdpa(kernel: SDPBackend, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, scale: float, causal: bool) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+    # Fused kernels take a last stride of 1 alone. ``contiguous`` would leave another one where the head dim is 1.
+    dense = (
+        x if x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format) for x in (q_BTHD, k_BTHD, v_BTHD)
+    )
+    q, k, v = (x.transpose(1, 2) for x in dense)
     with sdpa_kernel(kernel):
         grouped = q.shape[1] != k.shape[1]
         return TORCHS(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
