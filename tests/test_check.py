@@ -28,7 +28,7 @@ import attention
 from attention.check import Case, Inputs, assert_safe, check_attention
 from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
-from attention.check.classes import CLASSES, Shape, make
+from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
@@ -285,6 +285,22 @@ def test_keys_with_ties_return_in_any_length(length: int) -> None:
     p, period = make("ties", replace(SMALL, T=length), torch.bfloat16, CPU), length // 32
     assert p.k.shape[2] == length
     assert torch.equal(p.k[:, :, period:], p.k[:, :, :-period])
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_of_torch_changes_no_input(default: torch.dtype) -> None:
+    """A kernel's module may have set it."""
+
+    def drawn() -> list[Tensor]:
+        inputs = *(make(name, SMALL, torch.float32, CPU) for name in CLASSES), one_hot(10.0, SMALL, torch.float32, CPU)
+        return [x for p in inputs for x in (p.q, p.k, p.v, p.do)]
+
+    expected = drawn()
+    torch.set_default_dtype(default)
+    try:
+        assert same(drawn(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_column_of_ones_measures_row_sums_of_ds() -> None:

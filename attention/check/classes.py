@@ -47,16 +47,20 @@ class InputClass:
     """Captured ones, inputs/NAME.zip beside this module, in their own shape."""
 
 
+_normal = functools.partial(torch.randn, dtype=torch.float32)
+"""A kernel's module may have set another dtype as torch's default."""
+
+
 def _common(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
-    return [t + 2 * torch.randn(t.shape[-1], generator=generator) if i < 3 else t for i, t in enumerate(x)]
+    return [t + 2 * _normal(t.shape[-1], generator=generator) if i < 3 else t for i, t in enumerate(x)]
 
 
 def _shared_direction(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     q, k, v, do = x
-    direction = torch.nn.functional.normalize(torch.randn(q.shape[-1], generator=generator), dim=0)
+    direction = torch.nn.functional.normalize(_normal(q.shape[-1], generator=generator), dim=0)
     push = 3 * q.shape[-1] ** 0.25 * direction
-    v = 0.3 * v + torch.randn(q.shape[-1], generator=generator)
-    do = 0.2 * do + torch.randn(q.shape[-1], generator=generator)
+    v = 0.3 * v + _normal(q.shape[-1], generator=generator)
+    do = 0.2 * do + _normal(q.shape[-1], generator=generator)
     return [0.5 * q + push, 0.5 * k + push, v, do]
 
 
@@ -83,8 +87,8 @@ def _ties(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
 def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     q, k, v, do = x
     T, D = k.shape[2], k.shape[3]
-    direction, shared = torch.randn(2, D, generator=generator)
-    slope = torch.linspace(-1, 1, T)[:, None] * direction
+    direction, shared = _normal(2, D, generator=generator)
+    slope = torch.linspace(-1, 1, T, dtype=torch.float32)[:, None] * direction
     return [0.1 * q, 0.3 * k + 2 * shared, 0.1 * v + slope, 0.2 * do + direction]
 
 
@@ -155,7 +159,7 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     shape = chosen.shape(shape)
     generator = torch.Generator().manual_seed(list(CLASSES).index(name))
     heads = (shape.H, shape.G, shape.G, shape.H)
-    normal = [torch.randn(shape.B, n, shape.T, shape.D, generator=generator) for n in heads]
+    normal = [_normal(shape.B, n, shape.T, shape.D, generator=generator) for n in heads]
     q, k, v, do = chosen.make(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
     if mask is not None:
@@ -221,11 +225,11 @@ def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device
     own = (..., range(shape.T - n, shape.T), range(n))
     generator = torch.Generator().manual_seed(99)
     size = math.sqrt(logit * math.sqrt(shape.D))
-    q = torch.zeros(shape.B, shape.H, shape.T, shape.D)
-    q[own] = size * (1 + 0.1 * torch.rand(n, generator=generator))
-    k = torch.zeros(shape.B, shape.G, shape.T, shape.D)
+    q = torch.zeros(shape.B, shape.H, shape.T, shape.D, dtype=torch.float32)
+    q[own] = size * (1 + 0.1 * torch.rand(n, generator=generator, dtype=torch.float32))
+    k = torch.zeros(shape.B, shape.G, shape.T, shape.D, dtype=torch.float32)
     k[own] = size
-    v = torch.randn(shape.B, shape.G, shape.T, shape.D, generator=generator).bfloat16()
-    do = torch.randn(shape.B, shape.H, shape.T, shape.D, generator=generator)
+    v = _normal(shape.B, shape.G, shape.T, shape.D, generator=generator).bfloat16()
+    do = _normal(shape.B, shape.H, shape.T, shape.D, generator=generator)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
     return Inputs(q, k, v, do, 1 / math.sqrt(shape.D))
