@@ -289,7 +289,7 @@ class Numerics:
     )
     delta_sum: str = _format("fp32", "delta", acts_in=(DELTA,))
     delta_error: str = _choice(
-        "a chosen error of delta: none, random, constant, scale, rounding, zero_sum",
+        "a chosen error of delta: none, random, constant, scale, rounding (of the output, whatever delta_output is), zero_sum",
         ("none", "random", "constant", "scale", "rounding", "zero_sum"),
         (DELTA,),
         conflict=(
@@ -299,8 +299,9 @@ class Numerics:
     )
     """delta + e, to ask which errors do harm. With a the ``delta_error_size`` and rms(delta) the root mean square over the rows of a
     batch element and head: ``random``: +-a rms(delta), a sign each row; ``constant``: a rms(delta); ``scale``: a delta; ``rounding``:
-    a (rowsum(dO * O) - delta), so that a = 1 is ``rowsum_do_o``. ``zero_sum``: delta stays exact and dP is off by the e of ``random`` times
-    a sign each key, so that rows of dS still sum to 0."""
+    a (rowsum(dO * O) - delta), O being the ``output`` whatever ``delta_output`` is, so that a = 1 is ``rowsum_do_o`` with ``delta_output``
+    ``output``. ``zero_sum``: delta stays exact and dP is off by the e of ``random`` times a sign each key, so that rows of dS still sum
+    to 0."""
     delta_error_size: float = _number(
         0.01,
         "a of delta_error",
