@@ -126,10 +126,10 @@ def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> 
 
 
 class Attends(nn.Module):
-    """torch's function of q, k and another V of k; with sinks this package's."""
+    """torch's function of q, k and another V of k; with sinks or a soft-cap this package's."""
 
     def forward(self, q: Tensor, k: Tensor, **more: Any) -> Tensor:
-        function = (attention if "sinks" in more else functional).scaled_dot_product_attention
+        function = (attention if {"sinks", "softcap"} & set(more) else functional).scaled_dot_product_attention
         return function(q, k, k * 1.0, **more)
 
 
@@ -161,6 +161,33 @@ def test_a_sink_is_one_more_key_without_a_value() -> None:
     entropy = torch.special.entr(s.softmax(dim=-1)).sum(-1).mean(dim=(0, 2)).float()
     torch.testing.assert_close(torch.tensor(seen.record["entropy"][0]), entropy.detach())
     assert all(0 < error < 1e-5 for name in ("delta_error", "dq_error") for error in seen.record[name][0])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_minimum_hides_a_key_from_our_attention_as_false_does(softcap: float) -> None:
+    """Six rows see no key: torch's function would give these the mean of V."""
+    visible, looks = torch.ones(T, T, dtype=torch.bool).tril().logical_and(torch.arange(T) > 5), []
+    q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    for mask in (visible, torch.zeros(T, T).masked_fill(~visible, torch.finfo().min)):
+        with watch(model := Attends(), say=lambda line: None) as seen:
+            (model(q.requires_grad_(), k, attn_mask=mask, softcap=softcap) - 1).square().sum().backward()
+        looks.append(torch.tensor([seen.record[name] for name in COLUMNS if name in seen.record]))
+    torch.testing.assert_close(*looks)
+
+
+def test_a_bias_is_added_behind_the_soft_cap() -> None:
+    bias = torch.arange(T) * torch.tensor(-0.5)
+    q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+
+    class Hands(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            o = ((q @ k.mT * D**-0.5).tanh() + bias).softmax(-1) @ k
+            seen.look(q, k, k, o, softcap=1.0, mask=bias)
+            return o.square().sum()
+
+    with watch(model := Hands(), say=lambda line: None) as seen:
+        model(q.requires_grad_()).backward()
+    assert all(0 < error < 1e-5 for error in seen.record["dq_error"][0])
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])

@@ -184,7 +184,7 @@ def _is_causal(layer: int, named: dict[str, Any]) -> bool:
     """Raises ``ValueError`` for what is not plain attention, causal or full."""
     q, k, v = (named[name] for name in ("query", "key", "value"))
     T, S = q.shape[-2], k.shape[-2]
-    mask = plain_mask(named["attn_mask"], q.device)
+    mask = plain_mask(named, q.device)
     plain = q.ndim == 4 and T == S and q.shape[-1] == v.shape[-1]
     plain = plain and not named["dropout_p"] and not named.get("softcap") and named.get("sinks") is None
     if mask is not None and plain:

@@ -69,13 +69,11 @@ def score_rows(
     scale: float,
     softcap: float = 0.0,
     causal: bool = True,
-    mask_BHTS: Tensor | None = None,
     chunk: int = QUERY_CHUNK,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Some queries at a time: which, and their scores S [B, H, R, S] in FP32; what is masked is -inf.
+    """Some queries at a time: which, and their scores S [B, H, R, S] in FP32.
 
-    ``causal``: query t sees keys up to t, and S ends with the last of them. ``mask_BHTS``: True, or a number to add, where a query may see
-    a key; broadcast.
+    ``causal``: query t sees keys up to t; S ends with the last of them and is -inf where others do not see it.
     """
     q_BHTD, k_BHSD = q_BTHD.detach().float().transpose(1, 2), k_BSHD.detach().float().transpose(1, 2)
     for start in range(0, q_BHTD.shape[2], chunk):
@@ -84,9 +82,6 @@ def score_rows(
         s_BHRS = (q_BHTD[:, :, rows] @ k_BHSD[:, :, :seen].mT).mul_(scale)
         if softcap:
             s_BHRS = s_BHRS.div_(softcap).tanh_().mul_(softcap)
-        if mask_BHTS is not None:
-            mask = mask_BHTS[..., rows, :seen] if mask_BHTS.shape[-2] > 1 else mask_BHTS[..., :seen]
-            s_BHRS = s_BHRS.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else s_BHRS + mask
         if causal and seen > start:
             # Keys before ``start`` are seen by all of these queries.
             future = torch.ones(rows.stop - start, seen - start, dtype=torch.bool, device=s_BHRS.device).triu(1)
@@ -104,6 +99,14 @@ def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor, *, scale: float) -> Tensor:
     with torch.autocast(q_BTHD.device.type, enabled=False):
         tops = [s_BHRS.amax(dim=(0, 2, 3)) for _, s_BHRS in score_rows(q_BTHD, k_BTHD, scale=scale)]
     return torch.stack(tops).amax(dim=0)
+
+
+def _masked(s_BHRS: Tensor, mask_BHTS: Tensor | None, rows: slice) -> Tensor:
+    """``mask_BHTS``: True, or a number to add, where a query may see a key; broadcast."""
+    if mask_BHTS is None:
+        return s_BHRS
+    mask = mask_BHTS[..., rows if mask_BHTS.shape[-2] > 1 else slice(None), : s_BHRS.shape[-1]]
+    return s_BHRS.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else s_BHRS + mask
 
 
 def _row_probabilities(s_BHRS: Tensor, sinks_H: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
@@ -176,14 +179,16 @@ def measure(call: Call) -> dict[str, Tensor]:
         shape: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "causal": call.causal}
         # A GPU is faster at few large operations, and waits for the launches of many small ones.
         shape["chunk"] = max(QUERY_CHUNK, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
-        for chosen, s in score_rows(q.transpose(1, 2), k.transpose(1, 2), mask_BHTS=call.mask_BHTS, **shape):
+        for chosen, s in score_rows(q.transpose(1, 2), k.transpose(1, 2), **shape):
+            # A mask or bias is behind the soft-cap. What causal attention hides has P = 0, and 0 * inf is NaN.
+            slope = (1 - (s / call.softcap).square()).masked_fill(s == -math.inf, 0.0) if call.softcap else 1.0
+            s = _masked(s, call.mask_BHTS, chosen)
             largest, (of_rows, p) = s.amax(dim=-1), _row_probabilities(s, call.sinks_H)
             found = {"max": largest, "entropy": of_rows["entropy"], "one": (of_rows["top_1"] > _ONE).float()}
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
                 found |= {"delta": delta, "error": from_o - delta}
-                slope = (1 - (s / call.softcap).square()).masked_fill(s == -math.inf, 0.0) if call.softcap else 1.0
                 dq[:, :, chosen] = call.scale * (p * (dp - delta[..., None]) * slope) @ k[:, :, : s.shape[-1]]
             for name, value in found.items():
                 # A row that may see no key, as of padding, has no softmax.

@@ -113,7 +113,7 @@ class Pass(TorchFunctionMode):
             arguments = named(*args, **kwargs)
         except TypeError:  # ``func`` says what is wrong
             return func(*args, **kwargs)
-        arguments["kernel"] = kernel_of(func, kwargs)
+        arguments |= {"kernel": kernel_of(func, kwargs), "ours": func is scaled_dot_product_attention}
 
         def run(*qkv: Tensor) -> Tensor:
             n = len(args[:3])
@@ -197,13 +197,17 @@ def named(*args: Any, **more: Any) -> dict[str, Any]:
     return bound.arguments
 
 
-def plain_mask(mask: Any, device: torch.device) -> Tensor | None:
-    """The mask of a call as a plain tensor. Raises ``ValueError`` for one that cannot be read."""
+def plain_mask(call: dict[str, Any], device: torch.device) -> Tensor | None:
+    """The mask of a call as a plain tensor. Raises ``ValueError`` for one that cannot be read.
+
+    A floating one of our attention becomes bool: what torch's function adds, it hides, also from a row that sees no key.
+    """
+    mask = call["attn_mask"]
     if isinstance(mask, CausalBias):  # its own storage is never written
         return mask._materialize(device)
     if mask is not None and type(mask) not in (Tensor, nn.Parameter):
         raise ValueError(f"attn_mask is a {type(mask).__name__}: expected a plain tensor")
-    return mask
+    return mask == 0 if mask is not None and mask.is_floating_point() and call.get("ours") else mask
 
 
 _PAIRS = ("q_proj k_proj", "query key", "q_proj kv_proj", "to_q to_k", "to_q to_kv", "q k", "wq wk")
@@ -331,6 +335,7 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
                 ].transpose(1, 2)
 
             call["kernel"] = kernel
+        call["ours"] = hasattr(function, "rounded_as")
         window, call["softcap"] = named_too.get("sliding_window"), named_too.get("softcap") or 0.0
         if causal and window and window < k.shape[2]:
             with _disable_current_modes():

@@ -330,7 +330,7 @@ class Watch:
         layer = look.number(number)
 
         def keep() -> None:
-            causal, mask = bool(named["is_causal"]), plain_mask(named["attn_mask"], o.device)
+            causal, mask = bool(named["is_causal"]), plain_mask(named, o.device)
             flags = {name: named[name] for name in ("scale", "softcap", "sinks")}
             flags |= {"causal": causal, "dropout": named["dropout_p"], "grouped": named["enable_gqa"]}
             look.keep(layer, *qkv, o, mask=mask, kernel=named.get("kernel"), **flags)
