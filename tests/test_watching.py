@@ -190,6 +190,14 @@ def test_a_bias_is_added_behind_the_soft_cap() -> None:
     assert all(0 < error < 1e-5 for error in seen.record["dq_error"][0])
 
 
+def test_a_mask_of_an_fp64_model_is_added_in_fp32() -> None:
+    mask = torch.zeros(T, T).double().masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    q = torch.randn(B, H, T, D, dtype=torch.float64, requires_grad=True)
+    with watch(model := Attends(), say=lambda line: None) as seen:
+        model(q, q * 1.0, attn_mask=mask).square().sum().backward()
+    assert all(0 < error < 1e-5 for error in seen.record["dq_error"][0])
+
+
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])
 def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
     """A tensor whose own storage is never written."""
@@ -741,6 +749,14 @@ def test_a_failure_of_its_own_is_one_warning_and_moves_no_weight(name: str, monk
         train(watched, 4)
     assert len(found) == 1
     assert same([*plain.parameters()], [*watched.parameters()])
+
+
+def test_a_layer_that_cannot_be_measured_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Mock(side_effect=[{"max_logit": torch.ones(H)}, RuntimeError, RuntimeError])
+    monkeypatch.setattr("attention.watching.look.measure", measured)
+    with pytest.warns(UserWarning, match="RuntimeError"), watch(Model(), say=lambda line: None) as seen:
+        train(seen._model)
+    assert (seen.record["layers"], seen.record["max_logit"]) == ([1], [[1.0] * H])
 
 
 @pytest.mark.parametrize(("every", "row"), [(2, 1), (1, 7)])

@@ -154,15 +154,25 @@ class Look:
             self._calls[layer] = replace(self._calls[layer], **changes)
             if last:
                 self.awaited.remove(layer)
-                self._found[layer] = measure(self._calls[layer])
+                self._measure(layer)
             over = not self.awaited
         if over:
             self._done(self)
 
+    def _measure(self, layer: int) -> None:
+        """A layer that fails costs the others nothing."""
+
+        def run() -> None:
+            self._found[layer] = measure(self._calls[layer])
+
+        self._guard(run)
+
     def finish(self) -> dict[int, dict[str, Tensor]]:
         """The columns of ``measure`` by layer, in order; of calls whose gradient never came without it. Only the first time."""
         with self._lock:
-            found = {layer: self._found.get(layer) or measure(call) for layer, call in sorted(self._calls.items())}
+            for layer in self._calls.keys() - self._found.keys():
+                self._measure(layer)
+            found = dict(sorted(self._found.items()))
             for hook in self._hooks:  # of a parameter they would stay
                 hook.remove()
             for kept in (self._calls, self._found, self.awaited, self._hooks):

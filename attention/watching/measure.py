@@ -106,7 +106,7 @@ def _masked(s_BHRS: Tensor, mask_BHTS: Tensor | None, rows: slice) -> Tensor:
     if mask_BHTS is None:
         return s_BHRS
     mask = mask_BHTS[..., rows if mask_BHTS.shape[-2] > 1 else slice(None), : s_BHRS.shape[-1]]
-    return s_BHRS.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else s_BHRS + mask
+    return s_BHRS.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else s_BHRS + mask.float()
 
 
 def _row_probabilities(s_BHRS: Tensor, sinks_H: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
