@@ -126,11 +126,11 @@ def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> 
 
 
 class Attends(nn.Module):
-    """torch's function of q, k and another V of k; with sinks or a soft-cap this package's."""
+    """torch's function of q, k and another V of k, or of ``v``; with sinks or a soft-cap this package's."""
 
-    def forward(self, q: Tensor, k: Tensor, **more: Any) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor | None = None, **more: Any) -> Tensor:
         function = (attention if {"sinks", "softcap"} & set(more) else functional).scaled_dot_product_attention
-        return function(q, k, k * 1.0, **more)
+        return function(q, k, k * 1.0 if v is None else v, **more)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -150,6 +150,13 @@ def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
         error, found[name] = (math.hypot(*seen.record[column][0]) for column in ("delta_error", "row_residual"))
     assert 0.5 * error < found["flash"] < 2 * error
     assert found["math"] < 1e-2 * error
+
+
+def test_values_of_another_head_dim_have_row_residuals() -> None:
+    q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    with watch(model := Attends(), say=lambda line: None) as seen:
+        model(q.requires_grad_(), k, v=k[..., :8], is_causal=True).square().sum().backward()
+    assert all(0 < residual < 1e-6 for residual in seen.record["row_residual"][0])
 
 
 def test_a_sink_is_one_more_key_without_a_value() -> None:

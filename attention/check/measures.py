@@ -58,8 +58,8 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
 def _run(call: Call, p: Inputs, do: Tensor) -> tuple[Results, Results]:
     """O, dQ, dK, dV; and the q, k, v that the kernel got."""
     o, *operands = _attend(call, p)
-    if o.shape != p.q.shape:
-        raise RuntimeError(f"it gives O of shape {list(o.shape)} for q of shape {list(p.q.shape)}")
+    if list(o.shape) != (expected := [*p.q.shape[:-1], p.v.shape[-1]]):
+        raise RuntimeError(f"it gives O of shape {list(o.shape)}: expected {expected}")
     if not o.requires_grad:
         raise NoGradientError("no gradient for q, k, v")
     gradients = torch.autograd.grad(o, operands, do.to(o.dtype), allow_unused=True)
