@@ -152,6 +152,16 @@ def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
     assert found["math"] < 1e-2 * error
 
 
+def test_row_residuals_of_fp16_are_those_without_a_loss_scale() -> None:
+    looks = []
+    for scale in (1.0, 2.0**11):
+        q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)).half() for seed in range(2))
+        with watch(model := Attends(), say=lambda line: None) as seen:
+            (model(q.requires_grad_(), k, is_causal=True).float().square().sum() * scale).backward()
+        looks.append(torch.tensor(seen.record["row_residual"]))
+    torch.testing.assert_close(*looks, rtol=0.05, atol=0)
+
+
 def test_values_of_another_head_dim_have_row_residuals() -> None:
     q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     with watch(model := Attends(), say=lambda line: None) as seen:

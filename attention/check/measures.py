@@ -205,8 +205,11 @@ def rows_from_outside(call: Call, p: Inputs) -> Tensor:
     least = (p.q.float().square().mean((0, 1, 2)) * p.k.float().square().mean((0, 1, 2))).argmin()[None]
     q, k = (x.index_copy(-1, least, x[..., -1:]) for x in (p.q, p.k))
     q[..., -1], k[..., -1] = 0, 1
-    p = replace(p, q=q, k=k)
-    return (_last_column(call, p, _run(call, p, p.do.clone())[0][1]) / p.scale).float()
+    # FP16 cannot hold multiples of a large dO, as behind a loss scale. A power of two changes no digit, and r is linear in dO.
+    is_large = (p.do.abs().amax() > 16) & (p.do.dtype == torch.float16)
+    unit = torch.where(is_large, 2.0**-4, 1.0)
+    p = replace(p, q=q, k=k, do=p.do * unit.to(p.do.dtype))
+    return (_last_column(call, p, _run(call, p, p.do.clone())[0][1]) / p.scale / unit).float()
 
 
 def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
