@@ -567,7 +567,7 @@ class Model(nn.Module):
     def forward(self, x_BTC: Tensor, **settings: Any) -> Tensor:
         for projection in self.projections:
             q, k, v = projection(x_BTC).bfloat16().unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), 1)
-            o = torchs(q, k, v, enable_gqa=True, scale=0.5, **({"is_causal": True} | settings))
+            o = torchs(q, k, v, **({"enable_gqa": True, "scale": 0.5, "is_causal": True} | settings))
             o.retain_grad()
             self.seen.append((q, k, v, o))
             x_BTC = o.transpose(1, 2).flatten(2).float()
@@ -623,6 +623,28 @@ def test_what_is_not_plain_attention_or_did_not_happen_is_refused() -> None:
         model(x).sum().backward()
     with pytest.raises(ValueError, match="expected the backward pass"), capture(model, [1]):
         model(x)
+
+
+@pytest.mark.parametrize("bias", [0.0, -1.0, -100.0])
+def test_a_mask_of_numbers_is_causal_only_where_it_adds_none(bias: float) -> None:
+    distance = torch.arange(24)[:, None] - torch.arange(24)
+    mask = (bias * distance).masked_fill(distance < 0, torch.finfo(torch.bfloat16).min).bfloat16()
+    refused = pytest.raises(ValueError, match="no mask but the causal one")
+    with refused if bias else contextlib.nullcontext(), capture(model := Model(), [0]) as calls:
+        model(torch.randn(1, 24, 32), is_causal=False, attn_mask=mask, scale=0.0).sum().backward()
+    assert bias or (calls[0].causal, calls[0].scale) == (True, 0.0)
+
+
+def test_values_of_another_head_dim_are_refused_by_name() -> None:
+    class Narrow(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return torchs(q, q, q[..., :4], is_causal=True)
+
+    with (
+        pytest.raises(ValueError, match="layer 0: head dim of v = 4: expected 8, that of q"),
+        capture(model := Narrow(), [0]),
+    ):
+        model(torch.randn(1, 2, 24, 8, requires_grad=True))
 
 
 def test_flash_attention_4_is_found_in_a_folder_of_the_path(tmp_path: Path) -> None:

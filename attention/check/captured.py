@@ -142,7 +142,7 @@ def capture(
         about: JSON values to keep with them, as step, loss, commit, GPU.
 
     The pass computes what it computes without this; a compiled model runs uncompiled. Raises ``ValueError`` for a layer that made no call,
-    got no gradient, or is not plain attention: a mask that is not causal, dropout, a soft-cap, sinks.
+    got no gradient, or is not plain attention: a mask that is not causal, a bias, dropout, a soft-cap, sinks, values of another head dim.
     """
     calls: dict[int, Inputs] = {}
     complete: dict[int, Inputs] = {}
@@ -154,7 +154,8 @@ def capture(
         dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
         with _disable_current_modes():  # selective checkpointing tells operations apart by their order
             q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
-            scale, causal = named["scale"] or q.shape[-1] ** -0.5, _is_causal(number, named)
+            scale = q.shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
+            causal = _is_causal(number, named)
         more = {**(about or {}), "layer": number}
         call = calls[number] = Inputs(q, k, v, torch.empty(0), scale, causal, about=more)
 
@@ -185,11 +186,15 @@ def _is_causal(layer: int, named: dict[str, Any]) -> bool:
     q, k, v = (named[name] for name in ("query", "key", "value"))
     T, S = q.shape[-2], k.shape[-2]
     mask = plain_mask(named, q.device)
-    plain = q.ndim == 4 and T == S and q.shape[-1] == v.shape[-1]
+    if q.shape[-1] != v.shape[-1]:
+        raise invalid(f"capture: layer {layer}: head dim of v", v.shape[-1], f"{q.shape[-1]}, that of q")
+    plain = q.ndim == 4 and T == S
     plain = plain and not named["dropout_p"] and not named.get("softcap") and named.get("sinks") is None
     if mask is not None and plain:
-        visible = mask if mask.dtype == torch.bool else mask > -1e4
-        plain = bool((visible == torch.ones(T, S, dtype=torch.bool, device=mask.device).tril()).all())
+        is_bool = mask.dtype == torch.bool
+        visible, hidden = (mask, ~mask) if is_bool else (mask == 0, mask <= torch.finfo(mask.dtype).min)
+        causal = torch.ones(T, S, dtype=torch.bool, device=mask.device).tril()
+        plain = bool(((visible == causal) & (hidden != causal)).all())
     if not plain:
         raise ValueError(
             f"capture: layer {layer}: expected as many keys as queries, no mask but the causal one, no dropout, no soft-cap"
