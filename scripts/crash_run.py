@@ -6,9 +6,10 @@
 
 Crash-tests the kernel, then trains three runs on the same batches and compares them: with the kernel, with plain attention (the control),
 and with the recipe's own attention, which should fail. KERNEL is that of python -m low_precision_attention.check. CONFIG and the options
-behind it are train.py's, for all three; --run.name, --run.folder and --attention.default, in which they differ, it sets itself. Without
-CONFIG it is the tiny model of configs/quickstart.py in BF16, minutes on a CPU, whose own attention has an O of one mantissa bit: a kernel
-fails there whose delta is about as far off. No BF16 kernel should, and one that does not may still fail a larger model.
+behind it are train.py's, for all three; --run.name, --run.folder and --attention.default, in which they differ, it sets itself, and
+attention.rules and alarm.switches it refuses. Without CONFIG it is the tiny model of configs/quickstart.py in BF16, minutes on a CPU,
+whose own attention has an O of one mantissa bit: a kernel fails there whose delta is about as far off. No BF16 kernel should, and one that
+does not may still fail a larger model.
 
 Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the kernel fails and its control is stable; 2 usage;
 3 unverified: it cannot run, its control is not stable, or nothing failed.
@@ -45,8 +46,9 @@ UNVERIFIED = 3
 
 
 def attention_options(preset: str, kernel: str = "") -> list[str]:
-    spec = ["--attention.default.preset", preset, "--attention.default.numerics", "hardware"]
-    return [*spec, "--attention.default.kernel", kernel] if kernel else spec
+    """Nothing of the recipe's own spec is left in the run's."""
+    spec = {"preset": preset, "numerics": "hardware", "backend": "", "kernel": kernel}
+    return [f"--attention.default.{name}={value}" for name, value in spec.items()] + ["--attention.default.sites"]
 
 
 def verdict(ended: dict[str, str]) -> tuple[int, str]:
@@ -117,6 +119,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     tiny_options = [one for one in TINY if not {one.partition("=")[0], one.replace(".", ".no-")} & replaced]
     recipe = [str(ROOT / "configs/quickstart.py"), *tiny_options, *rest] if tiny else [names[1], *rest]
     config = configuration.load(recipe)
+    rules = [rule.attention.preset for rule in config.attention.rules]
+    for name, own in (("attention.rules", rules), ("alarm.switches", list(config.alarm.switches))):
+        if own:
+            raise invalid(name, own, "none, as the kernel's and the control's run have one attention in all layers")
     folder = options.out or Path("runs/crash_run", re.sub(r"[^A-Za-z0-9._-]", "_", kernel))
     if folder.exists():
         raise UserError(f"--out {folder}: it is there already: remove it or name another folder")

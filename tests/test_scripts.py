@@ -14,8 +14,10 @@ import pytest
 from tiny_runs import ROOT, Place, completed, environment
 from torch.distributed.run import get_args_parser
 
+import config
+from attention import AttentionSpec
 from scripts import bench_train
-from scripts.crash_run import how_ended, main, verdict
+from scripts.crash_run import attention_options, how_ended, main, verdict
 
 DEBUG = str(ROOT / "configs/debug.py")
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
@@ -95,12 +97,37 @@ def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[st
         ("--data.dataset", "nowhere", "nowhere: no such data set; "),
         ("--data.replay", "nowhere", "data.replay = 'nowhere': expected the folder of a recording"),
         ("--attention.flash-backend", "flash", "attention of layer 0 = "),
+        ("--alarm.switches", "3:0:flash", "alarm.switches = ['3:0:flash']: expected none, as "),
     ],
 )
 def test_a_bad_option_is_found_before_the_crash_test(
     option: str, value: str, message: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     assert message in refused(main, "torch:math", "--out", tmp_path / "out", "--run.device", "cpu", option, value)
+
+
+RECIPE = f"""
+import dataclasses, runpy
+from attention import AttentionConfig, AttentionRule, AttentionSpec
+
+own = AttentionConfig(default=AttentionSpec(preset="flash", sites=("tile_k=16",), backend="flash_reference"))
+config = dataclasses.replace(runpy.run_path("{ROOT}/configs/quickstart.py")["config"], attention=own)
+"""
+
+
+def test_arms_of_kernel_and_control_take_nothing_from_the_recipes_own_attention(tmp_path: Path) -> None:
+    (recipe := tmp_path / "recipe.py").write_text(RECIPE)
+    for preset, kernel in (("flash_consistent", ""), ("external", "plain")):
+        arm = config.load([str(recipe), *attention_options(preset, kernel)])
+        assert arm.attention.default == AttentionSpec(preset=preset, kernel=kernel)
+
+
+def test_a_recipe_with_rules_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """The kernel would run in no layer."""
+    (recipe := tmp_path / "recipe.py").write_text(
+        RECIPE.replace("own = AttentionConfig(", "own = AttentionConfig(rules=(AttentionRule(),), ")
+    )
+    assert "attention.rules = ['flash']: expected none, as " in refused(main, "torch:math", recipe)
 
 
 @pytest.mark.parametrize(("mark", "ended"), [("overflow", "stable to 99"), ("stop", "NaN in a gradient at 9")])
