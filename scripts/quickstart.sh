@@ -13,7 +13,7 @@ while [ $# -gt 0 ]; do
   case "$1" in -h | --help) echo "$synopsis"; sed -n '2,5s/^# //p' scripts/quickstart.sh; exit 0 ;; esac
   [ $# -ge 2 ] || usage "$1 needs a value"
   case "$1" in
-    --python) python=$2 ;;
+    --python) case "$2" in /*) python=$2 ;; */*) python=$here/$2 ;; *) python=$2 ;; esac ;;
     --out) case "$2" in /*) out=$2 ;; *) out=$here/$2 ;; esac ;;
     *) usage "unknown option $1" ;;
   esac

@@ -57,6 +57,13 @@ def test_the_quickstart_refuses_a_file_to_write_to_at_the_start(tmp_path: Path) 
     assert done.stderr.startswith(f"error: --out {tmp_path}/file cannot be made a folder; usage: ")
 
 
+def test_the_quickstart_takes_a_relative_interpreter_from_the_callers_folder(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\n[ $# = 2 ] || echo its own >&2; exit $(($# != 2))\n")
+    (tmp_path / "python").chmod(0o755)
+    command = ["bash", str(SCRIPT), "--python", "./python", "--out", str(tmp_path / "out")]
+    assert completed(command, cwd=tmp_path).stderr == "its own\n"
+
+
 KERNEL = """
 from attention import AttentionSpec, scaled_dot_product_attention
 
