@@ -179,10 +179,17 @@ def _is_captured(name: str) -> bool:
     return name not in CLASSES or CLASSES[name].packaged
 
 
-@functools.lru_cache(maxsize=8)
 def captured(name: str) -> Inputs:
     """The inputs of a packaged class, or those in a file. Raises ``UserError`` if it is no capture, or of nothing to judge."""
-    found = load(Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else name)
+    file = Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else Path(name)
+    written = (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else ()
+    return _read(name, file, written)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(name: str, file: Path, written: tuple[int, ...]) -> Inputs:
+    """``written``: time and size, as a file may be written again."""
+    found = load(file)
     for what in NAMES:
         x = getattr(found, what)
         if not x.any() or not x.isfinite().all():
