@@ -253,6 +253,13 @@ def test_captured_inputs_are_told_with_their_own_head_dim(tmp_path: Path) -> Non
     assert "--D" not in report.text()
 
 
+def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    for length in (64, 96):
+        p = make("gaussian", replace(SMALL, T=length), torch.bfloat16, CPU)
+        Inputs(p.q, p.k, p.v, p.do, p.scale).save(file := tmp_path / "x.zip")
+        assert make(str(file), SMALL, torch.bfloat16, CPU).q.shape[2] == length
+
+
 @pytest.mark.parametrize(("name", "value", "why"), [("do", 0.0, "0"), ("v", math.inf, "not finite")])
 def test_captured_inputs_that_say_nothing_are_refused(name: str, value: float, why: str, tmp_path: Path) -> None:
     p, file = make("gaussian", SMALL, torch.bfloat16, CPU), str(tmp_path / "x.zip")
@@ -329,7 +336,7 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe(monkeypatch: pyt
         raise NotImplementedError("no such shape")
 
     def leaves(*call: Any) -> Tensor:
-        sys.exit(0)
+        sys.exit("\x1b[31mred\0")
 
     class UnreadableError(Exception):
         def __str__(self) -> str:
@@ -339,7 +346,13 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe(monkeypatch: pyt
         raise UnreadableError
 
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    reasons = "NotImplementedError: no such shape", "SystemExit: 0", "raises ValueError", "te", "has no attribute"
+    reasons = (
+        "NotImplementedError: no such shape",
+        "SystemExit: ?[31mred?",
+        "raises ValueError",
+        "te",
+        "has no attribute",
+    )
     for kernel, reason in zip((broken, leaves, unreadable, "te", "fa2"), reasons, strict=True):
         (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian").cases
         assert (case.verdict, reason in case.reason) == ("unverified", True), case

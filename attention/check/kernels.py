@@ -153,12 +153,13 @@ def _first(found: Any) -> Tensor:
 
 
 def told(error: BaseException) -> str:
-    """What a foreign kernel raised, in one line."""
+    """What a foreign kernel raised, in one line that a terminal obeys nothing of."""
     try:
         message = str(error)
     except Exception as second:  # a foreign one, too
         message = f"its message raises {type(second).__name__}"
-    return f"{type(error).__name__}: {' '.join(message.split())[:200]}"
+    printable = "".join(x if x.isprintable() else "?" for x in " ".join(message.split())[:200])
+    return f"{type(error).__name__}: {printable}"
 
 
 def _torchs(backend: SDPBackend) -> Call:
