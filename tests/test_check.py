@@ -638,14 +638,16 @@ def test_what_is_not_plain_attention_or_did_not_happen_is_refused() -> None:
         model(x)
 
 
-@pytest.mark.parametrize("bias", [0.0, -1.0, -100.0])
-def test_a_mask_of_numbers_is_causal_only_where_it_adds_none(bias: float) -> None:
+@pytest.mark.parametrize(
+    ("bias", "hidden", "fits"), [(0.0, None, True), (0.0, -1e9, True), (0.0, -1e4, False), (-1.0, None, False)]
+)
+def test_a_mask_of_numbers_is_causal_only_where_it_adds_none(bias: float, hidden: float | None, fits: bool) -> None:
     distance = torch.arange(24)[:, None] - torch.arange(24)
-    mask = (bias * distance).masked_fill(distance < 0, torch.finfo(torch.bfloat16).min).bfloat16()
+    mask = (bias * distance).masked_fill(distance < 0, hidden or torch.finfo(torch.bfloat16).min).bfloat16()
     refused = pytest.raises(ValueError, match="no mask but the causal one")
-    with refused if bias else contextlib.nullcontext(), capture(model := Model(), [0]) as calls:
+    with contextlib.nullcontext() if fits else refused, capture(model := Model(), [0]) as calls:
         model(torch.randn(1, 24, 32), is_causal=False, attn_mask=mask, scale=0.0).sum().backward()
-    assert bias or (calls[0].causal, calls[0].scale) == (True, 0.0)
+    assert not fits or (calls[0].causal, calls[0].scale) == (True, 0.0)
 
 
 def test_values_of_another_head_dim_are_refused_by_name() -> None:

@@ -192,7 +192,8 @@ def _is_causal(layer: int, named: dict[str, Any]) -> bool:
     plain = plain and not named["dropout_p"] and not named.get("softcap") and named.get("sinks") is None
     if mask is not None and plain:
         is_bool = mask.dtype == torch.bool
-        visible, hidden = (mask, ~mask) if is_bool else (mask == 0, mask <= torch.finfo(mask.dtype).min)
+        low = -math.inf if is_bool else max(torch.finfo(mask.dtype).min, -1e9)  # no logit makes up for it
+        visible, hidden = (mask, ~mask) if is_bool else (mask == 0, mask <= low)
         causal = torch.ones(T, S, dtype=torch.bool, device=mask.device).tril()
         plain = bool(((visible == causal) & (hidden != causal)).all())
     if not plain:
