@@ -13,6 +13,7 @@ import pytest
 import torch
 from attention_cases import same
 
+import files
 import training.checkpoint as checkpoint
 from errors import UserError
 from training.checkpoint import CheckpointConfig, Checkpoints, Content, Loaded, rng_state, set_rng_state
@@ -108,6 +109,23 @@ def test_a_damaged_one_falls_back_and_names_both(
     assert warning.count("\n") == 1
     assert str(checkpoints.folder / "step_00000001") in warning
     assert str(checkpoints.folder / "step_00000002") in warning
+
+
+@pytest.mark.parametrize("file", sorted(FILES))
+@pytest.mark.parametrize("reason", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_one_that_cannot_be_read_may_be_intact_and_is_not_passed_over(
+    tmp_path: Path, file: str, reason: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, 1, 2).folder / "step_00000002"
+
+    def refuses(opened: Path, *mode: str) -> Any:
+        if opened == path / file:
+            raise OSError(reason, "not today", str(opened))
+        return open(opened, *mode)
+
+    monkeypatch.setattr(files, "open", refuses, raising=False)
+    with pytest.raises(UserError, match=rf"^checkpoint {path} cannot be read \({file}: not today\)"):
+        make(tmp_path).load_newest()
 
 
 def test_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@
 A name that begins with a dot is work in progress (``.tmp``).
 """
 
+import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -137,7 +139,7 @@ class Checkpoints:
         """The newest intact checkpoint, or None where there is none at all.
 
         Every file's SHA-256 is verified. Damaged ones are passed over, with a warning on stderr that names both. Raises ``UserError``
-        where all are damaged.
+        where all are damaged, and for one that cannot be read: it may be intact.
         """
         damaged: list[str] = []
         for _, path in sorted(found_in(self.folder).items(), reverse=True):
@@ -160,16 +162,22 @@ class Checkpoints:
 
     @staticmethod
     def load(path: Path) -> Loaded:
-        """The checkpoint in folder ``path``. Raises ``UserError`` where it is damaged, or of a format that this code does not know."""
-        if (damage := _damage(path)) is not None:
-            raise DamagedCheckpointError(f"checkpoint {path} is damaged ({damage})")
+        """The checkpoint in folder ``path``.
+
+        Raises ``UserError`` where it is damaged, cannot be read, or is of a format that this code does not know.
+        """
         try:
+            if (damage := _damage(path)) is not None:
+                raise DamagedCheckpointError(f"checkpoint {path} is damaged ({damage})")
             loaded = _read(path)
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError, SafetensorError) as error:
             what = f"its sums are right, and it cannot be read: {type(error).__name__}: {str(error)[:200]}"
             raise DamagedCheckpointError(f"checkpoint {path} is damaged ({what})") from error
+        except OSError as error:  # it may be intact
+            what = f"{Path(error.filename or path).name}: {error.strerror or error}"
+            raise UserError(f"checkpoint {path} cannot be read ({what}): mend that, or move it away") from error
         match = _FOLDER.fullmatch(path.name)
         if match and int(match[1]) != loaded.step:
             raise DamagedCheckpointError(f"checkpoint {path} is of step {loaded.step} by its contents: it was renamed")
@@ -194,7 +202,7 @@ class Checkpoints:
 
     def _refused(self, step: int, needed: int, error: OSError) -> UserError:
         """The error for a save that ``error`` stopped; it names the last good checkpoint, which it verifies."""
-        intact = (path for _, path in sorted(found_in(self.folder).items(), reverse=True) if _damage(path) is None)
+        intact = (path for _, path in sorted(found_in(self.folder).items(), reverse=True) if _is_intact(path))
         existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         free = shutil.disk_usage(existing).free
         return UserError(
@@ -284,6 +292,7 @@ def written_sums(path: Path) -> dict[str, str]:
 
 
 def _damage(path: Path) -> str | None:
+    """What is wrong with its files. Raises ``OSError`` where one is there and cannot be read."""
     try:
         sums = written_sums(path)
         if set(sums) != set(_FILES):
@@ -294,8 +303,16 @@ def _damage(path: Path) -> str | None:
     except UnicodeDecodeError:
         return "SHA256SUMS is no text"
     except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EINVAL):  # missing, or not a file
+            raise
         return f"{Path(error.filename or path).name}: {error.strerror}"
     return None
+
+
+def _is_intact(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return _damage(path) is None
+    return False
 
 
 def _read(path: Path) -> Loaded:
