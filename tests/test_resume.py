@@ -89,6 +89,14 @@ def test_interrupted_and_resumed_equals_straight(place: Place, name: str) -> Non
     assert_equals_straight(place, re.sub(r"\W+", "_", name), given, logs=name != "freer")
 
 
+def test_a_damaged_checkpoint_that_was_passed_over_stays_until_the_next_save(place: Place) -> None:
+    run = place.train("passed_over")
+    flip_a_byte(run / "checkpoints/step_00000020/model.safetensors")
+    damaged = tree(run / "checkpoints/step_00000020")
+    place.train_until(13, "passed_over", RESUME)
+    assert tree(run / "checkpoints/step_00000020") == damaged
+
+
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_asked_to_leave_it_saves_and_goes_on_to_the_same_bits(place: Place, number: signal.Signals) -> None:
     saved: list[str] = []
