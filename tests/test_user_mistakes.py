@@ -48,6 +48,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "vocabulary_too_large": ("--data.dataset {place}/large_vocabulary", r"model\.vocab_size = 256: expected .* 50257"),
     "resume_without_a_run": ("--run.resume yes", r"run\.resume = 'yes': expected a checkpoint"),
     "record_exists": ("--data.record {place}/recordings/run", r"recordings/run exists: record under another name"),
+    "record_without_a_name": ("--data.record .", r"data\.record = '\.': expected a folder with a name"),
+    "record_at_the_root": ("--data.record /", r"data\.record = '/': expected a folder with a name"),
     "record_in_its_own_run": ("--data.record {place}/runs/new/r", r"data\.record = '.*': expected a folder outside"),
     "replay_too_short": ("--data.replay {place}/recordings/run", r"run\.steps = 20: expected at most 10"),
     "replay_on_other_data": (
