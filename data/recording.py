@@ -13,10 +13,10 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import numpy as np
 
@@ -285,16 +285,21 @@ def read_header(folder: Path) -> tuple[RecordingHeader, int, bool]:
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format_version {version!r}: this program reads version {FORMAT_VERSION}")
-    names = {field.name for field in fields(RecordingHeader)}
-    if odd := set(content) ^ (names | {"chain_start", "steps", "complete"}):
+    fixed = get_type_hints(RecordingHeader)
+    kinds = fixed | {"chain_start": str, "steps": int, "complete": bool}
+    if odd := set(content) ^ set(kinds):
         raise UserError(f"{path}: altered: missing or unknown {', '.join(sorted(odd))}")
-    header = RecordingHeader(**{name: content[name] for name in names})
+    # Before the chain: a foreign writer can chain other types correctly.
+    if wrong := [name for name, kind in kinds.items() if type(content[name]) not in (get_args(kind) or (kind,))]:
+        raise UserError(f"{path}: altered: {wrong[0]} is of another type")
+    header = RecordingHeader(**{name: content[name] for name in fixed})
     if header.chain_start().hex() != content["chain_start"]:
         raise UserError(f"{path}: altered: its fixed fields do not give its chain_start")
-    check_size(f"{path}: steps", content["steps"], 0)
+    for name, least in (("steps", 0), ("data_tokens", 1), ("sequence_length", 1), ("global_batch", 1)):
+        check_size(f"{path}: {name}", content[name], least)
     if header.carries_tokens:
         raise UserError(f"{path}: it carries its tokens: commit 253c621 reads such a recording")
-    return header, content["steps"], bool(content["complete"])
+    return header, content["steps"], content["complete"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader
+from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader, checksum_of_facts
 from errors import UserError
 
 
@@ -105,6 +105,29 @@ def test_a_foreign_recording_that_points_beyond_the_data_is_refused(tmp_path):
         recorder.append(np.array([offset], dtype=np.uint64))
     recorder.close()
     with pytest.raises(UserError, match="step 1 points beyond the 100 tokens"):
+        Recording.open(tmp_path / "r")
+
+
+WRONG = {
+    **dict.fromkeys(("vocabulary_size", "data_tokens", "sequence_length", "validation_sha256", "dtype"), None),
+    **{"global_batch": "3", "data_sha256": 5, "vocabulary": 3, "seed": [1], "carries_tokens": 0, "steps": 2.0, "complete": "no"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_foreign_header_with_a_value_of_another_type_is_refused(tmp_path, name):
+    Recorder.create(tmp_path / "r", make_header()).close(complete=False)
+    path = tmp_path / "r/header.json"
+    content = json.loads(path.read_text()) | {name: WRONG[name]}
+    facts = {key: value for key, value in content.items() if key not in ("chain_start", "steps", "complete")}
+    path.write_text(json.dumps(content | {"chain_start": checksum_of_facts(facts).hex()}))
+    with pytest.raises(UserError, match=f"header.json: altered: {name} is of another type"):
+        Recording.open(tmp_path / "r")
+
+
+def test_a_foreign_header_with_batches_of_nothing_is_refused(tmp_path):
+    Recorder.create(tmp_path / "r", make_header(global_batch=-1)).close(complete=False)
+    with pytest.raises(UserError, match="global_batch = -1: expected a whole number of 1 or more"):
         Recording.open(tmp_path / "r")
 
 
