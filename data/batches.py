@@ -7,6 +7,7 @@ into micro-batches of ``micro_batch`` sequences, micro-batch m * world_size + r 
 Shapes: G global batch, B micro-batch, T sequence length, W validation windows, N any number of sequences.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
-from errors import UserError, check_size, invalid
+from errors import UserError, check_size, invalid, on_disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +250,9 @@ def _open_dataset(config: DataConfig, verify: Literal["sha256", "size"]) -> tupl
 def _open_recording(config: DataConfig) -> Recording:
     """Raises ``UserError`` for other settings than the recording was made with: they are refused, not bent."""
     folder = Path(config.replay)
-    if not (folder / "header.json").is_file():
+    with on_disk("data.replay", f"read {folder}"):
+        there = (folder / "header.json").is_file()
+    if not there:
         expected = "the folder of a recording, with a header.json, e.g. replay_batches/NAME"
         raise invalid("data.replay", config.replay, expected)
     recording = Recording.open(folder)
@@ -277,7 +280,7 @@ def _new_header(config: DataConfig, train: TokenFile, validation: TokenFile, sou
 
 
 def _open_recorder(folder: Path, header: RecordingHeader, resume_at: int | None, run_id: str) -> Recorder:
-    if resume_at is None or (resume_at == 0 and not folder.exists()):
+    if resume_at is None or (resume_at == 0 and not os.path.exists(folder)):
         return Recorder.create(folder, header, run_id)
     if resume_at == 0 and read_header(folder)[2]:
         raise UserError(f"{folder}: a finished recording, and this run starts from step 0: record under another name")

@@ -87,7 +87,8 @@ class TokenFile:
         """
         folder = Path(folder)
         path = folder / f"{split}.bin"
-        header = _read_header(folder, split)
+        with on_disk(folder, "be read"):
+            header = _read_header(folder, split)
         if not path.is_file():
             raise UserError(f"{path}: no such file; {_remedy(folder)}")
         expected = header.count * header.stored_dtype.itemsize

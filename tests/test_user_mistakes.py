@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -69,6 +71,42 @@ def test_mistake_is_one_line_and_writes_nothing(
     line = refused(train.main, place.folder / "new.py", *arguments.format(place=place.folder).split())
     assert re.fullmatch(rf"error: .*{pattern}.*\n", line), line
     assert tree(place.folder) == before
+
+
+TO_RESUME = "--run.name run --run.resume"
+STEP = "runs/run/checkpoints/step_00000010"
+SHUT = [
+    ("--data.dataset {place}/other", "other"),
+    ("--data.replay {place}/recordings/run", "recordings/run"),
+    ("--data.record {place}/recordings/new", "recordings"),
+    *(("--run.init-from {place}/runs/run", folder) for folder in ("runs/run", "runs/run/checkpoints", STEP)),
+    *((f"{TO_RESUME} {resume}", "runs/run") for resume in ("no", "yes", "auto")),
+    *((f"{TO_RESUME} yes", folder) for folder in ("runs", "runs/run/checkpoints", STEP)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "shut"), SHUT)
+def test_a_folder_that_this_user_may_not_enter_is_one_line(
+    place: Place, arguments: str, shut: str, refused: Callable[..., str]
+) -> None:
+    before, shut_folder = tree(place.folder), place.folder / shut
+
+    def may_not(look: Callable[..., Any]) -> Callable[..., Any]:
+        def looks(path: Path, *how: Any, **options: Any) -> Any:
+            if shut_folder in (path.parents if look is not Path.iterdir else [path, *path.parents]):
+                raise PermissionError(errno.EACCES, "not yours", str(path))
+            return look(path, *how, **options)
+
+        return looks
+
+    with pytest.MonkeyPatch.context() as patch:  # root may enter every folder
+        for look in (Path.exists, Path.is_file, Path.is_dir, Path.iterdir, Path.mkdir):
+            patch.setattr(Path, look.__name__, may_not(look))
+        line = refused(train.main, place.folder / "new.py", *arguments.format(place=place.folder).split())
+    assert "not yours" in line
+    assert shut.partition("/")[0] in line
+    after = tree(place.folder)
+    assert {path for path in after if before.get(path) != after[path]} <= {"runs/run/exit.json"}
 
 
 def test_exit_code_and_line_of_the_real_command(place: Place) -> None:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from errors import UserError, check_size
+from errors import UserError, check_size, on_disk
 from files import json_text, open_file, read_json, sha256_file, sync_folder
 
 FORMAT_VERSION = 1
@@ -212,8 +212,9 @@ class Checkpoints:
 
 
 def found_in(folder: Path) -> dict[int, Path]:
-    """Step -> folder of each checkpoint."""
-    paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    """Step -> folder of each checkpoint. Raises ``UserError`` where the folder cannot be read."""
+    with on_disk(folder, "be read"):
+        paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return {int(match[1]): path for path in paths if (match := _FOLDER.fullmatch(path.name))}
 
 

@@ -18,7 +18,9 @@ from training.signals import EXIT_RESUME, SILENCE, STARTED
 
 def write(folder: Path, error: BaseException | None, step: int | None, why: str = "") -> None:
     """Write ``exit.json`` of a run that ``error`` ended (None: it is done) when it had drawn ``step`` batches. The run must be locked."""
-    found = found_in(folder / "checkpoints")
+    found: dict[int, Path] = {}
+    with contextlib.suppress(UserError):
+        found = found_in(folder / "checkpoints")
     content = {
         "code": exit_code(error),
         "reason": why or reason(error),
@@ -35,10 +37,11 @@ def write(folder: Path, error: BaseException | None, step: int | None, why: str 
 def forget(run: RunConfig) -> None:
     """Remove what an earlier session has left, before anything that a ``kill -9`` may end: no exit.json then says that it was killed."""
     folder = Path(run.folder, run.name)
-    if run.resume != "no" and distributed.is_rank_0() and (folder / EXIT_FILE).is_file() and record.begun(folder):
-        with contextlib.suppress(UserError, OSError), record.lock(folder):
-            if (folder / EXIT_FILE).stat().st_mtime < STARTED:  # not what another process of this start has found
-                (folder / EXIT_FILE).unlink()
+    with contextlib.suppress(UserError, OSError):
+        if run.resume != "no" and distributed.is_rank_0() and (folder / EXIT_FILE).is_file() and record.begun(folder):
+            with record.lock(folder):
+                if (folder / EXIT_FILE).stat().st_mtime < STARTED:  # not what another process of this start has found
+                    (folder / EXIT_FILE).unlink()
 
 
 def write_of_start(run: RunConfig, error: BaseException) -> None:
@@ -48,10 +51,10 @@ def write_of_start(run: RunConfig, error: BaseException) -> None:
     another process than rank 0 can see counts, not that rank 0 is then asked to exit.
     """
     folder = Path(run.folder, run.name)
-    own = {"no": False, "yes": record.begun(folder), "auto": record.begun(folder) or record.free(folder)}
     mistake = isinstance(error, UserError)
-    if own[run.resume] and (distributed.is_rank_0() or mistake) and not isinstance(error, BusyError):
-        with contextlib.suppress(UserError, OSError):
+    with contextlib.suppress(UserError, OSError):
+        own = {"no": False, "yes": record.begun(folder), "auto": record.begun(folder) or record.free(folder)}
+        if own[run.resume] and (distributed.is_rank_0() or mistake) and not isinstance(error, BusyError):
             folder.mkdir(parents=True, exist_ok=True)
             with record.lock(folder):
                 if mistake or not (folder / EXIT_FILE).exists() or (folder / EXIT_FILE).stat().st_mtime < STARTED:

@@ -213,6 +213,7 @@ def exists(folder: Path, is_main: bool) -> bool:
     there = False
     with (
         distributed.all_or_none(f"run.name = {folder.name!r}: rank 0 cannot use {folder}"),
+        on_disk("run.folder", f"read {folder}"),
         contextlib.suppress(FileNotFoundError),  # another start has just taken back what it had made
     ):
         there = is_main and folder.exists() and not _removed_as_half_made(folder)
@@ -291,7 +292,8 @@ def lock(folder: Path) -> FileIO:
 
 def lock_everywhere(folder: Path, is_main: bool) -> FileIO | None:
     """``lock`` on rank 0, where the folder holds a run; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
-    with distributed.all_or_none(f"run.name = {folder.name!r}: rank 0 could not lock {folder}"):
+    refused = f"run.name = {folder.name!r}: rank 0 could not lock {folder}"
+    with distributed.all_or_none(refused), on_disk("run.folder", f"read {folder}"):
         return lock(folder) if is_main and begun(folder) else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from errors import UserError, check_finite, invalid, reading
+from errors import UserError, check_finite, invalid, on_disk, reading
 from model import GPT, ModelConfig
 from training.checkpoint import Checkpoints, Loaded, found_in
 
@@ -16,23 +16,29 @@ _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint's folder or a run's, rather than weights from elsewhere."""
-    return (path / "SHA256SUMS").is_file() or (path / "checkpoints").is_dir()
+    """Whether it is a checkpoint's folder or a run's, rather than weights from elsewhere. Raises ``UserError`` where it cannot be read."""
+    with on_disk(path, "be read"):
+        return (path / "SHA256SUMS").is_file() or (path / "checkpoints").is_dir()
 
 
 def read_checkpoint(path: Path) -> Loaded:
     """The checkpoint at ``path``; of a run's folder, the newest. Raises ``UserError`` for what is neither, and for a damaged one."""
+    with on_disk(path, "be read"):
+        return Checkpoints.load(_newest(path))
+
+
+def _newest(path: Path) -> Path:
     if not path.is_dir():
         there = ", ".join(sorted(one.name for one in path.parent.glob("step_*"))[-5:])
         expected = f"one of {there}" if there else "a checkpoint such as runs/NAME/checkpoints/step_00001000"
         raise UserError(f"{path}: no such folder; expected {expected}")
     if (path / "SHA256SUMS").is_file():
-        return Checkpoints.load(path)
+        return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = {step: one for step, one in found_in(folder).items() if (one / "SHA256SUMS").is_file()}
     if not found:
         raise UserError(f"{path}: no weights; expected a checkpoint such as runs/NAME/checkpoints/step_00001000")
-    return Checkpoints.load(found[max(found)])
+    return found[max(found)]
 
 
 def load_weights(model: GPT, weights: dict[str, Tensor], where: object) -> None:
