@@ -89,9 +89,8 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
         try:
             distributed.barrier()
         except RuntimeError:
-            time.sleep(
-                1
-            )  # a process that was asked to exit while it started has left; this one may hear of it a little later
+            # Another process was asked to exit while it started, and has left; this one may hear of it a little later.
+            time.sleep(1)
             if preemption.requested:
                 raise SystemExit(EXIT_RESUME) from None
             raise
