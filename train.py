@@ -86,14 +86,6 @@ def build_and_loop(config: TrainConfig, dist: DistContext, preemption: Preemptio
         preemption.on_silence = lambda number: outcome.write_of_silence(
             run.folder, number, run.batches.position, run.checkpoints.how_to_resume()
         )
-        try:
-            distributed.barrier()
-        except RuntimeError:
-            # Another process was asked to exit while it started, and has left; this one may hear of it a little later.
-            time.sleep(1)
-            if preemption.requested:
-                raise SystemExit(EXIT_RESUME) from None
-            raise
         announce(run)
         loop(run, preemption)
     except BaseException as error:

@@ -139,7 +139,7 @@ raise SystemExit(signals.EXIT_RESUME)
 # ---- two processes under torchrun
 
 HELD = """
-import os, pytest, sys, time, train, training.run
+import os, pytest, sys, time, train
 from pathlib import Path
 from tiny_runs import before_each_step
 
@@ -159,19 +159,8 @@ def slowly(run, step):
         mark(run.dist.rank)
     time.sleep(0.02)
 
-def in_its_folder(config, dist, *rest):
-    at_the_start(config, dist)
-
-open_telemetry = training.run.open_telemetry
-
-def where_others_are_done(run):
-    open_telemetry(run)
-    mark(run.dist.rank)
-
 if os.environ["PHASE"] == "start":
     train.open_run = at_the_start
-elif os.environ["PHASE"] == "folder":
-    training.run.open_folder, training.run.open_telemetry = in_its_folder, where_others_are_done
 else:
     before_each_step(pytest.MonkeyPatch(), slowly)
 train.main()
@@ -185,7 +174,7 @@ def alive(pid: int) -> bool:
 
 
 class Held:
-    """A run of two processes, held at the start, of which rank 1 may be built, or slowed down in the loop."""
+    """A run of two processes, held at the start or slowed down in the loop."""
 
     def __init__(self, place: Place, tmp_path: Path, name: str, phase: str, fields: dict[str, Any], *launch: str):
         (tmp_path / "held.py").write_text(HELD)
@@ -209,12 +198,7 @@ class Held:
 
     def send(self, number: signal.Signals, to: str) -> None:
         launcher = self.launcher.pid
-        for pid in {
-            "rank 1": self.ranks[1:],
-            "launcher": [launcher],
-            "ranks": self.ranks,
-            "everybody": [*self.ranks, launcher],
-        }[to]:
+        for pid in {"rank 1": self.ranks[1:], "launcher": [launcher], "everybody": [*self.ranks, launcher]}[to]:
             os.kill(pid, number)
 
     def left(self) -> int | None:
@@ -248,16 +232,6 @@ def test_a_signal_ends_all_processes_and_exit_json_says_how(
     held = Held(place, tmp_path, f"{phase}_{number.name}_{to.replace(' ', '_')}", phase, {})
     held.send(number, to)
     assert held.left() == code, held.output.read_text()
-
-
-@pytest.mark.slow
-def test_asked_to_exit_while_rank_0_starts_a_process_that_waits_for_it_leaves_as_well(
-    place: Place, tmp_path: Path
-) -> None:
-    held = Held(place, tmp_path, "folder", "folder", {})
-    held.send(signal.SIGTERM, "ranks")
-    assert held.left() == EXIT_RESUME
-    assert "Connection closed" not in held.output.read_text()
 
 
 @pytest.mark.slow
