@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, Call, lacking, numerics_of, obstacle
-from .functional import checked_numbers, refuse_flag, refuse_transforms
+from .functional import checked_numbers, refuse_flag, refuse_tangent
 from .plan import HeadGroup, LayerPlan
 from .rounding import FORMAT_OF
 from .user_error import UserError
@@ -43,7 +43,7 @@ def run(
     Returns the dtype of q, or float32 where a group leaves O unrounded. Raises ``UserError`` unless q, k and v fit each other and
     have the plan's heads (tensors laid out [B, H, T, D] mostly do not), for other dtypes, for a wrong ``rounding_seed``, and for what a
     backend of the plan cannot serve (in compiled code: grouped heads, a width of v and a soft-cap alone; see ``check_plans``);
-    ``ValueError`` for a scale, a soft-cap or ``causal`` that is none, for forward-mode differentiation and for ``torch.func`` transforms.
+    ``ValueError`` for a scale, a soft-cap or ``causal`` that is none, and for forward-mode differentiation.
     """
     if not isinstance(plan, LayerPlan):
         raise UserError(f"plan is a {type(plan).__name__}: expected a LayerPlan")
@@ -56,7 +56,7 @@ def run(
         "v": (v_BTHD, v_BTHD.shape[:3] == k_BTHD.shape[:3] and v_BTHD.ndim == 4, "k's shape but for the width"),
     }  # fmt: skip
     for name, (x, fits, expected) in tensors.items():  # kernels trust them
-        refuse_transforms(name, x)
+        refuse_tangent(name, x)
         what = f"attention of layer {plan.layer}: {name}"
         if not fits or 0 in x.shape:
             shapes = f"{tuple(x.shape)}: expected [batch, time, head, width] with {expected}, none of them 0"

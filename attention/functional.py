@@ -204,7 +204,7 @@ _SOFTCAPS = f"0 or a positive number, as FP32 has it ({_SMALLEST:.1e} to {_LARGE
 def _number(name: str, value: Any, least: float, most: float, expected: str) -> float:
     number = value
     if isinstance(value, Tensor):
-        refuse_transforms(name, value)
+        _refuse_transforms(name, value)
         learned = value.requires_grad
         refuse(
             learned,
@@ -224,11 +224,17 @@ def _number(name: str, value: Any, least: float, most: float, expected: str) -> 
     return number
 
 
-def refuse_transforms(name: str, x: Tensor) -> None:
-    """``ValueError`` for a tangent, which would be lost without a word, and within ``torch.func``."""
-    if not torch.compiler.is_compiling():
+def refuse_tangent(name: str, x: Tensor) -> None:
+    """``ValueError`` for a tangent, which would be lost without a word."""
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         dual = forward_ad.unpack_dual(x).tangent is not None
         refuse(dual, f"{name} has a tangent: expected reverse mode, it has no forward-mode differentiation")
+
+
+def _refuse_transforms(name: str, x: Tensor) -> None:
+    """``ValueError`` for a tangent, and within ``torch.func``."""
+    refuse_tangent(name, x)
+    if not torch.compiler.is_compiling():
         transformed = torch._C._functorch.is_functorch_wrapped_tensor(x)
         refuse(
             transformed,
@@ -248,7 +254,7 @@ def _refuse_kinds(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: T
             refuse(True, f"{name} is a {kind.__name__}, a subclass of Tensor: expected a plain tensor: {plain}")
         nested = x.is_nested or x.layout != torch.strided
         refuse(nested, f"{name} is nested or sparse: expected a strided tensor; pad, and hide the padding by attn_mask")
-        refuse_transforms(name, x)
+        _refuse_transforms(name, x)
         if name in ("query", "key", "value"):
             refuse(x.ndim < 2, f"{name} has shape {list(x.shape)}: expected [batch, heads, length, head dim]")
             refuse(x.dtype not in FORMAT_OF, f"{name} is {x.dtype}: expected float32, bfloat16 or float16")

@@ -52,7 +52,7 @@ class DataConfig:
             raise invalid("data.global_batch", self.global_batch, f"a multiple of micro_batch = {self.micro_batch}")
         if not 0 <= self.seed < 2**63:
             raise invalid("data.seed", self.seed, "a whole number from 0 to 2**63 - 1")
-        if self.record and not Path(self.record).name:
+        if self.record and Path(self.record).name in ("", ".."):
             raise invalid("data.record", self.record, "a folder with a name, e.g. replay_batches/NAME")
         if self.record and self.replay:
             raise invalid("data.record", self.record, f"nothing while data.replay = {self.replay!r} is set")

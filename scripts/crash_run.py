@@ -123,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, own in (("attention.rules", rules), ("alarm.switches", list(config.alarm.switches))):
         if own:
             raise invalid(name, own, "none, as the kernel's and the control's run have one attention in all layers")
+    if config.data.record:
+        raise invalid("data.record", config.data.record, "none, as three runs cannot make one recording")
     folder = options.out or Path("runs/crash_run", re.sub(r"[^A-Za-z0-9._-]", "_", kernel))
     if folder.exists():
         raise UserError(f"--out {folder}: it is there already: remove it or name another folder")
@@ -131,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_arms = {"kernel": tested, "control": attention_options("external", "plain"), "recipe": []}
     dist = distributed.start(config.run.device)
     device = dist.device.type
+    if device == "cuda":  # as the crash test runs a preset there, and not in a recipe's reference
+        of_arms["kernel"].append("--attention.flash-backend=flash")
     # What the kernel cannot help is no verdict on it, and shows before anything runs.
     for arm in (configuration.load([*recipe, *of_arms["control"]]), config):
         check_plans(arm, dist.device, arm.attention.resolve(arm.model.n_layer, arm.model.n_head))

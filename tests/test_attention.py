@@ -255,15 +255,8 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], reason: s
         attention.run(q, k, v, **named)
 
 
-@pytest.mark.parametrize(
-    ("transform", "reason"),
-    [
-        (lambda f: torch.func.jvp(f, (Q,), (Q,)), "v has a tangent"),
-        (lambda f: torch.func.vmap(f)(Q[None]), "v is within"),
-    ],
-)
-def test_transforms_of_torch_func_are_refused(transform: Any, reason: str) -> None:
+def test_forward_mode_is_refused() -> None:
     """Tangents would be 0."""
     plan = AttentionConfig(flash_backend="flash_reference").resolve(1, 3)[0]
-    with pytest.raises(ValueError, match=reason):
-        transform(lambda v: attention.run(Q, Q, v, plan, rounding_seed=torch.tensor(0)))
+    with pytest.raises(ValueError, match="v has a tangent"):
+        torch.func.jvp(lambda v: attention.run(Q, Q, v, plan, rounding_seed=torch.tensor(0)), (Q,), (Q,))

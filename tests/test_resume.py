@@ -89,12 +89,13 @@ def test_interrupted_and_resumed_equals_straight(place: Place, name: str) -> Non
     assert_equals_straight(place, re.sub(r"\W+", "_", name), given, logs=name != "freer")
 
 
-def test_a_damaged_checkpoint_that_was_passed_over_stays_until_the_next_save(place: Place) -> None:
+def test_a_damaged_checkpoint_that_was_passed_over_stays_under_another_name(place: Place) -> None:
     run = place.train("passed_over")
     flip_a_byte(run / "checkpoints/step_00000020/model.safetensors")
     damaged = tree(run / "checkpoints/step_00000020")
     place.train_until(13, "passed_over", RESUME)
-    assert tree(run / "checkpoints/step_00000020") == damaged
+    assert tree(run / "checkpoints/damaged_step_00000020") == damaged
+    assert json.loads((run / "exit.json").read_text())["checkpoint"].endswith("step_00000010")
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)

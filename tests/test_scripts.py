@@ -116,6 +116,7 @@ def test_a_bad_option_is_found_before_the_crash_test(
 RECIPE = f"""
 import dataclasses, runpy
 from attention import AttentionConfig, AttentionRule, AttentionSpec
+from data.batches import DataConfig
 
 own = AttentionConfig(default=AttentionSpec(preset="flash", sites=("tile_k=16",), backend="flash_reference"))
 config = dataclasses.replace(runpy.run_path("{ROOT}/configs/quickstart.py")["config"], attention=own)
@@ -129,12 +130,24 @@ def test_arms_of_kernel_and_control_take_nothing_from_the_recipes_own_attention(
         assert arm.attention.default == AttentionSpec(preset=preset, kernel=kernel)
 
 
-def test_a_recipe_with_rules_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
-    """The kernel would run in no layer."""
-    (recipe := tmp_path / "recipe.py").write_text(
-        RECIPE.replace("own = AttentionConfig(", "own = AttentionConfig(rules=(AttentionRule(),), ")
-    )
-    assert "attention.rules = ['flash']: expected none, as " in refused(main, "torch:math", recipe)
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        # The kernel would run in no layer.
+        (
+            "own = AttentionConfig(",
+            "own = AttentionConfig(rules=(AttentionRule(),), ",
+            "attention.rules = ['flash']: expected",
+        ),
+        ("attention=own", "attention=own, data=DataConfig(record='mine')", "data.record = 'mine': expected none"),
+    ],
+)
+def test_a_recipe_that_three_runs_cannot_share_is_refused(
+    old: str, new: str, message: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    assert old in RECIPE
+    (recipe := tmp_path / "recipe.py").write_text(RECIPE.replace(old, new))
+    assert message in refused(main, "torch:math", recipe)
 
 
 @pytest.mark.parametrize(("mark", "ended"), [("overflow", "stable to 99"), ("stop", "NaN in a gradient at 9")])

@@ -51,6 +51,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "resume_without_a_run": ("--run.resume yes", r"run\.resume = 'yes': expected a checkpoint"),
     "record_exists": ("--data.record {place}/recordings/run", r"recordings/run exists: record under another name"),
     "record_without_a_name": ("--data.record .", r"data\.record = '\.': expected a folder with a name"),
+    "record_in_a_parent": ("--data.record new/..", r"data\.record = 'new/\.\.': expected a folder with a name"),
     "record_at_the_root": ("--data.record /", r"data\.record = '/': expected a folder with a name"),
     "record_in_its_own_run": ("--data.record {place}/runs/new/r", r"data\.record = '.*': expected a folder outside"),
     "replay_too_short": ("--data.replay {place}/recordings/run", r"run\.steps = 20: expected at most 10"),

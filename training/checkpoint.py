@@ -188,6 +188,12 @@ class Checkpoints:
         for path in self.folder.glob(".step_*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def set_aside(self, newest: int) -> None:
+        """Rename the damaged ones behind step ``newest``, which a resume has passed over: whoever looks for the last one finds that."""
+        for step, path in found_in(self.folder).items():
+            if step > newest and not (aside := path.with_name(f"damaged_{path.name}")).exists():
+                os.rename(path, aside)
+
     def prune(self, newest: int) -> None:
         """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
         found = {step: path for step, path in found_in(self.folder).items() if _step_inside(path) in (step, None)}

@@ -25,7 +25,7 @@ from data.batches import Batches
 from errors import UserError, invalid, on_disk, reading
 from model import GPT, initialize
 from training import distributed, outcome, precision, record, throughput
-from training.checkpoint import MODEL_FILE, Checkpoints, Content, Loaded, found_in, rng_state, set_rng_state
+from training.checkpoint import MODEL_FILE, Checkpoints, Content, Loaded, rng_state, set_rng_state
 from training.distributed import DistContext
 from training.intervention import Interventions, parse_switch, update_alarm
 from training.metrics import Metrics, read_lines, start_wandb
@@ -321,10 +321,11 @@ def open_folder(
     wandb_run = start_wandb(folder, config.wandb, content)
     record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
     checkpoints.clear()
-    # A kill may have come before the save deleted old checkpoints. A damaged one that was passed over stays until the next save.
-    newest = loaded is not None and loaded.step == max(found_in(checkpoints.folder))
-    if loaded is not None and newest and not loaded.extra["guard"].get("skips_in_a_row"):
-        checkpoints.prune(loaded.step)
+    if loaded is not None:
+        checkpoints.set_aside(loaded.step)
+        # A kill may have come before the save deleted old checkpoints.
+        if not loaded.extra["guard"].get("skips_in_a_row"):
+            checkpoints.prune(loaded.step)
     if origin.resumes and loaded is None:
         dist.print0(f"{folder}: no checkpoint yet; starting from step {origin.step}")
     elif loaded is not None and loaded.step == config.run.steps:

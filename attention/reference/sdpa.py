@@ -26,7 +26,7 @@ def _sdpa(kernel: SDPBackend, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, sc
     )
     q, k, v = (x.transpose(1, 2) for x in dense)
     with sdpa_kernel(kernel):
-        grouped = q.shape[1] != k.shape[1]
+        grouped = bool(q.shape[1] != k.shape[1])  # a tensor while torch.jit traces
         return TORCHS(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
 

@@ -193,7 +193,7 @@ class Watch:
             self._passes += 1
             if self._gap:
                 self._clock, self._gap = self._clock + self._gap * self._rate(), 0
-                if not self._clock > 0:
+                if not self._clock > 0 and self._warm_up < sys.maxsize:  # of a process that judges
                     stands = "it stands for that of the steps before: load the states of optimizer and scheduler first"
                     self._refuse("rate", f"learning rate = {self._rate()}: expected above 0, as {stands}")
             if self._step % self._every or self._step == self._looked_at:
