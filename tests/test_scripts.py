@@ -139,7 +139,11 @@ def test_arms_of_kernel_and_control_take_nothing_from_the_recipes_own_attention(
             "own = AttentionConfig(rules=(AttentionRule(),), ",
             "attention.rules = ['flash']: expected",
         ),
-        ("attention=own", "attention=own, data=DataConfig(record='mine')", "data.record = 'mine': expected none"),
+        (
+            "attention=own",
+            "attention=own, data=DataConfig(record='mine', sequence_length=64)",
+            "data.record = 'mine': expected none",
+        ),
     ],
 )
 def test_a_recipe_that_three_runs_cannot_share_is_refused(
