@@ -363,7 +363,7 @@ class Numerics:
     """``up``: m to the next whole multiple of ln 2. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
     with. It is in (1/2, 1] at the row's maximum, but for the FMA's half unit of m."""
     row_max_beta: float = _number(
-        2.0, "beta of the stabilized forms", ("a number above 1", lambda beta: 1 < beta < math.inf)
+        2.0, "beta of the stabilized forms", ("a number above 1", lambda beta: 1 < beta < math.inf), backends=FLASH
     )
     """Tied positive maxima are shifted to beta * r_m."""
     row_max_gamma: float = _number(
@@ -378,13 +378,17 @@ class Numerics:
     )
     """Tied negative maxima are shifted to gamma * r_m: 0 in Algorithm 3, 1 leaves them as they are."""
     row_max_tolerance: float = _number(
-        1e-3, "scores this close to the maximum are ties", ("0 <= tolerance < 1", lambda tolerance: 0 <= tolerance < 1)
+        1e-3,
+        "scores this close to the maximum are ties",
+        ("0 <= tolerance < 1", lambda tolerance: 0 <= tolerance < 1),
+        backends=FLASH,
     )
     """0 is the exact comparison of the paper's first version."""
     row_max_cap: float = _number(
         math.log(2**18 / 239),
         "largest shift of stabilized_safe, ln(2^18 / 239)",
         ("0 < cap <= 80 (exp(-cap) must be normal)", lambda cap: 0 < cap <= 80),
+        backends=FLASH,
     )
     """Above the row maximum: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and FP16 number, so that rows at the cap lose
     nothing to the rounding of P_bar (where m + cap is exact), and one with an odd 8-bit significand, unlike 1."""
