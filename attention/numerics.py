@@ -145,7 +145,10 @@ class Numerics:
     )
     values: str = _operand("fp32", "V, after inputs", acts_in=EVERYWHERE, backends=FLASH)
     values_in_dp: str = _operand(
-        "values", "V in dO V^T: values (the same), or a format", same_as="values", acts_in=(DELTA, BACKWARD)
+        "values",
+        "V, after inputs, in dO V^T: values (the same), or a format",
+        same_as="values",
+        acts_in=(DELTA, BACKWARD),
     )
     scores: str = _format("fp32", "S, after scale and soft-cap", acts_in=EVERYWHERE)
     statistics: str = _format("fp32", "running m and l", acts_in=(FORWARD,), backends=FLASH, per_tile=True)
