@@ -11,7 +11,8 @@ Logits are the largest of all layers, in table and picture; with --layer, those 
 How a run ended:
     exploded at N        from step N on the training loss stayed 0.5 (--margin) above its best for 200 steps (--patience)
     NaN at N             the training loss of step N is not finite
-    unstable since N     gradient norm above 20 at N (from step 200 on), and its median afterwards is more than twice the earlier one
+    unstable since N     gradient norm above 20 at N (from step 200 to 500 before the last), and its median after N + 60 is more than
+                         twice that of steps N - 1,000 to max(N - 500, N / 2); a rise in the last 500 steps alone is none
     open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
     stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
     stopped early at N   none of these, and it has not
