@@ -33,8 +33,9 @@ _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tyro", "wandb")
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 """Its packages, by CUDA's version. A user can upgrade it alone."""
 _DECIDE_BITS = ("torch", "triton", "cuda", "cublas", "numpy")
-# A resumed run may differ from its checkpoint in these: where things lie, when they are written, and what happens when a step fails.
-# What is computed stays the same; the digest shows that a data set in another folder is the same data.
+# A resumed run may differ from its checkpoint in these: where things lie and run, when they are written, what happens when a step fails.
+# Of these only run.device, alarm.switches and nonfinite.policy change what is computed, each by a user's choice on the way; the digest
+# shows that a data set in another folder is the same data.
 _FREE_ON_RESUME = (
     *(f"run.{name}" for name in ("resume", "steps", "device", "timeout", "folder", "log_every")),
     *("data.dataset", "data.verify", "evaluation", "telemetry", "alarm", "checkpoint", "nonfinite", "wandb"),
@@ -311,7 +312,7 @@ def check_settings(
     # An option that was given at the start and is missing now has its default value.
     if isinstance(before, str | int | float) and before and before is not True:
         expected += f" (--{name.replace('_', '-')} {before})"
-    switch += "; a run that begins there may differ in attention alone" * branch
+    switch += "; a run that begins there may change attention and what a resume may, no more" * branch
     others = f"; {len(odd) - 1} more differ: {', '.join(name for name, *_ in odd[1:])}" if len(odd) > 1 else ""
     raise invalid(name, value, f"{expected}, as in {where}{switch}{others}")
 

@@ -46,8 +46,8 @@ class RunConfig:
     """Seconds that a process waits for the others: at the start, and wherever they exchange something. Then the run ends."""
     init_from: str = ""
     """Where a new run begins, in place of random weights: a checkpoint of another run (weights, optimizer, step and position in the data;
-    attention alone may differ), or weights alone, for a new recipe: nanoGPT's ckpt.pt. Layers that the other run had switched
-    (alarm.switches) keep that attention, whatever attention is given; another switch moves them."""
+    attention may differ, and what a resume may change), or weights alone, for a new recipe: nanoGPT's ckpt.pt. Layers that the other run
+    had switched (alarm.switches) keep that attention, whatever attention is given; another switch moves them."""
     log_every: int = 1
     """Steps between two lines of metrics."""
 
