@@ -67,7 +67,7 @@ def _exported(path: str, name: str, kind: Any, what: str) -> Any:
 def load(arguments: list[str]) -> TrainConfig:
     """``configs/RECIPE.py [configs/ablations/A.py] --section.field value ...`` as a config.
 
-    A second file replaces the attention of the first, so that an ablation fits every recipe that has its layers and heads.
+    A second file replaces the first one's attention but for flash_backend, so that an ablation fits every recipe with its layers and heads.
     Raises ``UserError``, one line, for whatever is wrong.
     """
     files = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
