@@ -24,8 +24,8 @@ def parser() -> argparse.ArgumentParser:
     text.description = "Documents end at a line holding only <|endoftext|> and at the end of a file."
     text.add_argument("source", type=Path, help="file, .xz file or folder")
     text.add_argument("--val", type=Path, default=None, help="held-out text, of the same kinds")
-    held_out = "without --val: part of the documents held out (default: 0.005)"
-    text.add_argument("--val-fraction", type=float, help=held_out)
+    held_out = "without --val: every 1/X-th document is held out (default: 0.005)"
+    text.add_argument("--val-fraction", type=float, metavar="X", help=held_out)
     text.add_argument("--vocabulary", choices=("gpt2", "bytes"), default="gpt2", help="default: %(default)s")
 
     web = kinds.add_parser("openwebtext", parents=[common], help="OpenWebText, nanoGPT's split (54 GB on disk)")
