@@ -7,9 +7,9 @@
 Crash-tests the kernel, then trains three runs on the same batches and compares them: with the kernel, with plain attention (the control),
 and with the recipe's own attention, which should fail. KERNEL is that of python -m low_precision_attention.check. CONFIG and the options
 behind it are train.py's, for all three; --run.name, --run.folder and --attention.default, in which they differ, it sets itself, and
-attention.rules and alarm.switches it refuses. Without CONFIG it is the tiny model of configs/quickstart.py in BF16, minutes on a CPU,
-whose own attention has an O of one mantissa bit: a kernel fails there whose delta is about as far off. No BF16 kernel should, and one that
-does not may still fail a larger model.
+attention.rules, alarm.switches and data.record it refuses. Without CONFIG it is the tiny model of configs/quickstart.py in BF16, minutes
+on a CPU, whose own attention has an O of one mantissa bit: a kernel fails there whose delta is about as far off. No BF16 kernel should,
+and one that does not may still fail a larger model.
 
 Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the kernel fails and its control is stable; 2 usage;
 3 unverified: it cannot run, its control is not stable, or nothing failed.
@@ -103,9 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     usage = "crash_run.py KERNEL [CONFIG] [--out FOLDER] [options of train.py]"
     parser = OneLineParser(description=__doc__, usage=usage)
     parser.add_argument("--out", type=Path, help="folder of runs and picture (runs/crash_run/KERNEL)")
-    parser.add_argument(
-        "--patience", type=int, metavar="N", help="steps above the margin that make an explosion: see compare_runs.py"
-    )
+    explosion = "steps above the margin that make an explosion: see compare_runs.py (200; without CONFIG 50)"
+    parser.add_argument("--patience", type=int, metavar="N", help=explosion)
     options, rest = parser.parse_known_args(argv[len(names) :])
     if len(names) not in (1, 2):
         raise UserError(f"usage: {usage}; --help says more")
