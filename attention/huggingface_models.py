@@ -82,7 +82,11 @@ def guard() -> None:
                     f"{model_class.__name__}: its table of attention classes has no {name!r}: expected 'eager'",
                 )
                 raise
-            check(made[0] if isinstance(made, tuple) else made)  # also what was put into it after its post_init
+            model, asked = made[0] if isinstance(made, tuple) else made, settings.get("attn_implementation")
+            if isinstance(asked, dict) and any(map(is_ours, _values(asked))):
+                check_switched(model, asked)
+            else:
+                check(model)  # also what was put into it after its post_init
             return made
 
         return classmethod(checked_make)
@@ -142,7 +146,7 @@ def refuse_attentions(model: Any, arguments: Any, settings: dict[str, Any]) -> N
 
 
 def check_switched(model: Any, asked: Any) -> None:
-    """``ValueError`` where ``model`` has not become what ``set_attn_implementation(asked)`` says: transformers only logs that."""
+    """``ValueError`` where ``model`` has not become what ``asked`` says (transformers only logs that), or no part of it has ours."""
     check(model)
     reached = [(module, config, traits_of(module)) for module, config in _governed(model)]
     if isinstance(asked, str):
@@ -164,14 +168,30 @@ def check_switched(model: Any, asked: Any) -> None:
                 bool(missed),
                 f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}",
             )
-    none = not any(traits.registry and is_ours(_name(config)) for _, config, traits in reached)
-    refuse(none, f"{type(model).__name__}: no part of it has attention that can be switched")
+    able = [config for _, config, traits in reached if traits.registry]
+    if not any(is_ours(_name(config)) for config in able):
+        # A dict's "" is for the model's own config alone.
+        keys = [key for config, key in _configs(model) if any(config is one for one in able)]
+        refuse(
+            bool(keys),
+            f"{type(model).__name__}: {asked} leaves its attention as it is: expected ours for one of {keys}",
+        )
+        refuse(True, f"{type(model).__name__}: no part of it has attention that can be switched")
 
 
 def _refuse(model: Any, module: nn.Module, config: Any, name: str) -> None:
-    key = next((key for one, key in _configs(model) if one is config and key), None)
-    here = {"": name, key or "KEY_OF_ITS_CONFIG": "eager"}
-    cure = here if key else f"'eager' (as a part of another model: {here})"
+    own = [one for part, one in _governed(model) if traits_of(part).own]
+
+    def cured(config: Any) -> Any:
+        """What to ask for, with a name for each part: one without keeps what it has."""
+        parts = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", ())}
+        cures = {key: cured(part) for key, part in parts.items() if hasattr(part, "_attn_implementation")}
+        here = "eager" if any(config is one for one in own) else name
+        return {"": here} | cures if cures else here
+
+    part = {"": name, "KEY_OF_ITS_CONFIG": "eager", "KEY_OF_EACH_OTHER_CONFIG": name}
+    is_part = any(one is config and key for one, key in _configs(model))
+    cure = cured(model.config) if is_part else f"'eager' (as a part of another model: {part})"
     message = f"its {type(module).__name__} has attention code of its own, which never calls {name!r}"
     refuse(True, f"{type(model).__name__}: {message}: expected attn_implementation = {cure}")
 

@@ -113,7 +113,9 @@ def llava(vision: Any, **settings: Any) -> Any:
 
 def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -> None:
     own = transformers.VitDetConfig(**(SMALL | {"num_hidden_layers": 1}), image_size=16, patch_size=8)
-    with pytest.raises(ValueError, match=r"VitDetModel: its VitDetAttention .* 'KEY_OF_ITS_CONFIG': 'eager'"):
+    with pytest.raises(
+        ValueError, match=r"VitDetModel: its VitDetAttention .* 'KEY_OF_ITS_CONFIG': 'eager', 'KEY_OF_E"
+    ):
         llava(own, attn_implementation=OURS)
     use = {"": OURS, "text_config": OURS, "vision_config": "eager"}
     made, switched = llava(own, attn_implementation=use), llava(own, attn_implementation="eager")
@@ -124,6 +126,13 @@ def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -
     for model in (made, switched):
         assert model.config.text_config._attn_implementation == OURS
         assert model.config.vision_config._attn_implementation == "eager"
+
+
+def test_a_dict_that_leaves_the_language_model_as_it_is_is_refused() -> None:
+    """Its "" names nothing but the outer config, which no attention reads."""
+    use = {"": OURS, "vision_config": "eager"}
+    with pytest.raises(ValueError, match=r"LlavaFor.*: {.*} leaves its attention .* for one of \[.*'text_config'"):
+        llava(transformers.CLIPVisionConfig(**SIZES), attn_implementation=use)
 
 
 @pytest.mark.parametrize("name", ["my_flash", "a/b", "paged|x", "sdpa", ""])
