@@ -116,7 +116,7 @@ def _refuse_others(module: nn.Module, others: dict[str, Any]) -> None:
             cure = "'eager' attention may"
             if name in _PACKED:
                 cure = "expected position_ids in its place, as of DataCollatorWithFlattening(return_flash_attn_kwargs=False)"
-                cure += ", if the model makes its mask of them (GPT-OSS and OPT do not)"
+                cure += ", if the model makes its mask of them (GPT-OSS, OPT and BioGPT do not; LFM2 and MiniMax mix sequences elsewhere)"
             refuse(True, f"{what}: it has no {name}, which the model hands to its attention; {cure}")
 
 
