@@ -17,7 +17,7 @@ def load(name: str, text: str, attention: str) -> tuple[transformers.PreTrainedM
     """The model, and the text as tokens [N]; without a name a small random Llama, whose tokens are bytes."""
     if name:
         config = transformers.AutoConfig.from_pretrained(name)
-        for dropout in {"attn_pdrop", "attention_dropout"} & config.to_dict().keys():
+        for dropout in {"attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"} & config.to_dict().keys():
             setattr(config, dropout, 0.0)  # ours has none; GPT-2's is 0.1
         model = transformers.AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation=attention)
         return model, torch.tensor(transformers.AutoTokenizer.from_pretrained(name)(text)["input_ids"])
@@ -65,8 +65,11 @@ def main() -> None:
     for step in range(options.steps):
         starts = torch.randint(len(tokens) - options.length, (options.batch,))
         batch = torch.stack([tokens[start : start + options.length] for start in starts]).to(device)
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        try:
+            with torch.autocast(device, torch.bfloat16):
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        except ValueError as error:  # what the model asks of attention, and ours refuses
+            parser.error(f"--model {options.model!r}: {' '.join(str(error).split())}")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

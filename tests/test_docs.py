@@ -149,21 +149,28 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert losses[-1] < losses[0] - 1
 
 
+WITH_DROPOUT = {
+    "GPT2": {"n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2},
+    "BioGpt": {"max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+
 @pytest.mark.usefixtures("low_precision_attention")
-def test_the_example_trains_a_gpt2_of_its_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", WITH_DROPOUT)
+def test_the_example_trains_a_model_of_its_length(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its attention dropout is 0.1 unless told otherwise."""
+    """Its attention dropout is 0.1 unless told otherwise, each under a name of its own."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"?": 0, "import": 1, "def": 2}, "?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
-    sizes = {"vocab_size": 3, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(
-        tmp_path
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=3, **WITH_DROPOUT[family], bos_token_id=0, eos_token_id=0
     )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     example = ["example", "--model", str(tmp_path), "--steps", "1", "--length"]
     monkeypatch.setattr(sys, "argv", [*example, "16"])
     runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
@@ -172,6 +179,22 @@ def test_the_example_trains_a_gpt2_of_its_length(
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
     assert "--length 17: expected at most 16" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("low_precision_attention")
+def test_a_model_whose_call_is_refused_ends_the_example_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise ValueError("Attention: it has no\nposition_bias")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", refused)
+    monkeypatch.setattr(sys, "argv", ["example", "--length", "32"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
+    assert "--model '': Attention: it has no position_bias" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.usefixtures("low_precision_attention")
