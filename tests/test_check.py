@@ -558,6 +558,7 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
         ([], "KERNEL: expected one or more"),
         (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),
+        (["flash", "--inputs", "x" * 300 + ".zip"], ".zip: no file of captured attention (File name too long)"),
     ],
 )
 def test_a_wrong_name_is_one_line(

@@ -7,6 +7,7 @@ ones replace the feature that does least to the logits.
 Legend: B batch, H query heads, G key heads, T length, D head dim.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -182,7 +183,9 @@ def _is_captured(name: str) -> bool:
 def captured(name: str) -> Inputs:
     """The inputs of a packaged class, or those in a file. Raises ``UserError`` if it is no capture, or of nothing to judge."""
     file = Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else Path(name)
-    written = (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else ()
+    written: tuple[int, ...] = ()
+    with contextlib.suppress(OSError):  # load() says what is wrong
+        written = file.stat().st_mtime_ns, file.stat().st_size
     return _read(name, file, written)
 
 
