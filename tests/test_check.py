@@ -30,6 +30,7 @@ from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
+from attention.check.judge import judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import csv_of, reasons, table
@@ -190,6 +191,16 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     assert case.verdict == verdict, case
     assert reason in case.reason
     assert ("rounded to one side" in case.reason) == (reason == "rounded to one side")
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "size"),
+    [("padding", "wrong", "60"), ("window", "wrong", "60"), ("full", "wrong", "60"), ("peaked_100", "at risk", "60.0")],
+)
+def test_an_error_that_nothing_enlarges_is_wrong(name: str, verdict: str, size: str) -> None:
+    found = {f"{what}_{x}": 0.0 for what in ("error", "ratio", "size", "eager") for x in ("o", "dq", "dk", "dv")}
+    found |= {"from_eager_o": 0.0, "rows": 0.0, "ratio_dk": 60.0}
+    assert judge(name, found) == (verdict, f"errors: dk has {size} x plain's")
 
 
 def test_a_kernel_that_gives_no_gradient_is_wrong() -> None:

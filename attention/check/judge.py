@@ -18,7 +18,7 @@ RATIO_AT_RISK = 3.0
 """Largest ratio of a tensor's error to plain attention's. FlashAttention's own tests allow 2, beside a formula with a BF16 softmax."""
 SIZE_WRONG = 2.0**-5
 """Largest error over the size of the tensor without cancellation. No rounding to BF16 exceeds it."""
-EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "scale")
+EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "padding", "window", "scale")
 WELL_CONDITIONED = 50.0
 """Largest ratio of errors in the classes EASY, where nothing enlarges a rounding error. Flash kernels have 2."""
 LOST = 0.8
