@@ -468,7 +468,7 @@ class Numerics:
                 return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
             for feature in features:
                 if feature in declared.without and value != DEFAULTS[name]:
-                    expected = f"{DEFAULTS[name]} with a{'n' * (feature == 'sinks')} {FEATURES[feature]}: {declared.without[feature]}"
+                    expected = f"{DEFAULTS[name]} with this {FEATURES[feature]}: {declared.without[feature]}"
                     return f"{name} = {value!r}, expected {expected}"
         return None
 

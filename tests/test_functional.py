@@ -352,10 +352,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no sinks in a kernel": ({"sinks": torch.zeros(4), "numerics": "sdpa_math"}, "it has no attention sink"),
     "a site with sinks": (
         {"sinks": torch.zeros(4), "numerics": "flash_corrected_rows"},
-        "row_residual.* with an attention sink",
+        "row_residual.* with this attention sink",
     ),
     "no masks in a kernel": ({"attn_mask": WINDOW, "numerics": "sdpa_math"}, "it has no mask of keys"),
-    "a site with a mask": ({"attn_mask": WINDOW, "numerics": VISITED}, "expected skipped with a mask of keys"),
+    "a site with a mask": ({"attn_mask": WINDOW, "numerics": VISITED}, "expected skipped with this mask of keys"),
     "a bias of other sizes": ({"attn_mask": causal_lower_right(8, 9)}, "of 8 queries, 9 keys: expected 8, 8"),
     "a bias and causal": ({"attn_mask": causal_lower_right(8, 8), "is_causal": True}, "expected one of both"),
     "a bias of no variant": ({"attn_mask": copy.copy(causal_upper_left(8, 8)).clone()}, "of no known variant"),
