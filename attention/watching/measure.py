@@ -94,7 +94,7 @@ def largest_logits(q_BTHD: Tensor, k_BTHD: Tensor, *, scale: float) -> Tensor:
     """Largest scale q . k of each head over the batch and the causal half, [H] float32, whatever autocast is on.
 
     With TF32 on it is of TF32 products: a compiled model calls this, where ``exact_float32`` cannot be traced.
-    No absolute value: a large negative logit does no harm in a softmax.
+    No absolute value: a large negative logit does no harm beside larger ones of its row.
     """
     with torch.autocast(q_BTHD.device.type, enabled=False):
         tops = [s_BHRS.amax(dim=(0, 2, 3)) for _, s_BHRS in score_rows(q_BTHD, k_BTHD, scale=scale)]
