@@ -3,8 +3,8 @@
 delta[T] = sum_d dO[T, d] O[T, d]. The backward pass forms dS = P * (dP - delta), so an error of delta adds
 -scale * error[T] * (P K)[T] to dQ[T] (``probes.low_rank`` has what that makes of dW_Q). High precision is O = P V
 in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The error is then what makes dS
-inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l or L it is all of attention in FP32 from the same q, k and v,
-which leaves out what FP32 does to L at large logits: that P sums to 1 + y, |y| up to |L| 2^-24, a factor common to a row.
+inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l, L, Q, K or V it is all of attention in FP32 from the same
+q, k and v, which leaves out what FP32 does to L at large logits: that P sums to 1 + y, |y| up to |L| 2^-24, a factor common to a row.
 
 dO is the one that attention reads (rounded at site ``output_gradient``) on both sides, q, k and v as at site ``inputs``.
 
@@ -180,14 +180,14 @@ def high_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """O of a group in high precision, [B, H, T, D]; see the top of this module."""
     numerics = effective_numerics(group)
     n = numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
-    if unrounded(n) and n.backward_probabilities == "unrounded":
+    if unrounded(n) and n.backward_probabilities == "unrounded" and n.queries_and_keys == n.values == "fp32":
         return forward_pass(layer, group, HIGH.with_sites({"inputs": n.inputs}))[0].transpose(1, 2)
     return under_p(layer, group, "v")
 
 
 @torch.no_grad()
 def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, through_softcap: bool = False) -> Tensor:
-    """P K or P V of a group with the P that its backward pass recomputes, float32 [B, H, T, D].
+    """P K or P V of a group with the P that its backward pass recomputes and the V of its dP, float32 [B, H, T, D].
 
     ``through_softcap``: each P carries the factor of the soft-cap's gradient.
     """
@@ -196,7 +196,7 @@ def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, t
     q, k, v, _, _ = layer.heads(group)
     with exact_float32(layer.q_BTHD.device):
         problem = make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap, seed=layer.rounding_seed)
-        exponent, x, parts = exponent_of(problem), getattr(problem, name), []
+        exponent, x, parts = exponent_of(problem), problem.k if name == "k" else problem.v_of_dp, []
         for rows in problem.row_tiles():
             total = torch.zeros_like(x[:, :, rows])
             for columns in problem.column_tiles(rows):

@@ -57,6 +57,16 @@ def test_high_is_the_gradient_of_a_scale_of_o(numerics: str, softcap: float) -> 
     assert error > 1e-4 if numerics == "rounded_forward" else error < 1e-6
 
 
+@pytest.mark.parametrize("sites", [(), ("values_in_dp=fp32",), ("delta_sum=bf16",)])
+def test_the_error_of_delta_from_p_is_that_of_its_sum_whatever_the_operands_formats(sites: tuple[str, ...]) -> None:
+    """FP8 Q, K and V are those of P and dP: their rounding sets delta apart from no row of dS."""
+    found = delta_errors(
+        random_layer(spec=AttentionSpec(preset="fp8", sites=("tile_k=0", "delta=rowsum_p_dp", *sites)))
+    )
+    error = found.error_BHT.norm() / found.high_BHT.norm()
+    assert 1e-4 < error < 4e-3 if "delta_sum=bf16" in sites else error < 1e-6
+
+
 @pytest.mark.parametrize("preset", ["flash_delta_from_p", "flash_fp32_pv_o"])
 def test_an_error_of_o_that_delta_does_not_see(preset: str) -> None:
     """The O passed on is rounded, delta is not: the error of delta is FP32 noise, that of O is there all the same."""
