@@ -79,9 +79,9 @@ class AttentionSpec:
         base = BASES[self.numerics]
         return base.with_sites(named(self.preset).of(base)).with_sites(dict(parse_site(s) for s in self.sites))
 
-    def label(self) -> str:
-        """Short name for curves and tables, for example ``flash_delta_from_p (published)``."""
-        base = "" if self.numerics == "hardware" else self.numerics
+    def label(self, *, default_base: str = "hardware") -> str:
+        """Short name for curves and tables, for example ``flash_delta_from_p (published)``: ``hardware`` only beside another default."""
+        base = "" if self.numerics == default_base == "hardware" else self.numerics
         extra = ", ".join(filter(None, (base, *self.sites, self.backend)))
         return f"{self.preset} ({extra})" if extra else self.kernel or self.preset
 
@@ -167,7 +167,7 @@ class AttentionConfig:
         for rule in self.rules:
             where = ",".join(map(str, rule.layers)) or "*"
             heads = ":" + ",".join(map(str, rule.heads)) if rule.heads else ""
-            parts.append(f"layer {where}{heads} {rule.attention.label()}")
+            parts.append(f"layer {where}{heads} {rule.attention.label(default_base=self.default.numerics)}")
         return "; ".join(parts)
 
 

@@ -99,3 +99,11 @@ def test_values_of_another_type_are_refused(make: Callable[[], object], field: s
 def test_numerics_out_of_range_are_refused(changes: dict) -> None:
     with pytest.raises(UserError):
         replace(Numerics(), **changes)
+
+
+def test_a_rule_that_forgets_the_default_s_base_shows_it() -> None:
+    one_site = AttentionSpec(preset="flash", sites=("score_gradients=m1",))
+    default = AttentionSpec(preset="flash", numerics="microcosm")
+    config = AttentionConfig(default=default, rules=(AttentionRule(layers=(0,), attention=one_site),))
+    assert config.label() == "flash (microcosm); layer 0 flash (hardware, score_gradients=m1)"
+    assert replace(config, default=AttentionSpec()).label().endswith("layer 0 flash (score_gradients=m1)")
