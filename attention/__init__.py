@@ -1,7 +1,5 @@
 """Attention whose every rounding is a name. In the repository attention/README.md has the equations and the table of sites."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING
 

@@ -12,8 +12,6 @@ the largest magnitude and c the format's:
 - ``nv``: a / c of 16 neighbors, cast to E4M3; there is no second scale of the tensor, so that below 2^-10 c everything is 0
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Inputs and the fp64 oracle for attention tests. Legend: B batch, T sequence, H heads, D head dim."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

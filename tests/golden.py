@@ -10,8 +10,6 @@
 What is checked is what was recorded: new presets, bases and sites need no entry.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

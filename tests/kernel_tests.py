@@ -3,8 +3,6 @@
 The interpreter is chosen when a kernel is defined, for the whole process, and inductor cannot live with it.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -11,8 +11,6 @@ A case is ``preset|base|head dim|form|dtype|target``. The head dim is ``D``, or 
 PTX is compared without what does not count (``what_counts``).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools

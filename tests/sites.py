@@ -4,8 +4,6 @@ Choices come from the declaration (``numerics.site``); what a site reaches comes
 a second time on purpose.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The alarm's rule and a run that says so; the verdict on a file of watch: the list in docs/diagnosis.md, on made-up records."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

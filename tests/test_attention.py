@@ -1,7 +1,5 @@
 """Every backend and every numerics against fp64, and the promises of the dispatch."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

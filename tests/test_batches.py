@@ -1,7 +1,5 @@
 """data/batches.py: drawing, splitting over processes, recording, replaying; scripts/make_recording.py and the published recording."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

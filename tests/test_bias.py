@@ -10,8 +10,6 @@ exp(r - m), so the mean over them is the unit of every standard error: n = 640.
 Legend: N rows (one query each), K keys, D head dim.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

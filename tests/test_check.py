@@ -1,7 +1,5 @@
 """The crash test of attention kernels: good kernels pass, sabotaged ones are found by the class made for them; captured attention."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

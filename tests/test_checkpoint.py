@@ -1,7 +1,5 @@
 """Checkpoints come back bit by bit, and no kill, damage or full disk costs the one before."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Presets and ablations fit together, survive JSON unchanged, and take overrides; mistakes are one line that says what would do."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

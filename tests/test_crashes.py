@@ -3,8 +3,6 @@
 Each kill is of a fork of this process, which has imported everything and trained once.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import io

@@ -1,7 +1,5 @@
 """What ``capture`` takes of a model; delta in low and high precision against FP64 and the backward pass; the low-rank factors."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

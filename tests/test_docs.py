@@ -1,7 +1,5 @@
 """Pages: tables against the code, examples by running them; links lead to what exists, and so do commands."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

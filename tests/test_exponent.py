@@ -4,8 +4,6 @@ q and k are such that S' = Q K^T is exact in FP32 in any order of summation, so 
 kernels' tests on the CPU run in a pytest of their own (``kernel_tests``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Any kernel as a backend of the trainer: it computes what it computes alone, and what it cannot serve is refused before the run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

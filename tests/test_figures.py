@@ -1,7 +1,5 @@
 """Figures: each from a tiny real run, their numbers on captures and curves with known answers, the published pictures and tables."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """``scaled_dot_product_attention`` against torch's in float64 and in the same precision: what it gives, what it takes, what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

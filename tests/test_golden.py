@@ -1,7 +1,5 @@
 """Golden values hold: see golden.py, which names the first case that differs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

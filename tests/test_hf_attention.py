@@ -1,7 +1,5 @@
 """Models of transformers with our attention against the same models with torch's, on small random ones; float64 is the truth."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which models of transformers may have our attention: those that call it, as they call "eager"; all others are refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A class is made tiny, with random weights, and run on tokens with padding, pixel
 default is made without memory, and transformers' own word on it (a search of its source) is held against ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """``flash_hopper``: what it refuses, what its kernels read of a row, and on a Hopper GPU its results beside the Triton kernels'."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import math

@@ -1,7 +1,5 @@
 """What changes where a run goes on: a layer's attention switched in mid-run, a new run from a checkpoint; else the bits are the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ The interpreter is chosen when a kernel is defined, for the whole process, and i
 run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` starts. Single sites are in test_sites.py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Fused operators: the head's loss without its logits, GELU, the look-up's gradient, against autograd's own path and fp64."""
 
-from __future__ import annotations
-
 import kernel_tests
 import pytest
 import torch

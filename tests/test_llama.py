@@ -1,7 +1,5 @@
 """What a Llama changes in the model: rotary positions, RMSNorm, SwiGLU, shared keys. The oracle is Hugging Face's Llama."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

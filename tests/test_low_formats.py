@@ -1,7 +1,5 @@
 """Formats below BF16: casts against torch's and ml_dtypes' types, scales by their definitions, and their sites in the reference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

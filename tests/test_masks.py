@@ -4,8 +4,6 @@ Errors are held to twice those of standard attention in the same precision. Lege
 keys, D head dim.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 import kernel_tests

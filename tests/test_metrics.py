@@ -1,7 +1,5 @@
 """What a run measures and writes: JSON lines that survive kills and NaN, W&B, validation, source digest, peak of the GPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

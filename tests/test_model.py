@@ -1,7 +1,5 @@
 """model.py: shapes, initialization, loss, stabilizers, and what it hands to attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """nanoGPT's ckpt.pt as the start of a run; what is none is refused in one line."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The data hold one odd byte where a chosen step will read it, and the loss of wha
 fails, as it is when data are to blame, and every run on the same batches meets it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

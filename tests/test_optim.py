@@ -1,7 +1,5 @@
 """The schedule, which optimizer takes which parameter, steps against torch's own, Muon with its iterations replayed, QK-clip."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The installed package, built as a wheel and imported with nothing of the checkout beside it; imports go down only."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Several processes (gloo, CPU): with DDP and FSDP2 they train as one does, and ``watch`` sees each."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing

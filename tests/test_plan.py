@@ -1,7 +1,5 @@
 """Names -> (backend, numerics) -> groups of heads, and the errors of impossible plans."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Token files, and the making of data sets: from text, the standard library, OpenWebText, wheels; the command."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

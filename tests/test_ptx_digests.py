@@ -3,8 +3,6 @@
 A plain product may become part of a multiply-add. The kernel is interpreted under TRITON_INTERPRET=1: this module has nothing to say there.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 

@@ -1,7 +1,5 @@
 """data/recording.py: the file format, resuming, and the finding of damage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

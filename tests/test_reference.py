@@ -1,7 +1,5 @@
 """What presets and sites do in the reference: the row normalizer of Algorithm 3, ``flash_consistent``, errors added to delta."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

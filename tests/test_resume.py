@@ -1,7 +1,5 @@
 """A run that is interrupted and gone on with is to the last bit the run that never stopped; a resume that is refused changes nothing."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Rounding to any mantissa width, and the random bits of stochastic rounding."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

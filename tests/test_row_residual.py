@@ -4,8 +4,6 @@ A feature of K that is 1 in every key shows the sum of dS: dQ has scale * rowsum
 ``row_max=scaled`` are held to Algorithm 3 with a floor, in FP64. Kernels run as in ``test_kernels``.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Commands that start whole runs: the quickstart, the second stage of the crash test, the benchmark of steps, a Slurm job."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

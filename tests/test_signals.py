@@ -1,7 +1,5 @@
 """Signals, and other ends of a run: how its processes end, and what exit.json says."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

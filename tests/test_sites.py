@@ -1,7 +1,5 @@
 """Every rounding site in every backend and direction, from one table (``sites.py``); kernels in Triton's interpreter or on a GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import kernel_tests

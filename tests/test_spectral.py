@@ -1,7 +1,5 @@
 """What probes measure of weights and of attention: against a plain float64 computation, and on matrices whose values are known."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_cases import causal_scores

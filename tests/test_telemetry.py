@@ -1,7 +1,5 @@
 """training/telemetry.py: a probe changes no bit of a run, says what is known of planted cases, and its file outlives a kill."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

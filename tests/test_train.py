@@ -1,7 +1,5 @@
 """Whole runs in one process: the same batches replayed to the same bits, loss that falls, and the record a run leaves."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

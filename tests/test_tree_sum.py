@@ -1,7 +1,5 @@
 """precision.fixed_sum_order: the same bits on one, two and four processes (gloo), also where the number changes on the way."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

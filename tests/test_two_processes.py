@@ -1,7 +1,5 @@
 """torchrun with two processes (gloo), sums in any order: the same bits twice, the data and losses of one process, the kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

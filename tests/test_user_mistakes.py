@@ -1,7 +1,5 @@
 """Mistakes and spoilt files end with one line on stderr that names field, value and choices, with code 2, and with files as they were."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

@@ -1,7 +1,5 @@
 """attention/watching/: what it measures of any model and says; it changes nothing, and no failure of its own ends a training."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Runs of a second for the end-to-end tests: a small data set, a small model, and ways to look at what a run leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
