@@ -114,15 +114,10 @@ class Case:
         return tuple(f"{k}={v}" for k, v in (chosen | ({self.site: self.value} if changed else {})).items())
 
 
-def is_format(name: str) -> bool:
-    """Whether a site takes formats."""
-    return DECLARED[name].is_format
-
-
 def _values(name: str, row: Row) -> tuple[str, ...]:
     if row.values:
         return row.values
-    if is_format(name):
+    if DECLARED[name].is_format:
         return ("m3",)
     others = {value for other in SITES[name] for value in other.values}
     return tuple(value for value in CHOICES[name] if value not in (getattr(DEFAULT, name), *others))

@@ -18,7 +18,7 @@ from attention_cases import (
     run,
 )
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
-from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, TOGETHER, Case, Meeting, is_format
+from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, TOGETHER, Case, Meeting
 from torch import Tensor
 
 from attention import AttentionSpec
@@ -91,7 +91,7 @@ def test_a_call_is_refused_a_site_that_its_backend_has_not() -> None:
 
 
 @here
-@pytest.mark.parametrize("site", [name for name in FIELDS if is_format(name)])
+@pytest.mark.parametrize("site", [name for name in FIELDS if DECLARED[name].is_format])
 def test_more_bits_of_a_site_are_a_smaller_error(site: str) -> None:
     """Four bits more are an error of a sixteenth against FP64, in the tensor that the site moves most; one bit off would be 8 or 32."""
     p = paired(CPU)
