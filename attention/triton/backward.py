@@ -7,8 +7,6 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 ``o_`` offsets, ``m_`` masks.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ tile: it is one block, or it is walked in blocks that divide it. Elsewhere a til
 for the whole sequence) leaves the choice to the table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ..numerics import LOW_FORMATS, OF_TILES, SITES, Numerics

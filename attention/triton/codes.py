@@ -4,8 +4,6 @@ A format is a number, because kernels cannot read text: its explicit mantissa bi
 one format whose exponents differ too.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import namedtuple
 from collections.abc import Iterable

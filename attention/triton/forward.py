@@ -4,8 +4,6 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 ``o_`` offsets, ``m_`` masks.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -3,8 +3,6 @@
 Legend as in ``forward.py``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """A check of what ``round_blocks.rounded_and_summed`` takes for granted: which thread of a warpgroup holds which elements of Q K^T."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -4,8 +4,6 @@ Legend: B batch, H heads, T queries, S keys, D head dim; BT rows and BS columns 
 ``o_`` offsets, ``m_`` masks. Addresses are int64.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

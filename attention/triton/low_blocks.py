@@ -4,8 +4,6 @@ What has a whole tensor is rounded outside, by the reference's own code: Q, K, V
 dS are rounded inside, block by block (``round_low``), to the bits of ``low_formats.round_low``.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

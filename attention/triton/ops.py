@@ -7,8 +7,6 @@ repeat to the bit.
 Legend: B batch, H heads, T sequence, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

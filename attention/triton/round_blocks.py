@@ -7,8 +7,6 @@ Two faults of Triton's CPU interpreter (seen in 3.6.0, 3.8.0 and 3.9.0; tests/te
 copies, which is exact, and rounding is integer arithmetic.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

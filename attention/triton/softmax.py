@@ -1,7 +1,5 @@
 """The softmax of Triton kernels: exp(S - m) in the forms of site ``exponent``, m in those of ``row_max``, and S itself."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
