@@ -144,16 +144,9 @@ BF16 = torch.bfloat16
 APART = "saved_statistics=max_and_sum delta=rowsum_p_dp"
 ROUNDED_SUM = "divisor=rounded probabilities=m3"  # in three bits its sum is far from l
 DRAWN = "probabilities_rounding=stochastic"
-BACKWARD_FORMATS = [
-    name
-    for name, site in DECLARED.items()
-    if site.is_format and {"delta", "backward"} & {*site.acts_in} and "flash" in site.backends
-]
-FORWARD_FORMATS = [
-    name
-    for name, site in DECLARED.items()
-    if site.is_format and {"forward"} & {*site.acts_in} and "flash" in site.backends
-]
+OF_KERNELS = {name: site.acts_in for name, site in DECLARED.items() if site.is_format and "flash" in site.backends}
+BACKWARD_FORMATS = [name for name, acts_in in OF_KERNELS.items() if {"delta", "backward"} & {*acts_in}]
+FORWARD_FORMATS = [name for name, acts_in in OF_KERNELS.items() if "forward" in acts_in]
 MANY_BLOCKS = "statistics=bf16 tile_product=bf16 accumulator=m4"  # tile_k of 48 and 0 are no block sizes
 FP4 = "queries_and_keys=e2m1_nv values=e2m1_nv probabilities=e2m1_nv output_gradient=e5m2_row score_gradients=e5m2_row"
 ONE_P = (
