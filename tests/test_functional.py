@@ -423,14 +423,23 @@ def test_what_no_block_can_serve_is_refused_and_a_block_without_a_call_is_said()
         torchs(X, X, X)
 
 
-def assert_attends(spec: AttentionSpec | None, attend: Any = None) -> None:
+def attend_by_name(*qkv: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(*qkv)
+
+
+def by_name(compiled: bool, *, fullgraph: bool = True) -> Any:
+    torch.compiler.reset()
+    return torch.compile(attend_by_name, fullgraph=fullgraph, backend="eager") if compiled else attend_by_name
+
+
+def assert_attends(spec: AttentionSpec | None, attend: Any = attend_by_name) -> None:
     """The function that stands for torch's gives the bits of ``spec``, and torch's own without one."""
     *inputs, _ = tensors()
     outputs = [
         operators.TORCHS(*inputs),
         *(scaled_dot_product_attention(*inputs, numerics=x) for x in (COARSE, COARSER)),
     ]
-    found = (attend or (lambda *qkv: functional.scaled_dot_product_attention(*qkv)))(*inputs)
+    found = attend(*inputs)
     assert [torch.equal(found, x) for x in outputs] == [spec is x for x in (None, COARSE, COARSER)]
 
 
@@ -450,12 +459,7 @@ def test_nested_blocks_end_in_order_and_one_can_be_entered_again() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_of_none_inside_another_is_torchs_function(compiled: bool) -> None:
-    torch.compiler.reset()
-
-    def attend(*qkv: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(*qkv)
-
-    shared = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+    shared = by_name(compiled)
     with replace_sdpa(COARSE):
         for spec in (COARSE, None, COARSE):
             with replace_sdpa(None) if spec is None else contextlib.nullcontext():
@@ -466,13 +470,7 @@ def test_a_block_of_none_inside_another_is_torchs_function(compiled: bool) -> No
 @pytest.mark.parametrize("compiled", [False, True])
 def test_blocks_that_overlap_in_threads_are_each_threads_own(compiled: bool) -> None:
     """Opened and closed as 1, 2, 1, 2, beside a thread without one. Compiled: one function, which all threads call."""
-    torch.compiler.reset()
-    step = threading.Barrier(3, timeout=60)
-
-    def attend(*qkv: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(*qkv)
-
-    shared = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+    step, shared = threading.Barrier(3, timeout=60), by_name(compiled)
 
     def thread(spec: AttentionSpec | None, opens: int, closes: int) -> None:
         block = contextlib.nullcontext() if spec is None else replace_sdpa(spec)
@@ -523,21 +521,15 @@ def in_a_thread_of_autograds(compute: Any) -> Tensor:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_backward_pass_in_threads_of_autograds_belongs_to_the_block_it_is_called_in(compiled: bool) -> None:
-    torch.compiler.reset()
-    *inputs, _ = tensors()
+    shared = by_name(compiled, fullgraph=False)
 
-    def attend(*qkv: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(*qkv)
-
-    shared = torch.compile(attend, backend="eager") if compiled else attend
-
-    def call_backward() -> Tensor:
-        return in_a_thread_of_autograds(lambda: shared(*inputs))
+    def call_backward(*qkv: Tensor) -> Tensor:
+        return in_a_thread_of_autograds(lambda: shared(*qkv))
 
     for spec in (COARSE, COARSER, COARSE):
         with replace_sdpa(spec):
-            assert_attends(spec, lambda *_: call_backward())
-    assert_attends(None, lambda *_: call_backward())
+            assert_attends(spec, call_backward)
+    assert_attends(None, call_backward)
 
 
 def test_torch_jit_script_of_attention_is_refused_inside_a_block() -> None:
