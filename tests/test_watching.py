@@ -131,6 +131,13 @@ class Attends(nn.Module):
         return function(q, k, k * 1.0 if v is None else v, **more)
 
 
+def record_of(*qkv: Tensor, sequences: int = 1, **how: Any) -> dict[str, Any]:
+    """What is found of one call of ``Attends`` and its backward pass."""
+    with watch(model := Attends(), sequences=sequences, say=lambda line: None) as seen:
+        model(*qkv, **how).square().sum().backward()
+    return seen.record
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_row_residuals_are_those_of_the_kernel_in_use(masked: bool) -> None:
     """torch's math formula forms delta from P: its rows sum to 0 though O is in BF16. Only the forward pass has a pinned kernel."""
@@ -162,20 +169,18 @@ def test_row_residuals_of_fp16_are_those_without_a_loss_scale() -> None:
 
 def test_values_of_another_head_dim_have_row_residuals() -> None:
     q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    with watch(model := Attends(), say=lambda line: None) as seen:
-        model(q.requires_grad_(), k, v=k[..., :8], is_causal=True).square().sum().backward()
-    assert all(0 < residual < 1e-6 for residual in seen.record["row_residual"][0])
+    found = record_of(q.requires_grad_(), k, k[..., :8], is_causal=True)
+    assert all(0 < residual < 1e-6 for residual in found["row_residual"][0])
 
 
 def test_a_sink_is_one_more_key_without_a_value() -> None:
     sinks = torch.tensor([-9.0, 0.0, 2.0, 9.0])
     q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    with watch(model := Attends(), sequences=B, say=lambda line: None) as seen:
-        model(q.requires_grad_(), k, is_causal=True, sinks=sinks).square().sum().backward()
+    found = record_of(q.requires_grad_(), k, sequences=B, is_causal=True, sinks=sinks)
     s = torch.cat((causal_scores(q.double(), k.double(), D**-0.5), sinks[:, None, None].expand(B, H, T, 1)), dim=-1)
     entropy = torch.special.entr(s.softmax(dim=-1)).sum(-1).mean(dim=(0, 2)).float()
-    torch.testing.assert_close(torch.tensor(seen.record["entropy"][0]), entropy.detach())
-    assert all(0 < error < 1e-5 for name in ("delta_error", "dq_error") for error in seen.record[name][0])
+    torch.testing.assert_close(torch.tensor(found["entropy"][0]), entropy.detach())
+    assert all(0 < error < 1e-5 for name in ("delta_error", "dq_error") for error in found[name][0])
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -208,20 +213,16 @@ def test_a_bias_is_added_behind_the_soft_cap() -> None:
 def test_a_mask_of_an_fp64_model_is_added_in_fp32() -> None:
     mask = torch.zeros(T, T).double().masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
     q = torch.randn(B, H, T, D, dtype=torch.float64, requires_grad=True)
-    with watch(model := Attends(), say=lambda line: None) as seen:
-        model(q, q * 1.0, attn_mask=mask).square().sum().backward()
-    assert all(0 < error < 1e-5 for error in seen.record["dq_error"][0])
+    assert all(0 < error < 1e-5 for error in record_of(q, q * 1.0, attn_mask=mask)["dq_error"][0])
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])
 def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
     """A tensor whose own storage is never written."""
-    looks, q = [], torch.randn(B, H, T, D, requires_grad=True)
-    for mask in ({"attn_mask": bias}, {"is_causal": True}):
-        with watch(model := Attends(), say=lambda line: None) as seen:
-            model(q, q * 1.0, **mask).square().sum().backward()
-        looks.append(torch.tensor([seen.record[name] for name in COLUMNS]))
-    torch.testing.assert_close(*looks, rtol=1e-3, atol=1e-6)
+    q = torch.randn(B, H, T, D, requires_grad=True)
+    looks = (record_of(q, q * 1.0, **mask) for mask in ({"attn_mask": bias}, {"is_causal": True}))
+    values = (torch.tensor([look[name] for name in COLUMNS]) for look in looks)
+    torch.testing.assert_close(*values, rtol=1e-3, atol=1e-6)
 
 
 class Uses(nn.Module):
@@ -257,10 +258,9 @@ def test_a_query_of_several_uses_has_the_error_and_the_gradient_of_each(kind: st
 def test_a_query_that_broadcasts_over_the_batch_has_no_error_of_dq(sequences: int) -> None:
     """Its gradient is a sum over the batch."""
     q, k = torch.randn(1, H, T, D, requires_grad=True), torch.randn(B, H, T, D)
-    with watch(model := Attends(), sequences=sequences, say=lambda line: None) as seen:
-        model(q, k).square().sum().backward()
-    assert "dq_error" not in seen.record
-    assert all(0 < error < 1e-5 for error in seen.record["delta_error"][0])
+    found = record_of(q, k, sequences=sequences)
+    assert "dq_error" not in found
+    assert all(0 < error < 1e-5 for error in found["delta_error"][0])
 
 
 @pytest.mark.parametrize("sequences", [1, 5])
@@ -269,9 +269,8 @@ def test_a_mask_of_five_dimensions_hides_what_it_hides_in_four(sequences: int) -
     mask, looks = torch.arange(T) < torch.tensor([T, 5, 2])[:, None, None, None, None], []
     for how in ({"attn_mask": mask}, {"attn_mask": mask.expand(3, 2, 1, 1, T).flatten(0, 1)}):
         four = how["attn_mask"].ndim == 4
-        with watch(model := Attends(), sequences=sequences, say=lambda line: None) as seen:
-            model(*((x.flatten(0, 1) if four else x) for x in (q, k)), **how).square().sum().backward()
-        looks.append(torch.tensor([seen.record[name] for name in ("max_logit", "entropy", "one_hot")]))
+        found = record_of(*((x.flatten(0, 1) if four else x) for x in (q, k)), sequences=sequences, **how)
+        looks.append(torch.tensor([found[name] for name in ("max_logit", "entropy", "one_hot")]))
     torch.testing.assert_close(*looks)
 
 
@@ -281,9 +280,9 @@ def test_a_call_of_three_dimensions_is_one_head_of_so_many_sequences(masked: boo
     mask, looks = torch.arange(T) < torch.tensor([T, 5, 2])[:, None, None], []
     for heads in ((), (1,)):
         how = {"attn_mask": mask.view(B, *heads, 1, T)} if masked else {"is_causal": True}
-        with watch(model := Attends(), sequences=2, say=lambda line: None) as seen, sdpa_kernel(SDPBackend.MATH):
-            model(*(x.view(B, *heads, T, D) for x in (q, k)), **how).square().sum().backward()
-        looks.append(torch.tensor([seen.record[name] for name in COLUMNS]))
+        with sdpa_kernel(SDPBackend.MATH):
+            found = record_of(*(x.view(B, *heads, T, D) for x in (q, k)), sequences=2, **how)
+        looks.append(torch.tensor([found[name] for name in COLUMNS]))
     torch.testing.assert_close(*looks)
     assert looks[0].shape == (len(COLUMNS), 1, 1)
 
@@ -292,10 +291,9 @@ def test_a_call_of_three_dimensions_is_one_head_of_so_many_sequences(masked: boo
 def test_the_rows_of_a_call_of_fewer_dimensions_are_those_of_its_kernel(shape: tuple[int, ...]) -> None:
     """torch's math formula, whose rows sum to 0, where four dimensions have flash attention."""
     q, k = torch.randn(shape).bfloat16().requires_grad_(), torch.randn(shape).bfloat16()
-    with watch(model := Attends(), say=lambda line: None) as seen:
-        model(q, k, is_causal=True).square().sum().backward()
-    assert seen.record["row_residual"][0][0] < 1e-2 * seen.record["delta_error"][0][0]
-    assert 0 < seen.record["dq_error"][0][0] < 0.02
+    found = record_of(q, k, is_causal=True)
+    assert found["row_residual"][0][0] < 1e-2 * found["delta_error"][0][0]
+    assert 0 < found["dq_error"][0][0] < 0.02
 
 
 def test_hooks_of_a_query_that_was_handed_over_go_with_the_look() -> None:
