@@ -1,8 +1,8 @@
 """Draw the pictures of runs on one wheel's text from their CSVs: ``python experiments/draw_pictures.py``."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,13 +12,10 @@ from PIL import Image
 EXPERIMENTS = Path(__file__).resolve().parent
 # Okabe and Ito, "Color Universal Design" (2008).
 ORANGE, BLUE, GREEN, PURPLE, SKY, GRAY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#6F6F6F"
+Labels = Sequence[tuple[float, float, str, str]]
+"""Where they begin, words, color."""
 FMA_THRESHOLD = 2**16 * np.log(2)
 """Logit from which the FMA exponent is off by more than O's rounding hides: attention/README.md, the FMA exponent."""
-
-
-def write(axis: Any, *labels: tuple[float, float, str, str]) -> None:
-    for x, y, words, color in labels:
-        axis.text(x, y, words, color=color, fontsize=12)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -38,8 +35,14 @@ def smooth_loss(folder: Path, window: int = 40) -> pd.Series:
 
 
 def loss_and_logits(
-    colors: dict[str, str], logits: str, runs: str = "one_wheel/runs", end: int = 6000, threshold: bool = True
-) -> tuple[Figure, Any, Any]:
+    colors: dict[str, str],
+    logits: str,
+    of_loss: Labels,
+    of_logits: Labels = (),
+    runs: str = "one_wheel/runs",
+    end: int = 6000,
+    threshold: bool = True,
+) -> Figure:
     """Left the training loss, right the column ``logits`` of the probes, of ``runs`` whose names begin so. 9 inches: 800 pixels."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -60,48 +63,40 @@ def loss_and_logits(
             right.plot(rows["step"], rows[logits], color=color, linewidth=1.3)
     if threshold:
         right.axhline(FMA_THRESHOLD, color=GRAY, linewidth=0.8, linestyle=":")
-        write(right, (0.016 * end, 6e4, f"FMA threshold\n{FMA_THRESHOLD:,.0f}", GRAY))
-    return figure, left, right
+        of_logits = ((0.016 * end, 6e4, f"FMA threshold\n{FMA_THRESHOLD:,.0f}", GRAY), *of_logits)
+    for axis, labels in ((left, of_loss), (right, of_logits)):
+        for x, y, words, color in labels:
+            axis.text(x, y, words, color=color, fontsize=12)
+    return figure
 
 
 def front() -> Figure:
     colors = {"swiglu_flash_half_rate": ORANGE, "swiglu_consistent_half_rate": BLUE}
-    figure, left, right = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs")
-    write(left, (1000, 3.4, "flash: fails\nin 5 of 6", ORANGE), (1500, 0.1, "flash_consistent: stable", BLUE))
-    write(right, (1500, 1.2e6, "flash", ORANGE), (2500, 20, "flash_consistent", BLUE))
-    return figure
+    of_loss = (1000, 3.4, "flash: fails\nin 5 of 6", ORANGE), (1500, 0.1, "flash_consistent: stable", BLUE)
+    of_logits = (1500, 1.2e6, "flash", ORANGE), (2500, 20, "flash_consistent", BLUE)
+    return loss_and_logits(colors, "max_logit_max", of_loss, of_logits, "who_is_at_risk/gpt2/runs")
 
 
 def swiglu() -> Figure:
     colors = {"swiglu_flash_2": ORANGE, "swiglu_consistent_2": BLUE}
-    figure, left, right = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs", end=3000)
-    write(left, (900, 6.6, "flash: fails\nin 5 of 6", ORANGE), (700, 0.17, "flash_consistent: stable", BLUE))
-    write(right, (500, 1.2e6, "flash", ORANGE), (1500, 120, "flash_consistent", BLUE))
-    return figure
+    of_loss = (900, 6.6, "flash: fails\nin 5 of 6", ORANGE), (700, 0.17, "flash_consistent: stable", BLUE)
+    of_logits = (500, 1.2e6, "flash", ORANGE), (1500, 120, "flash_consistent", BLUE)
+    return loss_and_logits(colors, "max_logit_max", of_loss, of_logits, "who_is_at_risk/gpt2/runs", end=3000)
 
 
 def gpt2() -> Figure:
-    figure, left, right = loss_and_logits({"flash": ORANGE, "consistent": BLUE}, "max_logit_max")
-    write(
-        left, (1500, 4.6, "flash: rises in 5 of 6,\nfails in 3", ORANGE), (1500, 1.4, "flash_consistent:\nstable", BLUE)
-    )
-    write(right, (900, 4e5, "flash", ORANGE), (2600, 90, "flash_consistent", BLUE))
-    return figure
+    failing, stable = "flash: rises in 5 of 6,\nfails in 3", "flash_consistent:\nstable"
+    of_loss = (1500, 4.6, failing, ORANGE), (1500, 1.4, stable, BLUE)
+    of_logits = (900, 4e5, "flash", ORANGE), (2600, 90, "flash_consistent", BLUE)
+    return loss_and_logits({"flash": ORANGE, "consistent": BLUE}, "max_logit_max", of_loss, of_logits)
 
 
 def public_kernels() -> Figure:
-    colors = {
-        "torch_flex": GREEN,
-        "torch_flash": ORANGE,
-        "fa4": PURPLE,
-        "torch_cudnn": SKY,
-        "plain": BLUE,
-        "from_p_4": BLUE,
-    }
-    figure, left, _ = loss_and_logits(colors, "max_logit_1", threshold=False)  # of our kernels
+    colors = {"torch_flex": GREEN, "torch_flash": ORANGE, "fa4": PURPLE, "torch_cudnn": SKY}
+    colors |= {"plain": BLUE, "from_p_4": BLUE}
     names = ("FlexAttention", "FlashAttention-2, in torch's SDPA", "FlashAttention-4", "cuDNN", "controls")
-    write(left, *((900, 7.9 - 0.6 * i, name, list(colors.values())[i]) for i, name in enumerate(names)))
-    return figure
+    of_loss = [(900, 7.9 - 0.6 * i, name, list(colors.values())[i]) for i, name in enumerate(names)]
+    return loss_and_logits(colors, "max_logit_1", of_loss, threshold=False)  # of our kernels
 
 
 def other_blocks() -> Figure:
@@ -109,11 +104,10 @@ def other_blocks() -> Figure:
     fixed = {"consistent": BLUE, "from_p": GRAY}
     colors = {f"{arm}_flash": color for arm, color in arms.items()}
     colors |= {f"{arm}_{name}": color for arm in arms for name, color in fixed.items()}
-    figure, left, _ = loss_and_logits(colors, "max_logit_max", "who_is_at_risk/gpt2/runs")
     words = ("flash, no positions", "flash, grouped queries", "flash_consistent, both", "delta from P, both")
     colored = zip(words, [*arms.values(), *fixed.values()], strict=True)
-    write(left, *((2500, 7.9 - 0.6 * i, word, color) for i, (word, color) in enumerate(colored)))
-    return figure
+    of_loss = [(2500, 7.9 - 0.6 * i, word, color) for i, (word, color) in enumerate(colored)]
+    return loss_and_logits(colors, "max_logit_max", of_loss, runs="who_is_at_risk/gpt2/runs")
 
 
 def fp8() -> Figure:
