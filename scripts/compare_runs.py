@@ -158,20 +158,18 @@ def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     return runs, left_out
 
 
-def first_large_norm(norms: pd.Series) -> int | None:
-    """First step with a gradient norm above ``LARGE_NORM``, or one that is not a number."""
-    large = norms[(norms.index >= LARGE_NORM_FROM) & ~(norms <= LARGE_NORM)]
-    return None if large.empty else int(large.index[0])
+def large_norms(norms: pd.Series) -> list[int]:
+    """Steps with a gradient norm above ``LARGE_NORM``, or one that is not a number."""
+    return norms.index[(norms.index >= LARGE_NORM_FROM) & ~(norms <= LARGE_NORM)].tolist()
 
 
 def unstable_since(norms: pd.Series) -> int | None:
     """The first large gradient norm after which it stayed large: one among ordinary ones is no instability."""
-    large = norms.index[(norms.index >= LARGE_NORM_FROM) & ~(norms <= LARGE_NORM)]
-    for step in (step for step in large if step <= norms.index[-1] - 500):
+    for step in (step for step in large_norms(norms) if step <= norms.index[-1] - 500):
         after = norms[norms.index > step + NEAR]
         before = norms[(norms.index >= step - 1000) & (norms.index <= max(step - 500, step // 2))]
         if len(after) and len(before) and not after.median() <= UNSTABLE_RATIO * before.median():
-            return int(step)
+            return step
     return None
 
 
@@ -236,7 +234,7 @@ def summarize(
         "ended": ended,
         "exploded_at": exploded,
         "last_step": int(losses.index[-1]),
-        "grad_norm_above_20_at": first_large_norm(norms),
+        "grad_norm_above_20_at": next(iter(large_norms(norms)), None),
         # Of arrays, in which the first NaN is the largest.
         "grad_norm_largest": norms.to_numpy().max() if complete else None,
         "grad_norm_largest_at": int(norms.index[norms.to_numpy().argmax()]) if complete else None,
