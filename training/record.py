@@ -95,9 +95,7 @@ def sessions(folder: Path, from_step: int, facts: dict[str, Any]) -> list[dict[s
 
     Raises ``UserError`` for a config.json that is no record.
     """
-    path = folder / "config.json"
-    earlier = _read_record(path)["sessions"] if path.is_file() else []
-    return [*earlier, {"from_step": from_step, **facts}]
+    return [*_read_record(folder).get("sessions", []), {"from_step": from_step, **facts}]
 
 
 def what_changed(of_run: list[dict[str, Any]]) -> str:
@@ -120,11 +118,10 @@ def run_id(folder: Path, loaded: Loaded | None) -> str:
 
     Raises ``UserError`` for a checkpoint of another run.
     """
-    path = folder / "config.json"
-    content = _read_record(path) if path.is_file() else {}
-    ids = [str(known["run_id"]) for known in (content, loaded.extra if loaded else {}) if "run_id" in known]
+    known = (_read_record(folder), loaded.extra if loaded else {})
+    ids = [str(one["run_id"]) for one in known if "run_id" in one]
     if loaded is not None and len(set(ids)) > 1:
-        differ = f"its run_id is {ids[1]!r}, that of {path} is {ids[0]!r}"
+        differ = f"its run_id is {ids[1]!r}, that of {folder / 'config.json'} is {ids[0]!r}"
         raise UserError(f"{loaded.path}: {differ}: not this run's checkpoint")
     return ids[0] if ids else ""
 
@@ -136,12 +133,11 @@ def check_restart(
 
     ``now``: its config; ``began``: from_step and init_sha256 of a session that begins now.
     """
-    path = folder / "config.json"
-    if not path.is_file():
+    content = _read_record(folder)
+    if not content:
         again = f"remove {folder} and start the run again" if folder.exists() else "start the run again"
         raise invalid("run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {again}")
-    content = _read_record(path)
-    check_settings(str(path), content["config"], now, defaults, branch=False)
+    check_settings(str(folder / "config.json"), content["config"], now, defaults, branch=False)
     steps, every = content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
     first = content["sessions"][0]
     # The line of a step follows its checkpoint.
@@ -159,7 +155,7 @@ def check_restart(
 
 def check_data(folder: Path, dataset: str, identity: dict[str, Any]) -> None:
     """Raise ``UserError`` where the tokens of ``identity`` are not those that the run in ``folder`` began with."""
-    before = _read_record(folder / "config.json").get("batches", {})
+    before = _read_record(folder).get("batches", {})
     if any(before.get(name, identity[name]) != identity[name] for name in ("data_sha256", "validation_sha256")):
         raise invalid("data.dataset", dataset, f"the data that {folder} began with: this has other tokens")
 
@@ -197,7 +193,11 @@ def log_digests(folder: Path, written: dict[str, list[str]]) -> dict[str, str]:
     return {name: " ".join(digests) for name, digests in (stand | written).items()}
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _read_record(folder: Path) -> dict[str, Any]:
+    """Empty where there is none. Raises ``UserError`` for a config.json that is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
     try:
         content: dict[str, Any] = read_json(path)
         content["sessions"], content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
@@ -319,10 +319,9 @@ def check_settings(
 
 def settings_changed(folder: Path, now: dict[str, Any], defaults: dict[str, Any]) -> str:
     """Which settings of a run that goes on are not those of its last session, in a sentence; "" where all are."""
-    path = folder / "config.json"
-    if not path.is_file():
+    if not (content := _read_record(folder)):
         return ""
-    found = differences(_read_record(path)["config"], now, defaults)
+    found = differences(content["config"], now, defaults)
     pairs = [f"{name} {before!r} -> {value!r}" for name, before, value in found if name != "run.resume"]
     return f"not as in its last session: {', '.join(pairs)}" if pairs else ""
 
