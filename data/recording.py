@@ -3,7 +3,7 @@
 ``replay_batches/README.md`` defines the format byte by byte. ``Recorder`` appends one row an optimizer step, ``Recording`` reads
 and checks. Nothing here knows how batches are drawn or split over processes: that is ``data/batches.py``.
 
-Shapes: S steps, G global batch (sequences an optimizer step).
+Shapes: G global batch (sequences an optimizer step).
 """
 
 import contextlib
@@ -313,11 +313,6 @@ class Recording:
     checksum: bytes
     file: files.InUse
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """uint64 [S, G]: the first token of each sequence in train.bin."""
-        return np.array([self.row(step) for step in range(self.steps)]).reshape(self.steps, self.header.global_batch)
-
     def check(self) -> None:
         """Raise ``UserError`` where the rows are not those any more that were opened. A run may go on with it meanwhile."""
         if self.file.changed():
@@ -327,7 +322,7 @@ class Recording:
             self.file.check()
 
     def row(self, step: int) -> np.ndarray:
-        """uint64 [G]: the offsets of one step. Raises ``UserError`` where the file was cut short meanwhile."""
+        """uint64 [G]: where each sequence of a step begins in train.bin. Raises ``UserError`` where the file was cut short meanwhile."""
         return _row(self.file, self.header, step)[:-1]
 
     @classmethod
