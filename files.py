@@ -175,9 +175,9 @@ class InUse:
             left -= len(part)
         return b"".join(parts)
 
-    def blocks(self, size: int = 1 << 22) -> Iterator[bytes]:
-        for start in range(0, self.size, size):
-            yield self.read(start, min(size, self.size - start))
+    def blocks(self) -> Iterator[bytes]:
+        for start in range(0, self.size, 1 << 22):
+            yield self.read(start, min(1 << 22, self.size - start))
 
     def changed(self) -> bool:
         return self._size_and_time() != self._at_first

@@ -27,11 +27,11 @@ def save(figure: Figure, path: Path) -> None:
     print(path, path.stat().st_size // 1024, "kB")
 
 
-def smooth_loss(folder: Path, window: int = 40) -> pd.Series:
-    """Mean training loss of each ``window`` steps, at their middle: logged steps lie closer around an explosion."""
+def smooth_loss(folder: Path) -> pd.Series:
+    """Mean training loss of each 40 steps, at their middle: logged steps lie closer around an explosion."""
     table = pd.read_csv(folder / "metrics.csv").dropna(subset=["train_loss"])
-    means = table.groupby(table["step"] // window)["train_loss"].mean()
-    return means.set_axis(means.index * window + window / 2)
+    means = table.groupby(table["step"] // 40)["train_loss"].mean()
+    return means.set_axis(means.index * 40 + 20)
 
 
 def loss_and_logits(

@@ -29,9 +29,9 @@ class Drawn:
     table: pd.DataFrame
 
 
-def wrapped(text: str, width: float = COLUMN, size: float = SMALL) -> str:
+def wrapped(text: str, width: float = COLUMN) -> str:
     """Lines that fit ``width`` inches; a character of the default font is about 0.55 of its size wide."""
-    return "\n".join(textwrap.fill(line, int(width * 72 / (0.55 * size))) for line in text.split("\n"))
+    return "\n".join(textwrap.fill(line, int(width * 72 / (0.55 * SMALL))) for line in text.split("\n"))
 
 
 def sheet(height: float) -> Any:
