@@ -20,12 +20,12 @@ from attention.readme import written
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTENTION = ROOT / "attention" / "README.md"
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
 def blocks(document: Path, language: str) -> list[str]:
     """Fenced code blocks of a language ("" for none)."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [block for name, block in fenced if name == language]
+    return [block for name, block in _FENCE.findall(document.read_text()) if name == language]
 
 
 def test_the_lists_are_those_that_the_declarations_make() -> None:
@@ -223,7 +223,6 @@ FOLDERS = ("attention", "data", "docs", "experiments", "replay_batches", "script
 PAGES = sorted([*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))])
 # Pages for users: a reader types what stands there. Pages of single studies name the commands of the commit that they were made at.
 USERS = [page for page in PAGES if "experiments" not in page.parts]
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
 def links(page: Path) -> list[str]:
@@ -241,7 +240,7 @@ def anchors(page: Path) -> set[str]:
 
 def commands(page: Path) -> list[list[str]]:
     """Words of the page's lines of code that call Python or bash on a file of this checkout."""
-    code = "\n".join(body for language, body in _FENCE.findall(page.read_text()) if not language)
+    code = "\n".join(blocks(page, ""))
     for name, value in re.findall(r'^export .*\b(\w+)="(.*)"$', code, re.MULTILINE):
         code = code.replace(f"${name}", value)
     lines = re.sub(r"^torchrun( --\S+)+", "python", code.replace("\\\n", " "), flags=re.MULTILINE).splitlines()
