@@ -18,14 +18,7 @@ from training.muon import CudaRecorder, GraphedMuon
 from training.optim import OptimConfig, build_optimizer, learning_rate
 from training.qk_clip import clip_qk, forget_logits
 
-MUON_NAMES = {
-    "transformer.h.0.attn.c_attn.weight",
-    "transformer.h.0.attn.c_proj.weight",
-    "transformer.h.0.mlp.c_fc.weight",
-    "transformer.h.0.mlp.c_proj.weight",
-}
-
-
+MUON_NAMES = {f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
 TINY = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, vocab_multiple=1, bias=True)
 
 

@@ -93,20 +93,8 @@ def test_the_package_needs_nothing_but_torch_and_triton(path: Path) -> None:
 
 # Each part may import itself and what stands to its right.
 ORDER = [
-    "scripts",
-    "figures",
-    "train",
-    "configs",
-    "config",
-    "training",
-    "probes",
-    "data",
-    "model",
-    "fused",
-    "files",
-    "errors",
-    "attention",
-]
+    "scripts", "figures", "train", "configs", "config", "training", "probes", "data", "model", "fused", "files", "errors", "attention",
+]  # fmt: skip
 
 
 def parts() -> list[tuple[Path, str]]:

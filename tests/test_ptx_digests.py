@@ -10,8 +10,6 @@ import ptx_digests
 import pytest
 from kernel_tests import INTERPRETED
 
-pytest.importorskip("triton")
-
 
 def _holds(*options: str) -> None:
     code, printed = ptx_digests.in_a_process("--check", *options)
