@@ -59,8 +59,7 @@ def _exported(path: str, name: str, kind: Any, what: str) -> Any:
     except BaseException as error:  # whatever a user's Python file may raise, SystemExit too
         raise UserError(f"config file = {path!r}: it raises {type(error).__name__}: {error}") from error
     if not isinstance(exported, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise invalid(what, path, f"a Python file that sets `{name}` to {article} {kind.__name__}")
+        raise invalid(what, path, f"a Python file that sets `{name}`, of type {kind.__name__}")
     return from_json(kind, dataclasses.asdict(exported), "" if name == "config" else name)
 
 
