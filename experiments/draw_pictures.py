@@ -112,13 +112,10 @@ def other_blocks() -> Figure:
 
 def fp8() -> Figure:
     colors = {"fp8_layer_1": ORANGE, "fp8_consistent_layer_1": BLUE, "fp8_delta_star_layer_1": GREEN}
-    figure, left, right = loss_and_logits(colors, "max_logit_1", "below_bf16/gpt2/runs", end=2400)
-    write(left, (1150, 5.0, "FP8: explodes", ORANGE), (1150, 1.4, "FP8, one P and one O", BLUE))
-    write(left, (1150, 2.0, "FP8, delta*", GREEN))
-    write(
-        right, (1050, 2.2e6, "FP8", ORANGE), (1000, 30, "FP8, one P and one O", BLUE), (1000, 12, "FP8, delta*", GREEN)
-    )
-    return figure
+    arms = (("FP8, one P and one O", BLUE), ("FP8, delta*", GREEN))
+    of_loss = [(1150, 5.0, "FP8: explodes", ORANGE), *((1150, 1.4 + 0.6 * i, *arm) for i, arm in enumerate(arms))]
+    of_logits = [(1050, 2.2e6, "FP8", ORANGE), *((1000, 30 / 2.5**i, *arm) for i, arm in enumerate(arms))]
+    return loss_and_logits(colors, "max_logit_1", of_loss, of_logits, "below_bf16/gpt2/runs", end=2400)
 
 
 def main() -> None:
