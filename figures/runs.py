@@ -1,8 +1,9 @@
 """One picture of several runs over the same steps: training loss, largest logit, gradient norm, validation loss.
 
-Four panels, two by two, wider than tall; a legend with one line a run stands above them. Nine inches are 800 pixels of a page.
+Four panels, two by two, wider than tall, below a legend that wraps long labels. Nine inches are 800 pixels of a page.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,9 +74,10 @@ def draw_runs(runs: Sequence[DrawnRun], path: Path, of_layer: str = "") -> None:
     # Values to average: a sixtieth of the width, which blurs nothing that the eye would see.
     window = min(200, max(1, max(len(curves.column(run.metrics, PANELS[0].key)) for run in runs) // 60))
     rows = -(-len(panels) // 2)
-    figure = Figure((WIDTH, rows * PANEL_HEIGHT + 0.4 + LINE_HEIGHT * len(runs)), DPI, layout="constrained")
+    figure = Figure((WIDTH, rows * PANEL_HEIGHT + 0.4), DPI, layout="constrained")
     lines = [Line2D([], [], label=run.label, **style(index)) for index, run in enumerate(runs)]
-    figure.legend(handles=lines, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
+    legend = figure.legend(handles=lines, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
+    figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * sum(map(_wrap, legend.get_texts())))
     all_axes = list(figure.subplots(rows, min(2, len(panels)), sharex=True, squeeze=False).flat)
     for unused in all_axes[len(panels) :]:
         unused.remove()
@@ -95,6 +97,16 @@ def draw_runs(runs: Sequence[DrawnRun], path: Path, of_layer: str = "") -> None:
             for axes in all_axes:
                 axes.axvline(run.exploded_at, color=style(index)["color"], linestyle=":", linewidth=1.1, zorder=1)
     canvas.save(figure, path, dpi=DPI)
+
+
+def _wrap(text: Any) -> int:
+    """Wraps a label of the legend to the picture's width, by measure, as characters differ; how many lines it has."""
+    label = text.get_text()
+    room, columns = (WIDTH - 5.6 * TEXT / 72) * DPI, len(label)  # beside it 3 for the line, 2.6 for padding
+    while (width := text.get_window_extent().width) > room:
+        columns = int(columns * room / width)
+        text.set_text(textwrap.fill(label, columns))
+    return 1 + text.get_text().count("\n")
 
 
 def style(index: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from config import from_json
 from errors import UserError
 from figures import canvas, curves, delta, pretrained, similarity
 from figures.inputs import open_checkpoint, validation_tokens
+from figures.runs import DrawnRun, draw_runs
 from probes.capture import capture
 from probes.low_rank import weighted_keys
 from scripts import capture_attention, compare_runs, figures
@@ -195,6 +196,19 @@ def test_a_loss_scale_does_not_show_in_the_error_of_delta() -> None:
     assert torch.equal(one.do_D, two.do_D)
     assert one.summary.mean_H == two.summary.mean_H != 0
     assert one.summary.rms_H == two.summary.rms_H != 0
+
+
+@pytest.mark.parametrize("label", ["run: flash", "layer 1:0 flash_delta_from_p (output=e5m2), " * 9, "W" * 300])
+def test_no_label_of_a_run_is_cut(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(canvas, "save", lambda figure, *_, **__: drawn.append(figure))
+    draw_runs([DrawnRun(label, curves.by_step([{"step": 0, "train_loss": 3.0}]), None)] * 3, Path("unwritten"))
+    drawn[0].draw_without_rendering()
+    for text in drawn[0].legends[0].get_texts():
+        (left, low), (right, high) = text.get_window_extent().get_points()
+        assert 0 < left < right < drawn[0].bbox.width
+        assert drawn[0].axes[0].get_window_extent().y1 < low < high < drawn[0].bbox.height
+        assert re.sub(r"\s", "", text.get_text()) == label.replace(" ", "")
 
 
 NAN = math.nan
