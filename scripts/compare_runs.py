@@ -41,6 +41,7 @@ with trainer_packages():
     from safetensors import safe_open
 
     import files
+    from attention.backends import BACKENDS
     from figures import curves
     from figures.runs import DrawnRun, draw_runs
     from training.checkpoint import MODEL_FILE, OPTIMIZER_FILE, found_in, written_sums
@@ -56,6 +57,7 @@ LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 # Differences in these do not change how a run trains; a sentence of its own compares the data.
 WHERE = ("device", "git_commit", "init_sha256", "kernels", "source_sha256", "versions")
 ENVIRONMENT = ("device.", "git_commit", "kernels.", "source_sha256", "versions.")
+SITES_TOLD = 12
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
 
 
@@ -95,7 +97,7 @@ def load(folder: Path) -> Run:
         content: dict[str, Any] = files.read_json(folder / "config.json")
         settings = content["config"]["run"]
         kinds = {int: [settings["seed"], settings["steps"]], str: [content["attention_name"]]}
-        kinds |= {dict: [content.get("batches") or {}], list: [content.get("sessions") or []]}
+        kinds |= {dict: [content.get("batches") or {}], list: [content.get(x) or [] for x in ("sessions", "attention")]}
         if any(not isinstance(value, kind) for kind, values in kinds.items() for value in values):
             raise TypeError
         switched = _switched(content, int(metrics.index.max()))
@@ -331,6 +333,7 @@ def against(first: Run, run: Run) -> str:
     if old.get("source_sha256", "") == new.get("source_sha256"):  # another commit of the same source
         old["git_commit"] = new["git_commit"] = None
     changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in old if name in new and old[name] != new[name]]
+    changes += sites_changed(first, run)
     # Kernels and weights to begin with are in the records of runs that have them.
     if alone := sum(not name.startswith(("kernels.", "init_sha256")) for name in old.keys() ^ new.keys()):
         changes.append(f"{alone} setting(s) are in one of the two records only, which are of different versions")
@@ -339,6 +342,24 @@ def against(first: Run, run: Run) -> str:
     told += f"; environment: {', '.join(environment)}" if environment else ""
     where = where_bits_part(first, run) + where_checkpoints_part(first, run)
     return f"{run.name} against {first.name}: {where}; {told}."
+
+
+def sites_changed(first: Run, run: Run) -> list[str]:
+    """The sites in both records that differ, for groups of the same heads: what a preset's name hides."""
+    old, new = (one.config.get("attention") or [] for one in (first, run))
+    heads = [[group["heads_of_layer"] for group in groups] for groups in (old, new)]
+    if not len(old) == len(new) == 1 and heads[0] != heads[1]:  # of one group they are all, in whichever words
+        return []
+    told = []
+    for groups in zip(old, new, strict=True):
+        # An external kernel or torch's rounds in its own way.
+        has_sites = all(getattr(BACKENDS.get(group["backend"]), "has_sites", False) for group in groups)
+        was, now = (group["numerics"] if has_sites else {} for group in groups)
+        odd = [f"{name} {was[name]} -> {now[name]}" for name in was if name in now and was[name] != now[name]]
+        more = f" and {len(odd) - SITES_TOLD} more" if len(odd) > SITES_TOLD else ""
+        where = f" in layer {', '.join(groups[0]['heads_of_layer'])}" if len(old) > 1 else ""
+        told += [f"attention sites{where}: {', '.join(odd[:SITES_TOLD])}{more}"] if odd else []
+    return told
 
 
 def where_bits_part(first: Run, run: Run) -> str:

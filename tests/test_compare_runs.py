@@ -90,6 +90,40 @@ def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: 
     assert f"{same}; environment: device.processes: 1 -> 2." in shown
 
 
+ALL, ONE, REST = {"0": [0, 1], "1": [0, 1]}, {"0": [0]}, {"0": [1], "1": [0, 1]}
+ODD = f"delta x -> y, {', '.join(f's{i:02} x -> y' for i in range(11))} and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("backend", "ours", "theirs", "sites"),
+    [
+        ("flash", ["all"], [ALL], f"; attention sites: {ODD}"),
+        (
+            "flash",
+            [REST, ONE],
+            [REST, ONE],
+            f"; attention sites in layer 0, 1: {ODD}; attention sites in layer 0: {ODD}",
+        ),
+        ("flash", ["all"], [REST, ONE], ""),
+        ("sdpa_flash", ["all"], ["all"], ""),
+    ],
+)
+def test_the_sites_behind_a_preset_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str, ours: list[Any], theirs: list[Any], sites: str
+) -> None:
+    for name, value, preset, groups in (("a", "x", "flash", ours), ("b", "y", "standard", theirs)):
+        path = write_run(tmp_path / name, [2.0] * 6, preset=preset) / "config.json"
+        numerics = dict.fromkeys(("delta", *(f"s{i:02}" for i in range(13))), value) | {
+            "output": "same",
+            f"in_{name}": 1,
+        }
+        attention = [{"backend": backend, "numerics": numerics, "heads_of_layer": heads} for heads in groups]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"attention": attention}))
+    assert f"; attention.default.preset: 'flash' -> 'standard'{sites}.\n" in told(
+        capsys, tmp_path / "a", tmp_path / "b"
+    )
+
+
 def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs/good", [2.0] * 6)
     (tmp_path / "runs/new").mkdir()
@@ -108,6 +142,7 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys:
         {"batches": [1]},
         {"attention_name": 3},
         {"sessions": 5},
+        {"attention": 5},
         {"switches": [7]},
     ],
     ids=str,
