@@ -12,6 +12,7 @@ import math
 import sys
 import time
 import traceback
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -239,17 +240,24 @@ def validate(run: Run) -> float:
     """Validation loss on the fixed batches, nats a token."""
     device = run.dist.device
     seed = torch.tensor(rounding_seed(run.config.run.seed, 0, 0), device=device)
-    return evaluate(run.network.model, run.batches, device, run.config.precision.autocast(device), seed)
+    with generators_put_back(device):
+        return evaluate(run.network.model, run.batches, device, run.config.precision.autocast(device), seed)
 
 
 def probe(run: Run, step: int) -> dict[str, float | int]:
     """Measure the weights as they are, on the main process (the others hold the same weights): the columns for ``metrics.jsonl``."""
     if run.telemetry is None:
         return {}
-    measured = run.telemetry.probe(step, run.batches.position)
+    with generators_put_back(run.dist.device):
+        measured = run.telemetry.probe(step, run.batches.position)
     for named in update_alarm(run.alarm, measured):
         run.dist.print0(f"ALARM: {named}")
     return summary_columns(measured)
+
+
+def generators_put_back(device: torch.device) -> AbstractContextManager[None]:
+    """Around what only measures: an external kernel may draw from torch's generators, and training goes on as if it had not."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def save_and_exit(run: Run, step: int, *, already_saved: bool) -> NoReturn:

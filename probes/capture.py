@@ -70,8 +70,9 @@ def capture(
 ) -> list[LayerCapture]:
     """One eager forward pass, and the gradient of the training loss with respect to the attention outputs alone.
 
-    Nothing is left behind: no parameter's ``.grad`` is written, no hook of DDP runs, QK-clip's maxima are not fed, no random number is
-    drawn, every module's mode and method is put back, also after an error. Nothing waits for the device.
+    Nothing is left behind: no parameter's ``.grad`` is written, no hook of DDP runs, QK-clip's maxima are not fed, every
+    module's mode and method is put back, also after an error. No random number is drawn, unless an external kernel does. Nothing waits
+    for the device.
 
     Args:
         model: the plain ``GPT``; not what ``torch.compile`` or DDP made of it.

@@ -31,6 +31,10 @@ def coarse(q, k, v, causal, scale):
     mantissa, exponent = torch.frexp(o.float())
     return o + (torch.ldexp((mantissa * 4).round() / 4, exponent).to(o.dtype) - o).detach()
 
+def draws(q, k, v, causal, scale):
+    o = torchs(q, k, v, is_causal=causal, scale=scale)
+    return o * (1 + (torch.rand(o.shape) - 0.5) * 2**-8)
+
 def other_layout(q, k, v, causal, scale):
     return torchs(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=scale).transpose(1, 2)
 
@@ -87,13 +91,21 @@ def test_a_run_is_to_the_bit_that_of_the_same_kernel_under_its_own_preset(place:
     assert written["attention"] == [{"backend": "external", "kernel": "torch:math", "heads_of_layer": heads}]
 
 
-def test_a_resumed_run_has_the_same_bits_and_takes_no_other_kernel(place: Place) -> None:
-    fields = external("kernels_of_a_test:coarse")
-    whole, resumed = place.train("whole", fields), place.train_until(15, "resumed", fields)
-    with pytest.raises(UserError, match=r"default.kernel = 'torch:math': expected .*kernels_of_a_test:coarse"):
-        place.train("resumed", {**external("torch:math"), "run.resume": "yes"})
-    place.train("resumed", {**fields, "run.resume": "yes"})
-    assert column(resumed, "train_loss") == column(whole, "train_loss")
+@pytest.mark.parametrize("kernel", ["coarse", "draws"])
+def test_a_resumed_run_has_the_same_bits_and_takes_no_other_kernel(place: Place, kernel: str) -> None:
+    fields, whole, resumed = external(f"kernels_of_a_test:{kernel}"), f"whole_{kernel}", f"resumed_{kernel}"
+    runs = place.train(whole, fields), place.train_until(15, resumed, fields)
+    with pytest.raises(UserError, match=rf"default.kernel = 'torch:math': expected .*kernels_of_a_test:{kernel}"):
+        place.train(resumed, {**external("torch:math"), "run.resume": "yes"})
+    place.train(resumed, {**fields, "run.resume": "yes"})
+    assert lines(runs[0]) == lines(runs[1])
+
+
+@pytest.mark.parametrize("measures", ["evaluation", "telemetry"])
+def test_measuring_moves_no_generator_that_a_kernel_draws_from(place: Place, measures: str) -> None:
+    fields = external("kernels_of_a_test:draws") | {"evaluation.every": 0, "telemetry.every": 0}
+    runs = place.train(f"no_{measures}", fields), place.train(f"with_{measures}", {**fields, f"{measures}.every": 4})
+    assert column(runs[0], "train_loss") == column(runs[1], "train_loss")
 
 
 def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place: Place) -> None:

@@ -275,7 +275,7 @@ def build_network(
 ) -> Network:
     """The model with its weights, from the checkpoint, a folder or drawn, and its optimizer."""
     device = dist.device
-    # Nothing draws from torch's own generators, but checkpoints hold them, and equal runs must have equal checkpoints.
+    # Only an external kernel may draw from torch's own generators, but checkpoints hold them: those of equal runs must be equal.
     torch.manual_seed(config.run.seed)
     raw = GPT(config.model, plans, precision.operators(config.speed, device))
     if start is None and config.run.init_from:

@@ -1,8 +1,9 @@
 """What is watched while training: spectral norms, attention statistics and the error of delta, per layer and head, on a fixed batch.
 
-A probe is a pass of its own over the plain model. It adds nothing to the model, draws no random number, writes no gradient, and changes
-no bit of the training; the main process alone makes it. One line of ``telemetry.jsonl`` a probe, lists by layer ([L]) or by layer and
-head ([L][H]); ``COLUMNS`` says what each is. The largest of them go to ``metrics.jsonl`` and W&B (``summary_columns``).
+A probe is a pass of its own over the plain model. It adds nothing to the model, writes no gradient, and changes no bit of the training
+(what an external kernel draws, ``train.py`` puts back); the main process alone makes it. One line of ``telemetry.jsonl`` a probe, lists
+by layer ([L]) or by layer and head ([L][H]); ``COLUMNS`` says what each is. The largest of them go to ``metrics.jsonl`` and W&B
+(``summary_columns``).
 
 Legend: L layers, H heads, B batch, T positions, D head width, C width.
 """
