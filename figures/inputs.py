@@ -12,6 +12,7 @@ from torch import Tensor
 import config as configuration
 import files
 from attention import LayerPlan
+from attention.presets import EXTERNAL
 from config import TrainConfig
 from data.token_files import TokenFile
 from errors import UserError, check_finite, invalid
@@ -57,7 +58,7 @@ def load_run(folder: Path) -> DrawnRun:
 def open_checkpoint(folder: Path, device: torch.device) -> Opened:
     """The model of a checkpoint, or of the newest one of a run's folder, with the attention that it was last trained with.
 
-    Raises ``UserError`` as ``read_checkpoint`` does.
+    Raises ``UserError`` as ``read_checkpoint`` and ``serve`` do.
     """
     loaded = read_checkpoint(folder)
     config = configuration.from_json(TrainConfig, loaded.config_json)
@@ -74,10 +75,13 @@ def open_checkpoint(folder: Path, device: torch.device) -> Opened:
 
 
 def serve(plan: LayerPlan, config: TrainConfig, device: torch.device) -> LayerPlan:
-    """The plan; where its backend cannot run here, with ``flash_reference`` at the same numerics."""
+    """The plan; where its backend cannot run here, with ``flash_reference`` at the same numerics. Raises ``UserError`` for an external
+    kernel that cannot: nobody else knows its numerics."""
     try:
         check_plans(config, device, (plan,))
     except UserError:
+        if any(group.backend == EXTERNAL for group in plan.groups):
+            raise
         groups = tuple(dataclasses.replace(group, backend="flash_reference") for group in plan.groups)
         return dataclasses.replace(plan, groups=groups)
     return plan

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ from test_delta_error import random_layer
 from tiny_runs import Place, new_place
 from torch import Tensor
 
-from attention import AttentionConfig
+from attention import AttentionConfig, AttentionSpec
 from attention.check.captured import load
 from config import from_json
 from errors import UserError
-from figures import canvas, curves, delta, pretrained, similarity
+from figures import canvas, curves, delta, inputs, pretrained, similarity
 from figures.inputs import open_checkpoint, validation_tokens
 from figures.runs import DrawnRun, draw_runs
 from probes.capture import capture
@@ -166,6 +167,15 @@ def test_a_checkpoint_gives_a_file_of_captured_attention(place: Place, tmp_path:
     assert torch.equal(found.do, layer.do_BTHD.transpose(1, 2)[:, 1:2, :6])
     assert (found.about["step"], found.about["layer"], found.about["heads"]) == (8, 1, [1])
     assert found.about["trained"][0]["source_sha256"]
+
+
+def test_an_external_kernel_that_cannot_run_here_is_not_replaced(
+    place: Place, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AttentionSpec(preset="external", kernel="torch:math")
+    place.train("external", {"attention": AttentionConfig(default=spec), "run.steps": 2})
+    monkeypatch.setattr(inputs, "check_plans", Mock(side_effect=UserError("no such kernel")))
+    assert refused(capture_attention.main, place.runs / "external", "--layers", 1) == "error: no such kernel\n"
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_the_passes(
