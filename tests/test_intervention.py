@@ -182,6 +182,17 @@ def test_another_attention_acts_from_there_on_and_is_on_record(place: Place) -> 
     assert record["config"]["run"]["init_from"].endswith(f"step_{STEP:08d}")
 
 
+def test_a_switch_of_the_checkpoint_that_the_base_does_not_suit_is_named_until_another_takes_its_place(
+    place: Place,
+) -> None:
+    fused = place.train("fused", {"run.steps": 10, "alarm.switches": ("4:0:standard", "7:1:sdpa_flash")})
+    fields = {"attention": preset("flash", "microcosm"), "run.init_from": str(fused)}
+    with pytest.raises(UserError, match=r"step_00000010: .*7:1:sdpa_flash.*: attention numerics of sdpa_flash = 'mic"):
+        place.train("moved_again", fields)
+    place.train_until(15, "moved_again", {**fields, "alarm.switches": ("10:1:flash_fp32_o",), "checkpoint.every": 4})
+    place.train("moved_again", {**fields, "run.resume": "yes"})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -7,6 +7,7 @@ Which plan a layer has is a pure function of the step: the config's plan, and ev
 made are in every checkpoint, and all in the run's config.json.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from attention.plan import LayerPlan, switched
 from attention.watching.growth import GrowthAlarm, GrowthRule, RunsAway
-from errors import invalid
+from errors import UserError, invalid
 from training.checkpoint import Loaded
 
 
@@ -76,15 +77,22 @@ def update_alarm(alarm: GrowthAlarm, record: dict[str, Any]) -> list[RunsAway]:
 def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -> tuple[LayerPlan, ...]:
     """The plans that training step ``step`` is computed with.
 
-    Raises ``UserError`` for a layer that does not exist, and for a preset that does not exist or does not suit the layer's base roundings.
+    Raises ``UserError`` for a layer that does not exist, and for a preset that does not exist or does not suit the layer's base roundings,
+    unless another switch has taken its place.
     """
-    plans = list(base)
+    plans, misfits = list(base), dict[int, UserError]()
     for switch in sorted(switches, key=lambda switch: switch.step):
         if switch.layer >= len(plans):
             expected = f"a layer from 0 to {len(plans) - 1}"
             raise invalid("alarm.switches", switch.option(), expected)
         if switch.step <= step:
-            plans[switch.layer] = switched(plans[switch.layer], switch.preset, switch.backend)
+            misfits.pop(switch.layer, None)
+            try:
+                plans[switch.layer] = switched(plans[switch.layer], switch.preset, switch.backend)
+            except UserError as error:
+                misfits[switch.layer] = error
+    for misfit in misfits.values():
+        raise misfit
     return tuple(plans)
 
 
@@ -94,7 +102,7 @@ def made_by(start: Loaded) -> list[Switch]:
 
 
 class Interventions:
-    """The switches of one run, on the plans ``base``. ``check`` is asked about every state to come; ``start`` is the checkpoint that the
+    """The switches of one run, on the plans ``base``. ``check`` is asked about every plan to come; ``start`` is the checkpoint that the
     run goes on from.
 
     Raises ``UserError`` for a switch that cannot be, and for one scheduled before that step which the checkpoint does not know.
@@ -108,7 +116,10 @@ class Interventions:
         start: Loaded | None,
     ):
         self.base, self._switches, step = base, made_by(start) if start else [], start.step if start else 0
-        self.plans = plans_at(base, self._switches, step)
+        self.plans = base
+        # One made that does not suit the base may have its place taken at ``step``.
+        with contextlib.suppress(UserError):
+            self.plans = plans_at(base, self._switches, step)
         made = set(self.options())
         for switch in scheduled:
             if switch.option() in made:
@@ -117,8 +128,17 @@ class Interventions:
                 expected = f"a step from {step} on, where the run goes on, or a switch that its checkpoint has made"
                 raise invalid("alarm.switches", switch.option(), expected)
             self._switches.append(switch)
-        for switch in self._switches:
-            check(plans_at(base, self._switches, switch.step))
+        ordered = sorted(self._switches, key=lambda switch: switch.step)
+        for switch in ordered:
+            at = max(switch.step, step)
+            until = [other for other in ordered if other.layer == switch.layer and other.step <= at]
+            try:
+                check(plans_at(base, until, at))
+            except UserError as error:
+                if start is None or (last := until[-1]).option() not in made:
+                    raise
+                where, again = f"{start.path}: its switch {last.option()}", f"{step}:{last.layer}:PRESET"
+                raise UserError(f"{where} (--alarm.switches {again} takes its place): {error}") from error
 
     def moved(self) -> str:
         """Layers that have another attention than the config says, by that attention."""
