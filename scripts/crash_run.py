@@ -7,9 +7,9 @@
 Crash-tests the kernel, then trains three runs on the same batches and compares them: with the kernel, with plain attention (the control),
 and with the recipe's own attention, which should fail. KERNEL is that of python -m low_precision_attention.check. CONFIG and the options
 behind it are train.py's, for all three; --run.name, --run.folder and --attention.default, in which they differ, it sets itself, and
-attention.rules, alarm.switches and data.record it refuses. Without CONFIG it is the tiny model of configs/quickstart.py in BF16, minutes
-on a CPU, whose own attention has an O of one mantissa bit: a kernel fails there whose delta is about as far off. No BF16 kernel should,
-and one that does not may still fail a larger model.
+attention.rules, alarm.switches, data.record and run.resume it refuses. Without CONFIG it is the tiny model of configs/quickstart.py in
+BF16, minutes on a CPU, whose own attention has an O of one mantissa bit: a kernel fails there whose delta is about as far off. No BF16
+kernel should, and one that does not may still fail a larger model.
 
 Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the kernel fails and its control is stable; 2 usage;
 3 unverified: it cannot run, its control is not stable, or nothing failed.
@@ -33,9 +33,11 @@ with trainer_packages():
     import config as configuration
     from attention.check import check_attention
     from attention.presets import PRESETS, unaliased
+    from model import GPT
     from training import distributed
     from training.metrics import METRICS_FILE, read_metrics
-    from training.run import Origin, check_plans, open_data
+    from training.run import Origin, check_plans, checkpoint_to_branch_from, open_data
+    from training.weights import load_nanogpt
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--model.gated-attention", "--run.steps=800", "--precision.dtype=bfloat16", "--run.device=auto")
@@ -124,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise invalid(name, own, "none, as the kernel's and the control's run have one attention in all layers")
     if config.data.record:
         raise invalid("data.record", config.data.record, "none, as three runs cannot make one recording")
+    if config.run.resume != "no":
+        raise invalid("run.resume", config.run.resume, "no, as all three runs are new")
     folder = options.out or Path("runs/crash_run", re.sub(r"[^A-Za-z0-9._-]", "_", kernel))
     if folder.exists():
         raise UserError(f"--out {folder}: it is there already: remove it or name another folder")
@@ -136,9 +140,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         of_arms["kernel"].append("--attention.flash-backend=flash")
     # What the kernel cannot help is no verdict on it, and shows before anything runs.
     for arm in (configuration.load([*recipe, *of_arms["control"]]), config):
-        check_plans(arm, dist.device, arm.attention.resolve(arm.model.n_layer, arm.model.n_head))
+        plans = arm.attention.resolve(arm.model.n_layer, arm.model.n_head)
+        check_plans(arm, dist.device, plans)
+    start = checkpoint_to_branch_from(config, dist)
+    if start is None and config.run.init_from:
+        load_nanogpt(GPT(config.model, plans), Path(config.run.init_from))
     with contextlib.ExitStack() as undo:
-        open_data(config, dist, Origin("", False, None, None), undo)
+        open_data(config, dist, Origin("", False, None, start), undo)
     dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[config.precision.dtype]
     report = check_attention(kernel, device=device, dtype=dtype, classes=CLASSES)
     print(report.text(), flush=True)

@@ -102,6 +102,8 @@ def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[st
         ("--data.dataset", "nowhere", "nowhere: no such data set; "),
         ("--data.replay", "nowhere", "data.replay = 'nowhere': expected the folder of a recording"),
         ("--attention.flash-backend", "flash", "attention of layer 0 = "),
+        ("--run.resume", "yes", "run.resume = 'yes': expected no, as all three runs are new"),
+        ("--run.init-from", "nowhere", "nowhere: no such file; expected runs/NAME, "),
         ("--alarm.switches", "3:0:flash", "alarm.switches = ['3:0:flash']: expected none, as "),
     ],
 )
