@@ -7,9 +7,9 @@
 Crash-tests the kernel, then trains three runs on the same batches and compares them: with the kernel, with plain attention (the control),
 and with the recipe's own attention, which should fail. KERNEL is that of python -m low_precision_attention.check. CONFIG and the options
 behind it are train.py's, for all three; --run.name, --run.folder and --attention.default, in which they differ, it sets itself, and
-attention.rules, alarm.switches, data.record and run.resume it refuses. Without CONFIG it is the tiny model of configs/quickstart.py in
-BF16, minutes on a CPU, whose own attention has an O of one mantissa bit: a kernel fails there whose delta is about as far off. No BF16
-kernel should, and one that does not may still fail a larger model.
+attention.rules, alarm.switches (those of a checkpoint, too), data.record and run.resume it refuses. Without CONFIG it is the tiny model
+of configs/quickstart.py in BF16, minutes on a CPU, whose own attention has an O of one mantissa bit: a kernel fails there whose delta is
+about as far off. No BF16 kernel should, and one that does not may still fail a larger model.
 
 Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the kernel fails and its control is stable; 2 usage;
 3 unverified: it cannot run, its control is not stable, or nothing failed.
@@ -35,6 +35,7 @@ with trainer_packages():
     from attention.presets import PRESETS, unaliased
     from model import GPT
     from training import distributed
+    from training.intervention import made_by
     from training.metrics import METRICS_FILE, read_metrics
     from training.run import Origin, check_plans, checkpoint_to_branch_from, open_data
     from training.weights import load_nanogpt
@@ -145,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = checkpoint_to_branch_from(config, dist)
     if start is None and config.run.init_from:
         load_nanogpt(GPT(config.model, plans), Path(config.run.init_from))
+    if start and (switches := ", ".join(switch.option() for switch in made_by(start))):
+        expected = f"a checkpoint without alarm.switches ({switches}), which would hold in all three runs"
+        raise invalid("run.init_from", config.run.init_from, expected)
     with contextlib.ExitStack() as undo:
         open_data(config, dist, Origin("", False, None, start), undo)
     dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[config.precision.dtype]

@@ -154,6 +154,14 @@ def test_a_recipe_that_three_runs_cannot_share_is_refused(
     assert message in refused(main, "torch:math", recipe)
 
 
+def test_a_checkpoint_whose_layers_were_switched_is_no_start(place: Place, refused: Callable[..., str]) -> None:
+    """They would keep that attention in all three runs."""
+    run = place.train("switched", {"run.steps": 4, "alarm.switches": ("2:0:standard", "3:1:standard")})
+    recipe = place.preset_file(place.config("recipe"))
+    message = refused(main, "torch:math", recipe, "--out", place.folder / "out", "--run.init-from", run)
+    assert message.startswith(f"error: run.init_from = '{run}': expected a checkpoint without alarm.switches (2:0:st")
+
+
 @pytest.mark.parametrize(("mark", "ended"), [("overflow", "stable to 99"), ("stop", "NaN in a gradient at 9")])
 def test_loss_scaling_is_no_failure(tmp_path: Path, mark: str, ended: str) -> None:
     (tmp_path / "kernel").mkdir()
