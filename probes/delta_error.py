@@ -2,8 +2,9 @@
 
 delta[T] = sum_d dO[T, d] O[T, d]. The backward pass forms dS = P * (dP - delta), so an error of delta adds
 -scale * error[T] * (P K)[T] to dQ[T] (``probes.low_rank`` has what that makes of dW_Q). High precision is O = P V
-in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say. The error is then what makes dS
-inconsistent, and the equation for dW_Q is exact. Without rounding of S, m, l, L, Q, K or V it is all of attention in FP32 from the same
+in FP32 with the P that this backward pass recomputes, exp(S - L), S and L rounded as its numerics say, and the V of its dP. The equation
+for dW_Q is then exact. The error is what makes dS inconsistent only where dP is not rounded (``standard`` and ``published`` round it) and
+rows of P sum to 1; ``row_residuals`` has the sums of dS. Where none of ``OF_P_AND_V`` acts, it is all of attention in FP32 from the same
 q, k and v, which leaves out what FP32 does to L at large logits: that P sums to 1 + y, |y| up to |L| 2^-24, a factor common to a row.
 
 dO is the one that attention reads (rounded at site ``output_gradient``) on both sides, q, k and v as at site ``inputs``.
@@ -24,7 +25,7 @@ from attention.check.measures import rows_from_outside
 from attention.dispatch import head_index
 from attention.external import loaded
 from attention.mask import NO_MASK
-from attention.numerics import FP32, Numerics, numerics_from_key, unrounded
+from attention.numerics import FP32, Numerics, numerics_from_key
 from attention.plan import HeadGroup
 from attention.presets import EXTERNAL
 from attention.reference.exact import exact_float32
@@ -37,6 +38,12 @@ from probes.capture import LayerCapture
 
 HIGH = FP32.with_sites({"output": "fp32", "inputs": "fp32", "tile_q": 0, "tile_k": 0})
 """O of this is unrounded FP32, in one tile."""
+
+OF_P_AND_V = (
+    *("queries_and_keys", "values", "values_in_dp", "scores", "statistics", "logsumexp", "backward_probabilities"),
+    *("probabilities_in_sum", "tile_sum", "row_sum_floor"),
+)
+"""Sites that move the P of the backward pass, or the V of its dP, by more than the noise of FP32."""
 
 UNIT = 32
 """Consecutive tokens whose mean error is one draw for the standard error: neighbors attend to the same keys."""
@@ -180,7 +187,7 @@ def high_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """O of a group in high precision, [B, H, T, D]; see the top of this module."""
     numerics = effective_numerics(group)
     n = numerics.concrete(FORMAT_OF[layer.q_BTHD.dtype])
-    if unrounded(n) and n.backward_probabilities == "unrounded" and n.queries_and_keys == n.values == "fp32":
+    if all(getattr(n, site) == getattr(HIGH, site) for site in OF_P_AND_V):
         return forward_pass(layer, group, HIGH.with_sites({"inputs": n.inputs}))[0].transpose(1, 2)
     return under_p(layer, group, "v")
 

@@ -55,12 +55,21 @@ def test_high_is_the_gradient_of_a_scale_of_o(numerics: str, softcap: float) -> 
     assert error > 1e-4 if numerics == "rounded_forward" else error < 1e-6
 
 
-@pytest.mark.parametrize("sites", [(), ("values_in_dp=fp32",), ("delta_sum=bf16",)])
-def test_the_error_of_delta_from_p_is_that_of_its_sum_whatever_the_operands_formats(sites: tuple[str, ...]) -> None:
-    """FP8 Q, K and V are those of P and dP: their rounding sets delta apart from no row of dS."""
-    found = delta_errors(
-        random_layer(spec=AttentionSpec(preset="fp8", sites=("tile_k=0", "delta=rowsum_p_dp", *sites)))
-    )
+TILES = "tile_q=16 tile_k=16"
+
+
+@pytest.mark.parametrize(
+    ("preset", "sites"),
+    [
+        *(("fp8", f"tile_k=0 {site}") for site in ("", "values_in_dp=fp32", "delta_sum=bf16")),
+        *(("flash", f"{TILES} {site}") for site in ("values_in_dp=e4m3_row", "row_sum_floor=0.3")),
+        *(("flash", f"{TILES} {site}=bf16") for site in ("tile_sum", "probabilities_in_sum")),
+    ],
+)
+def test_the_error_of_delta_from_p_is_that_of_its_sum_whatever_the_formats_of_p_and_dp(preset: str, sites: str) -> None:
+    """What rounds P or the operands of dP sets delta apart from no row of dS."""
+    spec = AttentionSpec(preset=preset, sites=("delta=rowsum_p_dp", *sites.split()))
+    found = delta_errors(random_layer(spec=spec))
     error = found.error_BHT.norm() / found.high_BHT.norm()
     assert 1e-4 < error < 4e-3 if "delta_sum=bf16" in sites else error < 1e-6
 
