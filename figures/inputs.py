@@ -93,7 +93,8 @@ def captured(
     """Layers of a checkpoint over validation sequences, and the loss scale that their dO has.
 
     ``data``: a data set; None is that of the run. The sequences go through the model one by one, as logits of all at once would take
-    gigabytes: dO is the gradient of each sequence's own mean loss. Raises ``UserError``.
+    gigabytes: dO is the gradient of each sequence's own mean loss. Each rounds at random with a seed of its own, of which the capture
+    keeps the first: what a probe draws again is the run's in the first sequence alone. Raises ``UserError``.
     """
     config = opened.config
     if wrong := set(layers) - set(range(config.model.n_layer)):

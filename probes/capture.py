@@ -49,6 +49,10 @@ class LayerCapture:
         """A gradient with respect to q as one with respect to W_q x, if no QK-norm is between: dW_q is its outer product with x."""
         return dq_BHTD if self.rotary is None else self.rotary(dq_BHTD.transpose(1, 2), inverse=True).transpose(1, 2)
 
+    def seed(self, group: HeadGroup) -> Tensor:
+        """What a group drew with, int64 []. Keys and values that heads share were drawn once, and draw here for each head."""
+        return self.rounding_seed ^ group.seed_offset
+
     def heads(self, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, o and dO of the heads of a group, each [B, T, H of the group, D]."""
         tensors = (self.q_BTHD, self.k_BTHD, self.v_BTHD, self.o_BTHD, self.do_BTHD)

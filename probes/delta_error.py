@@ -94,7 +94,7 @@ def delta_errors(layer: LayerCapture) -> DeltaError:
 
     Low precision is, head by head, what the layer's plan says: rowsum(dO * O) with the O that was produced where that O is
     the one in delta; otherwise what ``attention.reference.flash.row_deltas`` makes of the same q, k, v (a stochastic rounding
-    of a separate O is drawn again: same distribution, other bits than the run's). NaN: an external kernel does not say.
+    of a separate O is drawn again, with the run's seed). NaN: an external kernel does not say.
     """
     return DeltaError(
         low_BHT=over_groups(layer, lambda group: _low(layer, group)),
@@ -125,7 +125,7 @@ def row_residuals(layer: LayerCapture) -> Tensor:
             q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
             with torch.enable_grad():
                 return rows_from_outside(loaded(group.numerics), Inputs(q, k, v, do, layer.scale))
-        settings: dict[str, Any] = {"seed": layer.rounding_seed, "scale": layer.scale, "softcap": layer.softcap}
+        settings: dict[str, Any] = {"seed": layer.seed(group), "scale": layer.scale, "softcap": layer.softcap}
         return reference_row_residuals(q, k, v, do, effective_numerics(group), **settings)
 
     return over_groups(layer, measured)
@@ -176,7 +176,7 @@ def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> t
     q, k, v, _, _ = layer.heads(group)
     operator = torch.ops.attention.flash_reference_forward
     settings = numerics.key(), layer.scale, True, layer.softcap, None, *NO_MASK
-    o, delta_o, saved = operator(q, k, v, layer.rounding_seed, *settings)
+    o, delta_o, saved = operator(q, k, v, layer.seed(group), *settings)
     if delta_o.numel() and not delta_o.is_floating_point():
         delta_o = o_for_delta(o, delta_o, numerics.concrete(FORMAT_OF[q.dtype]))
     return o, delta_o, saved
@@ -202,7 +202,7 @@ def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, t
     saved = forward_pass(layer, group, numerics)[2]
     q, k, v, _, _ = layer.heads(group)
     with exact_float32(layer.q_BTHD.device):
-        problem = make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap, seed=layer.rounding_seed)
+        problem = make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap, seed=layer.seed(group))
         exponent, x, parts = exponent_of(problem), problem.k if name == "k" else problem.v_of_dp, []
         for rows in problem.row_tiles():
             total = torch.zeros_like(x[:, :, rows])
@@ -217,7 +217,7 @@ def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, t
 def _do(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """dO of a group as the backward pass reads it, float32 [B, H, T, D]."""
     do_BTHD = layer.heads(group)[4]
-    sites = Sites(effective_numerics(group), layer.q_BTHD.dtype, layer.rounding_seed)
+    sites = Sites(effective_numerics(group), layer.q_BTHD.dtype, layer.seed(group))
     return sites.output_gradient(do_BTHD.transpose(1, 2).float())
 
 
@@ -245,4 +245,4 @@ def _low(layer: LayerCapture, group: HeadGroup) -> Tensor:
     if numerics.delta == "rowsum_do_o":
         sites = Sites(numerics, layer.q_BTHD.dtype)
         return sites.delta_sum(_rowsum(_do(layer, group), _low_output(layer, group)))
-    return row_deltas(q, k, v, do, numerics, seed=layer.rounding_seed, scale=layer.scale, softcap=layer.softcap)
+    return row_deltas(q, k, v, do, numerics, seed=layer.seed(group), scale=layer.scale, softcap=layer.softcap)

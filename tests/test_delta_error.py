@@ -74,6 +74,13 @@ def test_the_error_of_delta_from_p_is_that_of_its_sum_whatever_the_formats_of_p_
     assert 1e-4 < error < 4e-3 if "delta_sum=bf16" in sites else error < 1e-6
 
 
+def test_what_q_k_and_v_are_rounded_to_at_random_is_no_error_of_delta() -> None:
+    """The probe draws as the run did."""
+    sites = "values=e4m3_row_stochastic queries_and_keys=e4m3_row_stochastic output=fp32 probabilities=fp32"
+    found = delta_errors(random_layer(spec=AttentionSpec(sites=tuple(sites.split()))))
+    assert found.error_BHT.norm() < 1e-6 * found.high_BHT.norm()
+
+
 @pytest.mark.parametrize("preset", ["flash_delta_from_p", "flash_fp32_pv_o"])
 def test_an_error_of_o_that_delta_does_not_see(preset: str) -> None:
     """The O passed on is rounded, delta is not: the error of delta is FP32 noise, that of O is there all the same."""
