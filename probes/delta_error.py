@@ -39,6 +39,9 @@ from probes.capture import LayerCapture
 HIGH = FP32.with_sites({"output": "fp32", "inputs": "fp32", "tile_q": 0, "tile_k": 0})
 """O of this is unrounded FP32, in one tile."""
 
+MATH = FP32.with_sites({"delta": "rowsum_p_dp", "saved_statistics": "max_and_sum"})
+"""torch's math kernel: in FP32 until O and dQ, dK, dV have the dtype of q, and differentiated by autograd, from P and not from L."""
+
 OF_P_AND_V = (
     *("queries_and_keys", "values", "values_in_dp", "scores", "statistics", "logsumexp", "backward_probabilities"),
     *("probabilities_in_sum", "tile_sum", "row_sum_floor"),
@@ -79,14 +82,10 @@ class Summary:
 
 
 def effective_numerics(group: HeadGroup) -> Numerics:
-    """The roundings of a group. torch's math kernel is differentiated by autograd, so its delta is rowsum(P * dP).
-
-    ``HIGH`` stands for those of an external kernel, which are not known, nor is its delta.
-    """
+    """The roundings of a group. ``HIGH`` stands for those of an external kernel, which are not known, nor is its delta."""
     if group.backend == EXTERNAL:
         return HIGH
-    numerics = numerics_from_key(group.numerics)
-    return numerics.with_sites({"delta": "rowsum_p_dp"}) if group.backend == "sdpa_math" else numerics
+    return MATH if group.backend == "sdpa_math" else numerics_from_key(group.numerics)
 
 
 def delta_errors(layer: LayerCapture) -> DeltaError:

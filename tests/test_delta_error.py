@@ -1,6 +1,7 @@
 """What ``capture`` takes of a model; delta in low and high precision against FP64 and the backward pass; the low-rank factors."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -110,6 +111,19 @@ def test_the_row_residual_is_what_dq_has_of_it() -> None:
     r_BHT, difference = row_residuals(kept), _dq(kept) - _dq(corrected)
     torch.testing.assert_close(kept.scale * r_BHT[..., None] * weighted_keys(kept), difference, rtol=1e-3, atol=1e-5)
     assert row_residuals(corrected).abs().max() < 1e-4 * r_BHT.abs().max()
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_the_row_residual_of_the_math_kernel_is_its_own(size: int) -> None:
+    """With a last feature of 1 in K and 0 in Q that of dQ / scale is rowsum(dS), in FP32 whatever the dtype and the logits."""
+    layer = random_layer(spec=AttentionSpec(preset="sdpa_math"))
+    q, k = size * layer.q_BTHD, layer.k_BTHD.clone()
+    q[..., -1], k[..., -1] = 0, 1
+    q.requires_grad_()
+    o = attention.run(q, k, layer.v_BTHD, layer.plan, rounding_seed=layer.rounding_seed)
+    dq = torch.autograd.grad(o, q, layer.do_BTHD)[0].float()
+    found = row_residuals(dataclasses.replace(layer, q_BTHD=q.detach(), k_BTHD=k))
+    assert found.norm().item() == pytest.approx(dq[..., -1].norm().item() / layer.scale, rel=0.3)
 
 
 def _dq(layer: LayerCapture) -> Tensor:
