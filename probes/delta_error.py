@@ -32,7 +32,7 @@ from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of, probabilities, saved_rows
 from attention.reference.flash import row_deltas
 from attention.reference.flash import row_residuals as reference_row_residuals
-from attention.reference.tiles import Sites, make_problem, o_for_delta
+from attention.reference.tiles import Problem, Sites, make_problem, o_for_delta
 from attention.rounding import FORMAT_OF
 from probes.capture import LayerCapture
 
@@ -169,6 +169,13 @@ def over_groups(layer: LayerCapture, measure: Callable[[HeadGroup], Tensor]) -> 
     return torch.cat(parts, dim=1)[:, back]
 
 
+def problem_of(layer: LayerCapture, group: HeadGroup) -> Problem:
+    """Q, K and V of a group as its products read them."""
+    q, k, v, _, _ = layer.heads(group)
+    key = effective_numerics(group).key()
+    return make_problem(q, k, v, key, layer.scale, True, layer.softcap, seed=layer.seed(group))
+
+
 @torch.no_grad()
 def forward_pass(layer: LayerCapture, group: HeadGroup, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
     """O, the O inside delta (empty where it is O) [B, T, H, D], and what ``saved_shape`` says, by ``flash_reference``."""
@@ -197,11 +204,9 @@ def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, t
 
     ``through_softcap``: each P carries the factor of the soft-cap's gradient.
     """
-    numerics = effective_numerics(group)
-    saved = forward_pass(layer, group, numerics)[2]
-    q, k, v, _, _ = layer.heads(group)
+    saved = forward_pass(layer, group, effective_numerics(group))[2]
     with exact_float32(layer.q_BTHD.device):
-        problem = make_problem(q, k, v, numerics.key(), layer.scale, True, layer.softcap, seed=layer.seed(group))
+        problem = problem_of(layer, group)
         exponent, x, parts = exponent_of(problem), problem.k if name == "k" else problem.v_of_dp, []
         for rows in problem.row_tiles():
             total = torch.zeros_like(x[:, :, rows])

@@ -1,5 +1,6 @@
 """training/telemetry.py: a probe changes no bit of a run, says what is known of planted cases, and its file outlives a kill."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tiny_runs import Place, column, optimizer, preset, tiny_model, weights
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from probes.capture import capture
 from probes.delta_error import delta_errors
-from training.telemetry import measure, read_telemetry
+from training.telemetry import STATISTICS, measure, read_telemetry
 
 BF16 = {"precision.dtype": "bfloat16"}
 OFTEN, NEVER = {"telemetry.every": 1}, {"telemetry.every": 0}
@@ -81,6 +82,26 @@ def test_each_layer_and_head_has_its_place(name: str) -> None:
             logits = causal_scores(layer.q_BTHD[0, :, head].float(), layer.k_BTHD[0, :, head].float(), layer.scale)
             expected = pytest.approx(logits.max().item(), rel=2.0**-8, abs=1e-6)
             assert record["max_logit"][layer.layer][head].item() == expected
+
+
+def changed(*sites: str) -> AttentionConfig:
+    return AttentionConfig(flash_backend="flash_reference", default=AttentionSpec(sites=sites))
+
+
+def test_logits_are_of_q_and_k_as_all_their_sites_round_them() -> None:
+    """Two sites that do the same to Q and K: layer 0 is the same, though ``inputs`` rounds its V too."""
+    plans = changed("queries_and_keys=m1"), changed("inputs=m1")
+    one, other = (measure(tiny_model(plan), *BATCH, bf16())[0] for plan in plans)
+    assert all(torch.equal(one[name][0], other[name][0]) for name in STATISTICS[1:])
+
+
+def test_what_all_keys_share_is_in_no_logit_where_their_mean_is_subtracted() -> None:
+    logits = []
+    for shared in (0, 8):
+        model = tiny_model(changed("key_mean=subtracted"), bias=True)
+        model.attentions()[0].c_attn.bias.data[16:32] = shared
+        logits.append(measure(model, *BATCH, contextlib.nullcontext())[0]["max_logit"])
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_measurement_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

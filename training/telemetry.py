@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from attention.plan import HeadGroup
-from attention.reference.tiles import Sites
-from attention.rounding import FORMAT_OF
 from attention.watching.measure import attention_statistics
 from data.batches import Batches
 from errors import check_size
 from model import GPT
 from probes.capture import LayerCapture, capture
-from probes.delta_error import delta_errors, effective_numerics, over_groups, row_residuals, summarize
+from probes.delta_error import delta_errors, over_groups, problem_of, row_residuals, summarize
 from probes.spectral import attention_norms
 from training.metrics import JsonLines, read_run_file
 from training.optim import learning_rate
@@ -158,11 +156,10 @@ def _measure_layer(layer: LayerCapture, loss_scale: float) -> tuple[dict[str, Te
 
 def _statistics(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """``STATISTICS`` of a group of heads, with its roundings: [statistic, heads of the group]."""
-    q_BTHD, k_BTHD, *_ = layer.heads(group)
-    numerics = effective_numerics(group).concrete(FORMAT_OF[q_BTHD.dtype])
-    sites = Sites(numerics, q_BTHD.dtype)
-    shape: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "scores_format": numerics.scores}
-    found = attention_statistics(*(sites.inputs(x.float()) for x in (q_BTHD, k_BTHD)), **shape)
+    problem = problem_of(layer, group)
+    q_BTHD, k_BTHD = (x_BHTD.transpose(1, 2) for x_BHTD in (problem.q, problem.k))
+    fmt = problem.sites.numerics.scores
+    found = attention_statistics(q_BTHD, k_BTHD, scale=layer.scale, softcap=layer.softcap, scores_format=fmt)
     return torch.stack([found[name] for name in STATISTICS])
 
 
