@@ -1,5 +1,6 @@
 """Figure 5: the error of delta, token by token, summed, and by feature. Legend: B batch, T positions, H heads, D head width."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import Tensor
 from figures import canvas
 from figures.canvas import Drawn
 from probes.capture import LayerCapture
-from probes.delta_error import Summary, delta_errors, feature_errors, output_errors, summarize
+from probes.delta_error import (
+    Summary,
+    delta_errors,
+    feature_errors,
+    output_errors,
+    output_gradient,
+    over_groups,
+    summarize,
+)
 
 FEATURES = 12
 
@@ -25,6 +34,7 @@ class HeadError:
     token: int
     error_BT: Tensor
     do_D: Tensor
+    """As attention reads it."""
     output_error_D: Tensor
     """O_lp - O_hp at the token."""
     summary: Summary
@@ -53,12 +63,13 @@ def head_error(
     """What Figure 5 shows (arXiv 2510.04212), float64 on the CPU. ``loss_scale``: that of the capture, which is taken out."""
     error_BHT = delta_errors(layer).error_BHT[:, [head]].double() / loss_scale
     B, _, T = error_BHT.shape
+    do_BHTD = over_groups(layer, functools.partial(output_gradient, layer))
     return HeadError(
         label=label,
         batch=batch,
         token=token,
         error_BT=error_BHT[:, 0].cpu(),
-        do_D=layer.do_BTHD[batch, token, head].double().cpu() / loss_scale,
+        do_D=do_BHTD[batch, head, token].double().cpu() / loss_scale,
         output_error_D=output_errors(layer)[batch, head, token].double().cpu(),
         summary=summarize(error_BHT, unit=T if B >= 4 else 32),
     )

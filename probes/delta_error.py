@@ -97,7 +97,7 @@ def delta_errors(layer: LayerCapture) -> DeltaError:
     """
     return DeltaError(
         low_BHT=over_groups(layer, lambda group: _low(layer, group)),
-        high_BHT=over_groups(layer, lambda group: _rowsum(_do(layer, group), high_output(layer, group))),
+        high_BHT=over_groups(layer, lambda group: _rowsum(output_gradient(layer, group), high_output(layer, group))),
     )
 
 
@@ -107,7 +107,7 @@ def feature_errors(layer: LayerCapture) -> Tensor:
     O_lp is the O inside delta. For heads whose delta has no O in it (rowsum(P * dP)), it is the O passed on: the
     error that rowsum(dO * O) would have.
     """
-    return over_groups(layer, lambda group: _do(layer, group)) * output_errors(layer)
+    return over_groups(layer, lambda group: output_gradient(layer, group)) * output_errors(layer)
 
 
 @torch.no_grad()
@@ -218,7 +218,7 @@ def under_p(layer: LayerCapture, group: HeadGroup, name: Literal["k", "v"], *, t
         return torch.cat(parts, dim=2)
 
 
-def _do(layer: LayerCapture, group: HeadGroup) -> Tensor:
+def output_gradient(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """dO of a group as the backward pass reads it, float32 [B, H, T, D]."""
     do_BTHD = layer.heads(group)[4]
     sites = Sites(effective_numerics(group), layer.q_BTHD.dtype, layer.seed(group))
@@ -248,5 +248,5 @@ def _low(layer: LayerCapture, group: HeadGroup) -> Tensor:
         return do.new_full(do.transpose(1, 2).shape[:3], math.nan, dtype=torch.float32)
     if numerics.delta == "rowsum_do_o":
         sites = Sites(numerics, layer.q_BTHD.dtype)
-        return sites.delta_sum(_rowsum(_do(layer, group), _low_output(layer, group)))
+        return sites.delta_sum(_rowsum(output_gradient(layer, group), _low_output(layer, group)))
     return row_deltas(q, k, v, do, numerics, seed=layer.seed(group), scale=layer.scale, softcap=layer.softcap)

@@ -208,6 +208,11 @@ def test_a_loss_scale_does_not_show_in_the_error_of_delta() -> None:
     assert one.summary.rms_H == two.summary.rms_H != 0
 
 
+def test_the_parts_of_an_error_of_delta_sum_to_it_where_attention_rounds_its_gradient() -> None:
+    error = delta.head_error(random_layer(spec=AttentionSpec(preset="fp8")), head=0, batch=0, token=3, label="m")
+    assert error.product_D.sum().item() == pytest.approx(error.error_BT[0, 3].item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("label", ["run: flash", "layer 1:0 flash_delta_from_p (output=e5m2), " * 9, "W" * 300])
 def test_no_label_of_a_run_is_cut(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
