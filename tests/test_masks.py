@@ -237,6 +237,28 @@ def test_sites_act_behind_masks_as_in_the_reference(sites: str, device: torch.de
         kernels_agree(case, "flash", in_small_tiles(*sites.split()), device, torch.float32)
 
 
+FULL = Case(T=33, S=33, causal=False)
+ONE_P = ("backward_probabilities=forward", "divisor=rounded", "saved_statistics=max_and_sum")
+
+
+@pytest.mark.parametrize("case", [FULL, replace(FULL, causal=True, T=40), replace(FULL, window=40)], ids=str)
+@pytest.mark.parametrize(
+    "sites",
+    [("score_gradients=e5m2_row",), ("probabilities_in_dv=int8_mx",), ("probabilities=e4m3_row", *ONE_P)],
+    ids=str,
+)
+def test_columns_that_pad_a_block_of_keys_have_no_part_in_a_scale(
+    case: Case, sites: tuple[str, ...], device: torch.device
+) -> None:
+    """Beside scores far below 0, which is that of a column of zeros."""
+    q, k, v, do = case.tensors(device)
+    tensors = (q - 5, k + 5, v, do)
+    specs = (spec_of(backend, "flash", ("tile_k=32", *sites)) for backend in ("flash", "flash_reference"))
+    found, expected = (computed(case, tensors, spec) for spec in specs)
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).float().norm() < 2.0**-8 * y.float().norm()
+
+
 @pytest.mark.parametrize("backend", NAMED)
 @pytest.mark.parametrize("case", [KEYS[0], KEYS[1], KEYS[2], PACKED[1]], ids=str)
 def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.device) -> None:

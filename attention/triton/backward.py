@@ -60,6 +60,7 @@ from .loads import (
     store_rows,
     takes_descriptor,
 )
+from .low_blocks import LOW
 from .round_blocks import dot, operand, round_to, with_low_bits
 from .softmax import probabilities, round_scores
 
@@ -258,6 +259,9 @@ def key_kernel(
     APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
     REUSE: tl.constexpr = SITES.backward_probabilities == FROM_FORWARD
     DTYPE: tl.constexpr = p_k.dtype.element_ty
+    BELOW_BF16: tl.constexpr = (
+        SITES.probabilities >= LOW or SITES.probabilities_in_dv >= LOW or SITES.score_gradients >= LOW
+    )
     blocks = tl.cdiv(S, BS)
     i_group, i_s = place(blocks, SHAPE.HEADS)
     column = i_s * BS
@@ -322,6 +326,9 @@ def key_kernel(
                 else:
                     m_s = o_s[:, None] <= o_t[None, :]
                     b_s = round_scores(b_s, m_s, scalars, SITES, SHAPE.SOFTCAP, MASKED == 1)
+                if BELOW_BF16:
+                    # Columns past the last key have a score of 0, a P of any size, and no part in a scale.
+                    b_s = tl.where((o_s < S)[:, None], b_s, -float("inf"))
                 b_p = probabilities(
                     b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities, True
                 )
