@@ -11,7 +11,7 @@ from test_sites import CPU, moved, paired, results
 
 from attention import AttentionSpec
 from attention.low_formats import cast, round_low
-from attention.numerics import SITES
+from attention.numerics import OF_TILES, SITES
 from attention.reference.flash import row_residuals
 from attention.rounding import random_bits
 
@@ -84,6 +84,17 @@ def test_an_operand_below_bf16_moves_what_the_site_reaches(site: str, fmt: str) 
     assert moved(found, plain) == ROWS[site][0].moves
     assert moved(found, again) == ""
     assert bool(moved(found, other)) == fmt.endswith("stochastic")
+
+
+@pytest.mark.parametrize("site", [*OF_TILES, "output_gradient_in_dv"])
+def test_a_scale_of_tiles_is_that_of_one_head_whatever_is_computed_beside_it(site: str) -> None:
+    p = make("random", torch.bfloat16, CPU, (2, 40, 2, 16))
+    p.q[1], p.do[1] = p.q[1] * 4, p.do[1] * 4
+    of_all, of_one = (
+        run(p, AttentionSpec(sites=("tile_q=16", "tile_k=16", f"{site}=int8_{scale}"), backend="flash_reference"))
+        for scale in ("tensor", "head")
+    )
+    assert moved(of_all, of_one) == ""
 
 
 def test_rows_of_ds_sum_to_zero_only_where_both_passes_read_one_p_and_o() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..low_formats import round_low
 from ..mask import NO_MASK, KeyRanges, Mask
-from ..numerics import LOW_FORMATS, SITES, Numerics, numerics_from_key
+from ..numerics import LOW_FORMATS, OF_TILES, SITES, Numerics, numerics_from_key
 from ..rounding import (
     FORMAT_OF,
     PROBABILITIES_STREAM,
@@ -38,6 +38,8 @@ class Sites:
         if fmt in SITES:
             fmt = getattr(self.numerics, fmt)
         if fmt in LOW_FORMATS:
+            if site in (*OF_TILES, "output_gradient_in_dv"):
+                fmt = fmt.replace("_tensor", "_head")  # which heads are beside a tile's is no part of the numerics
             return lambda x: self._low(x, site, fmt)
         return lambda x: round_to(x, fmt)
 
