@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Problem, causal_scores, make, run
+from attention_cases import Problem, causal_scores, make, relative_errors, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -195,6 +195,20 @@ def test_zero_sum_noise_leaves_rows_of_ds_at_a_sum_of_zero() -> None:
     plain, noisy, dosed = (run(p, spec)[1] for spec in specs)
     assert noisy[..., 0].abs().max() < 1e-5 < 1e-3 < dosed[..., 0].abs().min()
     assert (noisy - plain).norm() > 0.1 * (dosed - plain).norm()
+
+
+@pytest.mark.parametrize("site", ["values", "values_in_dp", "output_gradient", "output_gradient_in_dv"])
+@pytest.mark.parametrize("fmt", ["int8_row", "e2m1_nv_stochastic", "int8_tensor"])
+def test_zero_sum_noise_leaves_v_and_do_rounded_as_they_are(site: str, fmt: str) -> None:
+    p = make("random", torch.float32, torch.device("cpu"), SHAPE)
+    p.v[:] = p.v / 100  # signs are larger
+    beside = ("delta_error_size=1e-6", f"{site}={fmt}")
+    specs = [
+        AttentionSpec(preset="flash_delta_from_p", backend="flash_reference", sites=(*beside, f"delta_error={kind}"))
+        for kind in ("none", "zero_sum")
+    ]
+    plain, noisy = (run(p, spec) for spec in specs)
+    assert max(relative_errors(noisy, plain)) < 1e-5
 
 
 def test_an_error_needs_a_delta_from_p() -> None:

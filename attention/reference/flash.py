@@ -194,7 +194,8 @@ def _backward_tile(
         _, ds_of_keys = _score_gradients(problem, rows, columns, do, saved, delta_of_keys)
     dq = problem.scale * (sites.score_gradients(ds) @ problem.k[:, :, columns])
     dk = problem.scale * (sites.score_gradients(ds_of_keys).transpose(-1, -2) @ problem.q[:, :, rows])
-    dv = sites.probabilities_in_dv(p).transpose(-1, -2) @ sites.output_gradient_in_dv(do)
+    do_of_dv = sites.output_gradient_in_dv(do[..., : problem.v.shape[3]])  # without the noise of delta_error
+    dv = sites.probabilities_in_dv(p).transpose(-1, -2) @ do_of_dv
     return dq, dk, dv
 
 
@@ -281,9 +282,14 @@ def _backward_pass(
         o_BHTD = o_for_delta(o, low_bits, problem.sites.numerics).transpose(1, 2)
         delta, error = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
         if error is not None and problem.sites.numerics.delta_error == "zero_sum":
-            do, noisy_v = with_zero_sum_noise(do, v, error.squeeze(-1), seed)
-            problem = make_problem(q, k, noisy_v, *settings, seed=seed)
-            do_BHTD = problem.sites.output_gradient(problem.visible_rows(do.transpose(1, 2).float()))
+            # Beside V and dO as they are rounded: a format with a scale, or a random one, would round them anew.
+            noise = with_zero_sum_noise(do[..., :0], v[..., :0], error.squeeze(-1), seed)
+            of_do, of_v = (x.transpose(1, 2).float() for x in noise)
+            if problem.sites.numerics.output_gradient not in LOW_FORMATS:
+                of_do = problem.sites.output_gradient(of_do)
+            do_BHTD = torch.cat((do_BHTD, problem.visible_rows(of_do)), dim=-1)
+            of_v = of_v.repeat_interleave(problem.group, dim=1)
+            problem = replace(problem, v_of_dp=torch.cat((problem.v_of_dp, of_v), dim=-1))
             delta, _ = _deltas(problem, do_BHTD, o_BHTD, saved, seed)
         elif error is not None:
             delta = delta + error
@@ -292,7 +298,7 @@ def _backward_pass(
         totals = torch.zeros_like(problem.q), dk, dv, dsinks
         for heads in (slice(head, None, problem.group) for head in range(problem.group)):
             _add_gradients(totals, problem.of_heads(heads), heads, do_BHTD, delta, saved)
-        return *problem.gradients(*totals[:2], dv[..., : v.shape[3]], q.dtype), dsinks
+        return *problem.gradients(*totals[:3], q.dtype), dsinks
 
 
 _backward = operator("flash_reference_backward", BACKWARD_TENSORS, 4, _backward_pass, gradients_like)
