@@ -343,8 +343,9 @@ class Numerics:
         ("plain", "stabilized", "stabilized_safe", "scaled"),
         (FORWARD,),
         conflict=(
-            "a row_sum_floor above 0, which scales the rows; or another row_max",
-            lambda n: n.row_max == "scaled" and not n.row_sum_floor,
+            "a row_sum_floor above 0, which scales the rows, and statistics other than fp16 (or input, with q in float16), whose range "
+            "they leave; or another row_max",
+            lambda n: n.row_max == "scaled" and (not n.row_sum_floor or n.statistics == "fp16"),
         ),
         per_tile=True,
     )

@@ -186,6 +186,11 @@ CANNOT: list[tuple[dict[str, Any], str, str]] = [
     ({"backend": "standard"}, "exponent = 'fma', expected subtract_first", "flash_reference"),
     ({"preset": "standard", "sites": DRAWN_P}, "rounding = 'stochastic'", "flash_reference"),
     ({"sites": DRAWN_P, "dtype": torch.float32}, "expected nearest where probabilities is fp32", ""),
+    (
+        {"numerics": "published", "sites": ("row_max=scaled",), "dtype": torch.float16},
+        "row_max = 'scaled': expected a row_sum_floor above 0, which scales the rows, and statistics other than fp16",
+        "",
+    ),
     ({"backend": "flash", "interprets": False}, "(or TRITON_INTERPRET=1); flash_reference runs", "flash_reference"),
     ({"backend": "flash", "head_dim": 44}, "head dims divisible by 8 from 16 to 256, not 44", "flash_reference"),
     ({"backend": "flash", "preset": "flash_stable", "sites": ("tile_k=24",)}, "tile_k divisible by 16, not 24", ""),
