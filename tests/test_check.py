@@ -50,9 +50,12 @@ class _Tiled(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5 if fault == "scale ignored" else scale
         keys, values = (x.repeat_interleave(ctx.n, 1) for x in (k, v))
         s = q.float() @ keys.float().mT * scale
-        diagonal = 2 if fault == "mask off by one" else 1
+        off = {"mask off by one": 0, "mask of the partial tile off by one": s.shape[-1] // TILE * TILE}
         if causal:
-            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(diagonal), -math.inf)
+            hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+            first = off.get(fault, s.shape[-1])
+            hidden[first:] = hidden[first:].triu(first + 2)
+            s = s.masked_fill(hidden, -math.inf)
         if fault == "last tile dropped":
             s[..., s.shape[-1] // TILE * TILE :] = -math.inf
         m = s.amax(-1, keepdim=True)
@@ -116,6 +119,17 @@ def causal_only(query: Any, key: Any, value: Any, attn_mask: Any = None, is_caus
     return torchs(query, key, value, is_causal=True, scale=scale)
 
 
+def blind_tail(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
+    if attn_mask is not None:
+        attn_mask = attn_mask.clone()
+        attn_mask[:, :, q.shape[2] // TILE * TILE :] = True
+    return torchs(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+
+
+def with_keys_of_zeros(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    return plain(q, *(nn.functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (k, v)), causal, scale)
+
+
 class _AsIfContiguous(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, zero: bool) -> Tensor:
@@ -160,6 +174,10 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
     (tiled("last tile dropped"), "last_key", "wrong", ""),
     (tiled("mask off by one"), "mask_edges", "wrong", ""),
+    (tiled("mask of the partial tile off by one"), "odd_length", "wrong", "O or dV reads what is masked"),
+    (with_keys_of_zeros, "full", "wrong", ""),
+    (blind_tail, "padding", "wrong", "mask: "),
+    (blind_tail, "window", "wrong", "mask: "),
     (tiled("dK of the last tile is 0"), "full", "wrong", ""),
     (tiled("dK without scale"), "common_part", "wrong", "dk"),
     (tiled("exponent rounded"), "one_hot", "at risk", ""),
@@ -392,7 +410,7 @@ def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> No
     assert not uncompiled
 
 
-@pytest.mark.parametrize(("length", "classes", "forms"), [(512, QUICK, 4), (64, (), 9)], ids=["quick", "full"])
+@pytest.mark.parametrize(("length", "classes", "forms"), [(512, QUICK, 4), (64, (), 10)], ids=["quick", "full"])
 def test_a_compiled_kernel_is_compiled_few_times(length: int, classes: Any, forms: int) -> None:
     """Each form of its operands is seconds on a GPU, where 512 is the length of --quick, and that of captured inputs."""
     met: set[Any] = set()

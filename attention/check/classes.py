@@ -48,6 +48,10 @@ class InputClass:
     """Captured ones, inputs/NAME.zip beside this module, in their own shape."""
 
 
+def _odd(s: Shape) -> Shape:
+    return replace(s, T=s.T + 13)
+
+
 _normal = functools.partial(torch.randn, dtype=torch.float32)
 """A kernel's module may have set another dtype as torch's default."""
 
@@ -93,6 +97,14 @@ def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     return [0.1 * q, 0.3 * k + 2 * shared, 0.1 * v + slope, 0.2 * do + direction]
 
 
+def _apart(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """All logits are about -3: a key of zeros, with its logit of 0, would have 20 times the weight of another."""
+    q, k, v, do = x
+    D = q.shape[-1]
+    push = math.sqrt(3 * math.sqrt(D)) * torch.nn.functional.normalize(_normal(D, generator=generator), dim=0)
+    return [q + push, k - push, v, do]
+
+
 def _padding(s: Shape) -> Mask:
     lengths = torch.tensor([s.T - s.T // 3 - 1 - b for b in range(s.B - 1)] + [s.T])
     there = torch.arange(s.T) < lengths[:, None, None, None]
@@ -136,13 +148,17 @@ CLASSES: dict[str, InputClass] = {
     ),
     "tiny": InputClass("values and dO of 1e-4, as dO of a mean loss: FP16 may lose it", lambda x, _: [*x[:2], x[2] * 1e-4, x[3] * 1e-4]),
     "huge": InputClass("values and dO of 1e3: FP16 may overflow", lambda x, _: [x[0], x[1], x[2] * 1e3, x[3] * 1e3]),
-    "odd_length": InputClass("a length that no tile divides: its last tile is partly empty", shape=lambda s: replace(s, T=s.T + 13)),
+    "odd_length": InputClass("a length that no tile divides: its last tile is partly empty, and nothing passes the mask there", shape=_odd),
     "grouped": InputClass(
         "grouped queries: two query heads to a key head, whose dK and dV add up (arXiv 2305.13245)", shape=lambda s: replace(s, H=4, G=2)
     ),
-    "full": InputClass("no causal mask: other tiles, other code", causal=False),
-    "padding": InputClass("keys behind a sequence's end, with large numbers: nobody may see them", _garbage, mask=_padding),
-    "window": InputClass("a query sees the last quarter of keys only: the mask has two edges (arXiv 2004.05150)", mask=_window),
+    "full": InputClass("no causal mask, which would hide what the last tile of that length lacks", _apart, _odd, causal=False),
+    "padding": InputClass(
+        "keys behind a sequence's end, with large numbers, in that length: nobody may see them", _garbage, _odd, mask=_padding
+    ),
+    "window": InputClass(
+        "a query sees the last quarter of keys only, in that length: the mask has two edges (arXiv 2004.05150)", shape=_odd, mask=_window
+    ),
     "scale": InputClass("a scale other than 1 / sqrt(head dim): is the argument followed?", scale=0.5),
     "captured_early": InputClass("layer 1 of a run that explodes at 3,828 (experiments/one_wheel), at 1,000: no growth yet", packaged=True),
     "captured_growing": InputClass("the same layer at 3,700: its logits grow", packaged=True),

@@ -30,7 +30,11 @@ FMA_LIMIT = 1e5
 """Kernels with the FMA exponent lose O = V between 45,426 and this, by head dim."""
 
 
-_LEAKS = {"hidden": "dK or dV of keys that are masked is not 0", "idle": "dQ of rows without dO is not 0"}
+_LEAKS = {
+    "seen": "O or dV reads what is masked",
+    "hidden": "dK or dV of keys that are masked is not 0",
+    "idle": "dQ of rows without dO is not 0",
+}
 
 
 def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:

@@ -154,7 +154,8 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     measures["from_eager_o"] = min(distances)
     for x, y, e in zip(NAMES, eager, expected, strict=True):
         measures[f"eager_{x}"] = ((y.double() - e).norm() / e.norm()).item()
-    if p.mask is not None:
+    # Here and not in mask_edges, as --quick would have to compile this length's backward pass.
+    if p.mask is not None or name == "odd_length":
         measures |= leaks(call, p)
     measures |= row_sums(call, p, found[1], row_size)
     error = found[1].double() - expected[1]
@@ -240,9 +241,11 @@ def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.devic
 
 
 def leaks(call: Call, p: Inputs) -> dict[str, float]:
-    """What passes a mask's edges where half of the rows have a dO, either half; 0 to the bit for a right kernel.
+    """What passes a mask's edges; 0 to the bit for a right kernel.
 
-    ``hidden``: largest dK, dV of keys that none of these rows sees; ``idle``: largest dQ of the other rows.
+    Where half of the rows have a dO, either half, ``hidden``: largest dK, dV of keys that none of these rows sees; ``idle``: largest dQ of
+    the other rows. Where each feature of V is 0 in the keys that a row of its own sees, and of dO in the rows that see a key of its own,
+    ``seen``: largest O, dV that no number but these 0 may reach.
     """
     T = p.q.shape[2]
     hidden, idle = 0.0, 0.0
@@ -254,7 +257,22 @@ def leaks(call: Call, p: Inputs) -> dict[str, float]:
         hidden = max(hidden, *(x.masked_fill(seen, 0).double().abs().amax().item() for x in (dk, dv)))
         dq[:, :, rows] = 0
         idle = max(idle, dq.double().abs().amax().item())
-    return {"hidden": hidden, "idle": idle}
+    (B, G, _, D), n = p.v.shape, p.q.shape[1] // p.v.shape[1]
+    visible = p.visible().to(p.v.dtype).expand(B, 1, T, T)
+    # Of more rows than features the last, as a partial tile is there.
+    own = T - 1 - torch.arange(B * G * D, device=visible.device).view(B, G, D) % T
+    sequence = torch.arange(B, device=visible.device)[:, None, None]
+    v, do = (
+        x * (1 - edge[sequence, 0, own].mT).repeat_interleave(m, 1)
+        for x, edge, m in ((p.v, visible, 1), (p.do, visible.mT, n))
+    )
+    o, _, _, dv = run(call, replace(p, v=v, do=do))
+    reach_o = visible.float() @ v.abs().float().repeat_interleave(n, 1)
+    reach_dv = (visible.mT.float() @ do.abs().float()).unflatten(1, (-1, n)).sum(2)
+    passed = max(
+        x.masked_fill(reach > 0, 0).double().abs().amax().item() for x, reach in ((o, reach_o), (dv, reach_dv))
+    )
+    return {"seen": passed, "hidden": hidden, "idle": idle}
 
 
 def last_key(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
