@@ -94,6 +94,8 @@ class _Tiled(torch.autograd.Function):
         if ctx.fault == "dK of the last tile is 0":
             dk[..., -TILE:, :] = 0
         dk, dv = (x.unflatten(1, (-1, ctx.n)).sum(2) for x in (dk, dv))
+        if ctx.fault == "dK of the next group" and dk.shape[1] > 2:
+            dk = dk.roll(1, 1)
         if ctx.fault == "dO overwritten":
             do.zero_()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
@@ -128,6 +130,12 @@ def blind_tail(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0
 
 def with_keys_of_zeros(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return plain(q, *(nn.functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (k, v)), causal, scale)
+
+
+def in_threes_by_turns(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """Right for up to two query heads to a key head."""
+    n = q.shape[1] // k.shape[1]
+    return plain(q, *(x.repeat(1, n, 1, 1) if n > 2 else x for x in (k, v)), causal, scale)
 
 
 class _AsIfContiguous(torch.autograd.Function):
@@ -180,6 +188,8 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (blind_tail, "window", "wrong", "mask: "),
     (tiled("dK of the last tile is 0"), "full", "wrong", ""),
     (tiled("dK without scale"), "common_part", "wrong", "dk"),
+    (tiled("dK of the next group"), "grouped", "wrong", "dk"),
+    (in_threes_by_turns, "grouped", "wrong", ""),
     (tiled("exponent rounded"), "one_hot", "at risk", ""),
     (tiled("P rounded down"), "common_part", "at risk", "rounded to one side"),
     (tiled("lse in BF16"), "peaked_100", "wrong", ""),

@@ -150,7 +150,8 @@ CLASSES: dict[str, InputClass] = {
     "huge": InputClass("values and dO of 1e3: FP16 may overflow", lambda x, _: [x[0], x[1], x[2] * 1e3, x[3] * 1e3]),
     "odd_length": InputClass("a length that no tile divides: its last tile is partly empty, and nothing passes the mask there", shape=_odd),
     "grouped": InputClass(
-        "grouped queries: two query heads to a key head, whose dK and dV add up (arXiv 2305.13245)", shape=lambda s: replace(s, H=4, G=2)
+        "grouped queries: three query heads to each of three key heads, whose dK and dV add up (arXiv 2305.13245)",
+        shape=lambda s: replace(s, H=9, G=3),
     ),
     "full": InputClass("no causal mask, which would hide what the last tile of that length lacks", _apart, _odd, causal=False),
     "padding": InputClass(
