@@ -630,6 +630,31 @@ def test_what_attention_read_and_its_gradient_are_captured_and_a_file_gives_back
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("parts", "shape"),
+    [
+        ((slice(1), slice(2), slice(2)), (2, 4, 24, 8)),
+        ((slice(2), slice(2), slice(1)), (2, 4, 24, 8)),
+        ((..., ..., (slice(None), slice(1))), (2, 4, 24, 8)),
+        ((..., (slice(None), slice(1)), (slice(None), slice(1))), (2, 1, 24, 8)),
+        (((slice(None), slice(1)), ..., ...), (2, 4, 24, 8)),
+    ],
+)
+def test_what_torch_broadcasts_is_captured_as_attention_reads_it(parts: Any, shape: Any, tmp_path: Path) -> None:
+    class Broadcast(nn.Module):
+        def forward(self, *qkv: Tensor) -> Tensor:
+            return torchs(*(x[part] for x, part in zip(qkv, parts, strict=True)), is_causal=True)
+
+    operands = torch.randn(3, 2, 4, 24, 8, requires_grad=True)
+    with capture(model := Broadcast(), [0]) as calls:
+        o = model(*operands)
+        o.sum().backward()
+    calls[0].save(tmp_path / "x.zip")
+    back = load(tmp_path / "x.zip")
+    assert (back.q.shape, back.k.shape) == (o.shape, shape)
+    assert torch.allclose(plain(back.q, back.k, back.v, back.causal, back.scale), o, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtypes", [[torch.float64] * 4, [torch.float32, torch.bfloat16] * 2, [torch.int8] * 4])
 def test_a_file_has_one_dtype_that_can_be_read_again(dtypes: list[torch.dtype], tmp_path: Path) -> None:
     tensors = [torch.arange(8.0).view(1, 2, 2, 2).to(dtype) for dtype in dtypes]

@@ -153,9 +153,12 @@ def capture(
             return o
         dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
         with _disable_current_modes():  # selective checkpointing tells operations apart by their order
-            q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
-            scale = q.shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
             causal = _is_causal(number, named)
+            q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
+            # As torch broadcasts them: q to the heads of o, all to its batch, and of k and v one to the heads of the other.
+            q, G = q.expand(*o.shape[:-1], -1), max(k.shape[-3], v.shape[-3])
+            k, v = (x.expand(len(o), *x.shape[-3:]).repeat_interleave(G // x.shape[-3], 1) for x in (k, v))
+            scale = q.shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
         more = {**(about or {}), "layer": number}
         call = calls[number] = Inputs(q, k, v, torch.empty(0), scale, causal, about=more)
 
