@@ -575,6 +575,7 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
             "ModuleNotFoundError: No module named 'no_such_module'; run in its folder, or set PYTHONPATH",
         ),
         (["leaves_early:f"], "kernel = 'leaves_early:f': SystemExit: 0"),
+        (["flash", "--D", "4"], "shape = Shape(B=2, H=4, G=4, T=256, D=4): expected "),
         (["flash", "--T", "abc"], "argument --T: invalid int value: 'abc' (see --help)"),
         (["flash", "--class", "nope"], "argument --class: invalid choice: 'nope'"),
         (["flahs", "--csv", "/no/x.csv"], "--csv /no/x.csv: expected a file in a folder that is there"),
@@ -593,6 +594,20 @@ def test_a_wrong_name_is_one_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=re.escape(message)):
         main([*arguments, "--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "message"),
+    [
+        (5, SMALL, "kernel = 5: expected a function, or a name"),
+        (None, SMALL, "kernel = None: expected a function, or a name"),
+        ("plain", (2, 4, 4, 64, 64), "shape = (2, 4, 4, 64, 64): expected a Shape of B 1 or more, "),
+        ("plain", replace(SMALL, D=1), "shape = Shape(B=2, H=4, G=4, T=96, D=1): expected a Shape of B 1 or more, "),
+    ],
+)
+def test_a_wrong_argument_is_one_line(kernel: Any, shape: Any, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_attention(kernel, device="cpu", shape=shape)
 
 
 class Model(nn.Module):

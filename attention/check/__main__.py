@@ -11,7 +11,7 @@ from typing import Any
 from ..presets import PRESETS
 from ..user_error import OneLineParser, UserError, command_line
 from . import judge
-from .classes import Shape
+from .classes import Shape, require_shape
 from .kernels import KNOWN, find
 from .report import DTYPES, LENGTHS, Report, check_attention, csv_of, device_of, reasons, side_by_side, table
 
@@ -117,8 +117,7 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     for sizes in itertools.product(*given.values()):
         chosen = {name: size for name, size in zip(given, sizes, strict=True) if size is not None}
         shape = Shape(**({"T": usual, "G": chosen.get("H", Shape.G)} | chosen))
-        if shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
-            raise UserError(f"{shape}: expected B 1 or more, G 2 or more, H a multiple of G, D 8 or more, T 32 or more")
+        require_shape(shape)
         shapes.append(shape)
     return shapes
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..user_error import UserError
+from ..user_error import UserError, invalid
 from .captured import NAMES, Inputs, Mask, load
 
 
@@ -31,6 +31,13 @@ class Shape:
 
     def __str__(self) -> str:
         return f"B {self.B} H {self.H} G {self.G} T {self.T} D {self.D}"
+
+
+def require_shape(shape: object) -> None:
+    """Raises ``UserError`` for what is no ``Shape``, or one in which a class of inputs cannot be made."""
+    if not isinstance(shape, Shape) or shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
+        sizes = "B 1 or more, G 2 or more, H a multiple of G, D 8 or more, T 32 or more"
+        raise invalid("shape", shape, f"a Shape of {sizes}")
 
 
 @dataclass(frozen=True)

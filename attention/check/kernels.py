@@ -54,13 +54,15 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
 
     A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
     with a parameter ``is_causal``, or an ``nn.Module`` whose ``forward`` has it, is called as torch's ``scaled_dot_product_attention``,
-    any other as ``(q, k, v, causal, scale)``. It gives o, or a tuple that begins with o. Raises ``UserError`` for a name that is none
-    of these.
+    any other as ``(q, k, v, causal, scale)``. It gives o, or a tuple that begins with o. Raises ``UserError`` for what is none of
+    these.
     """
     if callable(kernel):
         name = getattr(kernel, "__qualname__", " ".join(repr(kernel).split()))
         module = getattr(kernel, "__module__", "__main__")
         return _users(name if "<" in name else f"{module}:{name}", kernel)
+    if not isinstance(kernel, str):
+        raise invalid("kernel", kernel, "a function, or a name")
     if kernel in PRESETS or kernel in ALIASES:
         n = AttentionSpec(preset=unaliased(kernel)).resolve()
         if any(getattr(n, name) in LOW_FORMATS for name, site in SITES.items() if site.is_format):

@@ -20,7 +20,7 @@ from ..presets import PRESETS, unaliased
 from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
-from .classes import CLASSES, Shape, captured, make, shape_of
+from .classes import CLASSES, Shape, captured, make, require_shape, shape_of
 from .kernels import Kernel, find, first_calls, identity, told, versions
 
 SCHEMA = 4
@@ -232,7 +232,7 @@ def check_attention(
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
-    Raises ``UserError`` for names that do not exist. What a kernel raises makes a case unverified.
+    Raises ``UserError`` for names that do not exist and for shapes that are too small. What a kernel raises makes a case unverified.
     """
     classes, without = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without))
     if dtype not in DTYPES:
@@ -247,7 +247,8 @@ def check_attention(
             raise invalid("without", name, KNOWN_CLASSES)
     found = find(kernel)
     there = device_of(device)
-    asked = shape or Shape(T=LENGTHS[there.type])
+    asked = Shape(T=LENGTHS[there.type]) if shape is None else shape
+    require_shape(asked)
     if isinstance(kernel, str) and unaliased(kernel) in PRESETS and there.type == "cuda" and len(classes) != 1:
         # Compiled one after another, as cases need them, its kernels take half of the time of --quick; meanwhile torch loads those of the
         # reference. What cannot run says so in its case.
