@@ -228,33 +228,23 @@ def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
 class Uses(nn.Module):
     """Two calls with one query, which stands for the keys or values, too, where ``kind`` has its letter, and other uses of it."""
 
-    def __init__(self, kind: str, attend: Callable[..., Tensor] = functional.scaled_dot_product_attention) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.attend = kind, attend
+        self.kind = kind
         self.q = nn.Parameter(torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(0)).bfloat16())
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q * 1.0 if "leaf" not in self.kind else self.q
         before = q.square().sum()
         k, v = (q if letter in self.kind else x for letter in "kv")
-        o = sum(self.attend(q, k, v).square().sum() for _ in range(2))
+        o = sum(functional.scaled_dot_product_attention(q, k, v).square().sum() for _ in range(2))
         return o + before + q.sin().sum()
 
 
-@sdpa_kernel(SDPBackend.MATH)
-def by_math(*qkv: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(*qkv)
-
-
-@pytest.mark.parametrize(
-    "attend", [functional.scaled_dot_product_attention, by_math, attention.scaled_dot_product_attention]
-)
 @pytest.mark.parametrize("kind", ["q", "qk", "qv", "qkv", "leaf q", "leaf qkv"])
-def test_a_query_of_several_uses_has_the_error_and_the_gradient_of_each(
-    kind: str, attend: Callable[..., Tensor]
-) -> None:
+def test_a_query_of_several_uses_has_the_error_and_the_gradient_of_each(kind: str) -> None:
     """The gradient that training gets keeps its bits."""
-    x, model = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1)).bfloat16(), Uses(kind, attend)
+    x, model = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1)).bfloat16(), Uses(kind)
     model(x).backward()
     bits, model.q.grad = model.q.grad, None
     with watch(model, every=1, say=lambda line: None) as seen:
@@ -262,19 +252,6 @@ def test_a_query_of_several_uses_has_the_error_and_the_gradient_of_each(
     assert all(0 < error < 0.02 for heads in seen.record["dq_error"] for error in heads)
     assert same([bits], [model.q.grad])
     assert not model.q._backward_hooks
-
-
-def test_a_parameter_that_autocast_casts_once_for_two_calls_keeps_the_bits_of_its_gradient() -> None:
-    """An alias would be cast for itself. So its error is not measured."""
-    x, model = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1)), Uses("leaf q").float()
-    in_bfloat16 = torch.autocast("cpu", torch.bfloat16)
-    in_bfloat16(model)(x).backward()
-    bits, model.q.grad = model.q.grad, None
-    with watch(model, every=1, say=lambda line: None) as seen:
-        in_bfloat16(model)(x).backward()
-    assert same([bits], [model.q.grad])
-    assert "delta_error" in seen.record
-    assert "dq_error" not in seen.record
 
 
 @pytest.mark.parametrize("sequences", [1, B])

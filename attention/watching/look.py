@@ -5,7 +5,7 @@ Legend: B batch, H heads, T queries, S keys, D head dim.
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,27 +20,11 @@ def of_this_call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """q, k and v for one call of attention: q as an alias, whose gradient is dQ of this call whatever else uses q.
 
     Training keeps its bits. Where q is k or v, too, these get an alias each, made before that of q: the backward pass goes through what was
-    made last first, and so adds their gradients in the order in which one node for all three gives them; else ``add_in_order``.
+    made last first, and so adds their gradients in the order in which it adds them without.
     """
-    if not (torch.is_grad_enabled() and q.requires_grad) or _is_cast_once(q):
+    if not (torch.is_grad_enabled() and q.requires_grad):
         return q, k, v
     return tuple(torch.ops.aten.alias(x) if x is q else x for x in (v, k, q))[::-1]
-
-
-def add_in_order(o: Tensor, aliases: Sequence[Tensor]) -> None:
-    """Let the gradients of ``aliases``, that of q first, come in the order in which they come without.
-
-    Where each operand has a node of its own (torch's math, our attention, a cast), that of q is the last in the backward pass.
-    """
-    nodes: list[Any] = [x.grad_fn for x in aliases]
-    if o.grad_fn is not None and not set(nodes) <= {node for node, _ in o.grad_fn.next_functions}:
-        for node, number in zip(nodes, sorted(node._sequence_nr() for node in nodes), strict=True):
-            node._set_sequence_nr(number)
-
-
-def _is_cast_once(q: Tensor) -> bool:
-    """Autocast casts a parameter once for all its uses, and their gradients are added before that cast; an alias has a cast of its own."""
-    return q.is_leaf and torch.is_autocast_enabled(q.device.type)
 
 
 class Look:
@@ -149,7 +133,6 @@ class Look:
         self.awaited.add(layer)
         # Else its gradient is more than dQ, or its sum over what the query was broadcast to.
         differentiated = q.requires_grad and q is not k and q is not v and q.shape[:-1] == o.shape[:-1]
-        differentiated = differentiated and not _is_cast_once(q)
 
         @unserializable_hook
         def output_gradient(do: Tensor) -> None:

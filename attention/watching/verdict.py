@@ -94,7 +94,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if top < SMALL_LOGIT and len(finite) >= FEW and len(measured) < FEW:
         few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
         why = "Activation checkpointing needs use_reentrant=False; a frozen model, dropout, torch.no_grad(), a forward pass without a "
-        why += "backward pass, a query that broadcasts over the batch or is a parameter under autocast, and look() without o show none."
+        why += "backward pass, a query that broadcasts over the batch and look() without o show none."
         return [few, why, largest, *notes]
     unseen = max(record.get("hidden", 0) for record in records)
     if unseen and top < SMALL_LOGIT:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..user_error import invalid
 from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, GrowthRule
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
-from .look import Look, add_in_order, of_this_call
+from .look import Look, of_this_call
 from .measure import as_lists
 from .passes import COMPILED, QKV, Hook, Pass, plain_mask
 
@@ -325,7 +325,6 @@ class Watch:
 
         self._guard(alias)
         o, look = run(*qkv), seeing.look
-        self._guard(lambda: add_in_order(o, [x for x, name in zip(qkv, QKV, strict=True) if x is not named[name]]))
         if o.numel() == 0:  # a batch of nothing has nothing to measure
             return o
         layer = look.number(number)
