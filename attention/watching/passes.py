@@ -74,11 +74,9 @@ class Pass(TorchFunctionMode):
             if "torch._dynamo" in sys.modules:  # else nothing is compiled; what is hides its calls
                 self._of_process.enter_context(_uncompiled())
             self._of_process.enter_context(_hugging_face(model))
-            self._of_process.enter_context(_inference_paths())
             if names:
-                without_hooks = _without_hooks(model)
                 for name, module in model.named_modules():
-                    if name and module not in without_hooks and _is_like_attention(module):
+                    if name and _is_like_attention(module):
                         for hook in (
                             module.register_forward_pre_hook(Hook(functools.partial(self._entered, name))),
                             module.register_forward_hook(Hook(self._left), always_call=True),
@@ -106,8 +104,6 @@ class Pass(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward and not self.over:
             return self._torchs_module(func, args, kwargs)
-        if func in _INFERENCE_PATHS:  # it takes no gradient: nothing is hidden
-            self._around = [(name, -1) for name, _ in self._around]
         if func not in (TORCHS, scaled_dot_product_attention):
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
@@ -226,47 +222,7 @@ def _is_like_attention(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
-_INFERENCE_PATHS = torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd
-"""What torch's modules call in eval mode where nothing takes a gradient."""
-
-
-def _without_hooks(model: nn.Module) -> set[nn.Module]:
-    """Modules that must get no hook: with one torch's layer leaves its inference path. Off that path its attention is seen."""
-    layers = (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer))
-    return {inner for layer in layers if not layer.training for inner in layer.modules()}
-
-
 # ---- what torch and transformers keep once for all threads
-
-
-_OVERRIDES: Any = torch.overrides
-_has_torch_function = _OVERRIDES.has_torch_function
-_passes = 0
-
-
-def _has_other_torch_function(tensors: Any) -> Any:
-    with ExitStack() as left:
-        # ``wrap_torch_function`` asks, too: by it a pass sees our attention.
-        if sys._getframe(1).f_globals is not vars(_OVERRIDES):
-            while isinstance(_OVERRIDES._get_current_function_mode(), Pass):
-                left.enter_context(_OVERRIDES._pop_mode_temporarily())
-        return _has_torch_function(tensors)
-
-
-@contextmanager
-def _inference_paths() -> Iterator[None]:
-    """For any mode torch's modules leave their inference path, which gives zeros at padding. A pass is none to them."""
-    global _passes
-    with _LOCK:
-        _passes += 1
-        _OVERRIDES.has_torch_function = _has_other_torch_function
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _passes -= 1
-            if not _passes:
-                _OVERRIDES.has_torch_function = _has_torch_function
 
 
 _stances: list[Any] = []

@@ -519,9 +519,8 @@ def watch(
         say: called with a line when a logit first passes 1,000, a layer runs away or a kernel made a NaN, and at the end with the largest
             logit.
 
-    Layers are numbered by their calls in a forward pass. Torch's modules, frozen and in eval mode, make none that is seen: torch takes its
-    inference path for them. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call. Warns at the end where
-    the model made no training pass.
+    Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
+    Warns at the end where the model made no training pass.
     """
     counts = ("every", every, 1), ("sequences", sequences, 1), ("warm_up", warm_up, 0), ("start", start, 0)
     for name, value, least in counts:
