@@ -81,7 +81,7 @@ class AttentionSpec:
 
     def label(self, *, default_base: str = "hardware") -> str:
         """Short name for curves and tables, for example ``flash_delta_from_p (published)``: ``hardware`` only beside another default."""
-        base = "" if self.numerics == default_base == "hardware" else self.numerics
+        base = "" if self.kernel or self.numerics == default_base == "hardware" else self.numerics
         extra = ", ".join(filter(None, (base, *self.sites, self.backend)))
         return f"{self.preset} ({extra})" if extra else self.kernel or self.preset
 

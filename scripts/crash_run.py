@@ -151,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise invalid("run.init_from", config.run.init_from, expected)
     with contextlib.ExitStack() as undo:
         open_data(config, dist, Origin("", False, None, start), undo)
+    del start  # the runs read it, each its own
     dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[config.precision.dtype]
     report = check_attention(kernel, device=device, dtype=dtype, classes=CLASSES)
     print(report.text(), flush=True)

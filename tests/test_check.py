@@ -175,6 +175,13 @@ def rounds_s(gradient: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def nan_where_dv_is_0(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    v = v * 1
+    if v.requires_grad:
+        v.register_hook(lambda dv: dv.masked_fill(dv == 0, math.nan))
+    return plain(q, k, v, *rest)
+
+
 CALLS = iter(range(1000))
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
@@ -182,6 +189,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
     (tiled("last tile dropped"), "last_key", "wrong", ""),
     (tiled("mask off by one"), "mask_edges", "wrong", ""),
+    (nan_where_dv_is_0, "mask_edges", "wrong", "mask: "),
     (tiled("mask of the partial tile off by one"), "odd_length", "wrong", "O or dV reads what is masked"),
     (with_keys_of_zeros, "full", "wrong", ""),
     (blind_tail, "padding", "wrong", "mask: "),
@@ -668,6 +676,28 @@ def test_what_torch_broadcasts_is_captured_as_attention_reads_it(parts: Any, sha
     back = load(tmp_path / "x.zip")
     assert (back.q.shape, back.k.shape) == (o.shape, shape)
     assert torch.allclose(plain(back.q, back.k, back.v, back.causal, back.scale), o, atol=1e-5)
+
+
+def test_operands_of_two_dimensions_are_captured() -> None:
+    class Shared(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return torchs(q, k, k, is_causal=True)
+
+    with capture(model := Shared(), [0]) as calls:
+        model(torch.randn(2, 4, 24, 8, requires_grad=True), torch.randn(24, 8)).sum().backward()
+    assert calls[0].k.shape == (2, 1, 24, 8)
+
+
+def test_a_kernel_of_even_lengths_is_tried_at_them_in_classes_of_an_odd_one() -> None:
+    def even(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        if q.shape[2] % 32:
+            raise ValueError("a length that 32 does not divide")
+        return plain(q, k, v, causal, scale)
+
+    names = ("full", "odd_length")
+    assert check_attention(even, device="cpu", shape=SMALL, classes=names).verdict == "unverified"
+    report = check_attention(even, device="cpu", shape=SMALL, classes=names, without="odd_length")
+    assert (report.verdict, list(report.not_tried)) == ("safe", ["odd_length"])
 
 
 @pytest.mark.parametrize("dtypes", [[torch.float64] * 4, [torch.float32, torch.bfloat16] * 2, [torch.int8] * 4])

@@ -105,3 +105,5 @@ def test_a_rule_that_forgets_the_default_s_base_shows_it() -> None:
     config = AttentionConfig(default=default, rules=(AttentionRule(layers=(0,), attention=one_site),))
     assert config.label() == "flash (microcosm); layer 0 flash (hardware, score_gradients=m1)"
     assert replace(config, default=AttentionSpec()).label().endswith("layer 0 flash (score_gradients=m1)")
+    external = AttentionRule(layers=(1,), attention=AttentionSpec(preset="external", kernel="plain"))
+    assert replace(config, rules=(external,)).label() == "flash (microcosm); layer 1 plain"

@@ -861,6 +861,26 @@ def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     alone(data())  # the hooks are gone
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_torch_layer_in_eval_mode_is_warned_of(training: bool) -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.trained = nn.TransformerEncoderLayer(H * D, H, batch_first=True, dropout=0.0), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.frozen(x)
+            return self.trained(x)
+
+    model = Frozen()
+    model.frozen.train(training)
+    with warnings.catch_warnings(record=True) as said, watch(model, every=1):
+        warnings.simplefilter("always")
+        model(data()).sum().backward()
+    assert [str(one.message).startswith("watch: frozen is in eval mode") for one in said] == [True] * (not training)
+
+
 def test_what_cannot_be_handed_over_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^watch: look: layer = 3: expected each layer once"):
         looked_at(nn.Sequential(Own(3), Own(3)))

@@ -7,7 +7,6 @@ Which plan a layer has is a pure function of the step: the config's plan, and ev
 made are in every checkpoint, and all in the run's config.json.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -116,11 +115,7 @@ class Interventions:
         start: Loaded | None,
     ):
         self.base, self._switches, step = base, made_by(start) if start else [], start.step if start else 0
-        self.plans = base
-        # One made that does not suit the base may have its place taken at ``step``.
-        with contextlib.suppress(UserError):
-            self.plans = plans_at(base, self._switches, step)
-        made = set(self.options())
+        self.plans, before, made = base, list(self._switches), set(self.options())
         for switch in scheduled:
             if switch.option() in made:
                 continue
@@ -139,6 +134,10 @@ class Interventions:
                     raise
                 where, again = f"{start.path}: its switch {last.option()}", f"{step}:{last.layer}:PRESET"
                 raise UserError(f"{where} (--alarm.switches {again} takes its place): {error}") from error
+        try:
+            self.plans = plans_at(base, before, step)
+        except UserError:  # one made that does not suit the base: another takes its place at this step
+            self.plans = plans_at(base, self._switches, step)
 
     def moved(self) -> str:
         """Layers that have another attention than the config says, by that attention."""

@@ -155,6 +155,7 @@ def capture(
         with _disable_current_modes():  # selective checkpointing tells operations apart by their order
             causal = _is_causal(number, named)
             q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
+            q, k, v = (x.expand(1, *x.shape) if x.ndim < 3 else x for x in (q, k, v))
             # As torch broadcasts them: q to the heads of o, all to its batch, and of k and v one to the heads of the other.
             q, G = q.expand(*o.shape[:-1], -1), max(k.shape[-3], v.shape[-3])
             k, v = (x.expand(len(o), *x.shape[-3:]).repeat_interleave(G // x.shape[-3], 1) for x in (k, v))

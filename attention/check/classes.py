@@ -55,8 +55,20 @@ class InputClass:
     """Captured ones, inputs/NAME.zip beside this module, in their own shape."""
 
 
+ODD = 13
+
+
 def _odd(s: Shape) -> Shape:
-    return replace(s, T=s.T + 13)
+    return replace(s, T=s.T + ODD)
+
+
+def even(name: str, shape: Shape) -> Shape:
+    """``shape`` for a kernel that is not for ``odd_length``: what gives the other classes of that length T itself."""
+    return (
+        replace(shape, T=shape.T - ODD)
+        if name != "odd_length" and name in CLASSES and CLASSES[name].shape is _odd
+        else shape
+    )
 
 
 _normal = functools.partial(torch.randn, dtype=torch.float32)
@@ -105,7 +117,7 @@ def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
 
 
 def _apart(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """All logits are about -3: a key of zeros, with its logit of 0, would have 20 times the weight of another."""
+    """Logits are -3 on average: a key of zeros, with its logit of 0, would have six to ten times the mean weight."""
     q, k, v, do = x
     D = q.shape[-1]
     push = math.sqrt(3 * math.sqrt(D)) * torch.nn.functional.normalize(_normal(D, generator=generator), dim=0)

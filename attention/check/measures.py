@@ -254,9 +254,9 @@ def leaks(call: Call, p: Inputs) -> dict[str, float]:
         do[:, :, rows] = p.do[:, :, rows]
         _, dq, dk, dv = run(call, p, do)
         seen = p.visible()[:, 0, rows].any(1)[:, None, :, None]
-        hidden = max(hidden, *(x.masked_fill(seen, 0).double().abs().amax().item() for x in (dk, dv)))
+        hidden = max(hidden, *(_largest(x.masked_fill(seen, 0)) for x in (dk, dv)))
         dq[:, :, rows] = 0
-        idle = max(idle, dq.double().abs().amax().item())
+        idle = max(idle, _largest(dq))
     (B, G, _, D), n = p.v.shape, p.q.shape[1] // p.v.shape[1]
     visible = p.visible().to(p.v.dtype).expand(B, 1, T, T)
     # Of more rows than features the last, as a partial tile is there.
@@ -269,10 +269,13 @@ def leaks(call: Call, p: Inputs) -> dict[str, float]:
     o, _, _, dv = run(call, replace(p, v=v, do=do))
     reach_o = visible.float() @ v.abs().float().repeat_interleave(n, 1)
     reach_dv = (visible.mT.float() @ do.abs().float()).unflatten(1, (-1, n)).sum(2)
-    passed = max(
-        x.masked_fill(reach > 0, 0).double().abs().amax().item() for x, reach in ((o, reach_o), (dv, reach_dv))
-    )
+    passed = max(_largest(x.masked_fill(reach > 0, 0)) for x, reach in ((o, reach_o), (dv, reach_dv)))
     return {"seen": passed, "hidden": hidden, "idle": idle}
+
+
+def _largest(x: Tensor) -> float:
+    """Infinite where a NaN is, which Python's ``max`` would lose."""
+    return x.double().abs().nan_to_num(math.inf).amax().item()
 
 
 def last_key(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:

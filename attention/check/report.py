@@ -20,7 +20,7 @@ from ..presets import PRESETS, unaliased
 from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
-from .classes import CLASSES, Shape, captured, make, require_shape, shape_of
+from .classes import CLASSES, Shape, captured, even, make, require_shape, shape_of
 from .kernels import Kernel, find, first_calls, identity, told, versions
 
 SCHEMA = 4
@@ -271,6 +271,8 @@ def check_attention(
                 continue
             try:
                 case = _case(found, name, asked, DTYPES[dtype], there)
+                if case.verdict == judge.UNVERIFIED and "odd_length" in without and even(name, asked) != asked:
+                    case = _case(found, name, even(name, asked), DTYPES[dtype], there)
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
                 continue

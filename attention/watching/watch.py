@@ -5,7 +5,9 @@
 
 It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager"; other
 attention hands over its tensors with ``look``. Every n-th step one forward and backward pass is looked at; the others pay for two hooks.
-Training is not changed. A failure of the watch itself is one warning.
+Training is not changed, but in two cases. Torch's encoder layers and attention modules in eval mode leave their inference path where they
+are looked at, and give other values at padded positions (it warns). Where a query is its key or value, too, outside a fused kernel,
+gradients are added in another order. A failure of the watch itself is one warning.
 
 A layer runs away by the rule of ``growth.py``, on largest logits.
 
@@ -204,6 +206,8 @@ class Watch:
             forward.seeing = Pass(look, self._attend)
             self._seeing.add(forward.seeing)
         try:
+            if self._hidden is None:
+                self._warn_of_inference_paths(model)
             forward.seeing.open(model, names=self._hidden is None)
         except ValueError as error:
             if self._passes == 1:
@@ -211,6 +215,12 @@ class Watch:
             self._cut_short(forward.seeing)
             forward.seeing, self._looked_at = None, self._step
             self._warn("compiled", str(error).removeprefix("watch: "))
+
+    def _warn_of_inference_paths(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention) and not module.training:
+                why = "torch's inference path, if it takes that, is not taken where it is looked at: padded positions get other values"
+                return self._warn("inference", f"{name or 'the model'} is in eval mode: {why}")
 
     def _cut_short(self, seeing: Pass) -> None:
         """A pass did not come to its end, and may be tried again."""
