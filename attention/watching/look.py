@@ -19,8 +19,9 @@ from .measure import Call, measure
 def of_this_call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """q, k and v for one call of attention: q as an alias, whose gradient is dQ of this call whatever else uses q.
 
-    Training keeps its bits, if one node gives all three gradients (watch.py). Where q is k or v, too, these get an alias each, made before that of q: the backward pass goes through what was
-    made last first, and so adds their gradients in the order in which it adds them without.
+    Training keeps its bits, if one node gives all three gradients (watch.py). Where q is k or v, too, these get an alias each, made before
+    that of q: the backward pass goes through what was made last first, and so adds their gradients in the order in which it adds them
+    without.
     """
     if not (torch.is_grad_enabled() and q.requires_grad):
         return q, k, v
