@@ -64,11 +64,8 @@ def _odd(s: Shape) -> Shape:
 
 def even(name: str, shape: Shape) -> Shape:
     """``shape`` for a kernel that is not for ``odd_length``: what gives the other classes of that length T itself."""
-    return (
-        replace(shape, T=shape.T - ODD)
-        if name != "odd_length" and name in CLASSES and CLASSES[name].shape is _odd
-        else shape
-    )
+    is_odd = name in CLASSES and CLASSES[name].shape is _odd
+    return replace(shape, T=shape.T - ODD) if is_odd and name != "odd_length" else shape
 
 
 _normal = functools.partial(torch.randn, dtype=torch.float32)
