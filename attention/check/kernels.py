@@ -287,11 +287,11 @@ def versions(*modules: str) -> list[str]:
 
 
 def identity(kernel: str) -> str:
-    """Which code a kernel is: the packages that it comes in, with versions; of a user's also the start of its file's SHA-256."""
+    """Which code a kernel is: the packages that it comes in beside this one; of a user's also the start of its file's SHA-256."""
     preset = kernel in PRESETS or kernel in ALIASES
     name = __package__.partition(".")[0] if preset else kernel.partition(":")[0]
     module = {**FLASH, "te": "transformer_engine"}.get(name, name)
-    told = versions(module.partition(".")[0], *["triton"] * preset)
+    told = versions("triton" if preset else module.partition(".")[0])
     file = None if kernel in KNOWN or preset else getattr(sys.modules.get(module), "__file__", None)
     if file and Path(file).is_file():  # a script from a pipe has none
         told.append(f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}")
