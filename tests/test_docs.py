@@ -86,7 +86,7 @@ def test_control_runs_of_the_diagnosis(low_precision_attention: ModuleType) -> N
 
     names: dict[str, Any] = {"low_precision_attention": low_precision_attention, "model": model, "torch": torch}
     names["trainer"] = SimpleNamespace(train=train)
-    preset, plain = (text for text in blocks(DIAGNOSIS, "python") if "set_attn" in text or "MATH" in text)
+    preset, plain = (text for text in blocks(DIAGNOSIS, "python") if "set_attn" in text or "SDPBackend.MATH" in text)
     train()
     exec(preset, names)
     assert model.config._attn_implementation == "control"
