@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -501,6 +502,44 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
     assert [len(heads) for heads in seen.record["max_logit"]] == [4, 4]
     for column in ("dq_error", "row_residual"):
         assert all(0 < error < 1e-3 for heads in seen.record[column] for error in heads)
+
+
+class Asks(nn.Module):
+    """Calls by names what transformers has registered, as its models of images do."""
+
+    config, is_causal = SimpleNamespace(_attn_implementation="own"), True
+
+    def forward(self, q: Tensor, k: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        qkv = {"query": q, "key": k, "value": k * 1.0}
+        return ALL_ATTENTION_FUNCTIONS["own"](self, **qkv, attention_mask=mask, scaling=0.5, **more)[0]
+
+
+CAUSAL = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
+KEPT = torch.arange(T) < torch.tensor([T, 5, 9])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "shown"),
+    [
+        (None, {}, CAUSAL),
+        (None, {"is_causal": False}, None),
+        (None, {"sliding_window": 4}, CAUSAL.triu(-3)),
+        (None, {"sliding_window": 99, "other": None}, CAUSAL),
+        (KEPT.long(), {}, KEPT[:, None, None]),
+        (CAUSAL, {"sliding_window": 4, "position_ids": torch.tensor([[1, 0]])}, CAUSAL),
+    ],
+)
+def test_the_mask_that_transformers_hands_over_is_read(mask: Tensor | None, more: Any, shown: Tensor | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register("own", lambda _, q, k, *rest, **more: ((q @ k.mT @ k).transpose(1, 2),))
+    q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    with watch(model := Asks(), sequences=B, say=lambda line: None) as seen:
+        model(q.requires_grad_(), k, mask, **more).sum().backward()
+    looks = (seen.record, record_of(q, k, sequences=B, scale=0.5, attn_mask=shown))
+    torch.testing.assert_close(*(torch.tensor([look[name] for name in ("max_logit", "entropy")]) for look in looks))
+    assert "own" not in transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping  # a later register() counts
 
 
 @pytest.mark.parametrize("names", [("sdpa", "own"), ("own", "another")])

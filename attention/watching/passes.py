@@ -308,7 +308,10 @@ def _swapped(o: Tensor) -> Tensor:
 
 
 def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *more: Any, **named_too: Any) -> Any:
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *more: Any, **named_too: Any
+    ) -> Any:
+        q, k, v, mask = query, key, value, attention_mask  # some models give them by these names
         looking = _CURRENT.get()
         if looking is None or more or not isinstance(mask, Tensor | None) or _is_unknown(mask, named_too):
             return function(module, q, k, v, mask, *more, **named_too)
