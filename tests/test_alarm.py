@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_runs import Place, completed, weights
 
-from attention.watching.growth import GrowthRule, Probe, growth
+from attention.watching.growth import GrowthAlarm, GrowthRule, Probe, growth
 from attention.watching.verdict import answer, main
 from errors import UserError
 from training.intervention import AlarmConfig, update_alarm
@@ -135,6 +135,14 @@ def test_a_sudden_layer_leaves_at_the_first_probe_with_another_far_enough_before
         found = growth(grown, rule)
         assert found is not None
         assert found[0].tolist() == [leaves]
+
+
+@pytest.mark.parametrize("probes", [1, 2, 3])
+def test_any_number_of_probes_can_agree(probes: int) -> None:
+    alarm = GrowthAlarm(GrowthRule(probes=probes, sudden_logit=1e30))
+    for step in range(1, 60):
+        alarm.update(step, float(step), {0: [(step / 10) ** 6] * 2})
+    assert list(alarm.left) == [0]
 
 
 # ---- in a run

@@ -176,7 +176,7 @@ class GrowthAlarm:
             found = growth(probes, self.rule)
             # No later probe measures from before this one's window.
             past = window_start(probes, max(0, len(probes) - self.rule.probes), self.rule.window) or 0
-            del probes[: min(past, len(probes) - self.rule.probes)]
+            del probes[:past]
             if found is None or not found[0].any() or layer in self.left:
                 continue
             self.left[layer] = step
