@@ -145,6 +145,13 @@ def test_any_number_of_probes_can_agree(probes: int) -> None:
     assert list(alarm.left) == [0]
 
 
+def test_a_head_that_begins_below_0_can_run_away() -> None:
+    alarm = GrowthAlarm()
+    for step, logit in ((10, -1.0), (20, 5e3), (30, 2e4)):
+        alarm.update(step, float(step), {0: [logit]})
+    assert alarm.left == {0: 20}
+
+
 # ---- in a run
 
 

@@ -93,7 +93,9 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
         return None
     # Before a whole window has passed, as in a log that begins late, logits must have grown as much as in one.
     first = begun[0] if start is None else probes[start]
-    sudden = ~(last.logit_H / first.logit_H < max(last.clock / first.clock, rule.window) ** rule.sudden_exponent)
+    sudden = ~(
+        last.logit_H / first.logit_H.clamp(min=0) < max(last.clock / first.clock, rule.window) ** rule.sudden_exponent
+    )
     leaves = leaves | (sudden & ~(last.logit_H < rule.sudden_logit))
     return (leaves, _exponent(first, last)) if start is not None or leaves.any() else None
 
@@ -111,8 +113,8 @@ def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None
 
 
 def _exponent(before: Probe, after: Probe) -> Tensor:
-    """d ln norm / d ln clock between two probes, [H]; +inf where norm or logit is no longer finite."""
-    exponent = (after.norm_H / before.norm_H).log() / math.log(after.clock / before.clock)
+    """d ln norm / d ln clock between two probes, [H]; +inf where norm or logit is no longer finite, or one that was 0 or less is above."""
+    exponent = (after.norm_H / before.norm_H.clamp(min=0)).log() / math.log(after.clock / before.clock)
     return torch.where(after.norm_H.isfinite() & after.logit_H.isfinite(), exponent, math.inf)
 
 
