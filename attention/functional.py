@@ -111,7 +111,7 @@ def scaled_dot_product_attention(
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend, numerics.kernel)
     elif not isinstance(numerics, str):  # before a tuple of the user's passes for that one
         spec_of(numerics)
-    asked = chosen, kind, FORMAT_OF[query.dtype], width or 8, value_width or 8, 1.0 if softcap else 0.0, features
+    asked = chosen, kind, FORMAT_OF[query.dtype], width, value_width, 1.0 if softcap else 0.0, features
     backend, sites, draws, unrounded = _resolved(*asked)
     if rounding_seed is None:
         refuse(draws, "rounding_seed = None: these numerics draw at random, and need an int64 tensor")

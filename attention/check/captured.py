@@ -149,7 +149,7 @@ def capture(
 
     def attend(seeing: Pass, number: int, run: Any, named: dict[str, Any]) -> Tensor:
         o: Tensor = run(*(named[name] for name in QKV))
-        if number not in layers or number in calls:
+        if number not in layers:
             return o
         dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
         with _disable_current_modes():  # selective checkpointing tells operations apart by their order

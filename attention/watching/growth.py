@@ -79,7 +79,7 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
 
     None where no probe is far enough before it to tell.
     """
-    leaves, exponent, start = torch.tensor(len(probes) > rule.probes), torch.tensor(0.0), None
+    leaves, start = torch.tensor(True), None
     for end in range(max(0, len(probes) - rule.probes), len(probes)):
         start = window_start(probes, end, rule.window)
         if start is None:  # of the last probe alone the sudden part of the rule can be told
@@ -93,16 +93,15 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
         return None
     # Before a whole window has passed, as in a log that begins late, logits must have grown as much as in one.
     first = begun[0] if start is None else probes[start]
-    sudden = ~(
-        last.logit_H / first.logit_H.clamp(min=0) < max(last.clock / first.clock, rule.window) ** rule.sudden_exponent
-    )
-    leaves = leaves | (sudden & ~(last.logit_H < rule.sudden_logit))
+    factor = max(last.clock / first.clock, rule.window) ** rule.sudden_exponent
+    sudden = last.logit_H / first.logit_H.clamp(min=0) >= factor
+    leaves = leaves | (sudden & (last.logit_H >= rule.sudden_logit))
     return (leaves, _exponent(first, last)) if start is not None or leaves.any() else None
 
 
 def large_logits(logit_H: Tensor, rule: GrowthRule) -> Tensor:
-    """Which heads have logits that can do harm, [H] bool; one that is not finite can."""
-    return ~(logit_H < rule.logit)
+    """Which heads have logits that can do harm, [H] bool."""
+    return logit_H >= rule.logit
 
 
 def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None:
@@ -113,9 +112,9 @@ def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None
 
 
 def _exponent(before: Probe, after: Probe) -> Tensor:
-    """d ln norm / d ln clock between two probes, [H]; +inf where norm or logit is no longer finite, or one that was 0 or less is above."""
+    """d ln norm / d ln clock between two probes, [H]; +inf where the norm is no longer finite, or was 0 or less."""
     exponent = (after.norm_H / before.norm_H.clamp(min=0)).log() / math.log(after.clock / before.clock)
-    return torch.where(after.norm_H.isfinite() & after.logit_H.isfinite(), exponent, math.inf)
+    return torch.where(after.norm_H.isfinite(), exponent, math.inf)
 
 
 RATES = (

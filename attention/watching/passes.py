@@ -144,7 +144,6 @@ class Pass(TorchFunctionMode):
             return forward(*args, **kwargs)
         names = {**forward.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
         copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        copy.__kwdefaults__ = forward.__kwdefaults__
         return copy(*args, **kwargs)
 
     # ---- modules
@@ -262,7 +261,7 @@ def _hugging_face(model: nn.Module) -> Iterator[None]:
     names: set[Any] = {getattr(config, "_attn_implementation", None) for config in configs}
     with ExitStack() as stand_ins:
         with _LOCK:  # a pass that ends elsewhere takes its names away for a moment
-            for name in names & (functions.keys() - {"sdpa", "eager"}):
+            for name in names & (functions.keys() - {"sdpa"}):
                 stand_ins.enter_context(_stand_in(functions, name))
         yield
 
