@@ -540,6 +540,11 @@ def test_one_command_makes_a_table_of_kernels_and_head_dims_and_keeps_what_it_ha
     assert rows_of(tmp_path / "cut.csv", "torch:math", "stopped:kernel", "--D", "64") == [two[2]]
 
 
+def test_a_kernel_that_no_class_can_be_tried_on_has_a_row_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plain", "--class", "captured_late", "--D", "32", "--device", "cpu", "--markdown"]) == 3
+    assert "| `plain` | 32 | unverified |" in capsys.readouterr().out
+
+
 def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flash", *RISKY, "--class", "odd_length"]) == 1
     text = capsys.readouterr().out

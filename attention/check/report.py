@@ -183,9 +183,8 @@ def table(reports: Sequence[Report]) -> str:
         ]
         bits = "".join("yes" if same else "no" for same in measured.get("deterministic", []))
         verdict = ": ".join([report.verdict, *[", ".join(report.found)] * bool(report.found)])
-        lines.append(
-            f"| `{report.kernel}` | {head_dim(report.cases[0], report)} | {verdict} | {' | '.join(shown)} | {bits} |"
-        )
+        dim = head_dim(report.cases[0], report) if report.cases else report.shape.D
+        lines.append(f"| `{report.kernel}` | {dim} | {verdict} | {' | '.join(shown)} | {bits} |")
     return "\n".join(lines)
 
 
