@@ -593,6 +593,7 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
         (["flash", "--class", "nope"], "argument --class: invalid choice: 'nope'"),
         (["flahs", "--csv", "/no/x.csv"], "--csv /no/x.csv: expected a file in a folder that is there"),
         (["flahs", "--json", "/tmp"], "--json /tmp: expected a file in a folder that is there"),
+        (["flahs", "--csv", "-"], "--csv -: expected a file in a folder that is there"),
         (["flash", "--json", "x", "--csv", "./x"], "--csv ./x: expected another file than --json has"),
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
         ([], "KERNEL: expected one or more"),

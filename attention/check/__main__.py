@@ -54,10 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     device_of(options.device)
     # A wrong name or file shows before the first kernel has run.
     for option, file in (("--json", options.json), ("--csv", options.csv)):
-        if file and file != "-":
+        if file and (option, file) != ("--json", "-"):
             path = Path(file)
             there = path if path.exists() and not path.is_file() else path.parent
-            if path.is_dir() or not os.access(there, os.W_OK):
+            if file == "-" or path.is_dir() or not os.access(there, os.W_OK):
                 raise UserError(f"{option} {file}: expected a file in a folder that is there and can be written to")
     if options.json and options.csv and Path(options.json).resolve() == Path(options.csv).resolve():
         raise UserError(f"--csv {options.csv}: expected another file than --json has")
