@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import json
 import math
 import os
@@ -714,6 +715,17 @@ def test_a_file_has_one_dtype_that_can_be_read_again(dtypes: list[torch.dtype], 
         Inputs(*tensors, 1.0).save(tmp_path / "x.zip")
         back = load(tmp_path / "x.zip")
         assert same((back.q, back.k, back.v, back.do), tensors)
+
+
+def test_a_damaged_file_is_read_or_refused() -> None:
+    x = torch.arange(128.0).view(1, 2, 8, 8)
+    Inputs(x, x, x, x, 1.0).save(file := io.BytesIO())
+    for place in range(len(good := file.getvalue())):
+        with contextlib.suppress(UserError):
+            load(io.BytesIO(good[:place] + b"\xff" + good[place + 1 :]))
+    Inputs(x, x[:, :0], x[:, :0], x, 1.0).save(file)
+    with pytest.raises(UserError, match="no file of captured attention"):
+        load(file)
 
 
 @pytest.mark.parametrize(
