@@ -634,6 +634,13 @@ def test_from_an_earlier_checkpoint_later_steps_count_no_more_and_are_kept(tmp_p
     assert log.read_bytes().startswith(before)
 
 
+@pytest.mark.timeout(30)
+def test_a_log_of_many_looks_is_read_at_once(tmp_path: Path) -> None:
+    """A time that grows with the square of their number would be minutes."""
+    (log := tmp_path / "log").write_text('{"step": 0, "clock": 0, "max_logit": [[1]]}\n' * 50_000)
+    assert len(read_log(log)) == 50_000
+
+
 @pytest.mark.parametrize(("kernel", "factor", "made"), [(True, 1.0, 1.0), (False, math.nan, 0.0), (False, 1.0, 0.0)])
 def test_a_nan_that_a_kernel_made_is_told_from_the_models_own(kernel: bool, factor: float, made: float) -> None:
     class Model(nn.Module):

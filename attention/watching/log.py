@@ -38,8 +38,9 @@ def read_log(log: Path) -> list[dict[str, Any]]:
         raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
     kept: list[dict[str, Any]] = []
     for record in records:
-        back_to = record.pop(BACK_TO, math.inf)
-        kept = [*(earlier for earlier in kept if earlier["step"] < back_to), record]
+        if (back_to := record.pop(BACK_TO, None)) is not None:
+            kept = [earlier for earlier in kept if earlier["step"] < back_to]
+        kept.append(record)
     return kept
 
 
