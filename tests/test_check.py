@@ -764,6 +764,22 @@ def test_a_mask_of_numbers_is_causal_only_where_it_adds_none(bias: float, hidden
     assert not fits or (calls[0].causal, calls[0].scale) == (True, 0.0)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torchs(x, x, x, dropout_p=0.1),
+        lambda x: torchs(x[:, :, :4], x, x),
+        lambda x: torchs(x[0], x[0], x[0]),
+        lambda x: attention.scaled_dot_product_attention(x, x, x, softcap=2.0),
+        lambda x: attention.scaled_dot_product_attention(x, x, x, sinks=torch.zeros(2)),
+    ],
+)
+def test_what_a_file_cannot_say_is_not_captured(call: Callable[[Tensor], Tensor]) -> None:
+    (model := nn.Module()).forward = call
+    with pytest.raises(ValueError, match="layer 0: expected as many keys as queries"), capture(model, [0]):
+        model(torch.randn(1, 2, 8, 8, requires_grad=True))
+
+
 def test_values_of_another_head_dim_are_refused_by_name() -> None:
     class Narrow(nn.Module):
         def forward(self, q: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -325,6 +324,20 @@ def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> No
     assert [look["clock"] for look in looks] == pytest.approx([0.8, 1.0] if optimizer else [8, 10])
 
 
+@pytest.mark.parametrize(("accumulated", "steps"), [(0, [0, 1, 2]), (3, [0, 1])])
+def test_each_step_is_looked_at_once(accumulated: int, steps: list[int], tmp_path: Path) -> None:
+    """A step of an optimizer may be of several forward passes; without one each pass is a step, also without a backward pass."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if accumulated else None
+    with watch(model, every=1, optimizer=optimizer, log=tmp_path / "log", say=lambda line: None):
+        for _ in steps:
+            losses = [model(data()) for _ in range(max(accumulated, 1))]
+            if optimizer is not None:
+                sum(losses).backward()
+                optimizer.step()
+    assert [record["step"] for record in records(tmp_path / "log")] == steps
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_layers_that_take_no_gradient_are_frozen_but_not_those_whose_checkpoint_hides_it(checkpointed: bool) -> None:
     model, x = Model(), data().requires_grad_(checkpointed)
@@ -356,6 +369,23 @@ def test_layers_that_give_their_numbers_may_be_left_out() -> None:
             model[0].watcher = seen
             model(data()).square().mean().backward()
     assert seen.record["layers"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("passes", "factor", "settings", "said"),
+    [
+        (1, 1.0, {"every": 5, "start": 1}, "watch: no step was looked at (every = 5)"),
+        (1, math.nan, {}, "watch: no look had finite logits"),
+        (0, 1.0, {}, "watch: no forward pass in training mode"),
+        (2, 1.0, {"optimizer": torch.optim.SGD([torch.ones(1)])}, "watch: the optimizer made no step in 2 forward"),
+    ],
+)
+def test_a_watch_that_saw_nothing_says_why(passes: int, factor: float, settings: dict[str, Any], said: str) -> None:
+    model, lines = Model(), []
+    with warnings.catch_warnings(record=True, action="always") as warned, watch(model, say=lines.append, **settings):
+        for _ in range(passes):
+            model(data() * factor).backward()
+    assert any(line.startswith(said) for line in [*lines, *(str(one.message) for one in warned)])
 
 
 class Around(torch.optim.Optimizer):
@@ -507,13 +537,14 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
 class Asks(nn.Module):
     """Calls by names what transformers has registered, as its models of images do."""
 
-    config, is_causal = SimpleNamespace(_attn_implementation="own"), True
+    config, is_causal = Mock(_attn_implementation="own"), True
 
     def forward(self, q: Tensor, k: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        qkv = {"query": q, "key": k, "value": k * 1.0}
-        return ALL_ATTENTION_FUNCTIONS["own"](self, **qkv, attention_mask=mask, scaling=0.5, **more)[0]
+        return ALL_ATTENTION_FUNCTIONS["own"](self, query=q, key=k, value=k, attention_mask=mask, scaling=0.5, **more)[
+            0
+        ]
 
 
 CAUSAL = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
@@ -524,9 +555,8 @@ KEPT = torch.arange(T) < torch.tensor([T, 5, 9])[:, None]
     ("mask", "more", "shown"),
     [
         (None, {}, CAUSAL),
-        (None, {"is_causal": False}, None),
+        (None, {"is_causal": False, "other": None}, None),
         (None, {"sliding_window": 4}, CAUSAL.triu(-3)),
-        (None, {"sliding_window": 99, "other": None}, CAUSAL),
         (KEPT.long(), {}, KEPT[:, None, None]),
         (CAUSAL, {"sliding_window": 4, "position_ids": torch.tensor([[1, 0]])}, CAUSAL),
     ],
@@ -677,15 +707,16 @@ def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
     assert len(seen.record["max_logit"]) == 1
 
 
-def test_a_log_of_another_run_is_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("foreign", ['{"loss": 1}\n', "without an end of line"])
+def test_a_log_of_another_run_is_not_added_to(foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, other = tmp_path / "log", tmp_path / "other"
     growing(range(3), log)
     before = log.read_bytes()
-    other.write_text('{"loss": 1}\n')
+    other.write_text(foreign)
     for path, expected in ((log, r"a new file, as this one has steps to 2; or start="), (other, "or one of watch")):
         with pytest.raises(ValueError, match=expected):
             watch(Model(), log=path)
-    assert (log.read_bytes(), other.read_text()) == (before, '{"loss": 1}\n')
+    assert (log.read_bytes(), other.read_text()) == (before, foreign)
     monkeypatch.setattr("attention.watching.log.PATIENCE", 0.0)
     with watch(model := Model(), log=log, start=3, say=lambda line: None):
         model(data()).backward()
