@@ -376,7 +376,7 @@ def test_layers_that_give_their_numbers_may_be_left_out() -> None:
     [
         (1, 1.0, {"every": 5, "start": 1}, "watch: no step was looked at (every = 5)"),
         (1, math.nan, {}, "watch: no look had finite logits"),
-        (0, 1.0, {}, "watch: no forward pass in training mode"),
+        (0, 1.0, {}, "watch: no forward pass with gradients in training mode"),
         (2, 1.0, {"optimizer": torch.optim.SGD([torch.ones(1)])}, "watch: the optimizer made no step in 2 forward"),
     ],
 )

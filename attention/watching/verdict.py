@@ -104,7 +104,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         which = "with a gradient" if frozen else "seen"
         no = f"NO: in the {len(tops)} layers {which} attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *notes, f"It says nothing of steps after {records[-1]['step']}."]
-    advice = "Run the control." if top >= LARGE_LOGIT else "Go on watching."
+    advice = "Run the control. If this is the control, its loss decides." if top >= LARGE_LOGIT else "Go on watching."
     if top > FMA_LOGIT:
         advice = f"Past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that."
     elif (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:

@@ -123,7 +123,9 @@ class Watch:
             where = f"at step {step} in attention layer {layer} of layers {of}"
             self._say(f"watch: largest logit {logit:.4g}, {where}{_advice(logit)}")
         if not self._passes:
-            warnings.warn("watch: no forward pass in training mode: expected what the loop calls", stacklevel=2)
+            warnings.warn(
+                "watch: no forward pass with gradients in training mode: expected what the loop calls", stacklevel=2
+            )
         if self._passes > 1 and not self._counts and self._step == self._first:
             none = f"watch: the optimizer made no step in {self._passes} forward passes"
             warnings.warn(f"{none}: expected the one that the loop steps", stacklevel=2)
