@@ -176,6 +176,36 @@ def rounds_s(gradient: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+class _Spoiled(torch.autograd.Function):
+    """Plain attention; ``spoil`` makes others of ctx, dO and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Any, spoil: Any) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.rest, ctx.spoil = (causal, scale, mask), spoil
+        return plain(q, k, v, *ctx.rest).nan_to_num(0) if mask else plain(q, k, v, *ctx.rest)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        operands = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            o = plain(*operands, *ctx.rest)
+        return *ctx.spoil(ctx, do, *torch.autograd.grad(o, operands, do)), None, None, None, None
+
+
+def spoiled(spoil: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda q, k, v, causal, scale: _Spoiled.apply(q, k, v, causal, scale, None, spoil)
+
+
+def keeps_its_last_call(q: Tensor, *rest: Any) -> Tensor:
+    """Statistics of a shape in one buffer."""
+    LAST[q.shape] = call = object()
+    return _Spoiled.apply(q, *rest, None, lambda _, do, *g: [x * (1 + (LAST[q.shape] is not call)) for x in g])
+
+
+LAST: dict[torch.Size, object] = {}
+
+
 def nan_where_dv_is_0(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     v = v * 1
     if v.requires_grad:
@@ -184,6 +214,7 @@ def nan_where_dv_is_0(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 CALLS = iter(range(1000))
+R = ("repeatability", "wrong")
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("delta of the next row"), "gaussian", "wrong", ""),
@@ -207,6 +238,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (causal_only, "window", "wrong", ""),
     (lambda *call: _AsIfContiguous.apply(plain(*call), False), "repeatability", "wrong", "other strides"),
     (lambda *call: _AsIfContiguous.apply(plain(*call), True), "repeatability", "wrong", "stride 0"),
+    (spoiled(lambda _, do, dq, *g: (dq, *(x * (1 if do.stride(3) else math.nan) for x in g))), *R, "stride 0"),
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda *call: _KeepsItsO.apply(plain(*call) + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda q, *rest: plain(q, *rest) + 0 * q.sum(), "not_a_number", "at risk", ""),

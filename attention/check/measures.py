@@ -348,7 +348,9 @@ def _other_work(device: torch.device) -> None:
 
 
 def off(a: Results, b: Results) -> float:
-    return max(((x.double() - y.double()).norm() / x.double().norm()).item() for x, y in zip(a, b, strict=True))
+    """The largest relative difference; infinite where a NaN is."""
+    pairs = ((x.double(), y.double()) for x, y in zip(a, b, strict=True))
+    return max(((x - y).norm() / x.norm().clamp(min=1e-300)).nan_to_num(math.inf).item() for x, y in pairs)
 
 
 def same(a: Results, b: Results) -> bool:
