@@ -183,7 +183,7 @@ class _Spoiled(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Any, spoil: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.rest, ctx.spoil = (causal, scale, mask), spoil
-        return plain(q, k, v, *ctx.rest).nan_to_num(0) if mask else plain(q, k, v, *ctx.rest)
+        return plain(q, k, v, *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
@@ -239,6 +239,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (lambda *call: _AsIfContiguous.apply(plain(*call), False), "repeatability", "wrong", "other strides"),
     (lambda *call: _AsIfContiguous.apply(plain(*call), True), "repeatability", "wrong", "stride 0"),
     (spoiled(lambda _, do, dq, *g: (dq, *(x * (1 if do.stride(3) else math.nan) for x in g))), *R, "stride 0"),
+    (keeps_its_last_call, *R, "with another forward pass before its backward pass: "),
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda *call: _KeepsItsO.apply(plain(*call) + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda q, *rest: plain(q, *rest) + 0 * q.sum(), "not_a_number", "at risk", ""),

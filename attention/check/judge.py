@@ -35,6 +35,12 @@ _LEAKS = {
     "hidden": "dK or dV of keys that are masked is not 0",
     "idle": "dQ of rows without dO is not 0",
 }
+_REPEATED = {
+    "alone": "a sequence alone",
+    "strides": "in other strides",
+    "between": "with another forward pass before its backward pass",
+    "expanded": "with a dO of stride 0",
+}
 
 
 def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
@@ -62,9 +68,9 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             return SAFE, ""
         return AT_RISK, f"NaN: {found['spread']:.0f} numbers are not finite where none depends on it"
     if name == "repeatability":
-        for what, where in (("alone", "alone"), ("strides", "in other strides"), ("expanded", "with a dO of stride 0")):
+        for what, where in _REPEATED.items():
             if not found[f"{what}_off"] < SIZE_WRONG:
-                return WRONG, f"{where}: a sequence has other results, by {found[f'{what}_off']:.1e}"
+                return WRONG, f"{where}: it has other results, by {found[f'{what}_off']:.1e}"
         return (AT_RISK, "not deterministic: a run cannot be replayed") if not found["deterministic"] else (SAFE, "")
     return _accuracy(found, WELL_CONDITIONED if name in EASY else math.inf)
 

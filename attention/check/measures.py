@@ -55,13 +55,15 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     return tuple(x.clone() for x in results)
 
 
-def _run(call: Call, p: Inputs, do: Tensor) -> tuple[Results, Results]:
-    """O, dQ, dK, dV; and the q, k, v that the kernel got."""
+def _run(call: Call, p: Inputs, do: Tensor, between: Inputs | None = None) -> tuple[Results, Results]:
+    """O, dQ, dK, dV; and the q, k, v that the kernel got. ``between``: inputs of a forward pass before its backward pass."""
     o, *operands = _attend(call, p)
     if list(o.shape) != (expected := [*p.q.shape[:-1], p.v.shape[-1]]):
         raise RuntimeError(f"it gives O of shape {list(o.shape)}: expected {expected}")
     if not o.requires_grad:
         raise NoGradientError("no gradient for q, k, v")
+    if between is not None:
+        forward(call, between)
     gradients = torch.autograd.grad(o, operands, do.to(o.dtype), allow_unused=True)
     if missing := [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]:
         raise NoGradientError(f"no gradient for {', '.join(missing)}")
@@ -312,7 +314,8 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
     """1 or 0: the same bits in five calls with other work on the device between and beside them, alone as in a batch, in other strides.
 
     ``alone_off``, ``strides_off``, ``expanded_off``: the largest relative difference of O, dQ, dK, dV then; the last where dO is one number
-    in a stride of 0, as ``o.sum().backward()`` gives it, from the same in memory of its own.
+    in a stride of 0, as ``o.sum().backward()`` gives it, from the same in memory of its own. ``between_off``: of dQ, dK, dV where another
+    forward pass comes before the backward pass, as that of the next layer.
     """
     p = make("common_part", shape, dtype, device)
     first = run(call, p)
@@ -327,6 +330,7 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
     # The same values as [B, T, H, D] in memory.
     q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (p.q, p.k, p.v, p.do))
     turned = run(call, replace(p, q=q, k=k, v=v, do=do))
+    backwards = _run(call, p, p.do.clone(), replace(p, q=p.q.flip(2), k=p.k.flip(2), v=p.v.flip(2)))[0]
     ones = torch.ones((), dtype=dtype, device=device).expand_as(p.do)
     return {
         "deterministic": float(all(same(first, other) for other in again)),
@@ -334,6 +338,7 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         "strides": float(same(first, turned)),
         "alone_off": off(in_batch, alone),
         "strides_off": off(first, turned),
+        "between_off": off(first[1:], backwards[1:]),
         "expanded_off": off(run(call, p, ones.contiguous()), run(call, p, ones)),
     }
 
