@@ -12,7 +12,7 @@ from torch import Tensor
 from .captured import Inputs, Mask
 from .classes import Shape, make, one_hot, shape_of
 from .judge import SIZE_WRONG
-from .kernels import Call
+from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
 FACTORS = (1, 9, 10, 11, 12, 13, 14, 15)
@@ -26,12 +26,8 @@ class OutOfRangeError(Exception):
     """A class of inputs says nothing, or nothing in a dtype."""
 
 
-class NoGradientError(Exception):
-    """A kernel gives none for what it read."""
-
-
-class OverwrittenError(Exception):
-    """A kernel writes to q, k, v or dO: others read them, too."""
+class WrongError(Exception):
+    """A kernel gives no gradient for what it read, writes to what others read, too, or raises for strides alone; in a reason's words."""
 
 
 def _attend(call: Call, p: Inputs) -> Results:
@@ -51,7 +47,7 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     results, operands = _run(call, p, given)
     pairs = zip(("q", "k", "v", "dO"), (*operands, given), (p.q, p.k, p.v, p.do if do is None else do), strict=True)
     if overwritten := [name for name, x, before in pairs if not bool(((x == before) | before.isnan()).all())]:
-        raise OverwrittenError(f"it overwrites {', '.join(overwritten)}")
+        raise WrongError(f"it overwrites {', '.join(overwritten)}")
     return tuple(x.clone() for x in results)
 
 
@@ -61,12 +57,12 @@ def _run(call: Call, p: Inputs, do: Tensor, between: Inputs | None = None) -> tu
     if list(o.shape) != (expected := [*p.q.shape[:-1], p.v.shape[-1]]):
         raise RuntimeError(f"it gives O of shape {list(o.shape)}: expected {expected}")
     if not o.requires_grad:
-        raise NoGradientError("no gradient for q, k, v")
+        raise WrongError("no gradient for q, k, v")
     if between is not None:
         forward(call, between)
     gradients = torch.autograd.grad(o, operands, do.to(o.dtype), allow_unused=True)
     if missing := [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]:
-        raise NoGradientError(f"no gradient for {', '.join(missing)}")
+        raise WrongError(f"no gradient for {', '.join(missing)}")
     return (o.detach(), *gradients), tuple(x.detach() for x in operands)
 
 
@@ -327,9 +323,12 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
     part = lambda x: x[:1, : 2 * x.shape[1] // shape.G].clone(memory_format=torch.contiguous_format)  # noqa: E731
     alone = run(call, replace(p, q=part(p.q), k=part(p.k), v=part(p.v), do=part(p.do)))
     in_batch = tuple(part(x) for x in first)
-    # The same values as [B, T, H, D] in memory.
-    q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (p.q, p.k, p.v, p.do))
-    turned = run(call, replace(p, q=q, k=k, v=v, do=do))
+    try:
+        turned = run(functools.partial(_packed, call), replace(p, do=_turned(p.do)))
+    except WrongError:
+        raise
+    except Exception as error:  # of a foreign kernel, which ran without
+        raise WrongError(f"in other strides: it raises {told(error)}") from None
     backwards = _run(call, p, p.do.clone(), replace(p, q=p.q.flip(2), k=p.k.flip(2), v=p.v.flip(2)))[0]
     ones = torch.ones((), dtype=dtype, device=device).expand_as(p.do)
     return {
@@ -341,6 +340,18 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         "between_off": off(first[1:], backwards[1:]),
         "expanded_off": off(run(call, p, ones.contiguous()), run(call, p, ones)),
     }
+
+
+def _packed(call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """q and v as slices of one tensor, as a fused projection makes them: with an offset, and in strides that k has not."""
+    heads = k.shape[1], q.shape[1], v.shape[1]
+    _, q, v = _turned(torch.cat((k, q, v), 1)).split(heads, 1)
+    return call(q, k, v, *rest)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """As [B, T, H, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _other_work(device: torch.device) -> None:

@@ -312,7 +312,7 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
             found = measure(kernel.call, shape=shape, dtype=dtype, device=device)
     except measures.OutOfRangeError:
         raise
-    except (measures.NoGradientError, measures.OverwrittenError) as error:
+    except measures.WrongError as error:
         return Case(name, used, judge.WRONG, str(error), {})
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises: it could not be looked at
         fewer = f" (k and v have {used.G} heads, q {used.H})" if used.G != used.H else ""
