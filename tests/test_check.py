@@ -242,6 +242,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (lambda q, k, v, *rest: plain(q, k, v.as_strided(v.shape, k.stride()), *rest), *R, "other strides: it has"),
     (lambda q, *rest: plain(q * (1 + (q.storage_offset() > 0)), *rest), *R, "other strides: it has"),
     (lambda q, *rest: plain(q.view(-1).view(q.shape), *rest), *R, "other strides: it raises RuntimeError: view"),
+    (spoiled(lambda ctx, _, dq, *g: (dq * ctx.needs_input_grad[1], *g)), *R, "where only some need a gradient: "),
     (keeps_its_last_call, *R, "with another forward pass before its backward pass: "),
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda *call: _KeepsItsO.apply(plain(*call) + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
@@ -465,14 +466,15 @@ def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> No
     assert not uncompiled
 
 
-@pytest.mark.parametrize(("length", "classes", "forms"), [(512, QUICK, 4), (64, (), 10)], ids=["quick", "full"])
+@pytest.mark.parametrize(("length", "classes", "forms"), [(512, QUICK, 6), (64, (), 12)], ids=["quick", "full"])
 def test_a_compiled_kernel_is_compiled_few_times(length: int, classes: Any, forms: int) -> None:
     """Each form of its operands is seconds on a GPU, where 512 is the length of --quick, and that of captured inputs."""
     met: set[Any] = set()
 
     def kernel(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
         strides = (q.stride(), None if attn_mask is None else attn_mask.stride())
-        met.add((q.shape, k.shape, *strides, is_causal, scale, q.requires_grad, torch.is_grad_enabled()))
+        needs = q.requires_grad, k.requires_grad, torch.is_grad_enabled()
+        met.add((q.shape, k.shape, *strides, is_causal, scale, *needs))
         return torchs(q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=True)
 
     check_attention(kernel, device="cpu", shape=Shape(T=length), classes=classes)

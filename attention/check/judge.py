@@ -39,6 +39,7 @@ _REPEATED = {
     "alone": "a sequence alone",
     "strides": "in other strides",
     "between": "with another forward pass before its backward pass",
+    "some": "where only some need a gradient",
     "expanded": "with a dO of stride 0",
 }
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ FACTORS = (1, 9, 10, 11, 12, 13, 14, 15)
 """Factors of dO. The rounding of dS differs from factor to factor; what delta and P leave in its rows does not."""
 ONE_HOT_LOGITS = (1e4, 4.6e4, 1e5, 1e6, 2.0**21)
 
-Results = tuple[Tensor, ...]
+Results = Sequence[Tensor]
 
 
 class OutOfRangeError(Exception):
@@ -30,9 +30,11 @@ class WrongError(Exception):
     """A kernel gives no gradient for what it read, writes to what others read, too, or raises for strides alone; in a reason's words."""
 
 
-def _attend(call: Call, p: Inputs) -> Results:
-    """o with its graph, and the q, k, v that it is of."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v))
+def _attend(call: Call, p: Inputs, wanted: str = "qkv") -> Results:
+    """o with its graph, and the q, k, v that it is of; those ``wanted`` need a gradient."""
+    q, k, v = (
+        x.detach().clone().requires_grad_(name in wanted) for name, x in zip("qkv", (p.q, p.k, p.v), strict=True)
+    )
     return call(q, k, v, p.causal, p.scale, **({} if p.mask is None else {"mask": p.mask})), q, k, v
 
 
@@ -51,17 +53,20 @@ def run(call: Call, p: Inputs, do: Tensor | None = None) -> Results:
     return tuple(x.clone() for x in results)
 
 
-def _run(call: Call, p: Inputs, do: Tensor, between: Inputs | None = None) -> tuple[Results, Results]:
-    """O, dQ, dK, dV; and the q, k, v that the kernel got. ``between``: inputs of a forward pass before its backward pass."""
-    o, *operands = _attend(call, p)
+def _run(
+    call: Call, p: Inputs, do: Tensor, wanted: str = "qkv", between: Inputs | None = None
+) -> tuple[Results, Results]:
+    """O, gradients of those ``wanted``; and the q, k, v that the kernel got. ``between``: of a forward pass before its backward pass."""
+    o, *operands = _attend(call, p, wanted)
     if list(o.shape) != (expected := [*p.q.shape[:-1], p.v.shape[-1]]):
         raise RuntimeError(f"it gives O of shape {list(o.shape)}: expected {expected}")
     if not o.requires_grad:
-        raise WrongError("no gradient for q, k, v")
+        raise WrongError(f"no gradient for {', '.join(wanted)}")
     if between is not None:
         forward(call, between)
-    gradients = torch.autograd.grad(o, operands, do.to(o.dtype), allow_unused=True)
-    if missing := [name for name, gradient in zip("qkv", gradients, strict=True) if gradient is None]:
+    needing = [x for x in operands if x.requires_grad]
+    gradients = torch.autograd.grad(o, needing, do.to(o.dtype), allow_unused=True)
+    if missing := [name for name, gradient in zip(wanted, gradients, strict=True) if gradient is None]:
         raise WrongError(f"no gradient for {', '.join(missing)}")
     return (o.detach(), *gradients), tuple(x.detach() for x in operands)
 
@@ -311,7 +316,7 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
 
     ``alone_off``, ``strides_off``, ``expanded_off``: the largest relative difference of O, dQ, dK, dV then; the last where dO is one number
     in a stride of 0, as ``o.sum().backward()`` gives it, from the same in memory of its own. ``between_off``: of dQ, dK, dV where another
-    forward pass comes before the backward pass, as that of the next layer.
+    forward pass comes before the backward pass, as that of the next layer; ``some_off``: where q alone or k and v alone need a gradient.
     """
     p = make("common_part", shape, dtype, device)
     first = run(call, p)
@@ -329,7 +334,9 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         raise
     except Exception as error:  # of a foreign kernel, which ran without
         raise WrongError(f"in other strides: it raises {told(error)}") from None
-    backwards = _run(call, p, p.do.clone(), replace(p, q=p.q.flip(2), k=p.k.flip(2), v=p.v.flip(2)))[0]
+    another = replace(p, q=p.q.flip(2), k=p.k.flip(2), v=p.v.flip(2))
+    backwards = _run(call, p, p.do.clone(), between=another)[0]
+    some = [x for wanted in ("q", "kv") for x in _run(call, p, p.do.clone(), wanted)[0][1:]]
     ones = torch.ones((), dtype=dtype, device=device).expand_as(p.do)
     return {
         "deterministic": float(all(same(first, other) for other in again)),
@@ -338,6 +345,7 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         "alone_off": off(in_batch, alone),
         "strides_off": off(first, turned),
         "between_off": off(first[1:], backwards[1:]),
+        "some_off": off(first[1:], some),
         "expanded_off": off(run(call, p, ones.contiguous()), run(call, p, ones)),
     }
 
