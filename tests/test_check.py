@@ -243,6 +243,8 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (lambda q, *rest: plain(q * (1 + (q.storage_offset() > 0)), *rest), *R, "other strides: it has"),
     (lambda q, *rest: plain(q.view(-1).view(q.shape), *rest), *R, "other strides: it raises RuntimeError: view"),
     (spoiled(lambda ctx, _, dq, *g: (dq * ctx.needs_input_grad[1], *g)), *R, "where only some need a gradient: "),
+    (spoiled(lambda _, do, dq, *g: (dq * (1 if do.stride(2) or not do.stride(3) else 2), *g)), *R, "stride 0"),
+    (spoiled(lambda _, do, dq, *g: (dq * (1 if do.stride(0) or not do.stride(3) else 2), *g)), *R, "stride 0"),
     (keeps_its_last_call, *R, "with another forward pass before its backward pass: "),
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda *call: _KeepsItsO.apply(plain(*call) + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
