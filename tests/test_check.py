@@ -215,6 +215,7 @@ def nan_where_dv_is_0(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 CALLS = iter(range(1000))
 R = ("repeatability", "wrong")
+LAST_ROW = torch.tensor([SMALL.T + 12])
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("delta of the next row"), "gaussian", "wrong", ""),
@@ -230,6 +231,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("dK without scale"), "common_part", "wrong", "dk"),
     (tiled("dK of the next group"), "grouped", "wrong", "dk"),
     (in_threes_by_turns, "grouped", "wrong", ""),
+    (spoiled(lambda _, __, dq, dk, dv: (dq, dk.index_fill(2, LAST_ROW, 0), dv)), "odd_length", "wrong", "a row of dk"),
     (tiled("exponent rounded"), "one_hot", "at risk", ""),
     (tiled("P rounded down"), "common_part", "at risk", "rounded to one side"),
     (tiled("lse in BF16"), "peaked_100", "wrong", ""),
@@ -272,7 +274,9 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     [("padding", "wrong", "60"), ("window", "wrong", "60"), ("full", "wrong", "60"), ("peaked_100", "at risk", "60.0")],
 )
 def test_an_error_that_nothing_enlarges_is_wrong(name: str, verdict: str, size: str) -> None:
-    found = {f"{what}_{x}": 0.0 for what in ("error", "ratio", "size", "eager") for x in ("o", "dq", "dk", "dv")}
+    found = {
+        f"{what}_{x}": 0.0 for what in ("error", "ratio", "size", "worst", "eager") for x in ("o", "dq", "dk", "dv")
+    }
     found |= {"from_eager_o": 0.0, "rows": 0.0, "ratio_dk": 60.0}
     assert judge(name, found) == (verdict, f"errors: dk has {size} x plain's")
 

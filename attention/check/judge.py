@@ -17,7 +17,7 @@ ROWS_AT_RISK = 2.0**-9
 RATIO_AT_RISK = 3.0
 """Largest ratio of a tensor's error to plain attention's. FlashAttention's own tests allow 2, beside a formula with a BF16 softmax."""
 SIZE_WRONG = 2.0**-5
-"""Largest error over the size of the tensor without cancellation. No rounding to BF16 exceeds it."""
+"""Largest error of a row over its size without cancellation. No rounding to BF16 exceeds it: 0.008 is the worst of right kernels."""
 EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "padding", "window", "scale")
 WELL_CONDITIONED = 50.0
 """Largest ratio of errors in the classes EASY, where nothing enlarges a rounding error. Flash kernels have 2."""
@@ -85,15 +85,15 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     own = [
         x for x in ("o", "dq", "dk", "dv") if not (scores and found[f"error_{x}"] < RATIO_AT_RISK * found[f"eager_{x}"])
     ]
-    beyond = [x for x in own if found[f"size_{x}"] > SIZE_WRONG]
+    beyond = [x for x in own if max(found[f"size_{x}"], found[f"worst_{x}"]) > SIZE_WRONG]
     if beyond:
-        return WRONG, "errors: " + ", ".join(f"{x} is off by {_off(x, found)}" for x in beyond)
+        return WRONG, "errors: " + ", ".join(_off(x, found) for x in beyond)
     far = [x for x in own if found[f"ratio_{x}"] > largest]
     if far:
         return WRONG, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.0f} x plain's" for x in far)
     lost = [x for x in own if x != "dq" and found[f"error_{x}"] > LOST and found[f"ratio_{x}"] > WELL_CONDITIONED]
     if lost:
-        return WRONG, "errors: " + ", ".join(f"{x} is off by {_off(x, found)}" for x in lost)
+        return WRONG, "errors: " + ", ".join(_off(x, found) for x in lost)
     if scores:
         return AT_RISK, f"scores: O is off by {found['error_o']:.1e}, as where S is rounded to 16 bits"
     if not math.isfinite(found["rows"]):  # where a multiple of dO overflows and dO does not
@@ -109,10 +109,12 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
 
 
 def _off(x: str, found: dict[str, float]) -> str:
-    """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels."""
-    error = found[f"error_{x}"]
-    return (
-        f"{100 * error:.0f} % of its size" if error < 100 else f"{found[f'size_{x}']:.1e} of the size of what cancels"
+    """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels; or that of its worst row."""
+    error, size, worst = (found[f"{what}_{x}"] for what in ("error", "size", "worst"))
+    if size <= SIZE_WRONG < worst:
+        return f"a row of {x} is off by {worst:.1e} of the size of what cancels"
+    return f"{x} is off by " + (
+        f"{100 * error:.0f} % of its size" if error < 100 else f"{size:.1e} of the size of what cancels"
     )
 
 

@@ -123,7 +123,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     """Errors of a class of inputs, and what rows of dS sum to.
 
     - ``error_X``: ||X - exact|| / ||exact||; ``ratio_X``: that over the baseline's, see ``plain``; ``size_X``: over X's norm without
-      cancellation
+      cancellation; ``worst_X``: that of the worst row
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, whichever has its O nearer;
       ``from_eager_o``: how far O is from that O, over ||exact||
     - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
@@ -139,7 +139,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     for x, b, e, size in zip(NAMES, base, expected, sizes, strict=True):
         if not e.any():
             raise OutOfRangeError(f"{x} is 0 in exact arithmetic")
-        if not (b.double() - e).norm() <= SIZE_WRONG * size.norm():
+        if not _worst_row(b, e, size) <= SIZE_WRONG:
             raise OutOfRangeError(f"{x} of plain attention leaves the range of {str(dtype).removeprefix('torch.')}")
     found = run(call, p)
     measures: dict[str, float] = {}
@@ -151,6 +151,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
         measures[f"error_{x}"] = error / e.norm().item()
         measures[f"ratio_{x}"] = error / max(own, 2.0**-24 * size.norm().item())
         measures[f"size_{x}"] = error / size.norm().item()
+        measures[f"worst_{x}"] = _worst_row(a, e, size)
     eagers = [run(functools.partial(plain, rounds_s=where), p) for where in ("after", "before")]
     distances = [((found[0].double() - eager[0].double()).norm() / expected[0].norm()).item() for eager in eagers]
     eager = eagers[distances[1] < distances[0]]
@@ -168,6 +169,12 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     unit = 2.0**-9 * expected[0].abs().clamp(min=1e-300)
     bias = ((found[0].double() - expected[0]) * expected[0].sign() / unit).clamp(-4, 4)
     return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}  # fmt: skip
+
+
+def _worst_row(x: Tensor, expected: Tensor, size: Tensor) -> float:
+    """The largest error of a row over its own size, which is at least a thousandth of the usual one."""
+    rows = size.norm(dim=-1)
+    return ((x.double() - expected).norm(dim=-1) / rows.clamp(min=1e-3 * rows.square().mean().sqrt())).amax().item()
 
 
 def row_sums(call: Call, p: Inputs, dq: Tensor, row_size: Tensor) -> dict[str, float]:
