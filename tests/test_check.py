@@ -472,7 +472,7 @@ def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> No
     assert not uncompiled
 
 
-@pytest.mark.parametrize(("length", "classes", "forms"), [(512, QUICK, 6), (64, (), 12)], ids=["quick", "full"])
+@pytest.mark.parametrize(("length", "classes", "forms"), [(512, QUICK, 9), (64, (), 12)], ids=["quick", "full"])
 def test_a_compiled_kernel_is_compiled_few_times(length: int, classes: Any, forms: int) -> None:
     """Each form of its operands is seconds on a GPU, where 512 is the length of --quick, and that of captured inputs."""
     met: set[Any] = set()
@@ -565,6 +565,13 @@ def test_a_kernel_without_grouped_heads_can_exit_with_0(
     assert f"(1 of {len(reasons())} classes tried)" in told
     assert ("not judged: grouped (NotImplementedError)\n" in told) == ("--without grouped\n" in told) == (code == 3)
     assert ("not tried   it is not for this: NotImplementedError: no grouped heads" in told) == (code == 0)
+
+
+def test_quick_is_safe_for_a_kernel_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("maskless")
+    module.kernel = tiled()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "maskless", module)
+    assert main(["maskless:kernel", "--device", "cpu", "--quick", "--T", "64"]) == 0
 
 
 def rows_of(path: Path, *arguments: str) -> list[tuple[str, ...]]:

@@ -105,8 +105,10 @@ def _written(reports: list[Report], options: argparse.Namespace) -> str:
 
 
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
+MASKED = ("padding", "window")
 QUICK = (
-    "gaussian", "common_part", "shared_direction", "peaked_1000", "captured_growing", "one_hot", "mask_edges", "last_key", "repeatability",
+    "gaussian", "common_part", "shared_direction", "peaked_1000", "grouped", *MASKED, "scale", "captured_growing", "one_hot", "mask_edges",
+    "last_key", "repeatability",
 )  # fmt: skip
 
 
@@ -127,7 +129,8 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
         raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
     classes = [*options.classes, *options.inputs] or (QUICK if options.quick else ())
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
-    chosen["without"] = options.without
+    masks = find(name).masks or bool(options.classes)
+    chosen["without"] = [*options.without, *(() if masks else MASKED)]
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
     return check_attention(name, **chosen)
